@@ -1,0 +1,274 @@
+"""The host's curvature interface for LoRA weights: hooks bring (a, g), statistics sum them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
+from torch import nn
+
+from laplace_lora_ext.curvature.fisher import (
+    Seeds,
+    empirical_seeds,
+    exact_seeds,
+    sampled_seeds,
+)
+from laplace_lora_ext.curvature.passes import forward_pass, jacobians
+from laplace_lora_ext.curvature.statistics import KFAC_APPROX
+from laplace_lora_ext.kronecker_block import KroneckerBlock
+from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.lora_layers import Block, find_blocks
+from laplace_lora_ext.matrix import LowRankKron
+
+PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
+"""`backend_kwargs` of Yang et al. (ICLR 2024): KFAC-expand, rank 10, no tail."""
+
+
+class LowRankKronInterface(CurvatureInterface):
+    """Curvature of LoRA weights, one Kronecker-factored block each, large factors low-rank.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        a `LogitsModel`, or any model with LoRA layers that it can be made of
+    likelihood : {"classification", "regression"}
+    last_layer, subnetwork_indices
+        of the host's interface; not supported, `target_modules` of the Laplace class select
+    dict_key_x, dict_key_y : str
+        keys of a batch's inputs and labels
+    blocks : sequence of Block, optional
+        the LoRA weights that take part; all of the active adapter if omitted
+    rank : int, default=10
+        eigenvectors kept of a large factor (the paper's `n_kfac`)
+    kfac_approx : {"gradient", "expand", "reduce"}
+        which statistics are summed; see `laplace_lora_ext.curvature.statistics`
+    tail : bool, default=True
+        whether the directions that the rank leaves out keep the mean of their eigenvalues, so
+        that the trace is that of the full factor; the paper drops them
+
+    Raises
+    ------
+    ValueError
+        For an unknown `kfac_approx` or a negative rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        last_layer: bool = False,
+        subnetwork_indices: torch.LongTensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        blocks: Sequence[Block] | None = None,
+        rank: int = 10,
+        kfac_approx: str = "gradient",
+        tail: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if last_layer or subnetwork_indices is not None:
+            raise ValueError("Select LoRA layers with target_modules and layers_to_transform.")
+        if kfac_approx not in KFAC_APPROX:
+            raise ValueError(f"kfac_approx {kfac_approx!r} is none of {list(KFAC_APPROX)}.")
+        if rank < 0:
+            raise ValueError(f"The rank must not be negative, and is {rank}.")
+        if not isinstance(model, LogitsModel):
+            model = LogitsModel(model, dict_key_y=dict_key_y)
+        super().__init__(
+            model, likelihood, dict_key_x=dict_key_x, dict_key_y=dict_key_y, **kwargs
+        )
+        self.model: LogitsModel = model
+        self.blocks = find_blocks(model.model) if blocks is None else list(blocks)
+        self.rank = rank
+        self.kfac_approx = KFAC_APPROX[kfac_approx]
+        self.tail = tail
+
+    def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        """What is back-propagated for the Fisher of a batch."""
+        raise NotImplementedError
+
+    def zeros(self) -> LowRankKron:
+        """Empty sums, to which `accumulate` adds batches."""
+        return LowRankKron(
+            [
+                KroneckerBlock.zeros(
+                    block.weight.shape,
+                    block.small_output,
+                    self.rank,
+                    self.tail,
+                    block.weight.device,
+                    block.statistics_dtype,
+                )
+                for block in self.blocks
+            ]
+        )
+
+    def accumulate(self, H: LowRankKron, x: Any, y: torch.Tensor) -> torch.Tensor:
+        """Add the curvature of a batch to `H`.
+
+        Parameters
+        ----------
+        H : LowRankKron
+            changed in place
+        x : Mapping or torch.Tensor
+            inputs of B examples
+        y : torch.Tensor
+            their labels
+
+        Returns
+        -------
+        torch.Tensor
+            `()`, the batch's negative log-likelihood, up to the host's constants
+
+        Raises
+        ------
+        ValueError
+            If a label does not fit the logits, or an activation, gradient or logit is not
+            finite; the message names the layer.
+        NotImplementedError
+            If a layer's rows cannot be assigned to examples.
+        RuntimeError
+            If LoRA layers were bypassed in the forward pass.
+        """
+        with forward_pass(self.model, self.blocks, x) as recorded:
+            logits = recorded.logits.detach()
+            y = check_targets(y, logits, self.likelihood)
+            recorded.visit_inputs(
+                lambda index, a, valid: self.kfac_approx.add_inputs(H.blocks[index], a, valid)
+            )
+            vectors, weights = self.seeds(logits, y)
+            for s, vector in enumerate(vectors):
+                recorded.backward(
+                    vector,
+                    partial(self._add_gradients, H, weights[s]),
+                    retain_graph=s < len(vectors) - 1,
+                )
+            return self.factor * self.lossfunc(logits, y)
+
+    def _add_gradients(
+        self,
+        H: LowRankKron,
+        weight: torch.Tensor,
+        index: int,
+        a: torch.Tensor,
+        g: torch.Tensor,
+        valid: torch.Tensor | None,
+    ) -> None:
+        g = g * weight.to(g)[:, None, None]
+        self.kfac_approx.add_gradients(H.blocks[index], a, g, valid)
+
+    def kron(
+        self, x: Any, y: torch.Tensor, N: int | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, LowRankKron]:
+        """Curvature of one batch; `N` plays no part, since sums normalise themselves.
+
+        Returns
+        -------
+        loss : torch.Tensor
+        H : LowRankKron
+        """
+        H = self.zeros()
+        return self.accumulate(H, x, y), H
+
+    def jacobians(
+        self, x: Any, enable_backprop: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Jacobians `(B, C, parameters)` of the logits in all blocks' weights, and the logits."""
+        return jacobians(self.model, self.blocks, x, enable_backprop)
+
+    def gradients(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of each example's loss, `(B, parameters)`, and the loss of the batch."""
+        Js, f = self.jacobians(x)
+        y = check_targets(y, f, self.likelihood)
+        vectors, weights = empirical_seeds(f, self.likelihood, y)
+        # The host's loss is 1 / factor times the negative log-likelihood.
+        seeds = vectors[0] * weights[0][:, None] / self.factor
+        return torch.einsum("bc,bcp->bp", seeds, Js), self.lossfunc(f, y)
+
+
+class LowRankKronGGN(LowRankKronInterface, GGNInterface):
+    """The generalised Gauss-Newton matrix, which is the Fisher for the available likelihoods.
+
+    One forward and C - 1 backward passes a batch for classification with C classes (C for
+    regression with C outputs), or `num_samples` with `stochastic=True`.
+
+    Parameters
+    ----------
+    stochastic : bool, default=False
+        draw labels from the model instead of summing over all of them
+    num_samples : int, default=1
+        draws an example, with `stochastic=True`
+    **kwargs
+        of `LowRankKronInterface`
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        *args: Any,
+        stochastic: bool = False,
+        num_samples: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            model, likelihood, *args, stochastic=stochastic, num_samples=num_samples, **kwargs
+        )
+
+    def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        if self.stochastic:
+            return sampled_seeds(logits, self.likelihood, self.num_samples)
+        return exact_seeds(logits, self.likelihood)
+
+
+class LowRankKronEF(LowRankKronInterface, EFInterface):
+    """The empirical Fisher: gradients at the labels, one forward and one backward pass."""
+
+    def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        return empirical_seeds(logits, self.likelihood, y)
+
+
+def check_targets(y: torch.Tensor, logits: torch.Tensor, likelihood: str) -> torch.Tensor:
+    """Labels as the loss wants them.
+
+    Parameters
+    ----------
+    y : torch.Tensor
+        `(B,)` class indices; for regression `(B, C)`, or `(B,)` where C is 1
+    logits : torch.Tensor
+        `(B, C)`
+    likelihood : {"classification", "regression"}
+
+    Returns
+    -------
+    torch.Tensor
+        on the logits' device
+
+    Raises
+    ------
+    ValueError
+        If their shape, type or range does not fit, or there is but one class.
+    """
+    y = y.to(logits.device)
+    n_outputs = logits.shape[-1]
+    if likelihood == "regression":
+        if y.ndim == 1 and n_outputs == 1:
+            y = y[:, None]
+        if y.shape != logits.shape:
+            raise ValueError(f"targets {tuple(y.shape)} for outputs {tuple(logits.shape)}")
+        if not torch.isfinite(y).all():
+            raise ValueError("non-finite targets")
+        return y.to(logits.dtype)
+    if n_outputs < 2:
+        raise ValueError("classification needs two outputs or more, and the model has one")
+    if y.shape != logits.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
+        raise ValueError(
+            f"labels must be class indices of shape {tuple(logits.shape[:1])}, not "
+            f"{tuple(y.shape)} of {y.dtype}"
+        )
+    if len(y) and (y.min() < 0 or y.max() >= n_outputs):
+        raise ValueError(f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}")
+    return y.long()

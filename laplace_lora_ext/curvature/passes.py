@@ -1,0 +1,245 @@
+"""One forward pass through a model, and backward passes that bring (a, g) of each block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.curvature.hooks import Tape, Visit
+from laplace_lora_ext.errors import naming
+from laplace_lora_ext.logits_model import LogitsModel, Positions
+from laplace_lora_ext.lora_layers import Block
+
+
+class ForwardPass:
+    """A recorded forward pass; made by `forward_pass`.
+
+    Attributes
+    ----------
+    logits : torch.Tensor
+        `(B, C)`, part of the graph
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], tape: Tape, logits: torch.Tensor, positions: Positions
+    ) -> None:
+        self._blocks = blocks
+        self._tape = tape
+        self.logits = logits
+        self._positions = positions
+
+    def visit_inputs(self, visit: Callable[[int, torch.Tensor, torch.Tensor | None], None]) -> None:
+        """Call `visit(index, a, valid)` for each block and each call of its layer.
+
+        `a` is `(B, T, n)`, in the dtype of statistics, `valid` its `(B, T)` mask or None.
+        """
+        for index in range(len(self._blocks)):
+            with self._mathematics(index, self.logits.device):
+                for a in self._tape.inputs(index):
+                    a = self._arrange(index, a.detach())
+                    visit(index, a, self._positions.valid(a.shape[1]))
+
+    def backward(
+        self,
+        seed: torch.Tensor,
+        visit: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], None],
+        retain_graph: bool,
+    ) -> None:
+        """Back-propagate a `(B, C)` seed and call `visit(index, a, g, valid)` for each block.
+
+        `a` is `(B, T, n)` and `g` `(1, B, T, m)`, where T counts the positions of all calls of
+        the layer, and `valid` `(B, T)` or None.
+        """
+
+        def masked(index: int, a: torch.Tensor, g: torch.Tensor, n_calls: int) -> None:
+            valid = self._positions.valid(a.shape[1] // n_calls)
+            visit(index, a, g, None if valid is None else valid.repeat(1, n_calls))
+
+        self._tape.backward(self.logits, seed, self._joined(masked), retain_graph)
+
+    def batched_backward(
+        self,
+        seeds: torch.Tensor,
+        visit: Callable[[int, torch.Tensor, torch.Tensor], None],
+        create_graph: bool,
+    ) -> None:
+        """Back-propagate `(S, B, C)` seeds at once and call `visit(index, a, g)`.
+
+        `a` is `(B, T, n)` and `g` `(S, B, T, m)`.
+        """
+        joined = self._joined(lambda index, a, g, n_calls: visit(index, a, g))
+        self._tape.batched_backward(self.logits, seeds, joined, create_graph)
+
+    def _joined(self, visit: Callable[[int, torch.Tensor, torch.Tensor, int], None]) -> Visit:
+        """A visit that joins the calls of a layer along their positions."""
+
+        def joined(
+            index: int, inputs: list[torch.Tensor], gradients: list[torch.Tensor]
+        ) -> None:
+            with self._mathematics(index, gradients[0].device):
+                a = [self._arrange(index, call) for call in inputs]
+                g = [
+                    torch.stack([self._arrange(index, seed) for seed in call])
+                    for call in gradients
+                ]
+                visit(index, torch.cat(a, dim=1), torch.cat(g, dim=2), len(inputs))
+
+        return joined
+
+    def _arrange(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        return self._positions.arrange(rows).to(self._blocks[index].statistics_dtype)
+
+    @contextmanager
+    def _mathematics(self, index: int, device: torch.device) -> Iterator[None]:
+        """Full precision within; what goes wrong names the layer."""
+        name = f"LoRA layer {self._blocks[index].name}"
+        with naming(name), torch.autocast(device.type, enabled=False):
+            yield
+
+
+@contextmanager
+def forward_pass(
+    model: LogitsModel, blocks: Sequence[Block], x: Any
+) -> Iterator[ForwardPass]:
+    """Run the model on a batch and record the calls of the blocks' layers.
+
+    Parameters
+    ----------
+    model : LogitsModel
+        is in evaluation mode within the `with` block, with no parameter requiring grad
+    blocks : sequence of Block
+    x : Mapping or torch.Tensor
+        inputs of B examples
+
+    Raises
+    ------
+    RuntimeError
+        If a layer was not called.
+    ValueError
+        If an activation or a logit is not finite.
+    """
+    with (
+        model.prepared(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        Tape([block.layer for block in blocks]) as tape,
+    ):
+        logits = model(x)
+        _check_called(blocks, tape)
+        _check_finite(blocks, tape, logits)
+        yield ForwardPass(blocks, tape, logits, model.positions(x, len(logits)))
+
+
+def visit_jacobians(
+    model: LogitsModel,
+    blocks: Sequence[Block],
+    x: Any,
+    visit: Callable[[int, torch.Tensor], None],
+    enable_backprop: bool = False,
+) -> torch.Tensor:
+    """One forward and one batched backward pass that give Jacobians block by block.
+
+    Parameters
+    ----------
+    model : LogitsModel
+    blocks : sequence of Block
+    x : Mapping or torch.Tensor
+        inputs of B examples
+    visit : callable
+        receives a block's index and its Jacobian `(B, C, m, n)`. Only one block's is held at a
+        time. A block that the logits don't depend on is left out: its Jacobian is 0
+    enable_backprop : bool, default=False
+        whether Jacobians and logits are differentiable in the inputs
+
+    Returns
+    -------
+    torch.Tensor
+        logits, `(B, C)`
+
+    Raises
+    ------
+    ValueError, RuntimeError
+        As `forward_pass`, and where a gradient is not finite.
+    """
+
+    def take(index: int, a: torch.Tensor, g: torch.Tensor) -> None:
+        jacobian = per_sample_gradients(a, g).transpose(0, 1)
+        if not torch.isfinite(jacobian.sum()):
+            raise ValueError("non-finite numbers")
+        visit(index, jacobian)
+
+    with forward_pass(model, blocks, x) as recorded:
+        n_samples, n_outputs = recorded.logits.shape
+        seeds = torch.eye(n_outputs).to(recorded.logits)[:, None]
+        seeds = seeds.expand(n_outputs, n_samples, n_outputs)
+        recorded.batched_backward(seeds, take, create_graph=enable_backprop)
+        return recorded.logits if enable_backprop else recorded.logits.detach()
+
+
+def jacobians(
+    model: LogitsModel, blocks: Sequence[Block], x: Any, enable_backprop: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Jacobians of the logits in all blocks' weights at once.
+
+    Returns
+    -------
+    Js : torch.Tensor
+        `(B, C, parameters)`, in the order of the blocks
+    f : torch.Tensor
+        `(B, C)`
+    """
+    parts: dict[int, torch.Tensor] = {}
+
+    def keep(index: int, jacobian: torch.Tensor) -> None:
+        parts[index] = jacobian.flatten(-2).to(f_device)
+
+    f_device = blocks[0].weight.device
+    f = visit_jacobians(model, blocks, x, keep, enable_backprop)
+    Js = [
+        parts[index]
+        if index in parts
+        else f.new_zeros(*f.shape, block.weight.numel())
+        for index, block in enumerate(blocks)
+    ]
+    return torch.cat(Js, dim=-1), f
+
+
+def per_sample_gradients(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """Gradients of a linear layer's weight for each seed and sample, `Σ_t g_t a_tᵀ`.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        inputs, `(B, T, n)`
+    g : torch.Tensor
+        output gradients, `(S, B, T, m)`
+
+    Returns
+    -------
+    torch.Tensor
+        `(S, B, m, n)`
+    """
+    return torch.einsum("bti,sbto->sboi", a, g)
+
+
+def _check_called(blocks: Sequence[Block], tape: Tape) -> None:
+    silent = [block.name for index, block in enumerate(blocks) if not tape.inputs(index)]
+    if silent:
+        raise RuntimeError(
+            f"{len(silent)} of {len(blocks)} LoRA layers were bypassed in the forward pass, such "
+            f"as {silent[0]}: a compiled model or a fused kernel does not run them as modules. "
+            "Pass the model as it was before torch.compile or fusion."
+        )
+
+
+def _check_finite(blocks: Sequence[Block], tape: Tape, logits: torch.Tensor) -> None:
+    if torch.isfinite(logits).all():
+        return
+    for index, block in enumerate(blocks):
+        for tensor in (*tape.inputs(index), *tape.outputs(index)):
+            if not torch.isfinite(tensor).all():
+                raise ValueError(f"LoRA layer {block.name}: non-finite activations")
+    raise ValueError("non-finite logits, though every LoRA layer's activations are finite")

@@ -1,0 +1,102 @@
+"""The three ways to sum a block's Kronecker factors from inputs and output gradients.
+
+Pure mathematics. Shapes: B samples, T positions, S seeds, a weight `(m, n)`; inputs a
+`(B, T, n)`, output gradients g `(S, B, T, m)`, and `valid`, `(B, T)` booleans, false where a
+position is padding, or None where none is.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from laplace_lora_ext.kronecker_block import KroneckerBlock
+
+
+class KfacApprox(Protocol):
+    """One approximation: what a batch's inputs and each seed's gradients add to a block."""
+
+    @staticmethod
+    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Called once a batch."""
+
+    @staticmethod
+    def add_gradients(
+        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        """Called for the gradients of one or more seeds of a batch."""
+
+
+class Expand:
+    """`F_out = Σ_nt g gᵀ` and `F_in = Σ_nt a aᵀ / Σ_n T_n`, over valid positions.
+
+    The setting of the paper (section 3), and KFAC-expand of Eschenhagen et al. (2023).
+    """
+
+    @staticmethod
+    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: torch.Tensor | None) -> None:
+        rows = a.flatten(0, 1) if valid is None else a[valid]
+        block.input_factor.update(rows)
+        block.normalizer = block.normalizer + len(rows)
+
+    @staticmethod
+    def add_gradients(
+        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        rows = g.flatten(1, 2) if valid is None else g[:, valid]
+        block.output_factor.update(rows.flatten(0, 1))
+
+
+class Reduce:
+    """`F_out = Σ_n (Σ_t g) (Σ_t g)ᵀ` and `F_in = Σ_n ā āᵀ / N` with ā the mean of valid positions.
+
+    KFAC-reduce of Eschenhagen et al. (2023).
+    """
+
+    @staticmethod
+    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: torch.Tensor | None) -> None:
+        if valid is None:
+            means = a.mean(1)
+        else:
+            means = (a * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
+        block.input_factor.update(means)
+        block.normalizer = block.normalizer + len(means)
+
+    @staticmethod
+    def add_gradients(
+        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        if valid is not None:
+            g = g * valid[..., None]
+        block.output_factor.update(g.sum(2).flatten(0, 1))
+
+
+class Gradient:
+    """`F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²` with `G = Σ_t g_t a_tᵀ` a sample and seed.
+
+    One power-iteration step, started at the identity, towards the Kronecker product that is
+    nearest to the exact block (Van Loan & Pitsianis, 1993); its trace is exact. G is the exact
+    gradient of the weight, so padding needs no mask.
+    """
+
+    @staticmethod
+    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Inputs count only together with their gradients."""
+
+    @staticmethod
+    def add_gradients(
+        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: torch.Tensor | None
+    ) -> None:
+        gradients = torch.einsum("bti,sbto->sboi", a, g).flatten(0, 1)
+        block.output_factor.update(gradients.mT.flatten(0, 1))
+        block.input_factor.update(gradients.flatten(0, 1))
+        norm = torch.linalg.vector_norm(gradients, dtype=torch.float64)
+        block.normalizer = block.normalizer + norm.square()
+
+
+KFAC_APPROX: dict[str, type[KfacApprox]] = {
+    "expand": Expand,
+    "reduce": Reduce,
+    "gradient": Gradient,
+}

@@ -1,0 +1,200 @@
+"""The two kinds of Kronecker factor: a small dense one and a large low-rank one.
+
+Both are sums of outer products of rows that arrive batch by batch, and share one vocabulary:
+`update`, `+`, `*`, `eigendecomposition`, `to_matrix`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# Columns that one step of the streaming update decomposes together: the eigendecomposition of
+# their Gram matrix grows with the cube of this number, the energy lost to truncation shrinks.
+_CHUNK = 256
+
+
+class Eigendecomposition(NamedTuple):
+    """`vectors diag(values) vectorsᵀ + tail (I - vectors vectorsᵀ)`.
+
+    Attributes
+    ----------
+    vectors : torch.Tensor
+        `(d, k)`, orthonormal columns
+    values : torch.Tensor
+        `(k,)`, not negative
+    tail : torch.Tensor
+        `()`, the eigenvalue of every direction that `vectors` leaves out
+    """
+
+    vectors: torch.Tensor
+    values: torch.Tensor
+    tail: torch.Tensor
+
+
+class DenseFactor:
+    """A small Kronecker factor, held as a matrix.
+
+    Parameters
+    ----------
+    matrix : torch.Tensor
+        `(d, d)`, symmetric positive semi-definite
+    """
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        self.matrix = matrix
+
+    @classmethod
+    def zeros(cls, size: int, device: torch.device, dtype: torch.dtype) -> DenseFactor:
+        return cls(torch.zeros(size, size, device=device, dtype=dtype))
+
+    @property
+    def size(self) -> int:
+        return len(self.matrix)
+
+    @property
+    def trace(self) -> torch.Tensor:
+        return self.matrix.trace().double()
+
+    def update(self, rows: torch.Tensor) -> None:
+        """Add `rowsᵀ rows`, for rows of shape `(n, d)`.
+
+        Raises
+        ------
+        ValueError
+            If a row is not finite; the factor is then as it was.
+        """
+        product = rows.mT @ rows
+        if not torch.isfinite(product.trace()):
+            raise ValueError("non-finite numbers")
+        self.matrix = self.matrix + product
+
+    def __add__(self, other: DenseFactor) -> DenseFactor:
+        return DenseFactor(self.matrix + other.matrix)
+
+    def __mul__(self, scalar: float | torch.Tensor) -> DenseFactor:
+        return DenseFactor(self.matrix * scalar)
+
+    def cut(self) -> DenseFactor:
+        """Itself: nothing of a dense factor is cut."""
+        return self
+
+    def eigendecomposition(self) -> Eigendecomposition:
+        """All eigenvectors; the tail is 0."""
+        values, vectors = torch.linalg.eigh(self.matrix.double())
+        dtype = self.matrix.dtype
+        values = values.clamp_min(0).to(dtype)
+        return Eigendecomposition(vectors.to(dtype), values, values.new_zeros(()))
+
+    def to_matrix(self) -> torch.Tensor:
+        """Dense `(d, d)` matrix."""
+        return self.matrix
+
+
+class LowRankFactor:
+    """A large Kronecker factor, held as its leading directions and its trace.
+
+    The factor is `columns columnsᵀ` up to the energy that truncation drops. While rows arrive,
+    twice as many columns as the rank are kept, so that directions which lead only later are not
+    lost early; the eigendecomposition then cuts to the rank. No `(d, d)` matrix is ever formed.
+
+    Parameters
+    ----------
+    columns : torch.Tensor
+        `(d, w)` with `w <= min(2 * rank, d)`
+    trace : torch.Tensor
+        `()`, float64, trace of the factor, exact whatever the truncation
+    rank : int
+        eigenvectors kept in the end (the paper's `n_kfac`)
+    tail : bool
+        whether the directions left out keep the mean of their eigenvalues, or 0
+
+    References
+    ----------
+    Yang et al. (ICLR 2024), algorithm 1, for the update.
+    """
+
+    def __init__(
+        self, columns: torch.Tensor, trace: torch.Tensor, rank: int, tail: bool = True
+    ) -> None:
+        self.columns = columns
+        self.trace = trace
+        self.rank = rank
+        self.tail = tail
+
+    @classmethod
+    def zeros(
+        cls,
+        size: int,
+        rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        tail: bool = True,
+    ) -> LowRankFactor:
+        columns = torch.zeros(size, 0, device=device, dtype=dtype)
+        return cls(columns, torch.zeros((), device=device, dtype=torch.float64), rank, tail)
+
+    @property
+    def size(self) -> int:
+        return len(self.columns)
+
+    @property
+    def _width(self) -> int:
+        return min(2 * self.rank, self.size)
+
+    def update(self, rows: torch.Tensor) -> None:
+        """Add `rowsᵀ rows`, for rows of shape `(n, d)`.
+
+        Raises
+        ------
+        ValueError
+            If a row is not finite; the factor is then as it was.
+        """
+        energy = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
+        if not torch.isfinite(energy):
+            raise ValueError("non-finite numbers")
+        self.trace = self.trace + energy
+        for chunk in rows.split(_CHUNK):
+            self.columns = _leading(torch.cat([self.columns, chunk.mT], dim=1), self._width)
+
+    def __add__(self, other: LowRankFactor) -> LowRankFactor:
+        columns = torch.cat([self.columns, other.columns], dim=1)
+        return LowRankFactor(
+            _leading(columns, self._width), self.trace + other.trace, self.rank, self.tail
+        )
+
+    def __mul__(self, scalar: float | torch.Tensor) -> LowRankFactor:
+        return LowRankFactor(
+            self.columns * scalar**0.5, self.trace * scalar, self.rank, self.tail
+        )
+
+    def cut(self) -> LowRankFactor:
+        """The same factor with no more columns than its rank."""
+        columns = _leading(self.columns, min(self.rank, self.size))
+        return LowRankFactor(columns, self.trace, self.rank, self.tail)
+
+    def eigendecomposition(self) -> Eigendecomposition:
+        """The leading `rank` eigenvectors and the mean of the eigenvalues left out."""
+        vectors, singular_values, _ = torch.linalg.svd(self.columns.double(), full_matrices=False)
+        vectors, values = vectors[:, : self.rank], singular_values[: self.rank].square()
+        left_out = self.size - len(values)
+        tail = self.trace.new_zeros(())
+        if self.tail and left_out:
+            tail = (self.trace - values.sum()).clamp_min(0) / left_out
+        dtype = self.columns.dtype
+        return Eigendecomposition(vectors.to(dtype), values.to(dtype), tail.to(dtype))
+
+    def to_matrix(self) -> torch.Tensor:
+        """Dense `(d, d)` matrix, cut to the rank, with its tail. For tests."""
+        vectors, values, tail = self.eigendecomposition()
+        complement = torch.eye(self.size).to(vectors) - vectors @ vectors.mT
+        return (vectors * values) @ vectors.mT + tail * complement
+
+
+def _leading(columns: torch.Tensor, width: int) -> torch.Tensor:
+    """Rotate `(d, n)` columns onto their leading `width` left singular directions."""
+    if columns.shape[1] <= width:
+        return columns
+    _, rotation = torch.linalg.eigh((columns.mT @ columns).double())
+    return columns @ rotation[:, columns.shape[1] - width :].to(columns.dtype)

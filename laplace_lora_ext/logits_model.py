@@ -1,0 +1,344 @@
+"""Everything that is known about models and batches: a batch in, logits of its classes out."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, modeling_utils
+
+_LABEL_KEYS = ("label", "labels")
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+# Newer decoders compute logits for one position a row; older ones for the last few of all rows.
+_KEEPS_A_POSITION_PER_ROW = hasattr(modeling_utils, "slice_logits_to_keep")
+
+
+class Positions(NamedTuple):
+    """How the rows that a layer sees belong to the examples of a batch.
+
+    Attributes
+    ----------
+    n_examples : int
+        B, rows of the logits
+    n_rows : int
+        rows of the model's input: B, or a multiple where an example is several sequences
+    length : int or None
+        T, positions of a row, where known
+    mask : torch.Tensor or None
+        `(B, n_rows / B * T)` booleans, false at padding; None where nothing is padded
+    """
+
+    n_examples: int
+    n_rows: int
+    length: int | None
+    mask: torch.Tensor | None
+
+    def arrange(self, rows: torch.Tensor) -> torch.Tensor:
+        """Reshape what a layer has seen or returned, `(..., d)`, to `(B, positions, d)`.
+
+        Raises
+        ------
+        NotImplementedError
+            If the leading dimensions are not those of the batch.
+        """
+        leading = rows.shape[:-1]
+        per_row = len(leading) >= 1 and leading[0] in {self.n_examples, self.n_rows}
+        flat = self.length is not None and leading == (self.n_rows * self.length,)
+        if not (per_row or flat):
+            raise NotImplementedError(
+                f"its rows, {tuple(rows.shape)}, cannot be told apart by example in a batch of "
+                f"{self.n_examples}"
+            )
+        return rows.reshape(self.n_examples, -1, rows.shape[-1])
+
+    def valid(self, n_positions: int) -> torch.Tensor | None:
+        """`(B, n_positions)` mask of a layer that sees as many positions of each example.
+
+        Raises
+        ------
+        NotImplementedError
+            If the batch is padded and the layer's positions are not those of the mask.
+        """
+        pooled = n_positions == self.n_rows // self.n_examples
+        if self.mask is None or pooled:
+            return None
+        if n_positions != self.mask.shape[1]:
+            raise NotImplementedError(
+                f"it sees {n_positions} positions an example where the mask has "
+                f'{self.mask.shape[1]}: use kfac_approx="gradient", which needs no mask'
+            )
+        return self.mask
+
+
+class LogitsModel(nn.Module):
+    """A model that maps a batch to the logits of its classes, `(B, C)`, in float32 or better.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A transformers model, bare or within PEFT's, DistributedDataParallel's or torch.compile's
+        wrapper, is called with a batch's keys as keyword arguments. Any other module is called
+        with the batch itself, a mapping or a tensor, as laplace-torch does.
+    class_token_ids : sequence of int, optional
+        For a causal language model: tokens of the answers. The logits are those of these tokens
+        after the last real token of each row.
+    dict_key_y : str, default="labels"
+        Key of the labels in a mapping; never passed on to the model.
+
+    Attributes
+    ----------
+    output_size : int
+        C, known after the first forward pass
+
+    Raises
+    ------
+    ValueError
+        If `class_token_ids` is missing for a causal language model, repeats a token, has fewer
+        than two or one outside the vocabulary.
+    NotImplementedError
+        If `class_token_ids` is given for an encoder-decoder.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        class_token_ids: Sequence[int] | None = None,
+        dict_key_y: str = "labels",
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.dict_key_y = dict_key_y
+        self.output_size = 0
+        self._transformer = (find_transformer(model),)  # in a tuple: no second child module
+        self._check_class_tokens(class_token_ids)
+        self.class_token_ids = None if class_token_ids is None else list(class_token_ids)
+
+    def forward(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
+        """Logits of a batch.
+
+        Parameters
+        ----------
+        batch : Mapping or torch.Tensor
+            is moved to the model's device; labels in it are left out
+        **model_kwargs
+            passed on to the model
+
+        Returns
+        -------
+        torch.Tensor
+            `(B, C)`
+
+        Raises
+        ------
+        TypeError
+            If the model returns neither logits nor a tensor, nor a sequence of tensors.
+        ValueError
+            If what it returns is not `(B, C)`.
+        """
+        inputs = self._inputs(batch)
+        if self.class_token_ids is not None:
+            logits = self._answer_logits(inputs, model_kwargs)
+        else:
+            logits = _logits(self._call(inputs, **model_kwargs))
+        if logits.ndim != 2:
+            raise ValueError(
+                f"Expected logits of shape (batch, outputs) and got {tuple(logits.shape)}. Wrap "
+                "the model in a module that returns one row of logits an example."
+            )
+        self.output_size = logits.shape[-1]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
+        """Inputs and labels of a training batch, the labels on the model's device.
+
+        Parameters
+        ----------
+        batch : Mapping, or (X, y)
+
+        Returns
+        -------
+        X : Mapping or torch.Tensor
+        y : torch.Tensor
+
+        Raises
+        ------
+        TypeError
+            If the batch is neither a mapping nor a pair.
+        ValueError
+            If a mapping has no labels.
+        """
+        if isinstance(batch, Mapping):
+            if self.dict_key_y not in batch:
+                raise ValueError(
+                    f"No labels {self.dict_key_y!r} in the batch, which has "
+                    f"{sorted(map(str, batch))}: name their key as dict_key_y."
+                )
+            X, y = batch, batch[self.dict_key_y]
+        elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+            X, y = batch
+        else:
+            raise TypeError(
+                "A training batch is a mapping with labels or a pair (X, y), not "
+                f"{type(batch).__name__}."
+            )
+        return X, torch.as_tensor(y).to(self.device)
+
+    def positions(self, batch: Any, n_examples: int) -> Positions:
+        """How rows at a layer belong to the examples of a batch with `n_examples` logits."""
+        if not isinstance(batch, Mapping):
+            shape = batch.shape if isinstance(batch, torch.Tensor) else ()
+            length = prod(shape[1:-1]) if len(shape) > 2 else None
+            return Positions(n_examples, n_examples, length, None)
+        mask = batch.get("attention_mask")
+        if mask is not None and mask.ndim >= 2:
+            shape = mask.shape
+        elif batch.get("input_ids") is not None:
+            mask, shape = None, batch["input_ids"].shape
+        else:
+            return Positions(n_examples, n_examples, None, None)
+        n_rows = prod(shape[:-1])
+        if mask is not None:
+            mask = mask.to(self.device).bool().reshape(n_examples, -1)
+            mask = None if mask.all() else mask
+        return Positions(n_examples, n_rows, shape[-1], mask)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go: the device of the model's first parameter."""
+        return next(self.model.parameters()).device
+
+    @contextmanager
+    def prepared(self, trainable: Sequence[nn.Parameter] = ()) -> Iterator[None]:
+        """The model in evaluation mode, with gradients for the given parameters alone.
+
+        On leaving, also by an exception, every module's mode, and every parameter's
+        `requires_grad` and `.grad` are as they were.
+        """
+        modes = [(module, module.training) for module in self.modules()]
+        parameters = [(p, p.requires_grad, p.grad) for p in self.parameters()]
+        wanted = {id(parameter) for parameter in trainable}
+        try:
+            self.eval()
+            for parameter, _, _ in parameters:
+                if parameter.requires_grad != (id(parameter) in wanted):
+                    parameter.requires_grad_(id(parameter) in wanted)
+                parameter.grad = None
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for parameter, requires_grad, grad in parameters:
+                parameter.requires_grad_(requires_grad)
+                parameter.grad = grad
+
+    def _inputs(self, batch: Any) -> Any:
+        """The batch on the model's device, without labels, of the type that it had."""
+        if isinstance(batch, torch.Tensor):
+            return batch.to(self.device)
+        if not isinstance(batch, Mapping):
+            return batch
+        inputs = copy.copy(batch) if hasattr(batch, "__delitem__") else dict(batch)
+        for key in (self.dict_key_y, *_LABEL_KEYS):
+            if key in inputs:
+                del inputs[key]
+        for key, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                inputs[key] = value.to(self.device)
+        return inputs
+
+    def _call(self, inputs: Any, **kwargs: Any) -> Any:
+        if isinstance(inputs, Mapping) and self._transformer[0] is not None:
+            return self.model(**inputs, **kwargs)
+        return self.model(inputs, **kwargs)
+
+    def _answer_logits(self, inputs: Any, model_kwargs: dict[str, Any]) -> torch.Tensor:
+        """Logits of the class tokens after the last real token of each row."""
+        last = _last_real_position(inputs)
+        options = self._decoder_options(inputs, last) | model_kwargs
+        output = _logits(self._call(inputs, **options))
+        if output.ndim != 3:
+            raise ValueError(
+                "class_token_ids need logits of shape (batch, positions, vocabulary), not "
+                f"{tuple(output.shape)}."
+            )
+        if output.shape[1] > 1:
+            output = output.take_along_dim(last[:, None, None], dim=1)
+        return output[:, 0, self.class_token_ids]
+
+    def _decoder_options(self, inputs: Any, last: torch.Tensor) -> dict[str, Any]:
+        """Keyword arguments that a decoder understands and the batch does not have yet."""
+        transformer = self._transformer[0]
+        if transformer is None:
+            return {}
+        accepted = inspect.signature(transformer.forward).parameters
+        options: dict[str, Any] = {"use_cache": False}
+        if _KEEPS_A_POSITION_PER_ROW:
+            options["logits_to_keep"] = last[:, None]
+        mask = inputs.get("attention_mask")
+        if mask is not None and not mask[:, 0].all():
+            # Learned positions count from the first real token, not from the padding before it.
+            options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+        return {key: v for key, v in options.items() if key in accepted and key not in inputs}
+
+    def _check_class_tokens(self, class_token_ids: Sequence[int] | None) -> None:
+        transformer = self._transformer[0]
+        if class_token_ids is None:
+            if transformer is not None and transformer.can_generate():
+                raise ValueError(
+                    f"{type(transformer).__name__} is a language model: pass class_token_ids, "
+                    "the tokens of the answers, such as tokenizer.convert_tokens_to_ids."
+                )
+            return
+        if transformer is not None and transformer.config.is_encoder_decoder:
+            raise NotImplementedError("class_token_ids are for causal language models only.")
+        vocabulary = getattr(getattr(transformer, "config", None), "vocab_size", None)
+        ids = list(class_token_ids)
+        if len(ids) < 2 or len(set(ids)) < len(ids):
+            raise ValueError(f"class_token_ids must be two or more distinct tokens, not {ids}.")
+        if min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary):
+            raise ValueError(f"class_token_ids {ids} are not all in the vocabulary.")
+
+
+def find_transformer(model: nn.Module) -> PreTrainedModel | None:
+    """The transformers model within PEFT's, DistributedDataParallel's or torch.compile's."""
+    while not isinstance(model, PreTrainedModel):
+        if hasattr(model, "get_base_model"):
+            inner = model.get_base_model()
+        elif isinstance(model, _PARALLEL):
+            inner = model.module
+        else:
+            inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return model
+
+
+def _logits(output: Any) -> torch.Tensor:
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, (tuple, list)) and logits:
+        logits = logits[0]
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(
+            "The model must return logits: an output with .logits, a tensor, or a tuple that "
+            f"begins with one, not {type(output).__name__}."
+        )
+    return logits
+
+
+def _last_real_position(inputs: Any) -> torch.Tensor:
+    """`(B,)` index of the last position that is not padding, on whichever side that is."""
+    if not isinstance(inputs, Mapping):
+        return torch.full((len(inputs),), inputs.shape[1] - 1, device=inputs.device)
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+        return torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device)
+    return (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)

@@ -1,0 +1,411 @@
+"""Laplace approximations over LoRA weights: the host's classes, fitted through a model adapter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torchmetrics
+import tqdm
+from laplace.baselaplace import ParametricLaplace
+from laplace.curvature import CurvatureInterface
+from torch import nn
+from torch.utils.data import DataLoader
+
+from laplace_lora_ext.curvature.backend import LowRankKronInterface, check_targets
+from laplace_lora_ext.curvature.passes import jacobians
+from laplace_lora_ext.errors import naming
+from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.lora_layers import find_blocks, warn_if_untrained, warn_of_other_trainable
+
+
+class LoRALaplace(ParametricLaplace):
+    """What all Laplace approximations over LoRA weights share.
+
+    The posterior is over the `lora_A` and `lora_B` weights of the active adapter. Everything else
+    in the model, a trainable head included, is held at its MAP value. Every method leaves the
+    model exactly as it was.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to logits
+    likelihood : {"classification", "regression", "reward_modeling"}
+    sigma_noise, prior_precision, prior_mean, temperature, enable_backprop, dict_key_x, dict_key_y
+        of the host's classes
+    backend : type of CurvatureInterface, optional
+    backend_kwargs : dict, optional
+    class_token_ids : sequence of int, optional
+        for a causal language model: the tokens of the answers, one a class
+    target_modules, layers_to_transform
+        as in `peft.LoraConfig`: which LoRA layers take part; all if omitted
+    **kwargs
+        of the host's class for the same structure
+
+    Raises
+    ------
+    ValueError, NotImplementedError
+        See `laplace_lora_ext.lora_layers.find_blocks` and `LogitsModel`.
+    """
+
+    _default_backend: type[CurvatureInterface]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        sigma_noise: float | torch.Tensor = 1.0,
+        prior_precision: float | torch.Tensor = 1.0,
+        prior_mean: float | torch.Tensor = 0.0,
+        temperature: float = 1.0,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type[CurvatureInterface] | None = None,
+        *,
+        backend_kwargs: dict[str, Any] | None = None,
+        class_token_ids: Sequence[int] | None = None,
+        target_modules: str | Sequence[str] | None = None,
+        layers_to_transform: int | Iterable[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        backend = self._default_backend if backend is None else backend
+        self._check_backend(backend)
+        self.blocks = find_blocks(model, target_modules, layers_to_transform)
+        warn_of_other_trainable(model)
+        warn_if_untrained(self.blocks)
+        self.model = LogitsModel(model, class_token_ids, dict_key_y)
+        if issubclass(backend, LowRankKronInterface):
+            backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
+        with self._prepared():  # the host collects the parameters that require grad
+            super().__init__(
+                self.model,
+                likelihood,
+                sigma_noise,
+                prior_precision,
+                prior_mean,
+                temperature,
+                enable_backprop,
+                dict_key_x,
+                dict_key_y,
+                backend,
+                backend_kwargs=backend_kwargs,
+                **kwargs,
+            )
+
+    def _check_backend(self, backend: type[CurvatureInterface]) -> None:
+        """Refuse a backend that has not what the structure needs."""
+
+    @property
+    def _device(self) -> torch.device:
+        return self.blocks[0].weight.device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.blocks[0].statistics_dtype
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [block.weight.numel() for block in self.blocks]
+
+    @property
+    def backend(self) -> CurvatureInterface:
+        """Curvature of the blocks' weights, made at first use."""
+        with self._prepared():
+            return super().backend
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        with self.model.prepared([block.weight for block in self.blocks]):
+            yield
+
+    # --- fit ---------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        train_loader: DataLoader | Iterable[Any],
+        override: bool = True,
+        progress_bar: bool = False,
+    ) -> None:
+        """Fit the posterior around the model's present weights.
+
+        If anything goes wrong on the way, the model and the previous fit stay as they were.
+
+        Parameters
+        ----------
+        train_loader : DataLoader or iterable
+            of mappings with labels, or of pairs `(X, y)`; read once. N is counted
+        override : bool, default=True
+            False adds the data to those of the previous fit
+        progress_bar : bool, default=False
+
+        Raises
+        ------
+        ValueError
+            If the loader is empty, labels don't fit, or a number is not finite; the message
+            names the batch, and the layer where there is one.
+        RuntimeError
+            If LoRA layers are bypassed in the forward pass.
+        """
+        before = dict(vars(self))
+        known = self._summed_curvature() if self.n_data and not override else None
+        try:
+            self._init_H()
+            loss, n_data = self._sum_curvature(train_loader, progress_bar)
+            if known is not None:
+                self.H = known + self.H
+                loss, n_data = loss + before["loss"], n_data + before["n_data"]
+            with torch.autocast(self._device.type, enabled=False):
+                self._adopt_curvature(n_data)
+        except BaseException:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
+        self.loss, self.n_data = loss, n_data
+        self.n_outputs = self.model.output_size
+        self.mean = self._weights()
+        self._posterior_scale = None
+
+    def _sum_curvature(
+        self, train_loader: DataLoader | Iterable[Any], progress_bar: bool
+    ) -> tuple[torch.Tensor, int]:
+        """Add all batches to `self.H`; return the loss, in float64, and the number of data."""
+        loss, n_data = torch.zeros((), device=self._device, dtype=torch.float64), 0
+        batches = tqdm.tqdm(train_loader, desc="[Computing Hessian]", disable=not progress_bar)
+        with self._prepared():
+            for index, batch in enumerate(batches):
+                with naming(f"batch {index}"):
+                    X, y = self.model.split(batch)
+                    loss += self._add_batch(X, y).to(loss)
+                n_data += len(y)
+        if not n_data:
+            raise ValueError("The training loader has no data.")
+        data_set = getattr(train_loader, "dataset", None)
+        if hasattr(data_set, "__len__") and len(data_set) != n_data:
+            warnings.warn(
+                f"Fitted on the {n_data} examples that the loader gave; its data set has "
+                f"{len(data_set)}.",
+                stacklevel=3,
+            )
+        return loss, n_data
+
+    def _add_batch(self, X: Any, y: torch.Tensor) -> torch.Tensor:
+        """Add a batch to `self.H` and return its loss."""
+        with torch.no_grad():
+            logits = self.model(X)
+        if not torch.isfinite(logits).all():
+            raise ValueError("non-finite logits")
+        preferences = self.likelihood == "reward_modeling"
+        y = check_targets(y, logits, "classification" if preferences else self.likelihood)
+        loss, H = self._curv_closure(X, y, N=1)
+        self.H = self.H + H
+        return loss
+
+    def _summed_curvature(self) -> Any:
+        """What the sums of another run can be added to."""
+        return self.H
+
+    def _adopt_curvature(self, n_data: int) -> None:
+        """Turn the sums in `self.H`, over `n_data` data, into what predictions use."""
+
+    def _weights(self) -> torch.Tensor:
+        """A copy of the LoRA weights as one vector, `(parameters,)`."""
+        weights = [block.weight.detach().flatten() for block in self.blocks]
+        return torch.cat([weight.to(self._device, self._dtype) for weight in weights])
+
+    # --- evidence ----------------------------------------------------------------------------
+
+    @property
+    def log_det_prior_precision(self) -> torch.Tensor:
+        """Log-determinant of the prior precision, in float64."""
+        log_precision = self.prior_precision.double().log()
+        if len(log_precision) == self.n_params:
+            return log_precision.sum()
+        return (torch.tensor(self._sizes, device=self._device) * log_precision).sum()
+
+    @property
+    def scatter(self) -> torch.Tensor:
+        """Squared distance of the weights from the prior mean under the prior, in float64."""
+        squares = (self.mean - self.prior_mean).double().square()
+        precision = self.prior_precision.double()
+        if len(precision) == self.n_params:
+            return squares @ precision
+        by_block = torch.stack([part.sum() for part in squares.split(self._sizes)])
+        return (by_block * precision).sum()
+
+    def _gridsearch(self, loss: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # The host updates one metric over all grid points; as a function it starts afresh.
+        if isinstance(loss, torchmetrics.Metric):
+            loss = _Fresh(loss)
+        with self._prepared():
+            return super()._gridsearch(loss, *args, **kwargs)
+
+    # --- predictions -------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        joint: bool = False,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Posterior predictive on a batch, as the host's; `generator` seeds all that is sampled.
+
+        Parameters
+        ----------
+        x : Mapping or torch.Tensor
+            inputs of B examples; labels in a mapping are ignored
+        pred_type : {"glm", "nn"}
+        joint : bool, default=False
+            regression only: covariance between all examples
+        link_approx : {"probit", "mc", "bridge", "bridge_norm"}
+        n_samples : int, default=100
+        diagonal_output : bool, default=False
+        generator : torch.Generator, optional
+        fitting : bool, default=False
+            reward modeling only: probabilities of preferences instead of rewards
+        **model_kwargs
+            passed on to the model, with `pred_type="nn"`
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            probabilities `(B, C)`; for regression and rewards the mean `(B, C)` and covariance
+            `(B, C, C)`
+        """
+        regression = self.likelihood == "regression" or (
+            self.likelihood == "reward_modeling" and not fitting
+        )
+        sampled = pred_type == "nn" or (link_approx == "mc" and not regression)
+        if generator is None or not sampled:
+            return super().__call__(
+                x,
+                pred_type,
+                joint,
+                link_approx,
+                n_samples,
+                diagonal_output,
+                generator,
+                fitting,
+                **model_kwargs,
+            )
+        if regression:
+            samples = self.functional_samples(x, pred_type, n_samples, generator=generator)
+            return samples.mean(0), samples.var(0)
+        samples = self.predictive_samples(x, pred_type, n_samples, diagonal_output, generator)
+        return samples.mean(0)
+
+    def _glm_predictive_distribution(
+        self, X: Any, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.set_grad_enabled(self.enable_backprop):
+            f_mu, f_var = self._moments(X, joint)
+        if not torch.isfinite(f_var).all():
+            raise ValueError("The predictive covariance is not finite: is the prior precision?")
+        if joint:
+            f_mu = f_mu.flatten()
+        elif diagonal_output:
+            f_var = f_var.diagonal(dim1=-2, dim2=-1)
+        return f_mu, f_var
+
+    def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean `(B, C)`, and covariance `(B, C, C)` or, joint, `(B * C, B * C)`."""
+        Js, f_mu = jacobians(self.model, self.blocks, X, self.enable_backprop)
+        with torch.autocast(self._device.type, enabled=False):
+            Js = Js.to(self._dtype)
+            f_var = self.functional_covariance(Js) if joint else self.functional_variance(Js)
+        return f_mu, f_var
+
+    def _glm_functional_samples(
+        self,
+        f_mu: torch.Tensor,
+        f_var: torch.Tensor,
+        n_samples: int,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        if diagonal_output:
+            f_var = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
+        # A symmetric root exists where the covariance is singular and Cholesky fails.
+        values, vectors = torch.linalg.eigh(f_var.double())
+        root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
+        noise = torch.randn(
+            f_mu.shape[1], n_samples, device=f_mu.device, dtype=f_mu.dtype, generator=generator
+        )
+        return f_mu + torch.einsum("bck,ks->sbc", root.to(f_mu.dtype), noise)
+
+    def _nn_functional_samples(
+        self,
+        X: Any,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        return torch.stack(list(self._logits_of_samples(X, n_samples, generator, model_kwargs)))
+
+    def _nn_predictive_classification(
+        self, X: Any, n_samples: int = 100, **model_kwargs: Any
+    ) -> torch.Tensor:
+        logits = self._logits_of_samples(X, n_samples, None, model_kwargs)
+        return sum(f.softmax(-1) / n_samples for f in logits)  # pyright: ignore[reportReturnType]
+
+    def _logits_of_samples(
+        self,
+        X: Any,
+        n_samples: int,
+        generator: torch.Generator | None,
+        model_kwargs: dict[str, Any],
+    ) -> Iterator[torch.Tensor]:
+        """Logits `(B, C)` of one draw of the weights after another, one draw held at a time."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        with self.model.prepared(), torch.set_grad_enabled(self.enable_backprop):
+            for _ in range(n_samples):
+                parts = self.sample(1, generator)[0].split(self._sizes)
+                weights = {
+                    names[id(block.weight)]: part.reshape(block.weight.shape).to(block.weight)
+                    for block, part in zip(self.blocks, parts, strict=True)
+                }
+                yield torch.func.functional_call(self.model, weights, (X,), model_kwargs)
+
+    # --- state -------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a posterior that was fitted around the model's present weights.
+
+        Raises
+        ------
+        ValueError
+            If it belongs to another class, another likelihood or other weights.
+        """
+        self._check_weights(state_dict)
+        super().load_state_dict(state_dict)
+
+    def _check_weights(self, state_dict: dict[str, Any]) -> None:
+        mean, weights = state_dict["mean"], self._weights()
+        if mean.shape == weights.shape and not torch.equal(mean.to(weights), weights):
+            raise ValueError(
+                "The posterior was fitted around other LoRA weights than the model has now."
+            )
+
+
+class _Fresh:
+    """A metric as a function of all outputs and targets, reset for each call."""
+
+    def __init__(self, metric: torchmetrics.Metric) -> None:
+        self._metric = metric
+
+    def __call__(self, *outputs_and_targets: torch.Tensor) -> torch.Tensor:
+        self._metric.reset()
+        try:
+            self._metric.update(*outputs_and_targets)
+        except TypeError:  # it takes the mean and the targets, and no variance
+            self._metric.update(outputs_and_targets[0], outputs_and_targets[-1])
+        return self._metric.compute().sum()

@@ -1,0 +1,110 @@
+"""Kronecker factors: the streaming low-rank update against optimal and dense factors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laplace_lora_ext.factors import DenseFactor, LowRankFactor
+
+
+def low_rank(rows: torch.Tensor, rank: int, tail: bool = True, batch: int = 7) -> LowRankFactor:
+    factor = LowRankFactor.zeros(rows.shape[1], rank, rows.device, rows.dtype, tail)
+    for part in rows.split(batch):
+        factor.update(part)
+    return factor
+
+
+def decaying_rows(n: int, d: int, power: float = 1.0, dtype=torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.arange(1, d + 1, dtype=dtype).pow(-power)
+    basis = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=dtype)).Q
+    return (torch.randn(n, d, generator=generator, dtype=dtype) * scales) @ basis
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n=st.integers(1, 30),
+    d=st.integers(1, 12),
+    extra=st.integers(0, 3),
+    tail=st.booleans(),
+    batch=st.integers(1, 12),
+)
+def test_is_exact_where_the_rank_reaches_the_size(n, d, extra, tail, batch):
+    rows = decaying_rows(n, d)
+    factor = low_rank(rows, d + extra, tail, batch)
+    torch.testing.assert_close(factor.to_matrix(), rows.T @ rows, rtol=1e-10, atol=1e-12)
+    assert factor.columns.shape[1] <= d
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3, 10])
+def test_trace_is_exact_with_a_tail(rank):
+    rows = decaying_rows(50, 20)
+    factor = low_rank(rows, rank)
+    torch.testing.assert_close(factor.trace, rows.square().sum())
+    torch.testing.assert_close(factor.to_matrix().trace(), rows.square().sum())
+
+
+def test_without_a_tail_nothing_is_left_outside_the_rank():
+    matrix = low_rank(decaying_rows(50, 20), rank=3, tail=False).to_matrix()
+    assert torch.linalg.matrix_rank(matrix) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_streaming_keeps_the_energy_of_the_optimal_factor(dtype):
+    rows = decaying_rows(2000, 60, dtype=dtype)
+    vectors, values, _ = low_rank(rows, rank=10, batch=64).eigendecomposition()
+    optimal = torch.linalg.eigvalsh((rows.T @ rows).double())[-10:].sum()
+    assert (rows @ vectors).square().sum() >= 0.99 * optimal
+    # A sketch sees less energy in its directions than there is, never more.
+    assert values.sum() <= optimal * (1 + 1e-5)
+
+
+def test_merging_two_runs_is_one_longer_run():
+    rows = decaying_rows(60, 8)
+    merged = low_rank(rows[:25], rank=8) + low_rank(rows[25:], rank=8)
+    torch.testing.assert_close(merged.to_matrix(), rows.T @ rows)
+    truncated = low_rank(rows[:25], rank=3) + low_rank(rows[25:], rank=3)
+    assert truncated.columns.shape[1] == 6
+    torch.testing.assert_close(truncated.trace, rows.square().sum())
+
+
+def test_cut_keeps_the_leading_directions():
+    factor = low_rank(decaying_rows(60, 20), rank=4)
+    assert factor.columns.shape[1] == 8
+    assert factor.cut().columns.shape[1] == 4
+    torch.testing.assert_close(factor.cut().to_matrix(), factor.to_matrix())
+
+
+@pytest.mark.parametrize("kind", ["dense", "low-rank"])
+def test_scaling_scales_the_matrix(kind):
+    rows = decaying_rows(9, 5)
+    factor = DenseFactor(rows.T @ rows) if kind == "dense" else low_rank(rows, 2)
+    torch.testing.assert_close((factor * 3.0).to_matrix(), 3 * factor.to_matrix())
+
+
+@pytest.mark.parametrize("kind", ["dense", "low-rank"])
+def test_refuses_rows_that_are_not_finite_and_stays_as_it_was(kind):
+    device = torch.device("cpu")
+    factor = (
+        DenseFactor.zeros(5, device, torch.float32)
+        if kind == "dense"
+        else LowRankFactor.zeros(5, 2, device, torch.float32)
+    )
+    rows = torch.ones(3, 5)
+    factor.update(rows)
+    before = factor.to_matrix().clone()
+    rows[1, 2] = torch.nan
+    with pytest.raises(ValueError, match="non-finite"):
+        factor.update(rows)
+    torch.testing.assert_close(factor.to_matrix(), before, rtol=0, atol=0)
+
+
+def test_thousands_of_nearly_dependent_columns_converge_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, 40, generator=generator).repeat(3000, 1)
+    rows += 1e-4 * torch.randn(rows.shape, generator=generator)
+    factor = low_rank(rows, rank=3, batch=3000)
+    torch.testing.assert_close(
+        factor.eigendecomposition().values[0].double(), rows.double().square().sum(), rtol=1e-4, atol=0
+    )
