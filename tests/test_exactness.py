@@ -92,11 +92,8 @@ def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
         model, kind, "lowrank_kron", backend_kwargs={"rank": 100, "kfac_approx": "expand"}
     )
     ours.fit(batch)
-    with pytest.MonkeyPatch.context() as patch:
-        loader = torch.utils.data.DataLoader([0] * 5)  # the host asks for len(loader.dataset)
-        patch.setattr(type(loader), "__iter__", lambda self: iter(batch))
-        theirs = stock(model, kind, "kron")
-        theirs.fit(loader)
+    theirs = stock(model, kind, "kron")
+    theirs.fit(_Loader(batch))
     torch.testing.assert_close(
         ours.posterior_precision.to_matrix(), theirs.posterior_precision.to_matrix(), **EXACT
     )
@@ -116,12 +113,12 @@ def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
 def test_host_structures_equal_the_stock_classes(kind, structure):
     model = lora_model(kind, torch.float32 if structure == "full" else torch.float64)
     batches = ragged_batches()
-    loader = _Loader(batches)
     ours = lora(model, kind, structure)
     ours.fit(batches)
     theirs = stock(model, kind, structure)
-    theirs.fit(loader)
-    close = {"rtol": 1e-3, "atol": 1e-4} if structure == "full" else EXACT
+    theirs.fit(_Loader(batches))
+    # The host's full curvature is computed in float32, whatever the model's dtype.
+    close = {"rtol": 1e-4, "atol": 1e-4} if structure == "full" else EXACT
     for mine, stocks in [
         (ours.log_marginal_likelihood(), theirs.log_marginal_likelihood()),
         (ours(batches[0]), theirs(batches[0])),

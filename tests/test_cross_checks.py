@@ -1,0 +1,90 @@
+"""Factors against code that is not ours: BackPACK, ASDL and curvlinops."""
+
+import pytest
+import torch
+from laplace.curvature.asdl import AsdlGGN
+from laplace.curvature.backpack import BackPackEF, BackPackGGN
+from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
+from torch import nn
+
+from laplace_lora_ext import LowRankKronEF, LowRankKronGGN
+from laplace_lora_ext.lora_layers import Block
+
+CLOSE = {"rtol": 1e-6, "atol": 1e-9}
+
+
+class LinearNet(nn.Module):
+    """The shape of a LoRA layer, down to the rank and up again, summed over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down = nn.Linear(5, 2, bias=False)
+        self.up = nn.Linear(2, 3, bias=False)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.up(self.down(x))
+        return output.sum(1) if output.ndim == 3 else output
+
+
+def flat_net() -> nn.Sequential:
+    """The same without positions, as a sequence of layers for BackPACK."""
+    net = LinearNet()
+    return nn.Sequential(net.down, net.up)
+
+
+def ours(backend, X, y, likelihood="classification"):
+    net = LinearNet()
+    blocks = [Block("down", net.down, True), Block("up", net.up, False)]
+    curvature = backend(net, likelihood, blocks=blocks, rank=10, kfac_approx="expand")
+    return curvature.kron(X, y, N=len(X))
+
+
+def data(likelihood="classification", positions: int | None = None):
+    generator = torch.Generator().manual_seed(1)
+    shape = (8, 5) if positions is None else (8, positions, 5)
+    X = torch.randn(shape, generator=generator).double()
+    if likelihood == "regression":
+        return X, torch.randn(8, 3, generator=generator).double()
+    return X, torch.randint(0, 3, (8,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("rival", "likelihood"),
+    [
+        (BackPackGGN, "classification"),
+        (BackPackGGN, "regression"),
+        (CurvlinopsGGN, "classification"),
+        (CurvlinopsGGN, "regression"),
+        (AsdlGGN, "classification"),
+    ],
+)
+def test_ggn_of_a_linear_net_without_positions(rival, likelihood):
+    X, y = data(likelihood)
+    loss, H = ours(LowRankKronGGN, X, y, likelihood)
+    their_loss, their_H = rival(flat_net(), likelihood).kron(X, y, N=len(X))
+    torch.testing.assert_close(loss, their_loss, **CLOSE)
+    torch.testing.assert_close(H.to_matrix(), their_H.to_matrix(), **CLOSE)
+
+
+def test_empirical_fisher_of_a_linear_net():
+    X, y = data()
+    _, H = ours(LowRankKronEF, X, y)
+    _, their_H = CurvlinopsEF(flat_net(), "classification").kron(X, y, N=len(X))
+    torch.testing.assert_close(H.to_matrix(), their_H.to_matrix(), **CLOSE)
+    # Of one example the Kronecker form is exact, so that its diagonal is BackPACK's.
+    _, H = ours(LowRankKronEF, X[:1], y[:1])
+    _, diagonal = BackPackEF(flat_net(), "classification").diag(X[:1], y[:1])
+    torch.testing.assert_close(H.diag(), diagonal, **CLOSE)
+
+
+@pytest.mark.parametrize("positions", [1, 7])
+def test_ggn_over_positions(positions):
+    X, y = data(positions=positions)
+    _, H = ours(LowRankKronGGN, X, y)
+    _, curvlinops = CurvlinopsGGN(LinearNet(), "classification").kron(X, y, N=len(X))
+    _, asdl = AsdlGGN(LinearNet(), "classification").kron(X, y, N=len(X))
+    torch.testing.assert_close(H.to_matrix(), curvlinops.to_matrix(), **CLOSE)
+    # ASDL sums input factors over positions where they must be averaged.
+    torch.testing.assert_close(H.to_matrix() * positions, asdl.to_matrix(), **CLOSE)

@@ -1,0 +1,248 @@
+"""Half-precision models and autocast: what must be in float32 or better, and how close it comes."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from laplace import Laplace
+from torch import nn
+
+import laplace_lora_ext  # noqa: F401
+from tests.tiny_models import laplace_keywords, lora_model, ragged_batches
+
+KINDS = ["bert", "gpt2", "gpt_neox"]
+HALF = [torch.bfloat16, torch.float16]
+STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
+# Twice to four times what was measured over these models and settings (rounding, see names).
+MEASURED = {
+    torch.bfloat16: {"covariance": 0.10, "evidence": 0.02, "probabilities": 0.02},
+    torch.float16: {"covariance": 0.015, "evidence": 0.003, "probabilities": 0.003},
+}
+
+
+def half_base(kind: str, dtype: torch.dtype) -> nn.Module:
+    """The base in half precision and the LoRA weights in float32, as PEFT makes it."""
+    model = lora_model(kind, dtype)
+    full = dict(lora_model(kind, torch.float32).named_parameters())
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = full[name].data
+    return model
+
+
+def autocast(enabled: bool = True) -> AbstractContextManager:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if enabled else nullcontext()
+
+
+def fitted(model: nn.Module, kind: str, structure: str = "lowrank_kron", **kwargs: Any):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The posterior is over")
+        la = Laplace(
+            model,
+            "classification",
+            subset_of_weights="lora",
+            hessian_structure=structure,
+            prior_precision=2.0,
+            **laplace_keywords(kind),
+            **kwargs,
+        )
+    la.fit(ragged_batches())
+    return la
+
+
+def covariance(la: Any) -> torch.Tensor:
+    return la._glm_predictive_distribution(ragged_batches()[0])[1]
+
+
+def assert_full_precision(la: Any) -> None:
+    """Statistics, posterior and prior in float32 or better, log-determinants in float64."""
+    better = {torch.float32, torch.float64}
+    assert la.mean.dtype in better
+    assert la.prior_precision.dtype in better
+    if isinstance(la.H, torch.Tensor):
+        assert la.H.dtype in better
+    elif hasattr(la.H, "blocks"):
+        for block in la.H_facs.blocks:
+            for factor in (block.output_factor, block.input_factor):
+                tensors = [t for t in vars(factor).values() if isinstance(t, torch.Tensor)]
+                assert tensors
+                assert {t.dtype for t in tensors} <= better
+            assert block.normalizer.dtype == torch.float64
+        for block in la.H.blocks:
+            for part in (block.small, block.large):
+                assert {part.vectors.dtype, part.values.dtype, part.tail.dtype} <= better
+    else:
+        assert {t.dtype for pair in la.H_facs.kfacs for t in pair} <= better
+        assert {t.dtype for values in la.H.eigenvalues for t in values} <= better
+    assert la.log_det_prior_precision.dtype == torch.float64
+    if hasattr(la.H, "blocks"):
+        assert la.log_det_posterior_precision.dtype == torch.float64
+    assert la.scatter.dtype == torch.float64
+    assert la.loss.dtype == torch.float64
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def assert_close_to_float32(la: Any, reference: Any, dtype: torch.dtype) -> None:
+    batch, bound = ragged_batches()[0], MEASURED[dtype]
+    assert relative_error(covariance(la), covariance(reference)) < bound["covariance"]
+    evidence = la.log_marginal_likelihood(), reference.log_marginal_likelihood()
+    assert relative_error(*evidence) < bound["evidence"]
+    assert (la(batch) - reference(batch)).abs().max() < bound["probabilities"]
+
+
+# --- half-precision models -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_half_precision_base_gives_the_posterior_of_float32(kind, dtype):
+    la = fitted(half_base(kind, dtype), kind)
+    assert_full_precision(la)
+    assert_close_to_float32(la, fitted(lora_model(kind, torch.float32), kind), dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_in_half_precision_alone_gives_the_posterior_of_float32(kind, dtype):
+    la = fitted(lora_model(kind, dtype), kind)
+    assert_full_precision(la)
+    assert_close_to_float32(la, fitted(lora_model(kind, torch.float32), kind), dtype)
+
+
+@pytest.mark.parametrize("pure", [False, True], ids=["base", "pure"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_every_structure_is_held_in_full_precision(structure, pure):
+    model = lora_model("bert", torch.bfloat16) if pure else half_base("bert", torch.bfloat16)
+    la = fitted(model, "bert", structure)
+    assert_full_precision(la)
+    reference = fitted(lora_model("bert", torch.float32), "bert", structure)
+    assert_close_to_float32(la, reference, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_every_approximation_is_held_in_full_precision(kfac_approx, dtype):
+    settings = {"backend_kwargs": {"kfac_approx": kfac_approx}}
+    la = fitted(lora_model("gpt2", dtype), "gpt2", **settings)
+    assert_full_precision(la)
+    reference = fitted(lora_model("gpt2", torch.float32), "gpt2", **settings)
+    assert_close_to_float32(la, reference, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_predictions_of_a_half_precision_model_are_in_float32(structure, dtype):
+    la, batch = fitted(lora_model("bert", dtype), "bert", structure), ragged_batches()[0]
+    f_mu, f_var = la._glm_predictive_distribution(batch)
+    assert f_mu.dtype == f_var.dtype == torch.float32
+    for link in ("probit", "mc", "bridge", "bridge_norm"):
+        probabilities = la(batch, link_approx=link, n_samples=10)
+        assert probabilities.dtype == torch.float32
+        torch.testing.assert_close(probabilities.sum(-1), torch.ones(3))
+    assert la(batch, pred_type="nn", link_approx="mc", n_samples=3).dtype == torch.float32
+    assert la.sample(2).dtype == torch.float32
+
+
+def test_a_small_prior_precision_survives_a_bf16_model():
+    la = fitted(lora_model("bert", torch.bfloat16), "bert")
+    la.prior_precision = 1.2345
+    torch.testing.assert_close(la.prior_precision, torch.tensor([1.2345]))
+    expected = la.n_params * torch.tensor(1.2345).double().log()
+    torch.testing.assert_close(la.log_det_prior_precision, expected, rtol=1e-7, atol=0)
+
+
+def test_confident_samples_keep_their_curvature_in_half_precision():
+    """At a margin of 40 nats a seed scaled before the backward pass would be 0 in float16."""
+    posteriors = []
+    for dtype in (torch.float16, torch.float32):
+        model = lora_model("bert", dtype)
+        model.classifier.modules_to_save["default"].bias.data[1] = 40.0
+        posteriors.append(fitted(model, "bert"))
+    traces = [
+        torch.stack([b.output_factor.trace for b in la.H_facs.blocks]) for la in posteriors
+    ]
+    assert (traces[1] > 0).all()
+    assert relative_error(*traces) < 0.2
+
+
+def test_float64_stays_float64():
+    la = fitted(lora_model("bert"), "bert")
+    assert la.mean.dtype == la.prior_precision.dtype == covariance(la).dtype == torch.float64
+    assert la.H.blocks[0].small.values.dtype == torch.float64
+
+
+# --- autocast ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(kind, structure):
+    reference = fitted(lora_model(kind, torch.float32), kind, structure)
+    with autocast():
+        la = fitted(lora_model(kind, torch.float32), kind, structure)
+        assert_full_precision(la)
+        assert_close_to_float32(la, reference, torch.bfloat16)
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_reaches_the_model(kind):
+    """Otherwise the tests of autocast would show nothing."""
+    batch = ragged_batches()[0]
+    la = fitted(lora_model(kind, torch.float32), kind)
+    with autocast():
+        f_mu = la.model(batch)
+    assert f_mu.dtype == torch.float32
+    with torch.no_grad():
+        assert not torch.equal(f_mu.detach(), la.model.eval()(batch))
+
+
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_weights_sampled_under_autocast_are_those_without(structure):
+    la = fitted(lora_model("bert", torch.float32), "bert", structure)
+    samples = []
+    for enabled in (False, True):
+        with autocast(enabled):
+            samples.append(la.sample(3, generator=torch.Generator().manual_seed(0)))
+    assert samples[1].dtype == torch.float32
+    torch.testing.assert_close(*samples, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_logits_sampled_under_autocast_are_those_without(structure):
+    la = fitted(lora_model("bert", torch.float32), "bert", structure)
+    f_mu, f_var = la._glm_predictive_distribution(ragged_batches()[0])
+    samples = []
+    for enabled in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        with autocast(enabled):
+            samples.append(la._glm_functional_samples(f_mu, f_var, 5, generator=generator))
+    torch.testing.assert_close(*samples, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_evidence_under_autocast_is_that_without(structure):
+    la = fitted(lora_model("bert", torch.float32), "bert", structure)
+    expected = la.log_marginal_likelihood()
+    with autocast():
+        actual = la.log_marginal_likelihood(la.prior_precision)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_variance_of_given_jacobians_under_autocast_is_that_without(structure):
+    la = fitted(lora_model("bert", torch.float32), "bert", structure)
+    Js = torch.randn(2, 3, la.n_params, generator=torch.Generator().manual_seed(0))
+    expected = la.functional_variance(Js)
+    with autocast():
+        actual = la.functional_variance(Js)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
