@@ -165,9 +165,7 @@ class LowRankFactor:
         )
 
     def __mul__(self, scalar: float | torch.Tensor) -> LowRankFactor:
-        return LowRankFactor(
-            self.columns * scalar**0.5, self.trace * scalar, self.rank, self.tail
-        )
+        return LowRankFactor(self.columns * scalar**0.5, self.trace * scalar, self.rank, self.tail)
 
     def cut(self) -> LowRankFactor:
         """The same factor with no more columns than its rank."""

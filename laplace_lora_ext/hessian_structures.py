@@ -13,7 +13,7 @@ from laplace.utils.matrix import Kron
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.curvature.passes import visit_jacobians
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.matrix import LowRankKron, LowRankKronDecomposed
+from laplace_lora_ext.matrix import LowRankKron
 
 
 class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
@@ -35,6 +35,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     _key = ("lora", "lowrank_kron")
     _default_backend = LowRankKronGGN
+    H: Any  # LowRankKron while data are summed, LowRankKronDecomposed afterwards
+    H_facs: Any  # LowRankKron, to which the data of another run can be added
 
     def _check_backend(self, backend: type[CurvatureInterface]) -> None:
         if not issubclass(backend, LowRankKronInterface):
@@ -49,8 +51,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         assert isinstance(backend, LowRankKronInterface)
         return backend
 
-    def _init_H(self) -> None:
-        self.H: LowRankKron | LowRankKronDecomposed = self.backend.zeros()
+    def _init_H(self) -> None:  # noqa: N802
+        self.H = self.backend.zeros()
 
     def _add_batch(self, X: Any, y: torch.Tensor) -> torch.Tensor:
         return self.backend.accumulate(self.H, X, y)
@@ -63,7 +65,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         self.H = self.H_facs.decompose()
 
     def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        precision = self.posterior_precision
+        precision: Any = self.posterior_precision
         covariances = []
 
         def add(index: int, jacobian: torch.Tensor) -> None:
@@ -125,4 +127,5 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
 
 def _with_scaled_inputs(kron: Kron, scalar: float) -> Kron:
     """The host sums output factors over the data and averages input factors."""
-    return Kron([[F[0], F[1] * scalar] if len(F) == 2 else F for F in kron.kfacs])
+    kfacs: Any = [[F[0], F[1] * scalar] if len(F) == 2 else F for F in kron.kfacs]
+    return Kron(kfacs)

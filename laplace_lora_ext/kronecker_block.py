@@ -78,9 +78,7 @@ class KroneckerBlock:
 
     def __mul__(self, scalar: float | torch.Tensor) -> KroneckerBlock:
         root = scalar**0.5
-        return KroneckerBlock(
-            self.output_factor * root, self.input_factor * root, self.normalizer
-        )
+        return KroneckerBlock(self.output_factor * root, self.input_factor * root, self.normalizer)
 
     def cut(self) -> KroneckerBlock:
         """The same block with no more columns of the large factor than its rank."""
@@ -149,8 +147,10 @@ class DecomposedBlock:
         return leading, self.small.values * self.large.tail + delta
 
     def project(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Coordinates of `(..., m, n)` weights: `(..., r, k)` on `Q ⊗ U`, and the remainder
-        `(..., r, d)` in the basis `Q` alone, orthogonal to `U`."""
+        """Coordinates of `(..., m, n)` weights on `Q ⊗ U`, `(..., r, k)`, and what is left.
+
+        The remainder, `(..., r, d)`, is orthogonal to U, and in the basis Q.
+        """
         if not self.small_output:
             weights = weights.mT
         rotated = self.small.vectors.mT @ weights

@@ -16,7 +16,7 @@ _LIKELIHOODS = {
 }
 
 
-def Laplace(
+def Laplace(  # noqa: N802
     model: nn.Module, likelihood: str | None = None, *args: Any, **kwargs: Any
 ) -> BaseLaplace:
     """`laplace.Laplace`, with the likelihood optional.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 
@@ -215,7 +216,7 @@ class LogitsModel(nn.Module):
         return next(self.model.parameters()).device
 
     @contextmanager
-    def prepared(self, trainable: Sequence[nn.Parameter] = ()) -> Iterator[None]:
+    def prepared(self, trainable: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         """The model in evaluation mode, with gradients for the given parameters alone.
 
         On leaving, also by an exception, every module's mode, and every parameter's
@@ -244,7 +245,7 @@ class LogitsModel(nn.Module):
             return batch.to(self.device)
         if not isinstance(batch, Mapping):
             return batch
-        inputs = copy.copy(batch) if hasattr(batch, "__delitem__") else dict(batch)
+        inputs = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
         for key in (self.dict_key_y, *_LABEL_KEYS):
             if key in inputs:
                 del inputs[key]
@@ -309,7 +310,7 @@ class LogitsModel(nn.Module):
 def find_transformer(model: nn.Module) -> PreTrainedModel | None:
     """The transformers model within PEFT's, DistributedDataParallel's or torch.compile's."""
     while not isinstance(model, PreTrainedModel):
-        if hasattr(model, "get_base_model"):
+        if isinstance(model, PeftModel):
             inner = model.get_base_model()
         elif isinstance(model, _PARALLEL):
             inner = model.module

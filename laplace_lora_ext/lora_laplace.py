@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,8 @@ class LoRALaplace(ParametricLaplace):
     """
 
     _default_backend: type[CurvatureInterface]
+    model: LogitsModel
+    mean: torch.Tensor
 
     def __init__(
         self,
@@ -184,7 +186,7 @@ class LoRALaplace(ParametricLaplace):
         if not n_data:
             raise ValueError("The training loader has no data.")
         data_set = getattr(train_loader, "dataset", None)
-        if hasattr(data_set, "__len__") and len(data_set) != n_data:
+        if isinstance(data_set, Sized) and len(data_set) != n_data:
             warnings.warn(
                 f"Fitted on the {n_data} examples that the loader gave; its data set has "
                 f"{len(data_set)}.",
@@ -221,7 +223,7 @@ class LoRALaplace(ParametricLaplace):
     @property
     def log_det_prior_precision(self) -> torch.Tensor:
         """Log-determinant of the prior precision, in float64."""
-        log_precision = self.prior_precision.double().log()
+        log_precision = torch.as_tensor(self.prior_precision).double().log()
         if len(log_precision) == self.n_params:
             return log_precision.sum()
         return (torch.tensor(self._sizes, device=self._device) * log_precision).sum()
@@ -230,7 +232,7 @@ class LoRALaplace(ParametricLaplace):
     def scatter(self) -> torch.Tensor:
         """Squared distance of the weights from the prior mean under the prior, in float64."""
         squares = (self.mean - self.prior_mean).double().square()
-        precision = self.prior_precision.double()
+        precision = torch.as_tensor(self.prior_precision).double()
         if len(precision) == self.n_params:
             return squares @ precision
         by_block = torch.stack([part.sum() for part in squares.split(self._sizes)])

@@ -42,7 +42,7 @@ class Block:
     small_output: bool
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> torch.Tensor:
         return self.layer.weight
 
     @property
@@ -146,12 +146,12 @@ def _no_lora_message(model: nn.Module) -> str:
     return f"No LoRA layer in the model ({found}). Add one with peft.get_peft_model."
 
 
-def _adapters(layer: nn.Module) -> set[str]:
+def _adapters(layer: lora.LoraLayer) -> set[str]:
     """Names of all adapters that have weights in the layer."""
     return {name for part in layer.adapter_layer_names for name in getattr(layer, part, ())}
 
 
-def _active_adapter(layers: dict[str, nn.Module]) -> str:
+def _active_adapter(layers: dict[str, lora.LoraLayer]) -> str:
     """The one adapter that runs in a forward pass."""
     merged = [name for name, layer in layers.items() if layer.merged]
     if merged:
@@ -176,18 +176,18 @@ def _active_adapter(layers: dict[str, nn.Module]) -> str:
 
 
 def _select(
-    layers: dict[str, nn.Module],
+    layers: dict[str, lora.LoraLayer],
     target_modules: str | Sequence[str] | None,
     layers_to_transform: int | Iterable[int] | None,
-) -> dict[str, nn.Module]:
+) -> dict[str, lora.LoraLayer]:
     if target_modules is None and layers_to_transform is None:
         return layers
     if layers_to_transform is not None and not isinstance(layers_to_transform, int):
         layers_to_transform = list(layers_to_transform)
     if target_modules is None:  # PEFT reads layer indices only beside names of modules
-        target_modules = sorted({name.rpartition(".")[2] for name in layers})
+        target_modules = {name.rpartition(".")[2] for name in layers}
     config = LoraConfig(
-        target_modules=target_modules,
+        target_modules=target_modules if isinstance(target_modules, str) else [*target_modules],
         layers_to_transform=layers_to_transform,
     )
     selected = {n: layer for n, layer in layers.items() if check_target_module_exists(config, n)}
@@ -199,7 +199,7 @@ def _select(
     return selected
 
 
-def _refuse_unsupported(layers: dict[str, nn.Module], adapter: str) -> None:
+def _refuse_unsupported(layers: dict[str, lora.LoraLayer], adapter: str) -> None:
     unsupported = [
         f"{name} ({type(layer).__name__}{_variant(layer, adapter)})"
         for name, layer in layers.items()
@@ -227,7 +227,7 @@ def _refuse_unsupported(layers: dict[str, nn.Module], adapter: str) -> None:
         raise NotImplementedError(f"LoRA weights that share storage: {_listed(shared)}.")
 
 
-def _variant(layer: nn.Module, adapter: str) -> str:
+def _variant(layer: lora.LoraLayer, adapter: str) -> str:
     """`", DoRA"` and the like, empty for plain LoRA."""
     variant = getattr(layer, "lora_variant", {}).get(adapter)
     if variant is not None:

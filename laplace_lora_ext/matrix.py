@@ -149,8 +149,7 @@ class LowRankKronDecomposed:
         """
         self._check_invertible(exponent)
         products = [
-            block.bmm(part, delta, exponent).flatten(-2)
-            for block, delta, part in self._split(W)
+            block.bmm(part, delta, exponent).flatten(-2) for block, delta, part in self._split(W)
         ]
         return torch.cat(products, dim=-1)
 
@@ -187,9 +186,7 @@ class LowRankKronDecomposed:
         ):
             raise ValueError("The matrix is singular: add a positive prior precision first.")
 
-    def _split(
-        self, W: torch.Tensor
-    ) -> list[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
+    def _split(self, W: torch.Tensor) -> list[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
         """Each block with its delta and its part of `W`, `(..., m, n)`."""
         sizes = [block.n_params for block in self.blocks]
         if W.shape[-1] != sum(sizes):

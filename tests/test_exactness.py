@@ -88,9 +88,7 @@ def test_covariance_and_evidence_equal_dense_formulas(kind, side, kfac_approx):
 def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
     model = lora_model(kind)
     batch = ragged_batches(lengths=[6] * 5, batch_size=5, padded_to=6)
-    ours = lora(
-        model, kind, "lowrank_kron", backend_kwargs={"rank": 100, "kfac_approx": "expand"}
-    )
+    ours = lora(model, kind, "lowrank_kron", backend_kwargs={"rank": 100, "kfac_approx": "expand"})
     ours.fit(batch)
     theirs = stock(model, kind, "kron")
     theirs.fit(_Loader(batch))

@@ -106,5 +106,8 @@ def test_thousands_of_nearly_dependent_columns_converge_in_float32():
     rows += 1e-4 * torch.randn(rows.shape, generator=generator)
     factor = low_rank(rows, rank=3, batch=3000)
     torch.testing.assert_close(
-        factor.eigendecomposition().values[0].double(), rows.double().square().sum(), rtol=1e-4, atol=0
+        factor.eigendecomposition().values[0].double(),
+        rows.double().square().sum(),
+        rtol=1e-4,
+        atol=0,
     )

@@ -249,9 +249,7 @@ def test_noise_of_a_regression_scales_the_curvature():
         4 * la.H.to_matrix() + torch.eye(la.n_params).double(),
     )
     sigma = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda s: la.log_marginal_likelihood(sigma_noise=s), (sigma,)
-    )
+    assert torch.autograd.gradcheck(lambda s: la.log_marginal_likelihood(sigma_noise=s), (sigma,))
     assert la(X)[0].shape == (12, 2)
 
 

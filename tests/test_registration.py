@@ -75,9 +75,7 @@ def test_nothing_stock_changes():
 def test_likelihood_is_read_off_the_model(n_labels, problem_type, likelihood):
     model = lora_model("bert", n_labels=n_labels)
     model.config.problem_type = problem_type
-    la = laplace_lora_ext.Laplace(
-        model, subset_of_weights="lora", hessian_structure="lowrank_kron"
-    )
+    la = laplace_lora_ext.Laplace(model, subset_of_weights="lora", hessian_structure="lowrank_kron")
     assert la.likelihood == likelihood
 
 

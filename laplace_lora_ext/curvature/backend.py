@@ -77,9 +77,7 @@ class LowRankKronInterface(CurvatureInterface):
             raise ValueError(f"The rank must not be negative, and is {rank}.")
         if not isinstance(model, LogitsModel):
             model = LogitsModel(model, dict_key_y=dict_key_y)
-        super().__init__(
-            model, likelihood, dict_key_x=dict_key_x, dict_key_y=dict_key_y, **kwargs
-        )
+        super().__init__(model, likelihood, dict_key_x=dict_key_x, dict_key_y=dict_key_y, **kwargs)
         self.model: LogitsModel = model
         self.blocks = find_blocks(model.model) if blocks is None else list(blocks)
         self.rank = rank
@@ -95,7 +93,7 @@ class LowRankKronInterface(CurvatureInterface):
         return LowRankKron(
             [
                 KroneckerBlock.zeros(
-                    block.weight.shape,
+                    (block.layer.out_features, block.layer.in_features),
                     block.small_output,
                     self.rank,
                     self.tail,
@@ -173,9 +171,7 @@ class LowRankKronInterface(CurvatureInterface):
         H = self.zeros()
         return self.accumulate(H, x, y), H
 
-    def jacobians(
-        self, x: Any, enable_backprop: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Jacobians `(B, C, parameters)` of the logits in all blocks' weights, and the logits."""
         return jacobians(self.model, self.blocks, x, enable_backprop)
 

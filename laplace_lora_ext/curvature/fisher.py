@@ -1,5 +1,7 @@
-"""Seeds: what is back-propagated from the logits so that the gradients' outer products add up
-to the Fisher information of a likelihood."""
+"""Seeds: what is back-propagated from the logits.
+
+The outer products of the gradients then add up to the Fisher information of a likelihood.
+"""
 
 from __future__ import annotations
 

@@ -76,14 +76,11 @@ class ForwardPass:
     def _joined(self, visit: Callable[[int, torch.Tensor, torch.Tensor, int], None]) -> Visit:
         """A visit that joins the calls of a layer along their positions."""
 
-        def joined(
-            index: int, inputs: list[torch.Tensor], gradients: list[torch.Tensor]
-        ) -> None:
+        def joined(index: int, inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
             with self._mathematics(index, gradients[0].device):
                 a = [self._arrange(index, call) for call in inputs]
                 g = [
-                    torch.stack([self._arrange(index, seed) for seed in call])
-                    for call in gradients
+                    torch.stack([self._arrange(index, seed) for seed in call]) for call in gradients
                 ]
                 visit(index, torch.cat(a, dim=1), torch.cat(g, dim=2), len(inputs))
 
@@ -101,9 +98,7 @@ class ForwardPass:
 
 
 @contextmanager
-def forward_pass(
-    model: LogitsModel, blocks: Sequence[Block], x: Any
-) -> Iterator[ForwardPass]:
+def forward_pass(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[ForwardPass]:
     """Run the model on a batch and record the calls of the blocks' layers.
 
     Parameters
@@ -199,9 +194,7 @@ def jacobians(
     f_device = blocks[0].weight.device
     f = visit_jacobians(model, blocks, x, keep, enable_backprop)
     Js = [
-        parts[index]
-        if index in parts
-        else f.new_zeros(*f.shape, block.weight.numel())
+        parts[index] if index in parts else f.new_zeros(*f.shape, block.weight.numel())
         for index, block in enumerate(blocks)
     ]
     return torch.cat(Js, dim=-1), f
