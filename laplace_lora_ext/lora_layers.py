@@ -184,10 +184,14 @@ def _select(
         return layers
     if layers_to_transform is not None and not isinstance(layers_to_transform, int):
         layers_to_transform = list(layers_to_transform)
-    if target_modules is None:  # PEFT reads layer indices only beside names of modules
-        target_modules = {name.rpartition(".")[2] for name in layers}
+    if isinstance(target_modules, str):
+        targets: str | list[str] = target_modules
+    elif target_modules is not None:
+        targets = list(target_modules)
+    else:  # PEFT reads layer indices only beside names of modules
+        targets = sorted({name.rpartition(".")[2] for name in layers})
     config = LoraConfig(
-        target_modules=target_modules if isinstance(target_modules, str) else [*target_modules],
+        target_modules=targets,
         layers_to_transform=layers_to_transform,
     )
     selected = {n: layer for n, layer in layers.items() if check_target_module_exists(config, n)}
