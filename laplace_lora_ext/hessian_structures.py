@@ -8,12 +8,13 @@ import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, ParametricLaplace
 from laplace.curvature import CurvatureInterface
 from laplace.curvature.curvlinops import CurvlinopsGGN
-from laplace.utils.matrix import Kron
+from laplace.utils.matrix import Kron, KronDecomposed
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.curvature.passes import visit_jacobians
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.matrix import LowRankKron
+from laplace_lora_ext.precision import without_autocast
 
 
 class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
@@ -60,6 +61,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def _summed_curvature(self) -> LowRankKron:
         return self.H_facs
 
+    @without_autocast
     def _adopt_curvature(self, n_data: int) -> None:
         self.H_facs = self.H.cut()
         self.H = self.H_facs.decompose()
@@ -104,10 +106,18 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
         assert self.H_facs is not None
         return _with_scaled_inputs(self.H_facs, self.n_data)
 
+    @without_autocast
     def _adopt_curvature(self, n_data: int) -> None:
         assert isinstance(self.H, Kron)
         self.H_facs = _with_scaled_inputs(self.H, 1 / n_data)
         self.H = self.H_facs.decompose(damping=self.damping)
+
+    @property
+    def log_det_posterior_precision(self) -> torch.Tensor:
+        """Log-determinant of the posterior precision, in float64."""
+        P = self.posterior_precision
+        eigenvalues: Any = [[values.double() for values in pair] for pair in P.eigenvalues]
+        return KronDecomposed(P.eigenvectors, eigenvalues, P.deltas.double(), P.damping).logdet()
 
 
 class DiagLoRALaplace(LoRALaplace, DiagLaplace):
@@ -116,6 +126,15 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
     _key = ("lora", "diag")
     _default_backend = LowRankKronGGN
 
+    @staticmethod
+    def _diagonal(H: torch.Tensor) -> torch.Tensor:
+        return H
+
+    @property
+    def log_det_posterior_precision(self) -> torch.Tensor:
+        """Log-determinant of the posterior precision, in float64."""
+        return self.posterior_precision.double().log().sum()
+
 
 class FullLoRALaplace(LoRALaplace, FullLaplace):
     """The host's `FullLaplace` over LoRA weights: a dense matrix of all of them, for small ones."""
@@ -123,6 +142,11 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     _key = ("lora", "full")
     # The host's default needs forward-mode derivatives, which fused attention does not have.
     _default_backend = LowRankKronGGN
+
+    @property
+    def log_det_posterior_precision(self) -> torch.Tensor:
+        """Log-determinant of the posterior precision, in float64."""
+        return self.posterior_precision.double().logdet()
 
 
 def _with_scaled_inputs(kron: Kron, scalar: float) -> Kron:

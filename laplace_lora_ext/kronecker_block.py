@@ -140,11 +140,18 @@ class DecomposedBlock:
         return DecomposedBlock(small, self.large, self.small_output)
 
     def eigenvalues(self, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(r, k)` eigenvalues on `Q ⊗ U` and `(r,)` on its complement, with `delta` added."""
-        leading = torch.outer(self.small.values, self.large.values) + delta
+        """`(r, k)` eigenvalues on `Q ⊗ U` and `(r,)` on its complement, with `delta` added.
+
+        They have the precision of `delta` where that is higher than the block's.
+        """
+        small, large, tail = (
+            numbers.to(torch.promote_types(numbers.dtype, delta.dtype))
+            for numbers in (self.small.values, self.large.values, self.large.tail)
+        )
+        leading = torch.outer(small, large) + delta
         if not self._n_left_out:
-            return leading, torch.ones_like(self.small.values)  # of no direction at all
-        return leading, self.small.values * self.large.tail + delta
+            return leading, torch.ones_like(small)  # of no direction at all
+        return leading, small * tail + delta
 
     def project(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Coordinates of `(..., m, n)` weights on `Q ⊗ U`, `(..., r, k)`, and what is left.

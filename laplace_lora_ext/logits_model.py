@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
@@ -194,9 +195,7 @@ class LogitsModel(nn.Module):
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """How rows at a layer belong to the examples of a batch with `n_examples` logits."""
         if not isinstance(batch, Mapping):
-            shape = batch.shape if isinstance(batch, torch.Tensor) else ()
-            length = prod(shape[1:-1]) if len(shape) > 2 else None
-            return Positions(n_examples, n_examples, length, None)
+            return Positions(n_examples, n_examples, _n_positions(batch), None)
         mask = batch.get("attention_mask")
         if mask is not None and mask.ndim >= 2:
             shape = mask.shape
@@ -245,7 +244,8 @@ class LogitsModel(nn.Module):
             return batch.to(self.device)
         if not isinstance(batch, Mapping):
             return batch
-        inputs = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+        # A shallow copy of another kind of mapping might share its contents with the user's.
+        inputs = copy.copy(batch) if isinstance(batch, (dict, UserDict)) else dict(batch)
         for key in (self.dict_key_y, *_LABEL_KEYS):
             if key in inputs:
                 del inputs[key]
@@ -282,11 +282,12 @@ class LogitsModel(nn.Module):
         options: dict[str, Any] = {"use_cache": False}
         if _KEEPS_A_POSITION_PER_ROW:
             options["logits_to_keep"] = last[:, None]
-        mask = inputs.get("attention_mask")
+        given = inputs if isinstance(inputs, Mapping) else {}
+        mask = given.get("attention_mask")
         if mask is not None and not mask[:, 0].all():
             # Learned positions count from the first real token, not from the padding before it.
-            options["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
-        return {key: v for key, v in options.items() if key in accepted and key not in inputs}
+            options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
+        return {key: v for key, v in options.items() if key in accepted and key not in given}
 
     def _check_class_tokens(self, class_token_ids: Sequence[int] | None) -> None:
         transformer = self._transformer[0]
@@ -332,6 +333,15 @@ def _logits(output: Any) -> torch.Tensor:
             f"begins with one, not {type(output).__name__}."
         )
     return logits
+
+
+def _n_positions(inputs: Any) -> int | None:
+    """Positions of a row of tokens `(B, T)` or of features `(B, ..., d)`, where there are any."""
+    if not isinstance(inputs, torch.Tensor):
+        return None
+    is_tokens = not inputs.is_floating_point()
+    positions = inputs.shape[1:] if is_tokens else inputs.shape[1:-1]
+    return prod(positions) if positions else None
 
 
 def _last_real_position(inputs: Any) -> torch.Tensor:

@@ -16,10 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.curvature.backend import LowRankKronInterface, check_targets
-from laplace_lora_ext.curvature.passes import jacobians
+from laplace_lora_ext.curvature.passes import forward_pass, jacobians
 from laplace_lora_ext.errors import naming
 from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import find_blocks, warn_if_untrained, warn_of_other_trainable
+from laplace_lora_ext.precision import without_autocast
 
 
 class LoRALaplace(ParametricLaplace):
@@ -160,8 +161,7 @@ class LoRALaplace(ParametricLaplace):
             if known is not None:
                 self.H = known + self.H
                 loss, n_data = loss + before["loss"], n_data + before["n_data"]
-            with torch.autocast(self._device.type, enabled=False):
-                self._adopt_curvature(n_data)
+            self._adopt_curvature(n_data)
         except BaseException:
             vars(self).clear()
             vars(self).update(before)
@@ -196,15 +196,23 @@ class LoRALaplace(ParametricLaplace):
 
     def _add_batch(self, X: Any, y: torch.Tensor) -> torch.Tensor:
         """Add a batch to `self.H` and return its loss."""
-        with torch.no_grad():
-            logits = self.model(X)
-        if not torch.isfinite(logits).all():
-            raise ValueError("non-finite logits")
+        # What the host's backends would not notice, this pass does.
+        with forward_pass(self.model, self.blocks, X) as recorded:
+            logits = recorded.logits.detach()
         preferences = self.likelihood == "reward_modeling"
         y = check_targets(y, logits, "classification" if preferences else self.likelihood)
-        loss, H = self._curv_closure(X, y, N=1)
+        with torch.inference_mode(False), torch.enable_grad():
+            loss, H = self._curv_closure(X, y.clone(), N=1)  # no inference tensor
+        for block, part in zip(self.blocks, self._diagonal(H).split(self._sizes), strict=True):
+            if not torch.isfinite(part).all():
+                raise ValueError(f"LoRA layer {block.name}: non-finite curvature")
         self.H = self.H + H
         return loss
+
+    @staticmethod
+    def _diagonal(H: Any) -> torch.Tensor:
+        """Diagonal of a batch's curvature, `(parameters,)`."""
+        return H.diag()
 
     def _summed_curvature(self) -> Any:
         """What the sums of another run can be added to."""
@@ -242,8 +250,13 @@ class LoRALaplace(ParametricLaplace):
         # The host updates one metric over all grid points; as a function it starts afresh.
         if isinstance(loss, torchmetrics.Metric):
             loss = _Fresh(loss)
-        with self._prepared():
-            return super()._gridsearch(loss, *args, **kwargs)
+        before = self.prior_precision
+        try:
+            with self._prepared():
+                return super()._gridsearch(loss, *args, **kwargs)
+        except BaseException:
+            self.prior_precision = before
+            raise
 
     # --- predictions -------------------------------------------------------------------------
 
@@ -321,11 +334,27 @@ class LoRALaplace(ParametricLaplace):
     def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean `(B, C)`, and covariance `(B, C, C)` or, joint, `(B * C, B * C)`."""
         Js, f_mu = jacobians(self.model, self.blocks, X, self.enable_backprop)
-        with torch.autocast(self._device.type, enabled=False):
-            Js = Js.to(self._dtype)
-            f_var = self.functional_covariance(Js) if joint else self.functional_variance(Js)
-        return f_mu, f_var
+        return f_mu, self.functional_covariance(Js) if joint else self.functional_variance(Js)
 
+    @without_autocast
+    def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
+        return super().functional_variance(Js)
+
+    @without_autocast
+    def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
+        return super().functional_covariance(Js)
+
+    @without_autocast
+    def square_norm(self, value: torch.Tensor) -> torch.Tensor:
+        return super().square_norm(value)
+
+    @without_autocast
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        return super().sample(n_samples, generator)
+
+    @without_autocast
     def _glm_functional_samples(
         self,
         f_mu: torch.Tensor,

@@ -81,11 +81,9 @@ def find_blocks(
     NotImplementedError
         If LoRA layers of the adapter are not two plain linear maps of their own.
     """
-    layers = {
-        _strip_wrappers(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, lora.LoraLayer)
-    }
+    layers = _by_stripped_name(
+        {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
+    )
     if not layers:
         raise ValueError(_no_lora_message(model))
     adapter = _active_adapter(layers)
@@ -130,7 +128,12 @@ def warn_of_other_trainable(model: nn.Module) -> None:
 
 def _strip_wrappers(name: str) -> str:
     """Drop the names that DistributedDataParallel and torch.compile put in front."""
-    return re.sub(r"(^|\.)(module|_orig_mod)\.", r"\1", name)
+    return re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name)
+
+
+def _by_stripped_name(layers: dict[str, lora.LoraLayer]) -> dict[str, lora.LoraLayer]:
+    stripped = {_strip_wrappers(name): layer for name, layer in layers.items()}
+    return stripped if len(stripped) == len(layers) else layers
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -194,7 +197,13 @@ def _select(
         target_modules=targets,
         layers_to_transform=layers_to_transform,
     )
-    selected = {n: layer for n, layer in layers.items() if check_target_module_exists(config, n)}
+    # Before a name in full, PEFT would pass over the layer's index: let it see but ends of names.
+    dot = "" if isinstance(targets, str) else "."
+    selected = {
+        name: layer
+        for name, layer in layers.items()
+        if check_target_module_exists(config, dot + name) and layers_to_transform != []
+    }
     if not selected:
         raise ValueError(
             f"No LoRA layer matches target_modules={target_modules!r}, "

@@ -36,7 +36,12 @@ def plain_model(n_outputs: int = 3) -> nn.Module:
     return with_lora(TwoLinear(n_outputs=n_outputs), "first", "second")
 
 
-def make(model: nn.Module, structure: str = "lowrank_kron", likelihood: str = "classification", **kwargs: Any):
+def make(
+    model: nn.Module,
+    structure: str = "lowrank_kron",
+    likelihood: str = "classification",
+    **kwargs: Any,
+):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The posterior is over")
         return Laplace(
@@ -145,7 +150,9 @@ def test_an_empty_loader_is_refused(la, loader):
 
 
 @pytest.mark.parametrize(
-    "batch", [data()[0], (data()[0],), (*data(), None), None, "text"], ids=lambda b: type(b).__name__
+    "batch",
+    [data()[0], (data()[0],), (*data(), None), None, "text"],
+    ids=lambda b: type(b).__name__,
 )
 def test_a_batch_that_is_neither_a_mapping_nor_a_pair_is_refused(la, batch):
     with pytest.raises(TypeError, match=r"mapping with labels or a pair \(X, y\)"):
@@ -280,7 +287,9 @@ def root_of_zero(structure: str = "lowrank_kron", **kwargs: Any):
 def test_every_approximation_names_the_layer_of_a_gradient_that_is_not_finite(kfac_approx):
     la = root_of_zero(backend_kwargs={"kfac_approx": kfac_approx})
     X, y = data()
-    with pytest.raises(ValueError, match=r"batch 0: LoRA layer inner\.second\.lora_B\S*: non-finite"):
+    with pytest.raises(
+        ValueError, match=r"batch 0: LoRA layer inner\.second\.lora_B\S*: non-finite"
+    ):
         la.fit([(X, y)])
 
 
@@ -399,7 +408,9 @@ def test_kron_refuses_a_backend_with_low_rank_factors(backend):
         make(plain_model(), "kron", backend=backend)
 
 
-@pytest.mark.parametrize("settings", [{"last_layer": True}, {"subnetwork_indices": torch.arange(2)}])
+@pytest.mark.parametrize(
+    "settings", [{"last_layer": True}, {"subnetwork_indices": torch.arange(2)}]
+)
 def test_a_backend_refuses_the_hosts_ways_to_select_weights(settings):
     with pytest.raises(ValueError, match=r"target_modules"):
         LowRankKronGGN(plain_model(), "classification", **settings)

@@ -33,8 +33,10 @@ def stock(model, kind, structure, **keywords):
 
 
 def dense_examples(model, kind, side, batches):
-    """Each example without padding, where that is the same function; a BERT that is padded on
-    the left counts positions, and pools, from the padding on."""
+    """Each example without padding, where that is the same function.
+
+    A BERT that is padded on the left counts positions, and pools, from the padding on.
+    """
     for batch in batches:
         for row in range(len(batch["labels"])):
             if kind == "bert" and side == "left":

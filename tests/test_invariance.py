@@ -44,8 +44,14 @@ def test_batch_size_and_a_partial_last_batch(kfac_approx, batch_size):
 @pytest.mark.parametrize("kfac_approx", SETTINGS)
 @pytest.mark.parametrize(
     ("kind", "side", "padded_to"),
-    [("gpt2", "left", 7), ("gpt2", "right", 20), ("gpt2", "left", 20), ("gpt_neox", "left", 12)]
-    + [("gpt_neox", "right", 9), ("bert", "right", 20)],
+    [
+        ("gpt2", "left", 7),
+        ("gpt2", "right", 20),
+        ("gpt2", "left", 20),
+        ("gpt_neox", "left", 12),
+        ("gpt_neox", "right", 9),
+        ("bert", "right", 20),
+    ],
 )
 def test_padding_side_and_amount(kind, side, padded_to, kfac_approx):
     reference = fitted(kind, ragged_batches(), kfac_approx=kfac_approx)

@@ -33,7 +33,12 @@ def with_lora(model: nn.Module, *target_modules: str, r: int = 2) -> nn.Module:
     return model.double().eval()
 
 
-def make(model: nn.Module, structure: str = "lowrank_kron", likelihood: str = "classification", **kwargs: Any):
+def make(
+    model: nn.Module,
+    structure: str = "lowrank_kron",
+    likelihood: str = "classification",
+    **kwargs: Any,
+):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The posterior is over")
         return Laplace(
@@ -63,9 +68,10 @@ def gradient_curvature(la: Any, Js: torch.Tensor, H: torch.Tensor) -> torch.Tens
     """The dense curvature of `kfac_approx="gradient"`, from Jacobians."""
     blocks = []
     for block, J in zip(la.blocks, Js.split(la._sizes, dim=-1), strict=True):
-        J = J.reshape(*J.shape[:2], *block.weight.shape)
-        F_out = torch.einsum("bcd,bcij,bdkj->ik", H, J, J)
-        F_in = torch.einsum("bcd,bcij,bdik->jk", H, J, J)
+        J = J.contiguous().unflatten(-1, block.weight.shape)
+        weighted = torch.einsum("bcd,bdij->bcij", H, J)
+        F_out = torch.einsum("bcij,bckj->ik", J, weighted)
+        F_in = torch.einsum("bcij,bcik->jk", J, weighted)
         blocks.append(torch.kron(F_out, F_in) / F_out.trace())
     return torch.block_diag(*blocks)
 
@@ -99,9 +105,7 @@ class FlatRows(Rows):
 def test_flattened_rows_give_the_posterior_of_rows_by_example(kfac_approx):
     (X, y), posteriors = sequences(), []
     for model in (Rows(), FlatRows()):
-        la = make(
-            with_lora(model, "first", "second"), backend_kwargs={"kfac_approx": kfac_approx}
-        )
+        la = make(with_lora(model, "first", "second"), backend_kwargs={"kfac_approx": kfac_approx})
         la.fit([(X, y), (X[:3] + 1, y[:3])])
         posteriors.append(la)
     rows, flat = posteriors

@@ -17,6 +17,8 @@ from tests.tiny_models import laplace_keywords, lora_model, ragged_batches
 KINDS = ["bert", "gpt2", "gpt_neox"]
 HALF = [torch.bfloat16, torch.float16]
 STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
+
+
 class Results(NamedTuple):
     """Of a fit, or of the errors of one."""
 
@@ -185,16 +187,16 @@ def test_confident_samples_keep_their_curvature_in_half_precision():
         model = lora_model("bert", dtype)
         model.classifier.modules_to_save["default"].bias.data[1] = 40.0
         posteriors.append(fitted(model, "bert"))
-    traces = [
-        torch.stack([b.output_factor.trace for b in la.H_facs.blocks]) for la in posteriors
-    ]
+    traces = [torch.stack([b.output_factor.trace for b in la.H_facs.blocks]) for la in posteriors]
     assert (traces[1] > 0).all()
     assert relative_error(*traces) < 0.2
 
 
 def test_float64_stays_float64():
     la = fitted(lora_model("bert"), "bert")
-    assert la.mean.dtype == la.prior_precision.dtype == results(la).covariance.dtype == torch.float64
+    assert (
+        la.mean.dtype == la.prior_precision.dtype == results(la).covariance.dtype == torch.float64
+    )
     assert la.H.blocks[0].small.values.dtype == torch.float64
 
 
@@ -226,8 +228,6 @@ def test_autocast_reaches_the_model(kind):
     assert f_mu.dtype == torch.float32
     with torch.no_grad():
         assert not torch.equal(f_mu.detach(), la.model.eval()(batch))
-
-
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -28,8 +28,7 @@ class Snapshot:
             for name, p in model.named_parameters()
         }
         self.gradients = {
-            name: None if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()
+            name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
         }
         self.buffers = {name: b.clone() for name, b in model.named_buffers()}
         modules = dict(model.named_modules())
