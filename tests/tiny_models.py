@@ -29,7 +29,8 @@ TARGET_MODULES = {
 
 def base_model(kind: str, n_labels: int = N_CLASSES, hidden_size: int = 12) -> nn.Module:
     """A randomly initialised two-layer model: "bert" classifies, the others are causal LMs."""
-    shared = {"vocab_size": VOCABULARY, "attn_implementation": "eager"}
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    shared = {"attn_implementation": "eager", **tokens}
     encoder = {
         "hidden_size": hidden_size,
         "num_hidden_layers": 2,
