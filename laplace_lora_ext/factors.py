@@ -12,7 +12,7 @@ import torch
 
 # Columns that one step of the streaming update decomposes together: the eigendecomposition of
 # their Gram matrix grows with the cube of this number, the energy lost to truncation shrinks.
-_CHUNK = 256
+_CHUNK = 64
 
 
 class Eigendecomposition(NamedTuple):
@@ -82,7 +82,7 @@ class DenseFactor:
 
     def eigendecomposition(self) -> Eigendecomposition:
         """All eigenvectors; the tail is 0."""
-        values, vectors = torch.linalg.eigh(self.matrix.double())
+        values, vectors = _eigh(self.matrix)
         dtype = self.matrix.dtype
         values = values.clamp_min(0).to(dtype)
         return Eigendecomposition(vectors.to(dtype), values, values.new_zeros(()))
@@ -155,7 +155,8 @@ class LowRankFactor:
         if not torch.isfinite(energy):
             raise ValueError("non-finite numbers")
         self.trace = self.trace + energy
-        for chunk in rows.split(_CHUNK):
+        # Rows without a gradient cost as much as others, and are many in a padded batch.
+        for chunk in rows[rows.any(dim=1)].split(_CHUNK):
             self.columns = _leading(torch.cat([self.columns, chunk.mT], dim=1), self._width)
 
     def __add__(self, other: LowRankFactor) -> LowRankFactor:
@@ -194,5 +195,15 @@ def _leading(columns: torch.Tensor, width: int) -> torch.Tensor:
     """Rotate `(d, n)` columns onto their leading `width` left singular directions."""
     if columns.shape[1] <= width:
         return columns
-    _, rotation = torch.linalg.eigh((columns.mT @ columns).double())
+    _, rotation = _eigh(columns.mT @ columns)
     return columns @ rotation[:, columns.shape[1] - width :].to(columns.dtype)
+
+
+def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ascending eigenvalues and eigenvectors of a positive semi-definite matrix, in float64."""
+    matrix = matrix.double()
+    try:
+        return torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:  # does not converge for some with many equal eigenvalues
+        vectors, values, _ = torch.linalg.svd(matrix)
+        return values.flip(0), vectors.flip(1)

@@ -100,6 +100,32 @@ def test_refuses_rows_that_are_not_finite_and_stays_as_it_was(kind):
     torch.testing.assert_close(factor.to_matrix(), before, rtol=0, atol=0)
 
 
+def test_rows_of_zeros_change_nothing():
+    rows = decaying_rows(40, 20)
+    padded = torch.zeros(400, 20, dtype=torch.float64)
+    padded[::10] = rows
+    torch.testing.assert_close(
+        low_rank(padded, rank=4, batch=400).to_matrix(),
+        low_rank(rows, rank=4, batch=40).to_matrix(),
+    )
+    zero = low_rank(torch.zeros(400, 20).double(), rank=4)
+    torch.testing.assert_close(zero.to_matrix(), torch.zeros(20, 20).double())
+
+
+def test_an_eigendecomposition_that_does_not_converge_is_done_otherwise(monkeypatch):
+    rows = decaying_rows(60, 20)
+    expected = low_rank(rows, rank=4).to_matrix()
+
+    def fail(matrix):
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", fail)
+    torch.testing.assert_close(low_rank(rows, rank=4).to_matrix(), expected)
+    dense = DenseFactor(rows.T @ rows)
+    vectors, values, _ = dense.eigendecomposition()
+    torch.testing.assert_close((vectors * values) @ vectors.T, dense.matrix)
+
+
 def test_thousands_of_nearly_dependent_columns_converge_in_float32():
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(1, 40, generator=generator).repeat(3000, 1)
