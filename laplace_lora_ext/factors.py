@@ -12,7 +12,7 @@ import torch
 
 # Columns that one step of the streaming update decomposes together: the eigendecomposition of
 # their Gram matrix grows with the cube of this number, the energy lost to truncation shrinks.
-_CHUNK = 64
+_CHUNK = 32
 
 
 class Eigendecomposition(NamedTuple):
@@ -204,6 +204,7 @@ def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     matrix = matrix.double()
     try:
         return torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:  # does not converge for some with many equal eigenvalues
+    # It does not converge for some matrices with many equal eigenvalues.
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         vectors, values, _ = torch.linalg.svd(matrix)
         return values.flip(0), vectors.flip(1)

@@ -13,13 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel
 
 _LABEL_KEYS = ("label", "labels")
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-
-# Newer decoders compute logits for one position a row; older ones for the last few of all rows.
-_KEEPS_A_POSITION_PER_ROW = hasattr(modeling_utils, "slice_logits_to_keep")
 
 
 class Positions(NamedTuple):
@@ -280,10 +277,13 @@ class LogitsModel(nn.Module):
             return {}
         accepted = inspect.signature(transformer.forward).parameters
         options: dict[str, Any] = {"use_cache": False}
-        if _KEEPS_A_POSITION_PER_ROW:
-            options["logits_to_keep"] = last[:, None]
         given = inputs if isinstance(inputs, Mapping) else {}
         mask = given.get("attention_mask")
+        # Newer decoders compute logits for one position a row, older ones for the last few of all.
+        if hasattr(inspect.getmodule(transformer.forward), "slice_logits_to_keep"):
+            options["logits_to_keep"] = last[:, None]
+        elif mask is None or mask[:, -1].all():
+            options["logits_to_keep"] = options["num_logits_to_keep"] = 1
         if mask is not None and not mask[:, 0].all():
             # Learned positions count from the first real token, not from the padding before it.
             options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)

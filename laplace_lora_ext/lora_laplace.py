@@ -10,20 +10,19 @@ from typing import Any
 import torch
 import torchmetrics
 import tqdm
-from laplace.baselaplace import ParametricLaplace
 from laplace.curvature import CurvatureInterface
 from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.curvature.backend import LowRankKronInterface, check_targets
-from laplace_lora_ext.curvature.passes import forward_pass, jacobians
+from laplace_lora_ext.curvature.passes import forward_pass
 from laplace_lora_ext.errors import naming
 from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import find_blocks, warn_if_untrained, warn_of_other_trainable
-from laplace_lora_ext.precision import without_autocast
+from laplace_lora_ext.predictive import LoRAPredictive
 
 
-class LoRALaplace(ParametricLaplace):
+class LoRALaplace(LoRAPredictive):
     """What all Laplace approximations over LoRA weights share.
 
     The posterior is over the `lora_A` and `lora_B` weights of the active adapter. Everything else
@@ -53,7 +52,6 @@ class LoRALaplace(ParametricLaplace):
     """
 
     _default_backend: type[CurvatureInterface]
-    model: LogitsModel
     mean: torch.Tensor
 
     def __init__(
@@ -103,18 +101,6 @@ class LoRALaplace(ParametricLaplace):
         """Refuse a backend that has not what the structure needs."""
 
     @property
-    def _device(self) -> torch.device:
-        return self.blocks[0].weight.device
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.blocks[0].statistics_dtype
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [block.weight.numel() for block in self.blocks]
-
-    @property
     def backend(self) -> CurvatureInterface:
         """Curvature of the blocks' weights, made at first use."""
         with self._prepared():
@@ -124,8 +110,6 @@ class LoRALaplace(ParametricLaplace):
     def _prepared(self) -> Iterator[None]:
         with self.model.prepared([block.weight for block in self.blocks]):
             yield
-
-    # --- fit ---------------------------------------------------------------------------------
 
     def fit(
         self,
@@ -226,8 +210,6 @@ class LoRALaplace(ParametricLaplace):
         weights = [block.weight.detach().flatten() for block in self.blocks]
         return torch.cat([weight.to(self._device, self._dtype) for weight in weights])
 
-    # --- evidence ----------------------------------------------------------------------------
-
     @property
     def log_det_prior_precision(self) -> torch.Tensor:
         """Log-determinant of the prior precision, in float64."""
@@ -257,156 +239,6 @@ class LoRALaplace(ParametricLaplace):
         except BaseException:
             self.prior_precision = before
             raise
-
-    # --- predictions -------------------------------------------------------------------------
-
-    def __call__(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        joint: bool = False,
-        link_approx: str = "probit",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        fitting: bool = False,
-        **model_kwargs: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Posterior predictive on a batch, as the host's; `generator` seeds all that is sampled.
-
-        Parameters
-        ----------
-        x : Mapping or torch.Tensor
-            inputs of B examples; labels in a mapping are ignored
-        pred_type : {"glm", "nn"}
-        joint : bool, default=False
-            regression only: covariance between all examples
-        link_approx : {"probit", "mc", "bridge", "bridge_norm"}
-        n_samples : int, default=100
-        diagonal_output : bool, default=False
-        generator : torch.Generator, optional
-        fitting : bool, default=False
-            reward modeling only: probabilities of preferences instead of rewards
-        **model_kwargs
-            passed on to the model, with `pred_type="nn"`
-
-        Returns
-        -------
-        torch.Tensor or tuple of torch.Tensor
-            probabilities `(B, C)`; for regression and rewards the mean `(B, C)` and covariance
-            `(B, C, C)`
-        """
-        regression = self.likelihood == "regression" or (
-            self.likelihood == "reward_modeling" and not fitting
-        )
-        sampled = pred_type == "nn" or (link_approx == "mc" and not regression)
-        if generator is None or not sampled:
-            return super().__call__(
-                x,
-                pred_type,
-                joint,
-                link_approx,
-                n_samples,
-                diagonal_output,
-                generator,
-                fitting,
-                **model_kwargs,
-            )
-        if regression:
-            samples = self.functional_samples(x, pred_type, n_samples, generator=generator)
-            return samples.mean(0), samples.var(0)
-        samples = self.predictive_samples(x, pred_type, n_samples, diagonal_output, generator)
-        return samples.mean(0)
-
-    def _glm_predictive_distribution(
-        self, X: Any, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.set_grad_enabled(self.enable_backprop):
-            f_mu, f_var = self._moments(X, joint)
-        if not torch.isfinite(f_var).all():
-            raise ValueError("The predictive covariance is not finite: is the prior precision?")
-        if joint:
-            f_mu = f_mu.flatten()
-        elif diagonal_output:
-            f_var = f_var.diagonal(dim1=-2, dim2=-1)
-        return f_mu, f_var
-
-    def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean `(B, C)`, and covariance `(B, C, C)` or, joint, `(B * C, B * C)`."""
-        Js, f_mu = jacobians(self.model, self.blocks, X, self.enable_backprop)
-        return f_mu, self.functional_covariance(Js) if joint else self.functional_variance(Js)
-
-    @without_autocast
-    def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
-        return super().functional_variance(Js)
-
-    @without_autocast
-    def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
-        return super().functional_covariance(Js)
-
-    @without_autocast
-    def square_norm(self, value: torch.Tensor) -> torch.Tensor:
-        return super().square_norm(value)
-
-    @without_autocast
-    def sample(
-        self, n_samples: int = 100, generator: torch.Generator | None = None
-    ) -> torch.Tensor:
-        return super().sample(n_samples, generator)
-
-    @without_autocast
-    def _glm_functional_samples(
-        self,
-        f_mu: torch.Tensor,
-        f_var: torch.Tensor,
-        n_samples: int,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        if diagonal_output:
-            f_var = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
-        # A symmetric root exists where the covariance is singular and Cholesky fails.
-        values, vectors = torch.linalg.eigh(f_var.double())
-        root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
-        noise = torch.randn(
-            f_mu.shape[1], n_samples, device=f_mu.device, dtype=f_mu.dtype, generator=generator
-        )
-        return f_mu + torch.einsum("bck,ks->sbc", root.to(f_mu.dtype), noise)
-
-    def _nn_functional_samples(
-        self,
-        X: Any,
-        n_samples: int = 100,
-        generator: torch.Generator | None = None,
-        **model_kwargs: Any,
-    ) -> torch.Tensor:
-        return torch.stack(list(self._logits_of_samples(X, n_samples, generator, model_kwargs)))
-
-    def _nn_predictive_classification(
-        self, X: Any, n_samples: int = 100, **model_kwargs: Any
-    ) -> torch.Tensor:
-        logits = self._logits_of_samples(X, n_samples, None, model_kwargs)
-        return sum(f.softmax(-1) / n_samples for f in logits)  # pyright: ignore[reportReturnType]
-
-    def _logits_of_samples(
-        self,
-        X: Any,
-        n_samples: int,
-        generator: torch.Generator | None,
-        model_kwargs: dict[str, Any],
-    ) -> Iterator[torch.Tensor]:
-        """Logits `(B, C)` of one draw of the weights after another, one draw held at a time."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        with self.model.prepared(), torch.set_grad_enabled(self.enable_backprop):
-            for _ in range(n_samples):
-                parts = self.sample(1, generator)[0].split(self._sizes)
-                weights = {
-                    names[id(block.weight)]: part.reshape(block.weight.shape).to(block.weight)
-                    for block, part in zip(self.blocks, parts, strict=True)
-                }
-                yield torch.func.functional_call(self.model, weights, (X,), model_kwargs)
-
-    # --- state -------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a posterior that was fitted around the model's present weights.

@@ -15,7 +15,10 @@ import laplace_lora_ext  # noqa: F401
 from tests.tiny_models import laplace_keywords, lora_model, ragged_batches
 
 KINDS = ["bert", "gpt2", "gpt_neox"]
-HALF = [torch.bfloat16, torch.float16]
+needs_float16 = pytest.mark.skipif(
+    torch.__version__ < (2, 3), reason="no float16 layer normalisation on the CPU"
+)
+HALF = [torch.bfloat16, pytest.param(torch.float16, marks=needs_float16)]
 STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
 
 
@@ -180,6 +183,7 @@ def test_a_prior_precision_with_many_digits_survives_a_bf16_model():
     torch.testing.assert_close(la.log_det_prior_precision, expected, rtol=1e-7, atol=0)
 
 
+@needs_float16
 def test_confident_samples_keep_their_curvature_in_half_precision():
     """At a margin of 40 nats a seed scaled before the backward pass would be 0 in float16."""
     posteriors = []
@@ -214,7 +218,7 @@ def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(kind, 
         la = fitted(lora_model(kind, torch.float32), kind, structure)
         assert_full_precision(la)
         actual = results(la)
-        assert torch.is_autocast_enabled("cpu")
+        assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.bfloat16
     assert_close(actual, expected, torch.bfloat16)
 
 

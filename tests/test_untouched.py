@@ -44,7 +44,7 @@ class Snapshot:
             "grad mode": torch.is_grad_enabled(),
             "inference mode": torch.is_inference_mode_enabled(),
             "default dtype": torch.get_default_dtype(),
-            "autocast": torch.is_autocast_enabled("cpu"),
+            "autocast": (torch.ones(1, 1) @ torch.ones(1, 1)).dtype,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "threads": torch.get_num_threads(),
         }

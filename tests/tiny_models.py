@@ -45,9 +45,11 @@ def base_model(kind: str, n_labels: int = N_CLASSES, hidden_size: int = 12) -> n
         return GPT2LMHeadModel(
             GPT2Config(n_embd=hidden_size, n_layer=2, n_head=2, n_positions=64, **shared)
         )
-    # Eager attention of GPT-NeoX gives NaN for padded rows in float64.
-    shared["attn_implementation"] = "sdpa"
-    return GPTNeoXForCausalLM(GPTNeoXConfig(max_position_embeddings=64, **encoder, **shared))
+    # Eager attention of newer GPT-NeoX gives NaN for padded rows in float64.
+    shared["attn_implementation"] = "sdpa" if GPTNeoXForCausalLM._supports_sdpa else "eager"
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(max_position_embeddings=64, rotary_pct=1.0, **encoder, **shared)
+    )
 
 
 def lora_model(

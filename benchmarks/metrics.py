@@ -1,0 +1,143 @@
+"""What is measured of predictions: calibration on the test texts, and uncertainty off them."""
+
+import math
+
+import torch
+from torch.nn.functional import nll_loss, one_hot
+from torchmetrics.functional.classification import (
+    binary_auroc,
+    multiclass_accuracy,
+    multiclass_calibration_error,
+)
+
+NUMBER_OF_BINS = 15
+
+
+def quality(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """Measure predictions on texts whose class is known.
+
+    Parameters
+    ----------
+    probabilities : torch.Tensor
+        Class probabilities (texts, classes).
+    labels : torch.Tensor
+        Classes (texts,).
+
+    Returns
+    -------
+    figures : dict
+        Accuracy, mean negative log-likelihood, expected calibration error and Brier score.
+    """
+    probabilities = _checked(probabilities)
+    classes = probabilities.shape[1]
+    smallest = torch.finfo(probabilities.dtype).tiny
+    return {
+        "accuracy": multiclass_accuracy(
+            probabilities, labels, num_classes=classes, average="micro"
+        ).item(),
+        "nll": nll_loss(probabilities.clamp_min(smallest).log(), labels).item(),
+        "ece": multiclass_calibration_error(
+            probabilities, labels, num_classes=classes, n_bins=NUMBER_OF_BINS, norm="l1"
+        ).item(),
+        "brier": brier_score(probabilities, labels),
+    }
+
+
+def brier_score(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
+    """Mean squared distance between the probabilities and the one-hot labels, from 0 to 2.
+
+    Parameters
+    ----------
+    probabilities : torch.Tensor
+        Class probabilities (texts, classes).
+    labels : torch.Tensor
+        Classes (texts,).
+
+    Returns
+    -------
+    score : float
+        Lower is better.
+    """
+    wanted = one_hot(labels, probabilities.shape[1])
+    return (probabilities - wanted).square().sum(-1).mean().item()
+
+
+def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, float]:
+    """Measure whether the predictive entropy tells shifted texts from test texts.
+
+    Parameters
+    ----------
+    test, shifted : torch.Tensor
+        Class probabilities (texts, classes) on either kind of text.
+
+    Returns
+    -------
+    figures : dict
+        Mean entropies in nats, and the AUROC of the entropy as a sign of a shifted text.
+    """
+    inside, outside = entropy(test), entropy(shifted)
+    # torchmetrics takes scores in [0, 1] as they are.
+    scores = torch.cat([inside, outside]) / math.log(test.shape[1])
+    is_shifted = torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))]).long()
+    return {
+        "test_entropy": inside.mean().item(),
+        "shifted_entropy": outside.mean().item(),
+        "shift_auroc": binary_auroc(scores.clamp(0, 1), is_shifted).item(),
+    }
+
+
+def entropy(probabilities: torch.Tensor) -> torch.Tensor:
+    """Entropy of each prediction in nats.
+
+    Parameters
+    ----------
+    probabilities : torch.Tensor
+        Class probabilities (texts, classes).
+
+    Returns
+    -------
+    entropies : torch.Tensor
+        Entropies (texts,).
+    """
+    return torch.special.entr(_checked(probabilities)).sum(-1)
+
+
+def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> list[dict[str, float | None]]:
+    """Sort predictions into bins of equal width by their confidence.
+
+    Parameters
+    ----------
+    probabilities : torch.Tensor
+        Class probabilities (texts, classes).
+    labels : torch.Tensor
+        Classes (texts,).
+
+    Returns
+    -------
+    bins : list of dict
+        For each bin its share of the texts, mean confidence and accuracy; the latter two are None
+        where there is no text.
+    """
+    confidence, prediction = _checked(probabilities).max(-1)
+    is_right = (prediction == labels).to(confidence)
+    # Like torchmetrics, a bin includes its lower edge; the last one has both.
+    place = (confidence * NUMBER_OF_BINS).long().clamp_max(NUMBER_OF_BINS - 1)
+    bins: list[dict[str, float | None]] = []
+    for number in range(NUMBER_OF_BINS):
+        inside = place == number
+        filled = bool(inside.any())
+        bins.append(
+            {
+                "share": inside.to(confidence).mean().item(),
+                "confidence": confidence[inside].mean().item() if filled else None,
+                "accuracy": is_right[inside].mean().item() if filled else None,
+            }
+        )
+    return bins
+
+
+def _checked(probabilities: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(probabilities).all():
+        raise ValueError("A contestant predicted probabilities that are not finite.")
+    # torchmetrics takes anything outside [0, 1] for logits, even a rounding error.
+    return probabilities.double().clamp(0, 1)
