@@ -470,3 +470,37 @@ def test_many_classes_need_one_backward_pass_less_than_classes():
     la = make(model)
     la.fit([(sequences()[0][:, 0], torch.arange(4))])
     assert len(calls) == 6
+
+
+class Halving(nn.Module):
+    """Joins neighbouring positions before its LoRA layer, so that the mask does not fit it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(60, 5)
+        self.layer = nn.Linear(10, 3)
+
+    def forward(self, batch) -> torch.Tensor:
+        pairs = self.embed(batch["input_ids"]).unflatten(1, (-1, 2)).flatten(2)
+        return self.layer(pairs).sum(1)
+
+
+@pytest.mark.parametrize("kfac_approx", ["gradient", "expand", "reduce"])
+def test_a_mask_of_other_positions_is_refused_only_where_it_is_needed(kfac_approx):
+    model = Halving()
+    settings = LoraConfig(target_modules=["layer"], r=2, init_lora_weights=False)
+    model = inject_adapter_in_model(settings, model).requires_grad_(False)
+    la = Laplace(
+        model,
+        "classification",
+        subset_of_weights="lora",
+        hessian_structure="lowrank_kron",
+        backend_kwargs={"kfac_approx": kfac_approx},
+    )
+    batches = ragged_batches(padded_to=8)
+    if kfac_approx == "gradient":
+        la.fit(batches)
+        assert la(batches[0]).shape == (3, 3)
+    else:
+        with pytest.raises(NotImplementedError, match='use kfac_approx="gradient"'):
+            la.fit(batches)

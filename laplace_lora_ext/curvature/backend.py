@@ -17,7 +17,7 @@ from laplace_lora_ext.curvature.fisher import (
     sampled_seeds,
 )
 from laplace_lora_ext.curvature.passes import forward_pass, jacobians
-from laplace_lora_ext.curvature.statistics import KFAC_APPROX
+from laplace_lora_ext.curvature.statistics import KFAC_APPROX, Valid
 from laplace_lora_ext.kronecker_block import KroneckerBlock
 from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import Block, find_blocks
@@ -134,9 +134,10 @@ class LowRankKronInterface(CurvatureInterface):
         with forward_pass(self.model, self.blocks, x) as recorded:
             logits = recorded.logits.detach()
             y = check_targets(y, logits, self.likelihood)
-            recorded.visit_inputs(
-                lambda index, a, valid: self.kfac_approx.add_inputs(H.blocks[index], a, valid)
-            )
+            if self.kfac_approx.uses_inputs:
+                recorded.visit_inputs(
+                    lambda index, a, valid: self.kfac_approx.add_inputs(H.blocks[index], a, valid)
+                )
             vectors, weights = self.seeds(logits, y)
             for s, vector in enumerate(vectors):
                 recorded.backward(
@@ -153,7 +154,7 @@ class LowRankKronInterface(CurvatureInterface):
         index: int,
         a: torch.Tensor,
         g: torch.Tensor,
-        valid: torch.Tensor | None,
+        valid: Valid,
     ) -> None:
         g = g * weight.to(g)[:, None, None]
         self.kfac_approx.add_gradients(H.blocks[index], a, g, valid)

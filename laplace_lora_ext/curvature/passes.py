@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from laplace_lora_ext.curvature.hooks import Tape, Visit
+from laplace_lora_ext.curvature.statistics import Valid
 from laplace_lora_ext.errors import naming
 from laplace_lora_ext.logits_model import LogitsModel, Positions
 from laplace_lora_ext.lora_layers import Block
@@ -31,32 +33,35 @@ class ForwardPass:
         self.logits = logits
         self._positions = positions
 
-    def visit_inputs(self, visit: Callable[[int, torch.Tensor, torch.Tensor | None], None]) -> None:
+    def visit_inputs(self, visit: Callable[[int, torch.Tensor, Valid], None]) -> None:
         """Call `visit(index, a, valid)` for each block and each call of its layer.
 
-        `a` is `(B, T, n)`, in the dtype of statistics, `valid` its `(B, T)` mask or None.
+        `a` is `(B, T, n)`, in the dtype of statistics, and `valid()` its `(B, T)` mask or None.
         """
         for index in range(len(self._blocks)):
             with self._mathematics(index, self.logits.device):
                 for a in self._tape.inputs(index):
                     a = self._arrange(index, a.detach())
-                    visit(index, a, self._positions.valid(a.shape[1]))
+                    visit(index, a, partial(self._positions.valid, a.shape[1]))
 
     def backward(
         self,
         seed: torch.Tensor,
-        visit: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], None],
+        visit: Callable[[int, torch.Tensor, torch.Tensor, Valid], None],
         retain_graph: bool,
     ) -> None:
         """Back-propagate a `(B, C)` seed and call `visit(index, a, g, valid)` for each block.
 
         `a` is `(B, T, n)` and `g` `(1, B, T, m)`, where T counts the positions of all calls of
-        the layer, and `valid` `(B, T)` or None.
+        the layer, and `valid()` `(B, T)` or None.
         """
 
         def masked(index: int, a: torch.Tensor, g: torch.Tensor, n_calls: int) -> None:
-            valid = self._positions.valid(a.shape[1] // n_calls)
-            visit(index, a, g, None if valid is None else valid.repeat(1, n_calls))
+            def valid() -> torch.Tensor | None:
+                mask = self._positions.valid(a.shape[1] // n_calls)
+                return None if mask is None else mask.repeat(1, n_calls)
+
+            visit(index, a, g, valid)
 
         self._tape.backward(self.logits, seed, self._joined(masked), retain_graph)
 

@@ -1,29 +1,41 @@
 """The three ways to sum a block's Kronecker factors from inputs and output gradients.
 
 Pure mathematics. Shapes: B samples, T positions, S seeds, a weight `(m, n)`; inputs a
-`(B, T, n)`, output gradients g `(S, B, T, m)`, and `valid`, `(B, T)` booleans, false where a
-position is padding, or None where none is.
+`(B, T, n)`, output gradients g `(S, B, T, m)`, and `valid`, which returns `(B, T)` booleans, false
+where a position is padding, or None where none is. It is only asked where it matters, since not
+every layer sees the positions of the mask.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import ClassVar, Protocol
 
 import torch
 
 from laplace_lora_ext.kronecker_block import KroneckerBlock
 
+Valid = Callable[[], torch.Tensor | None]
+
 
 class KfacApprox(Protocol):
-    """One approximation: what a batch's inputs and each seed's gradients add to a block."""
+    """One approximation: what a batch's inputs and each seed's gradients add to a block.
+
+    Attributes
+    ----------
+    uses_inputs : bool
+        whether inputs count by themselves, and not only together with their gradients
+    """
+
+    uses_inputs: ClassVar[bool]
 
     @staticmethod
-    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: torch.Tensor | None) -> None:
-        """Called once a batch."""
+    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: Valid) -> None:
+        """Called once a batch for each call of a layer, where inputs count by themselves."""
 
     @staticmethod
     def add_gradients(
-        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: torch.Tensor | None
+        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: Valid
     ) -> None:
         """Called for the gradients of one or more seeds of a batch."""
 
@@ -34,17 +46,21 @@ class Expand:
     The setting of the paper (section 3), and KFAC-expand of Eschenhagen et al. (2023).
     """
 
+    uses_inputs: ClassVar[bool] = True
+
     @staticmethod
-    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: torch.Tensor | None) -> None:
-        rows = a.flatten(0, 1) if valid is None else a[valid]
+    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: Valid) -> None:
+        mask = valid()
+        rows = a.flatten(0, 1) if mask is None else a[mask]
         block.input_factor.update(rows)
         block.normalizer = block.normalizer + len(rows)
 
     @staticmethod
     def add_gradients(
-        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: torch.Tensor | None
+        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: Valid
     ) -> None:
-        rows = g.flatten(1, 2) if valid is None else g[:, valid]
+        mask = valid()
+        rows = g.flatten(1, 2) if mask is None else g[:, mask]
         block.output_factor.update(rows.flatten(0, 1))
 
 
@@ -54,21 +70,25 @@ class Reduce:
     KFAC-reduce of Eschenhagen et al. (2023).
     """
 
+    uses_inputs: ClassVar[bool] = True
+
     @staticmethod
-    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: torch.Tensor | None) -> None:
-        if valid is None:
+    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: Valid) -> None:
+        mask = valid()
+        if mask is None:
             means = a.mean(1)
         else:
-            means = (a * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
+            means = (a * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         block.input_factor.update(means)
         block.normalizer = block.normalizer + len(means)
 
     @staticmethod
     def add_gradients(
-        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: torch.Tensor | None
+        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: Valid
     ) -> None:
-        if valid is not None:
-            g = g * valid[..., None]
+        mask = valid()
+        if mask is not None:
+            g = g * mask[..., None]
         block.output_factor.update(g.sum(2).flatten(0, 1))
 
 
@@ -80,13 +100,15 @@ class Gradient:
     gradient of the weight, so padding needs no mask.
     """
 
+    uses_inputs: ClassVar[bool] = False
+
     @staticmethod
-    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: torch.Tensor | None) -> None:
+    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: Valid) -> None:
         """Inputs count only together with their gradients."""
 
     @staticmethod
     def add_gradients(
-        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: torch.Tensor | None
+        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: Valid
     ) -> None:
         gradients = torch.einsum("bti,sbto->sboi", a, g).flatten(0, 1)
         block.output_factor.update(gradients.mT.flatten(0, 1))
