@@ -12,8 +12,9 @@ import torch
 from laplace_lora_ext.curvature.hooks import Tape, Visit
 from laplace_lora_ext.curvature.statistics import Valid
 from laplace_lora_ext.errors import naming
-from laplace_lora_ext.logits_model import LogitsModel, Positions
+from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import Block
+from laplace_lora_ext.positions import Positions
 
 
 class ForwardPass:
