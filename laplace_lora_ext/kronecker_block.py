@@ -65,10 +65,6 @@ class KroneckerBlock:
             "normalizer": self.normalizer,
         }
 
-    @property
-    def n_params(self) -> int:
-        return self.output_factor.size * self.input_factor.size
-
     def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
         return KroneckerBlock(
             self.output_factor + other.output_factor,  # pyright: ignore[reportOperatorIssue]

@@ -26,7 +26,7 @@ def as_padded(batch: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Te
     return {key: batch[key][row : row + 1] for key in ("input_ids", "attention_mask")}
 
 
-def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor], **hooks) -> torch.Tensor:
+def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """`(C,)` logits of one example, from the model's plain output."""
     logits = model(**inputs).logits[0]
     return logits if logits.ndim == 1 else logits[-1, CLASS_TOKEN_IDS]

@@ -132,7 +132,7 @@ def test_glm_probabilities(la, batches, link_approx):
 
 
 def test_monte_carlo_links_approach_the_integral(la, batches):
-    """With two outputs alike, the probit-free integral is known: 100,000 draws against 1,000."""
+    """Against draws from a Cholesky root of the same moments, which are not the library's."""
     many = la(batches[0], link_approx="mc", n_samples=100_000, generator=generator())
     few = la(batches[0], link_approx="mc", n_samples=1_000, generator=generator(1))
     torch.testing.assert_close(many, few, rtol=0, atol=0.05)

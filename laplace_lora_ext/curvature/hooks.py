@@ -63,7 +63,7 @@ class Tape:
         `visit` is called once for each layer that the seed's gradient reaches, as soon as its
         gradients are known, with gradients of shape `(1, *output.shape)`.
         """
-        self._run(visit, lambda: self._grad(logits, seed, retain_graph))
+        self._run(visit, lambda: self._grad(logits, seed, retain_graph=retain_graph))
 
     def batched_backward(
         self,
@@ -79,7 +79,7 @@ class Tape:
         """
 
         def grad(seed: torch.Tensor) -> torch.Tensor:
-            self._grad(logits, seed, retain_graph=create_graph, create_graph=create_graph)
+            self._grad(logits, seed, create_graph=create_graph)
             return seed.new_zeros(())
 
         with warnings.catch_warnings():
@@ -91,7 +91,7 @@ class Tape:
         self,
         logits: torch.Tensor,
         seed: torch.Tensor,
-        retain_graph: bool,
+        retain_graph: bool | None = None,
         create_graph: bool = False,
     ) -> None:
         outputs = [output for calls in self._calls for _, output in calls]
