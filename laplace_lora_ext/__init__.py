@@ -9,11 +9,14 @@ from laplace_lora_ext.hessian_structures import (
     DiagLoRALaplace,
     FullLoRALaplace,
     KronLoRALaplace,
-    LowRankKronLoRALaplace,
 )
 from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.matrix import LowRankKron, LowRankKronDecomposed
+from laplace_lora_ext.predictive_statistics import Moments, PredictiveStatistics
+from laplace_lora_ext.prior_precision import TuningHistory
+from laplace_lora_ext.variance_shares import VarianceShares
 
 __all__ = [
     "PAPER_SETTINGS",
@@ -27,4 +30,8 @@ __all__ = [
     "LowRankKronEF",
     "LowRankKronGGN",
     "LowRankKronLoRALaplace",
+    "Moments",
+    "PredictiveStatistics",
+    "TuningHistory",
+    "VarianceShares",
 ]

@@ -128,7 +128,8 @@ class DecomposedBlock:
         return self.shape[0] * self.shape[1]
 
     @property
-    def _n_left_out(self) -> int:
+    def n_left_out(self) -> int:
+        """Directions of the large factor that the rank leaves out."""
         return len(self.large.vectors) - len(self.large.values)
 
     def __mul__(self, scalar: float | torch.Tensor) -> DecomposedBlock:
@@ -145,7 +146,7 @@ class DecomposedBlock:
             for numbers in (self.small.values, self.large.values, self.large.tail)
         )
         leading = torch.outer(small, large) + delta
-        if not self._n_left_out:
+        if not self.n_left_out:
             return leading, torch.ones_like(small)  # of no direction at all
         return leading, small * tail + delta
 
@@ -180,11 +181,6 @@ class DecomposedBlock:
         leading = (leading * on_leading).flatten(-2)
         remainder = (remainder * on_remainder[:, None]).flatten(-2)
         return leading @ leading.mT + remainder @ remainder.mT
-
-    def logdet(self, delta: torch.Tensor) -> torch.Tensor:
-        """Log-determinant of `block + delta I`, in float64."""
-        leading, complement = self.eigenvalues(delta.double())
-        return leading.log().sum() + self._n_left_out * complement.log().sum()
 
     def diag(self, delta: torch.Tensor, exponent: float) -> torch.Tensor:
         """Diagonal of `(block + delta I) ** exponent`, `(m * n,)`."""

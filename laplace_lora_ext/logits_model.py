@@ -134,6 +134,14 @@ class LogitsModel(nn.Module):
             )
         return X, torch.as_tensor(y).to(self.device)
 
+    def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
+        """As `split`; of a mapping without labels or a bare tensor, the inputs and None."""
+        if isinstance(batch, torch.Tensor):
+            return batch, None
+        if isinstance(batch, Mapping) and self.dict_key_y not in batch:
+            return batch, None
+        return self.split(batch)
+
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """How rows at a layer belong to the examples of a batch with `n_examples` logits."""
         if not isinstance(batch, Mapping):

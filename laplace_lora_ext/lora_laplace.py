@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import torch
-import torchmetrics
 import tqdm
 from laplace.curvature import CurvatureInterface
 from torch import nn
@@ -19,10 +17,10 @@ from laplace_lora_ext.curvature.passes import forward_pass
 from laplace_lora_ext.errors import naming
 from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import find_blocks, warn_if_untrained, warn_of_other_trainable
-from laplace_lora_ext.predictive import LoRAPredictive
+from laplace_lora_ext.tuning import LoRATuning
 
 
-class LoRALaplace(LoRAPredictive):
+class LoRALaplace(LoRATuning):
     """What all Laplace approximations over LoRA weights share.
 
     The posterior is over the `lora_A` and `lora_B` weights of the active adapter. Everything else
@@ -106,11 +104,6 @@ class LoRALaplace(LoRAPredictive):
         with self._prepared():
             return super().backend
 
-    @contextmanager
-    def _prepared(self) -> Iterator[None]:
-        with self.model.prepared([block.weight for block in self.blocks]):
-            yield
-
     def fit(
         self,
         train_loader: DataLoader | Iterable[Any],
@@ -183,8 +176,7 @@ class LoRALaplace(LoRAPredictive):
         # What the host's backends would not notice, this pass does.
         with forward_pass(self.model, self.blocks, X) as recorded:
             logits = recorded.logits.detach()
-        preferences = self.likelihood == "reward_modeling"
-        y = check_targets(y, logits, "classification" if preferences else self.likelihood)
+        y = check_targets(y, logits, self._training_likelihood)
         with torch.inference_mode(False), torch.enable_grad():
             loss, H = self._curv_closure(X, y.clone(), N=1)  # no inference tensor
         for block, part in zip(self.blocks, self._diagonal(H).split(self._sizes), strict=True):
@@ -228,18 +220,6 @@ class LoRALaplace(LoRAPredictive):
         by_block = torch.stack([part.sum() for part in squares.split(self._sizes)])
         return (by_block * precision).sum()
 
-    def _gridsearch(self, loss: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # The host updates one metric over all grid points; as a function it starts afresh.
-        if isinstance(loss, torchmetrics.Metric):
-            loss = _Fresh(loss)
-        before = self.prior_precision
-        try:
-            with self._prepared():
-                return super()._gridsearch(loss, *args, **kwargs)
-        except BaseException:
-            self.prior_precision = before
-            raise
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a posterior that was fitted around the model's present weights.
 
@@ -257,18 +237,3 @@ class LoRALaplace(LoRAPredictive):
             raise ValueError(
                 "The posterior was fitted around other LoRA weights than the model has now."
             )
-
-
-class _Fresh:
-    """A metric as a function of all outputs and targets, reset for each call."""
-
-    def __init__(self, metric: torchmetrics.Metric) -> None:
-        self._metric = metric
-
-    def __call__(self, *outputs_and_targets: torch.Tensor) -> torch.Tensor:
-        self._metric.reset()
-        try:
-            self._metric.update(*outputs_and_targets)
-        except TypeError:  # it takes the mean and the targets, and no variance
-            self._metric.update(outputs_and_targets[0], outputs_and_targets[-1])
-        return self._metric.compute().sum()

@@ -46,6 +46,13 @@ class Block:
         return self.layer.weight
 
     @property
+    def transformer_layer(self) -> str:
+        """Name up to the layer's number, such as "model.layers.3"; else the module's name."""
+        name = re.sub(r"^(base_model\.model\.)?", "", self.name)
+        numbered = re.match(r".*?\.\d+(?=\.)", name)
+        return numbered.group() if numbered else re.sub(r"\.lora_[AB]\..*", "", name)
+
+    @property
     def statistics_dtype(self) -> torch.dtype:
         """What the block's statistics and posterior are held in: float32 or better."""
         return torch.promote_types(self.weight.dtype, torch.float32)

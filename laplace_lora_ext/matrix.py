@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from laplace_lora_ext.kronecker_block import DecomposedBlock, Factor, KroneckerBlock
+from laplace_lora_ext.spectrum import Spectrum
 
 
 class LowRankKron:
@@ -104,6 +106,34 @@ class LowRankKronDecomposed:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    @cached_property
+    @torch.inference_mode(False)  # what is kept must not be an inference tensor
+    def spectrum(self) -> Spectrum:
+        """Eigenvalues of all blocks in float64, without what was added to them."""
+        device = self.deltas.device
+        leading, remaining, multiplicity = [], [], []
+        for block in self.blocks:
+            small, large, tail = (
+                numbers.to(device).double()
+                for numbers in (block.small.values, block.large.values, block.large.tail)
+            )
+            leading.append(torch.outer(small, large).flatten())
+            remaining.append((small * tail)[: None if block.n_left_out else 0])
+            multiplicity.append(torch.full_like(remaining[-1], block.n_left_out))
+
+        def owners(parts: list[torch.Tensor]) -> torch.Tensor:
+            sizes = torch.tensor([len(part) for part in parts])
+            return torch.arange(len(parts)).repeat_interleave(sizes).to(device)
+
+        return Spectrum(
+            torch.cat(leading),
+            owners(leading),
+            torch.cat(remaining),
+            owners(remaining),
+            torch.cat(multiplicity),
+            len(self.blocks),
+        )
+
     def __add__(self, deltas: torch.Tensor) -> LowRankKronDecomposed:
         """Add a multiple of the identity: a scalar, or `(blocks,)` one for each block.
 
@@ -129,8 +159,7 @@ class LowRankKronDecomposed:
 
     def logdet(self) -> torch.Tensor:
         """Log-determinant, in float64, differentiable in what was added."""
-        logdets = [b.logdet(delta) for b, delta in zip(self.blocks, self.deltas, strict=True)]
-        return torch.stack(logdets).sum()
+        return self.spectrum.logdet(1, self.deltas)
 
     def bmm(self, W: torch.Tensor, exponent: float = -1) -> torch.Tensor:
         """`self ** exponent` times each row of `W`.

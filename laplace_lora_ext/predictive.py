@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from laplace_lora_ext.curvature.passes import jacobians
 from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import Block
 from laplace_lora_ext.precision import without_autocast
+from laplace_lora_ext.predictive_statistics import Moments
+from laplace_lora_ext.square_root import square_root
 
 
 class LoRAPredictive(ParametricLaplace):
@@ -35,8 +39,18 @@ class LoRAPredictive(ParametricLaplace):
         return self.blocks[0].statistics_dtype
 
     @property
+    def _training_likelihood(self) -> str:
+        """Preferences are two classes while they are learnt, and rewards afterwards."""
+        return "classification" if self.likelihood == "reward_modeling" else self.likelihood
+
+    @property
     def _sizes(self) -> list[int]:
         return [block.weight.numel() for block in self.blocks]
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        with self.model.prepared([block.weight for block in self.blocks]):
+            yield
 
     def __call__(
         self,
@@ -54,8 +68,9 @@ class LoRAPredictive(ParametricLaplace):
 
         Parameters
         ----------
-        x : Mapping or torch.Tensor
-            inputs of B examples; labels in a mapping are ignored
+        x : Mapping, torch.Tensor or Moments
+            inputs of B examples; labels in a mapping are ignored. With "glm" their `Moments` will
+            do, which have a prior precision of their own
         pred_type : {"glm", "nn"}
         joint : bool, default=False
             regression only: covariance between all examples
@@ -99,8 +114,15 @@ class LoRAPredictive(ParametricLaplace):
     def _glm_predictive_distribution(
         self, X: Any, joint: bool = False, diagonal_output: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.set_grad_enabled(self.enable_backprop):
-            f_mu, f_var = self._moments(X, joint)
+        if isinstance(X, Moments):
+            if joint:
+                raise ValueError("Moments hold no covariance between examples: pass the inputs.")
+            f_mu, f_var = X.to(
+                self._device, self._dtype, copy=True
+            )  # some links change them in place
+        else:
+            with torch.set_grad_enabled(self.enable_backprop):
+                f_mu, f_var = self._moments(X, joint)
         if not torch.isfinite(f_var).all():
             raise ValueError("The predictive covariance is not finite: is the prior precision?")
         if joint:
@@ -143,13 +165,11 @@ class LoRAPredictive(ParametricLaplace):
     ) -> torch.Tensor:
         if diagonal_output:
             f_var = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
-        # A symmetric root exists where the covariance is singular and Cholesky fails.
-        values, vectors = torch.linalg.eigh(f_var.double())
-        root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
         noise = torch.randn(
             f_mu.shape[1], n_samples, device=f_mu.device, dtype=f_mu.dtype, generator=generator
         )
-        return f_mu + torch.einsum("bck,ks->sbc", root.to(f_mu.dtype), noise)
+        # A symmetric root exists where the covariance is singular and Cholesky fails.
+        return f_mu + torch.einsum("bck,ks->sbc", square_root(f_var), noise)
 
     def _nn_functional_samples(
         self,
@@ -173,6 +193,8 @@ class LoRAPredictive(ParametricLaplace):
         self, X: Any, generator: torch.Generator | None, model_kwargs: dict[str, Any]
     ) -> torch.Tensor:
         """Logits `(B, C)` of the model with one draw of its LoRA weights."""
+        if isinstance(X, Moments):
+            raise ValueError('Moments hold no inputs: pass these for pred_type="nn".')
         names = {id(p): name for name, p in self.model.named_parameters()}
         parts = self.sample(1, generator)[0].split(self._sizes)
         weights = {

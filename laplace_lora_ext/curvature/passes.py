@@ -150,8 +150,8 @@ def visit_jacobians(
     x : Mapping or torch.Tensor
         inputs of B examples
     visit : callable
-        receives a block's index and its Jacobian `(B, C, m, n)`. Only one block's is held at a
-        time. A block that the logits don't depend on is left out: its Jacobian is 0
+        receives a block's index and its Jacobian `(B, C, m, n)`, 0 where the logits don't
+        depend on the block. Only one block's is held at a time
     enable_backprop : bool, default=False
         whether Jacobians and logits are differentiable in the inputs
 
@@ -165,8 +165,10 @@ def visit_jacobians(
     ValueError, RuntimeError
         As `forward_pass`, and where a gradient is not finite.
     """
+    unreached = set(range(len(blocks)))
 
     def take(index: int, a: torch.Tensor, g: torch.Tensor) -> None:
+        unreached.discard(index)
         jacobian = per_sample_gradients(a, g).transpose(0, 1)
         if not torch.isfinite(jacobian.sum()):
             raise ValueError("non-finite numbers")
@@ -177,6 +179,9 @@ def visit_jacobians(
         seeds = torch.eye(n_outputs).to(recorded.logits)[:, None]
         seeds = seeds.expand(n_outputs, n_samples, n_outputs)
         recorded.batched_backward(seeds, take, create_graph=enable_backprop)
+        for index in unreached:
+            weight, dtype = blocks[index].weight, blocks[index].statistics_dtype
+            visit(index, weight.new_zeros(n_samples, n_outputs, *weight.shape, dtype=dtype))
         return recorded.logits if enable_backprop else recorded.logits.detach()
 
 
@@ -193,17 +198,13 @@ def jacobians(
         `(B, C)`
     """
     parts: dict[int, torch.Tensor] = {}
+    device = blocks[0].weight.device
 
     def keep(index: int, jacobian: torch.Tensor) -> None:
-        parts[index] = jacobian.flatten(-2).to(f_device)
+        parts[index] = jacobian.flatten(-2).to(device)
 
-    f_device = blocks[0].weight.device
     f = visit_jacobians(model, blocks, x, keep, enable_backprop)
-    Js = [
-        parts[index] if index in parts else f.new_zeros(*f.shape, block.weight.numel())
-        for index, block in enumerate(blocks)
-    ]
-    return torch.cat(Js, dim=-1), f
+    return torch.cat([parts[index] for index in range(len(blocks))], dim=-1), f
 
 
 def per_sample_gradients(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:

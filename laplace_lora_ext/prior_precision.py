@@ -1,0 +1,301 @@
+"""Searches for a prior precision: pure optimisation, of functions that the caller provides."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import tqdm
+
+from laplace_lora_ext.predictive_statistics import Moments, PredictiveStatistics
+from laplace_lora_ext.square_root import square_root
+
+_WINDOW = 10  # steps over which the evidence must be steady
+_CHECKPOINTS = 20  # of the validation loss along a descent
+_CHUNK = 256  # examples whose logits are sampled at once for a checkpoint
+_LONGEST_ROW = 10_000  # prior precisions of a step that a history keeps
+
+NegativeLogLikelihood = Callable[[Moments, torch.Tensor, "torch.Generator | None"], torch.Tensor]
+"""Of N examples with their targets, `(N,)`; the generator seeds what is sampled."""
+
+
+@dataclass(frozen=True)
+class TuningHistory:
+    """What a search for a prior precision has tried, ready to be plotted.
+
+    Attributes
+    ----------
+    step : torch.Tensor
+        `(T,)` number of the step, or of the point of a grid
+    objective : torch.Tensor
+        `(T,)`, float64: the log marginal likelihood ("marglik") or the validation loss
+    prior_precision : torch.Tensor
+        `(T, 1)` or `(T, blocks)`, at which the objective was evaluated; for a diagonal prior of
+        more than 10,000 weights `(1, parameters)`, that of the last step alone
+    """
+
+    step: torch.Tensor
+    objective: torch.Tensor
+    prior_precision: torch.Tensor
+
+
+class _Recorder:
+    """Gathers a history."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self.objectives: list[float] = []
+        self._rows: list[torch.Tensor] = []
+
+    def add(self, step: int, objective: float, prior_precision: torch.Tensor) -> None:
+        """Record a step.
+
+        Raises
+        ------
+        ValueError
+            If the objective is not a number.
+        """
+        row = prior_precision.detach().flatten().cpu()
+        if math.isnan(objective):
+            span = f"from {row.min().item():.3g} to {row.max().item():.3g}"
+            raise ValueError(f"The objective is not a number at prior precisions {span}.")
+        if row.numel() > _LONGEST_ROW:
+            self._rows.clear()
+        self._steps.append(step)
+        self.objectives.append(objective)
+        self._rows.append(row)
+
+    def history(self) -> TuningHistory:
+        return TuningHistory(
+            torch.tensor(self._steps),
+            torch.tensor(self.objectives, dtype=torch.float64),
+            torch.stack(self._rows),
+        )
+
+
+def maximize_evidence(
+    evidence: Callable[..., torch.Tensor],
+    logarithms: Sequence[torch.Tensor],
+    n_steps: int,
+    lr: float,
+    tolerance: float,
+    progress_bar: bool = False,
+) -> TuningHistory:
+    """Adam on the logarithms of a prior precision, and of a noise where there is one.
+
+    Parameters
+    ----------
+    evidence : callable
+        log marginal likelihood as a function of what `logarithms` are the logarithms of
+    logarithms : sequence of torch.Tensor
+        leaves that are changed in place, that of the prior precision first; they are kept
+        within the range of float32
+    n_steps : int
+        at most
+    lr : float
+        Adam's step size
+    tolerance : float
+        stop when the evidence has varied by less over ten steps, in nats; 0 takes all steps
+    progress_bar : bool, default=False
+
+    Returns
+    -------
+    TuningHistory
+
+    References
+    ----------
+    Yang et al. (ICLR 2024), algorithm 2, which takes 100 steps of 0.1.
+    """
+    recorder = _Recorder()
+    optimizer = torch.optim.Adam(logarithms, lr=lr)
+    limits = torch.finfo(torch.float32)
+    steps = tqdm.trange(n_steps, desc="[Maximizing evidence]", disable=not progress_bar)
+    spread = math.inf
+    for step in steps:
+        optimizer.zero_grad()
+        value = evidence(*(logarithm.exp() for logarithm in logarithms))
+        recorder.add(step, value.item(), logarithms[0].exp())
+        recent = recorder.objectives[-_WINDOW - 1 :]
+        if len(recent) > _WINDOW:
+            spread = max(recent) - min(recent)
+            if spread < tolerance:
+                break
+        (-value).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for logarithm in logarithms:
+                logarithm.clamp_(math.log(limits.tiny), math.log(limits.max))
+    else:
+        if tolerance > 0:
+            warnings.warn(
+                f"The evidence has not converged in {n_steps} steps: it varied by {spread:.3g} "
+                "nats over the last ten. Raise n_steps or lr.",
+                stacklevel=4,
+            )
+    return recorder.history()
+
+
+def search_grid(
+    loss: Callable[[torch.Tensor], float], grid: torch.Tensor, progress_bar: bool = False
+) -> TuningHistory:
+    """Evaluate a loss at every prior precision of a grid.
+
+    Raises
+    ------
+    ValueError
+        If the loss is not a number somewhere, or finite nowhere.
+    """
+    recorder = _Recorder()
+    points = tqdm.tqdm(grid, disable=not progress_bar)
+    for index, point in enumerate(points):
+        result = loss(point)
+        points.set_description(f"[Grid search | prior_prec: {point:.3e}, loss: {result:.3f}]")
+        recorder.add(index, result, point)
+    if not any(map(math.isfinite, recorder.objectives)):
+        raise ValueError("The validation loss is finite at no point of the grid.")
+    if len(recorder.objectives) > 1 and len(set(recorder.objectives)) == 1:
+        warnings.warn(
+            "The validation loss is the same at every point of the grid. Pass a loss that depends "
+            "on the predictive variance: the mean squared error of the linearised mean does not.",
+            stacklevel=4,
+        )
+    return recorder.history()
+
+
+def minimize_validation_loss(
+    statistics: PredictiveStatistics,
+    log_prior_precision: torch.Tensor,
+    negative_log_likelihood: NegativeLogLikelihood,
+    n_steps: int,
+    lr: float,
+    batch_size: int,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> TuningHistory:
+    """Stochastic gradient descent on the validation loss, in the logarithm of the prior precision.
+
+    Unlike the paper's constant step size, this one falls to 0 along half a cosine, so that the
+    last steps average over minibatches. The loss of the whole set is measured before the first
+    step and 20 times on the way, always with the same draws.
+
+    Parameters
+    ----------
+    statistics : PredictiveStatistics
+        with targets
+    log_prior_precision : torch.Tensor
+        leaf `(1,)` or `(blocks,)`, changed in place: to the best of the measured ones
+    negative_log_likelihood : callable
+    n_steps : int
+    lr : float
+        Adam's step size at the start
+    batch_size : int
+        examples in a minibatch
+    generator : torch.Generator, optional
+        draws minibatches and what is sampled
+    progress_bar : bool, default=False
+
+    Returns
+    -------
+    TuningHistory
+
+    References
+    ----------
+    Yang et al. (ICLR 2024), algorithm 3.
+    """
+    targets = statistics.targets
+    assert targets is not None
+    recorder = _Recorder()
+    optimizer = torch.optim.Adam([log_prior_precision], lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=n_steps)
+    seed = _seed(generator)
+
+    def measure(step: int) -> None:
+        draws = torch.Generator().manual_seed(seed)
+        prior_precision = log_prior_precision.detach().exp()
+        total = 0.0
+        for start in range(0, len(statistics), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            moments = statistics[part].moments(prior_precision)
+            total += negative_log_likelihood(moments, targets[part], draws).sum().item()
+        recorder.add(step, total / len(statistics), prior_precision)
+
+    minibatches = _minibatches(len(statistics), batch_size, generator)
+    every = max(1, n_steps // _CHECKPOINTS)
+    steps = tqdm.trange(n_steps, desc="[Minimizing validation loss]", disable=not progress_bar)
+    measure(0)
+    for step in steps:
+        index = next(minibatches)
+        optimizer.zero_grad()
+        moments = statistics[index].moments(log_prior_precision.exp())
+        negative_log_likelihood(moments, targets[index], generator).mean().backward()
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % every == 0 or step + 1 == n_steps:
+            measure(step + 1)
+    history = recorder.history()
+    best = history.prior_precision[history.objective.argmin()]
+    with torch.no_grad():
+        log_prior_precision.copy_(best.log())
+    return history
+
+
+def sampled_categorical_loss(n_samples: int) -> NegativeLogLikelihood:
+    """Minus the log of the mean probability of each target over reparametrised logits."""
+
+    def loss(
+        moments: Moments, targets: torch.Tensor, generator: torch.Generator | None
+    ) -> torch.Tensor:
+        f_mu, f_var = moments
+        device = f_mu.device if generator is None else generator.device
+        noise = torch.randn(
+            n_samples, *f_mu.shape, 1, generator=generator, device=device, dtype=f_mu.dtype
+        )
+        logits = f_mu + (square_root(f_var) @ noise.to(f_mu.device)).squeeze(-1)
+        index = targets.expand(n_samples, -1)[..., None]
+        log_probabilities = logits.log_softmax(-1).gather(-1, index).squeeze(-1)
+        return math.log(n_samples) - log_probabilities.logsumexp(0)
+
+    return loss
+
+
+def probit_categorical_loss(
+    moments: Moments, targets: torch.Tensor, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Cross-entropy of logits that the probit approximation has scaled, `(N,)`."""
+    f_mu, f_var = moments
+    variances = f_var.diagonal(dim1=1, dim2=2)
+    logits = f_mu / (1 + math.pi / 8 * variances).sqrt()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+
+
+def gaussian_loss(sigma_noise: torch.Tensor) -> NegativeLogLikelihood:
+    """Minus the log-density of targets `(N, C)` under the predictive and independent noise."""
+
+    def loss(
+        moments: Moments, targets: torch.Tensor, generator: torch.Generator | None
+    ) -> torch.Tensor:
+        f_mu, f_var = moments
+        noise = sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
+        predictive = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
+        return -predictive.log_prob(targets.to(f_mu))
+
+    return loss
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    if generator is None:
+        return int(torch.randint(2**31, ()).item())
+    return int(torch.randint(2**31, (), generator=generator, device=generator.device).item())
+
+
+def _minibatches(
+    n_examples: int, batch_size: int, generator: torch.Generator | None
+) -> Iterator[torch.Tensor]:
+    """Random minibatches without end, each example once a round."""
+    device = None if generator is None else generator.device
+    while True:
+        order = torch.randperm(n_examples, generator=generator, device=device)
+        yield from order.cpu().split(batch_size)

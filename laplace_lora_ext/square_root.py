@@ -1,0 +1,51 @@
+"""A square root of covariances that need not be invertible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+class _SymmetricRoot(torch.autograd.Function):
+    """The root S solves `S S = V`; its differential solves `S dS + dS S = dV`.
+
+    In the eigenbasis of S this divides by sums of its eigenvalues. Unlike the derivative of an
+    eigendecomposition, which divides by differences, it is finite where eigenvalues coincide.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, covariance: torch.Tensor) -> torch.Tensor:
+        values, vectors = torch.linalg.eigh(covariance.double())
+        roots = values.clamp_min(0).sqrt()
+        ctx.save_for_backward(roots, vectors)
+        return ((vectors * roots[..., None, :]) @ vectors.mT).to(covariance.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        roots, vectors = ctx.saved_tensors
+        sums = roots[..., :, None] + roots[..., None, :]
+        # A direction without variance has none at other prior precisions either.
+        smallest = roots.amax(-1)[..., None, None] * torch.finfo(gradient.dtype).eps ** 0.5
+        inverse = torch.where(sums > smallest, 1 / sums, 0)
+        rotated = vectors.mT @ gradient.double() @ vectors
+        result = vectors @ (rotated * inverse) @ vectors.mT
+        return ((result + result.mT) / 2).to(gradient.dtype)
+
+
+def square_root(covariance: torch.Tensor) -> torch.Tensor:
+    """Symmetric square root, differentiable once, also of a singular covariance.
+
+    Parameters
+    ----------
+    covariance : torch.Tensor
+        `(..., C, C)`, symmetric positive semi-definite up to rounding
+
+    Returns
+    -------
+    torch.Tensor
+        `(..., C, C)`
+    """
+    return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]

@@ -1,0 +1,287 @@
+"""`optimize_prior_precision`: by the evidence, on a grid, or down the validation loss."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torchmetrics
+from laplace.utils import RunningNLLMetric, fix_prior_prec_structure, validate
+from torch.utils.data import DataLoader
+
+from laplace_lora_ext.predictive import LoRAPredictive
+from laplace_lora_ext.predictive_statistics import PredictiveStatistics
+from laplace_lora_ext.prior_precision import (
+    NegativeLogLikelihood,
+    TuningHistory,
+    gaussian_loss,
+    maximize_evidence,
+    minimize_validation_loss,
+    probit_categorical_loss,
+    sampled_categorical_loss,
+    search_grid,
+)
+
+_METHODS = ("marglik", "gridsearch", "val_gd")
+
+
+class LoRATuning(LoRAPredictive):
+    """Choice of the prior precision for a Laplace approximation over LoRA weights."""
+
+    def optimize_prior_precision(
+        self,
+        pred_type: str = "glm",
+        method: str = "marglik",
+        n_steps: int = 1000,
+        lr: float = 0.1,
+        init_prior_prec: float | torch.Tensor = 1.0,
+        prior_structure: str = "scalar",
+        val_loader: DataLoader | Iterable[Any] | PredictiveStatistics | None = None,
+        loss: torchmetrics.Metric | Callable[..., torch.Tensor] | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: str | None = None,
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        *,
+        tolerance: float = 1e-3,
+        optimize_sigma_noise: bool = False,
+        batch_size: int = 4,
+        generator: torch.Generator | None = None,
+    ) -> TuningHistory:
+        """Choose the prior precision; if anything goes wrong, it stays as it was.
+
+        Parameters
+        ----------
+        pred_type : {"glm", "nn"}
+            the predictions that a grid search scores
+        method : {"marglik", "gridsearch", "val_gd"}
+            "marglik" maximises the evidence of the training data (the paper's algorithm 2).
+            "gridsearch" takes the best of a grid of scalars on validation data.
+            "val_gd" follows the gradient of the validation loss (the paper's algorithm 3), for
+            "lowrank_kron" only
+        n_steps : int, default=1000
+            steps of "val_gd", and the most that "marglik" takes
+        lr : float, default=0.1
+            step size in the logarithm of the prior precision, for "marglik" and "val_gd"
+        init_prior_prec : float or torch.Tensor
+            where "marglik" and "val_gd" start; a tensor of more than one number also says the
+            structure
+        prior_structure : {"scalar", "layerwise", "diag"}
+            one prior precision, one for each block, or, with "diag" curvature, for each weight
+        val_loader : DataLoader, iterable or PredictiveStatistics
+            validation data with labels. With "lowrank_kron" and "glm" they pass through the
+            model once, or not at all where their statistics are given
+        loss : torchmetrics.Metric or callable, optional
+            of "gridsearch": of outputs and targets, as the host's
+        log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
+            the grid
+        link_approx : {"probit", "mc", "bridge", "bridge_norm"}, optional
+            of the predictions that are scored: choose that of your predictions. If omitted
+            "probit" for "gridsearch" and "mc" for "val_gd", which knows these two
+        n_samples : int, default=100
+            of the logits, with "mc"
+        verbose, progress_bar : bool, default=False
+        tolerance : float, default=1e-3
+            "marglik" stops when the evidence has varied by less than so many nats over ten
+            steps; 0 takes all steps
+        optimize_sigma_noise : bool, default=False
+            with "marglik", for regression: choose `sigma_noise` by the evidence as well
+        batch_size : int, default=4
+            examples in a minibatch of "val_gd"
+        generator : torch.Generator, optional
+            of what "val_gd" draws
+
+        Returns
+        -------
+        TuningHistory
+            evidence or validation loss along the way
+
+        Raises
+        ------
+        ValueError
+            If validation data are missing, empty, without labels or of another fit, if an
+            argument does not suit the method, or if the objective is not a number.
+        NotImplementedError
+            For "val_gd" with another structure than "lowrank_kron".
+
+        Warns
+        -----
+        UserWarning
+            If the evidence has not converged, has no maximum in some prior precision, or a loss
+            does not depend on it.
+
+        Notes
+        -----
+        The evidence tends to choose a smaller prior precision than a validation set would, that
+        is, a posterior that is too broad.
+        """
+        _check_arguments(self.likelihood, pred_type, method, val_loader, loss, optimize_sigma_noise)
+        before = self._prior_precision, self._sigma_noise
+        try:
+            if method == "gridsearch":
+                grid = torch.logspace(
+                    log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base
+                )
+                link_approx = link_approx or ("mc" if pred_type == "nn" else "probit")
+                predictions = {
+                    "pred_type": pred_type,
+                    "link_approx": link_approx,
+                    "n_samples": n_samples,
+                }
+                history = self._search_grid(grid, val_loader, loss, predictions, progress_bar)
+            elif method == "val_gd":
+                statistics = self._validation_statistics(val_loader, progress_bar)
+                logarithm = self._initial_logarithm(init_prior_prec, prior_structure)
+                nll = self._negative_log_likelihood(link_approx or "mc", n_samples)
+                history = minimize_validation_loss(
+                    statistics, logarithm, nll, n_steps, lr, batch_size, generator, progress_bar
+                )
+                self.prior_precision = logarithm.detach().exp()
+            else:
+                logarithm = self._initial_logarithm(init_prior_prec, prior_structure)
+                logarithms = [logarithm]
+                if optimize_sigma_noise:
+                    logarithms.append(
+                        torch.as_tensor(self.sigma_noise).detach().log().requires_grad_()
+                    )
+                history = maximize_evidence(
+                    self.log_marginal_likelihood, logarithms, n_steps, lr, tolerance, progress_bar
+                )
+                self._warn_of_unbounded(logarithm)
+                self.prior_precision = logarithm.detach().exp()
+                if optimize_sigma_noise:
+                    self.sigma_noise = logarithms[1].detach().exp()
+        except BaseException:
+            self._prior_precision, self._sigma_noise = before
+            self._posterior_scale = None
+            raise
+        if verbose:
+            print(f"Optimized prior precision is {self.prior_precision}.")
+        return history
+
+    def _validation_statistics(self, val_loader: Any, progress_bar: bool) -> PredictiveStatistics:
+        """Statistics of validation data, with targets."""
+        raise NotImplementedError(
+            'method="val_gd" needs hessian_structure="lowrank_kron": use "gridsearch" instead.'
+        )
+
+    def _scored_batches(
+        self, val_loader: Any, pred_type: str, progress_bar: bool
+    ) -> Callable[[], Iterable[Any]]:
+        """Validation batches as pairs or mappings, anew at each prior precision of a grid."""
+
+        def batches() -> Iterable[Any]:
+            empty = True
+            for batch in val_loader:
+                self.model.split(batch)  # refuses what has no labels
+                empty = False
+                yield batch
+            if empty:
+                raise ValueError("The loader has no data.")
+
+        return batches
+
+    def _search_grid(
+        self,
+        grid: torch.Tensor,
+        val_loader: Any,
+        loss: torchmetrics.Metric | Callable[..., torch.Tensor] | None,
+        predictions: dict[str, Any],
+        progress_bar: bool,
+    ) -> TuningHistory:
+        batches = self._scored_batches(val_loader, predictions["pred_type"], progress_bar)
+        if loss is None and self.likelihood == "regression":
+            loss = torchmetrics.MeanSquaredError(num_outputs=self.n_outputs).to(self._device)
+        elif loss is None:
+            loss = RunningNLLMetric().to(self._device)
+
+        def score(prior_precision: torch.Tensor) -> float:
+            self.prior_precision = prior_precision
+            if isinstance(loss, torchmetrics.Metric):
+                loss.reset()
+            try:
+                loader: Any = batches()
+                return validate(self, loader, loss, dict_key_y=self.dict_key_y, **predictions)
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+                return math.inf  # as the host does: a covariance that is no covariance
+
+        with self._prepared():
+            history = search_grid(score, grid, progress_bar)
+        self.prior_precision = history.prior_precision[history.objective.argmin()]
+        return history
+
+    def _initial_logarithm(
+        self, init_prior_prec: float | torch.Tensor, prior_structure: str
+    ) -> torch.Tensor:
+        """Where a descent starts: a leaf `(1,)`, `(blocks,)` or `(parameters,)`, in float64."""
+        start = torch.as_tensor(init_prior_prec).detach()
+        if start.numel() == 1 and prior_structure != "scalar":
+            sizes = self.n_layers, self.n_params
+            start = fix_prior_prec_structure(
+                start, prior_structure, *sizes, self._device, self._dtype
+            )
+        self.prior_precision = start  # refuses a structure that the curvature does not have
+        if not (self.prior_precision > 0).all():
+            raise ValueError("init_prior_prec must be above 0.")
+        return self.prior_precision.double().log().requires_grad_()
+
+    def _negative_log_likelihood(self, link_approx: str, n_samples: int) -> NegativeLogLikelihood:
+        if self.likelihood == "regression":
+            return gaussian_loss(torch.as_tensor(self.sigma_noise))
+        if link_approx == "mc":
+            return sampled_categorical_loss(n_samples)
+        if link_approx == "probit":
+            return probit_categorical_loss
+        raise ValueError(f'method="val_gd" knows the links "mc" and "probit", not {link_approx!r}.')
+
+    def _warn_of_unbounded(self, logarithm: torch.Tensor) -> None:
+        """Warn where the evidence has no maximum, so that a prior precision has run away."""
+        logarithm = logarithm.detach().requires_grad_()
+        evidence = self.log_marginal_likelihood(logarithm.exp())
+        (slope,) = torch.autograd.grad(evidence, logarithm, retain_graph=True)
+        (scatter,) = torch.autograd.grad(self.scatter, logarithm)
+        # In a maximum the weights' distance from the prior mean pulls down as the number of
+        # parameters that the data determine pushes up.
+        pull = scatter / 2
+        push = slope + pull
+        runaway = slope.abs() > torch.maximum(push, pull) / 2
+        if not runaway.any():
+            return
+        rising = int((runaway & (slope > 0)).sum())
+        names = "" if len(runaway) == 1 else f" in {int(runaway.sum())} of {len(runaway)}"
+        if len(runaway) == len(self.blocks):
+            names += f", such as that of {self.blocks[int(runaway.int().argmax())].name}"
+        warnings.warn(
+            f"The evidence has no maximum in the prior precision{names}: {rising} would go to "
+            f"infinity and {int(runaway.sum()) - rising} to 0. The adapter may be untrained or "
+            "its weights at the prior mean; a scalar prior precision is safer.",
+            stacklevel=3,
+        )
+
+
+def _check_arguments(
+    likelihood: str,
+    pred_type: str,
+    method: str,
+    val_loader: Any,
+    loss: Any,
+    optimize_sigma_noise: bool,
+) -> None:
+    """Refuse what the method has no use for."""
+    if method not in _METHODS:
+        raise ValueError(f"method {method!r} is none of {list(_METHODS)}.")
+    if method != "marglik" and val_loader is None:
+        raise ValueError(f'method="{method}" needs validation data: pass val_loader.')
+    if method == "marglik" and val_loader is not None:
+        warnings.warn('val_loader plays no part in method="marglik".', stacklevel=3)
+    if method == "val_gd" and (pred_type != "glm" or loss is not None):
+        raise ValueError('method="val_gd" minimises the negative log-likelihood of "glm" alone.')
+    if optimize_sigma_noise and (method != "marglik" or likelihood != "regression"):
+        raise ValueError('optimize_sigma_noise is for regression with method="marglik".')
