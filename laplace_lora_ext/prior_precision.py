@@ -16,6 +16,7 @@ from laplace_lora_ext.square_root import square_root
 _WINDOW = 10  # steps over which the evidence must be steady
 _CHECKPOINTS = 20  # of the validation loss along a descent
 _CHUNK = 256  # examples whose logits are sampled at once for a checkpoint
+_RANGE = (math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max))
 _LONGEST_ROW = 10_000  # prior precisions of a step that a history keeps
 
 NegativeLogLikelihood = Callable[[Moments, torch.Tensor, "torch.Generator | None"], torch.Tensor]
@@ -84,7 +85,11 @@ def maximize_evidence(
     tolerance: float,
     progress_bar: bool = False,
 ) -> TuningHistory:
-    """Adam on the logarithms of a prior precision, and of a noise where there is one.
+    """Ascend the evidence in the logarithms of a prior precision, and of a noise if there is one.
+
+    The evidence is smooth, free of noise and, for a layerwise prior, a sum of functions of one
+    variable. Rprop, which adapts each variable's step to the signs of its slopes, reaches its
+    maximum in a tenth of Adam's steps.
 
     Parameters
     ----------
@@ -96,7 +101,7 @@ def maximize_evidence(
     n_steps : int
         at most
     lr : float
-        Adam's step size
+        first step
     tolerance : float
         stop when the evidence has varied by less over ten steps, in nats; 0 takes all steps
     progress_bar : bool, default=False
@@ -107,11 +112,12 @@ def maximize_evidence(
 
     References
     ----------
-    Yang et al. (ICLR 2024), algorithm 2, which takes 100 steps of 0.1.
+    Yang et al. (ICLR 2024), algorithm 2, for the objective.
+    Riedmiller & Braun, "A direct adaptive method for faster backpropagation learning: the RPROP
+    algorithm", ICNN 1993.
     """
     recorder = _Recorder()
-    optimizer = torch.optim.Adam(logarithms, lr=lr)
-    limits = torch.finfo(torch.float32)
+    optimizer = torch.optim.Rprop(logarithms, lr=lr, step_sizes=(1e-6, 1.0))
     steps = tqdm.trange(n_steps, desc="[Maximizing evidence]", disable=not progress_bar)
     spread = math.inf
     for step in steps:
@@ -125,9 +131,8 @@ def maximize_evidence(
                 break
         (-value).backward()
         optimizer.step()
-        with torch.no_grad():
-            for logarithm in logarithms:
-                logarithm.clamp_(math.log(limits.tiny), math.log(limits.max))
+        for logarithm in logarithms:
+            logarithm.detach().clamp_(*_RANGE)
     else:
         if tolerance > 0:
             warnings.warn(
@@ -232,6 +237,7 @@ def minimize_validation_loss(
         moments = statistics[index].moments(log_prior_precision.exp())
         negative_log_likelihood(moments, targets[index], generator).mean().backward()
         optimizer.step()
+        log_prior_precision.detach().clamp_(*_RANGE)
         schedule.step()
         if (step + 1) % every == 0 or step + 1 == n_steps:
             measure(step + 1)

@@ -18,7 +18,9 @@ class _SymmetricRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, covariance: torch.Tensor) -> torch.Tensor:
         values, vectors = torch.linalg.eigh(covariance.double())
-        roots = values.clamp_min(0).sqrt()
+        # What is left of 0 by rounding would be magnified by its root.
+        noise = covariance.shape[-1] * torch.finfo(covariance.dtype).eps * values[..., -1:]
+        roots = torch.where(values > noise, values, 0).sqrt()
         ctx.save_for_backward(roots, vectors)
         return ((vectors * roots[..., None, :]) @ vectors.mT).to(covariance.dtype)
 
@@ -28,8 +30,7 @@ class _SymmetricRoot(torch.autograd.Function):
         roots, vectors = ctx.saved_tensors
         sums = roots[..., :, None] + roots[..., None, :]
         # A direction without variance has none at other prior precisions either.
-        smallest = roots.amax(-1)[..., None, None] * torch.finfo(gradient.dtype).eps ** 0.5
-        inverse = torch.where(sums > smallest, 1 / sums, 0)
+        inverse = torch.where(sums > 0, 1 / sums, 0)
         rotated = vectors.mT @ gradient.double() @ vectors
         result = vectors @ (rotated * inverse) @ vectors.mT
         return ((result + result.mT) / 2).to(gradient.dtype)

@@ -69,7 +69,7 @@ class LoRATuning(LoRAPredictive):
         n_steps : int, default=1000
             steps of "val_gd", and the most that "marglik" takes
         lr : float, default=0.1
-            step size in the logarithm of the prior precision, for "marglik" and "val_gd"
+            first step in the logarithm of the prior precision, for "marglik" and "val_gd"
         init_prior_prec : float or torch.Tensor
             where "marglik" and "val_gd" start; a tensor of more than one number also says the
             structure
@@ -242,26 +242,27 @@ class LoRATuning(LoRAPredictive):
         raise ValueError(f'method="val_gd" knows the links "mc" and "probit", not {link_approx!r}.')
 
     def _warn_of_unbounded(self, logarithm: torch.Tensor) -> None:
-        """Warn where the evidence has no maximum, so that a prior precision has run away."""
+        """Warn where the evidence has no maximum in reach: the prior precision has run away."""
         logarithm = logarithm.detach().requires_grad_()
         evidence = self.log_marginal_likelihood(logarithm.exp())
         (slope,) = torch.autograd.grad(evidence, logarithm, retain_graph=True)
         (scatter,) = torch.autograd.grad(self.scatter, logarithm)
-        # In a maximum the weights' distance from the prior mean pulls down as the number of
-        # parameters that the data determine pushes up.
+        # In a maximum the weights' distance from the prior mean pulls down as much as the number
+        # of parameters that the data determine pushes up.
         pull = scatter / 2
         push = slope + pull
-        runaway = slope.abs() > torch.maximum(push, pull) / 2
+        balance = 0.01 * torch.maximum(push, pull)
+        runaway = torch.minimum(push, pull) < balance.clamp_min(1e-6)
         if not runaway.any():
             return
-        rising = int((runaway & (slope > 0)).sum())
-        names = "" if len(runaway) == 1 else f" in {int(runaway.sum())} of {len(runaway)}"
+        first = int(runaway.int().argmax())
+        where = "" if len(runaway) == 1 else f" for {int(runaway.sum())} of {len(runaway)}"
         if len(runaway) == len(self.blocks):
-            names += f", such as that of {self.blocks[int(runaway.int().argmax())].name}"
+            where += f", such as that of {self.blocks[first].name}"
         warnings.warn(
-            f"The evidence has no maximum in the prior precision{names}: {rising} would go to "
-            f"infinity and {int(runaway.sum()) - rising} to 0. The adapter may be untrained or "
-            "its weights at the prior mean; a scalar prior precision is safer.",
+            f"The evidence has no maximum in reach in the prior precision{where}, which ended at "
+            f"{logarithm[first].exp().item():.3g}. Is the adapter untrained, or the prior mean at "
+            "its weights? Fewer prior precisions, such as a scalar, are safer.",
             stacklevel=3,
         )
 
