@@ -90,7 +90,7 @@ class LogitsModel(nn.Module):
         if self.class_token_ids is not None:
             logits = self._answer_logits(inputs, model_kwargs)
         else:
-            logits = _logits(self._call(inputs, **model_kwargs))
+            logits = logits_of(self._call(inputs, **model_kwargs))
         if logits.ndim != 2:
             raise ValueError(
                 f"Expected logits of shape (batch, outputs) and got {tuple(logits.shape)}. Wrap "
@@ -213,7 +213,7 @@ class LogitsModel(nn.Module):
         """Logits of the class tokens after the last real token of each row."""
         last = _last_real_position(inputs)
         options = self._decoder_options(inputs, last) | model_kwargs
-        output = _logits(self._call(inputs, **options))
+        output = logits_of(self._call(inputs, **options))
         if output.ndim != 3:
             raise ValueError(
                 "class_token_ids need logits of shape (batch, positions, vocabulary), not "
@@ -276,7 +276,14 @@ def find_transformer(model: nn.Module) -> PreTrainedModel | None:
     return model
 
 
-def _logits(output: Any) -> torch.Tensor:
+def logits_of(output: Any) -> torch.Tensor:
+    """The tensor of logits in what a model returns.
+
+    Raises
+    ------
+    TypeError
+        If there is none.
+    """
     logits = getattr(output, "logits", output)
     if isinstance(logits, (tuple, list)) and logits:
         logits = logits[0]

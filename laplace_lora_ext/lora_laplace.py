@@ -17,6 +17,7 @@ from laplace_lora_ext.curvature.passes import forward_pass
 from laplace_lora_ext.errors import naming
 from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import find_blocks, warn_if_untrained, warn_of_other_trainable
+from laplace_lora_ext.preference_model import PreferenceModel
 from laplace_lora_ext.tuning import LoRATuning
 
 
@@ -76,7 +77,8 @@ class LoRALaplace(LoRATuning):
         self.blocks = find_blocks(model, target_modules, layers_to_transform)
         warn_of_other_trainable(model)
         warn_if_untrained(self.blocks)
-        self.model = LogitsModel(model, class_token_ids, dict_key_y)
+        adapted = PreferenceModel if likelihood == "reward_modeling" else LogitsModel
+        self.model = adapted(model, class_token_ids, dict_key_y)
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
         with self._prepared():  # the host collects the parameters that require grad

@@ -46,6 +46,11 @@ class Block:
         return self.layer.weight
 
     @property
+    def adapter(self) -> str:
+        """Name of the adapter that the weight belongs to."""
+        return self.name.split(".")[-2]
+
+    @property
     def transformer_layer(self) -> str:
         """Name up to the layer's number, such as "model.layers.3"; else the module's name."""
         name = re.sub(r"^(base_model\.model\.)?", "", self.name)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from laplace.baselaplace import ParametricLaplace
 
+from laplace_lora_ext.adapters import find_peft_model, write_adapter
 from laplace_lora_ext.curvature.passes import jacobians
 from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import Block
@@ -171,6 +173,18 @@ class LoRAPredictive(ParametricLaplace):
         # A symmetric root exists where the covariance is singular and Cholesky fails.
         return f_mu + torch.einsum("bck,ks->sbc", square_root(f_var), noise)
 
+    def _glm_predictive_samples(
+        self,
+        f_mu: torch.Tensor,
+        f_var: torch.Tensor,
+        n_samples: int,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        if f_mu.shape[-1] == 1:  # a single reward is a number, and no probability
+            return self._glm_functional_samples(f_mu, f_var, n_samples, diagonal_output, generator)
+        return super()._glm_predictive_samples(f_mu, f_var, n_samples, diagonal_output, generator)
+
     def _nn_functional_samples(
         self,
         X: Any,
@@ -195,11 +209,64 @@ class LoRAPredictive(ParametricLaplace):
         """Logits `(B, C)` of the model with one draw of its LoRA weights."""
         if isinstance(X, Moments):
             raise ValueError('Moments hold no inputs: pass these for pred_type="nn".')
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        parts = self.sample(1, generator)[0].split(self._sizes)
+        drawn = self._sampled_weights(generator)
         weights = {
-            names[id(block.weight)]: part.reshape(block.weight.shape).to(block.weight)
-            for block, part in zip(self.blocks, parts, strict=True)
+            name: drawn[id(p)] for name, p in self.model.named_parameters() if id(p) in drawn
         }
         with self.model.prepared(), torch.set_grad_enabled(self.enable_backprop):
             return torch.func.functional_call(self.model, weights, (X,), model_kwargs)
+
+    def _sampled_weights(self, generator: torch.Generator | None) -> dict[int, torch.Tensor]:
+        """One draw of the LoRA weights, by the `id` of the parameters that they stand for."""
+        parts = self.sample(1, generator)[0].split(self._sizes)
+        return {
+            id(block.weight): part.reshape(block.weight.shape).to(block.weight)
+            for block, part in zip(self.blocks, parts, strict=True)
+        }
+
+    def sample_adapters(
+        self,
+        n_samples: int,
+        directory: str | Path,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> list[Path]:
+        """Write draws from the posterior as LoRA adapters, such as for a multi-adapter server.
+
+        The mean of their softmax probabilities is the prediction of `pred_type="nn"` with as many
+        samples and a generator in the same state. LoRA weights outside the posterior, and trained
+        modules such as a head, are saved with their MAP values.
+
+        Parameters
+        ----------
+        n_samples : int
+        directory : str or Path
+            gets one folder a draw, "sample_0" and so on, with a configuration and safetensors
+            that `PeftModel.from_pretrained` loads
+        generator : torch.Generator, optional
+        **kwargs
+            of `PeftModel.save_pretrained`, such as `save_embedding_layers`
+
+        Returns
+        -------
+        list of Path
+            the folders
+
+        Raises
+        ------
+        FileExistsError
+            If one of the folders is there already; nothing is written then.
+        ValueError
+            If the model holds no `PeftModel`.
+        """
+        model = find_peft_model(self.model)
+        digits = len(str(n_samples - 1))
+        folders = [Path(directory) / f"sample_{index:0{digits}}" for index in range(n_samples)]
+        for folder in folders:
+            if folder.exists():
+                raise FileExistsError(f"{folder} exists: remove it or name another directory.")
+        adapter = self.blocks[0].adapter
+        return [
+            write_adapter(model, adapter, self._sampled_weights(generator), folder, **kwargs)
+            for folder in folders
+        ]
