@@ -25,12 +25,61 @@ def build_parser() -> argparse.ArgumentParser:
         "figure is measured in the run; nothing is downloaded. With its defaults a run takes up "
         "to ten minutes on two processor cores.",
     )
+    _add_shared_options(parser, "figures.json, table.md and reliability.png", validation=100)
+    posterior = parser.add_argument_group("posteriors")
+    posterior.add_argument(
+        "--prior-structure",
+        choices=("scalar", "layerwise"),
+        default="layerwise",
+        help="prior precision that the evidence sets; this library's rows are repeated with the "
+        "paper's, a scalar",
+    )
+    posterior.add_argument(
+        "--link",
+        choices=("mc", "probit"),
+        default="probit",
+        help="from Gaussian logits to probabilities; this library's rows are repeated with the "
+        "paper's, mc",
+    )
+    parser.set_defaults(run=_compare)
+
+    commands = parser.add_subparsers(title="other benchmarks", metavar="COMMAND")
+    tuning = commands.add_parser(
+        "tuning",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="what choosing a prior precision costs and is worth",
+        description="Time every way of choosing a prior precision beside one prediction pass over "
+        "the validation texts and beside the stock class, and measure on the test texts what the "
+        "choices are worth. With its defaults a run takes about five minutes on two processor "
+        "cores.",
+    )
+    _add_shared_options(
+        tuning, "tuning.json, tuning.md, tuning.png and variance_by_layer.png", validation=200
+    )
+    search = tuning.add_argument_group("searches")
+    search.add_argument(
+        "--grid-size", type=positive, default=100, metavar="N", help="points of the grid"
+    )
+    search.add_argument(
+        "--stock-grid-size",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="points of the stock class's grid, each of which costs it as much as any other",
+    )
+    search.add_argument("--steps", type=positive, default=1000, metavar="N", help="steps of val_gd")
+    tuning.set_defaults(run=_tune)
+    return parser
+
+
+def _add_shared_options(parser: argparse.ArgumentParser, files: str, validation: int) -> None:
+    """Describe what every benchmark on the docstrings can be told."""
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("benchmark_results"),
         metavar="FOLDER",
-        help="folder for figures.json, table.md and reliability.png; made if missing",
+        help=f"folder for {files}; made if missing",
     )
 
     data = parser.add_argument_group("data")
@@ -40,9 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument(
         "--validation-examples",
         type=positive,
-        default=100,
+        default=validation,
         metavar="N",
-        help="texts on which temperature scaling chooses its temperature",
+        help="texts on which a temperature or a prior precision is chosen",
     )
     data.add_argument(
         "--test-examples",
@@ -88,29 +137,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="texts in a training batch, also when a posterior is fitted",
     )
 
-    posterior = parser.add_argument_group("posteriors")
-    posterior.add_argument(
-        "--prior-structure",
-        choices=("scalar", "layerwise"),
-        default="layerwise",
-        help="prior precision that the evidence sets; this library's rows are repeated with the "
-        "paper's, a scalar",
-    )
-    posterior.add_argument(
-        "--link",
-        choices=("mc", "probit"),
-        default="probit",
-        help="from Gaussian logits to probabilities; this library's rows are repeated with the "
-        "paper's, mc",
-    )
-    posterior.add_argument(
+    parser.add_argument(
         "--samples",
         type=positive,
         default=10000,
         metavar="N",
         help="samples of the logits for each text with the link mc",
     )
-
     parser.add_argument("--seed", type=int, default=0, help="seed of data, training and sampling")
     parser.add_argument(
         "--device", default=None, help="cpu or cuda; cuda if there is one when not given"
@@ -123,7 +156,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="PyTorch's threads; its own choice if not given",
     )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
-    return parser
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from benchmarks.comparison import compare
+
+    compare(arguments)
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    from benchmarks.tuning import tune
+
+    tune(arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -134,9 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # busy, that makes a run several times slower. OpenMP reads this when PyTorch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-    from benchmarks.comparison import compare
-
-    compare(arguments)
+    arguments.run(arguments)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,10 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
-from torch.utils.data import DataLoader
 
 from benchmarks.contestants import (
     PREDICTION_BATCH_SIZE,
@@ -20,16 +17,10 @@ from benchmarks.contestants import (
     all_contestants,
     compete_alone,
 )
-from benchmarks.docstrings import LIBRARIES, SHIFTED_LIBRARY, Example, read_splits
+from benchmarks.docstrings import LIBRARIES, SHIFTED_LIBRARY
 from benchmarks.metrics import quality, reliability, shift_detection
-from benchmarks.minilm import (
-    by_length,
-    fine_tune,
-    load_tokenizer,
-    padding_collator,
-    predict_logits,
-    tokenize,
-)
+from benchmarks.minilm import predict_logits
+from benchmarks.preparation import Prepared, prepare
 from benchmarks.report import (
     describe_machine,
     draw_reliability,
@@ -52,61 +43,22 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     figures : dict
         Everything that was measured, as in figures.json.
     """
-    started = time.perf_counter()
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    prepared = prepare(arguments)
+    splits, device = prepared.splits, prepared.device
     show_progress = not arguments.quiet
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-
-    splits = read_splits(
-        arguments.train_examples,
-        arguments.validation_examples,
-        arguments.test_examples,
-        arguments.shifted_examples,
-        arguments.seed,
-        arguments.files_per_library,
-        show_progress,
-    )
-    read = time.perf_counter()
-
-    tokenizer = load_tokenizer()
-    collate = padding_collator(tokenizer, device)
-
-    def records(examples: Sequence[Example]) -> list[dict[str, Any]]:
-        texts, labels = zip(*examples, strict=True)
-        return tokenize(tokenizer, texts, labels, arguments.maximum_length)
-
-    train = records(splits.train)
-    test = by_length(records(splits.test))
-    test_labels = torch.tensor([record["labels"] for record in test])
-    model = fine_tune(
-        DataLoader(
-            train,  # pyright: ignore[reportArgumentType]
-            batch_size=arguments.batch_size,
-            shuffle=True,
-            collate_fn=collate,
-            generator=torch.Generator().manual_seed(arguments.seed),
-        ),
-        len(LIBRARIES),
-        arguments.epochs,
-        arguments.learning_rate,
-        device,
-        arguments.seed,
-        show_progress,
-    )
-    trained = time.perf_counter()
+    test_labels = torch.tensor([record["labels"] for record in prepared.test])
+    started = time.perf_counter()
 
     with tempfile.TemporaryDirectory() as folder:
         # PEFT's default may ask the network for the encoder's vocabulary.
-        model.save_pretrained(folder, save_embedding_layers=False)
+        prepared.model.save_pretrained(folder, save_embedding_layers=False)
         task = Task(
             model_folder=Path(folder),
             number_of_classes=len(LIBRARIES),
-            train=train,
-            validation=records(splits.validation),
-            test=test,
-            shifted=by_length(tokenize(tokenizer, splits.shifted, None, arguments.maximum_length)),
+            train=prepared.train,
+            validation=prepared.validation,
+            test=prepared.test,
+            shifted=prepared.shifted,
             batch_size=arguments.batch_size,
             samples=arguments.samples,
             device=device,
@@ -121,10 +73,13 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
                 print(f"{number}/{len(contestants)} {contestant.name}", file=sys.stderr)
             rows.append(_row(contestant, compete_alone(contestant, task), test_labels))
 
-    training = _training_figures(model, train, collate)
+    contested = time.perf_counter() - started
+    training = _training_figures(prepared)
     figures = {
         "settings": {
-            key: value for key, value in vars(arguments).items() if key not in {"output", "quiet"}
+            key: value
+            for key, value in vars(arguments).items()
+            if key not in {"output", "quiet", "run"}
         },
         "data": {
             "classes": list(LIBRARIES),
@@ -137,9 +92,9 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         "training": training,
         "methods": rows,
         "seconds": {
-            "reading": read - started,
-            "fine_tuning": trained - read,
-            "contestants": time.perf_counter() - trained,
+            "reading": prepared.reading_seconds,
+            "fine_tuning": prepared.training_seconds,
+            "contestants": contested,
         },
         "machine": {"device": device, **describe_machine(device)},
         "versions": package_versions(),
@@ -166,13 +121,11 @@ def _row(contestant: Contestant, outcome: Outcome, labels: torch.Tensor) -> dict
     }
 
 
-def _training_figures(
-    model: PeftModel, train: list[dict[str, Any]], collate: Any
-) -> dict[str, float]:
+def _training_figures(prepared: Prepared) -> dict[str, float]:
     """Measure how well the model knows its training texts, in evaluation mode."""
-    loader = DataLoader(train, batch_size=PREDICTION_BATCH_SIZE, collate_fn=collate)  # pyright: ignore[reportArgumentType]
-    labels = torch.tensor([record["labels"] for record in train])
-    figures = quality(predict_logits(model, loader).softmax(-1), labels)
+    loader = prepared.loader(prepared.train, PREDICTION_BATCH_SIZE)
+    labels = torch.tensor([record["labels"] for record in prepared.train])
+    figures = quality(predict_logits(prepared.model, loader).softmax(-1), labels)
     return {"train_accuracy": figures["accuracy"], "train_nll": figures["nll"]}
 
 

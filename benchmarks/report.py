@@ -47,22 +47,27 @@ PACKAGES = (
 PANELS_PER_ROW = 4
 
 
-def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format the methods' figures as a Markdown table whose source is readable too.
+Column = tuple[str, str, str]
+
+
+def markdown_table(rows: Sequence[dict[str, Any]], columns: Sequence[Column] = COLUMNS) -> str:
+    """Format figures as a Markdown table whose source is readable too.
 
     Parameters
     ----------
     rows : sequence of dict
-        Figures of one method each, under the names in `COLUMNS`.
+        Figures of one method each, under the columns' names.
+    columns : sequence of tuple of str
+        Name, title and format of each column.
 
     Returns
     -------
     table : str
         Lines of equal width.
     """
-    cells = [[title for _, title, _ in COLUMNS]]
-    cells += [[form.format(row[key]) for key, _, form in COLUMNS] for row in rows]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(COLUMNS))]
+    cells = [[title for _, title, _ in columns]]
+    cells += [[form.format(row[key]) for key, _, form in columns] for row in rows]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
 
     def line(entries: Sequence[str]) -> str:
