@@ -88,8 +88,7 @@ def maximize_evidence(
     """Ascend the evidence in the logarithms of a prior precision, and of a noise if there is one.
 
     The evidence is smooth, free of noise and, for a layerwise prior, a sum of functions of one
-    variable. Rprop, which adapts each variable's step to the signs of its slopes, reaches its
-    maximum in a tenth of Adam's steps.
+    variable each: a case for Rprop, which adapts each variable's step to the signs of its slopes.
 
     Parameters
     ----------

@@ -120,7 +120,10 @@ class LoRATuning(LoRAPredictive):
         Notes
         -----
         The evidence tends to choose a smaller prior precision than a validation set would, that
-        is, a posterior that is too broad.
+        is, a broader posterior. Measured by `python -m benchmarks tuning` (300 training texts,
+        five classes, a scalar): 2.1 by the evidence, by 200 validation texts 5.9 with probit and
+        15 with Monte-Carlo links. Negative log-likelihoods of test texts: 0.959 with the first,
+        0.905 and 0.901 with the others (probit).
         """
         _check_arguments(self.likelihood, pred_type, method, val_loader, loss, optimize_sigma_noise)
         before = self._prior_precision, self._sigma_noise

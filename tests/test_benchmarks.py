@@ -122,3 +122,38 @@ def test_figures_of_known_predictions():
     assert filled["share"] == filled["accuracy"] == 1
     assert filled["confidence"] == pytest.approx(0.65)
     assert quality(0.3 * sure + 0.7 * even, labels)["ece"] == pytest.approx(0.35, abs=1e-6)
+
+
+def test_the_tuning_benchmark_writes_tables_figures_and_plots(tmp_path):
+    options = {
+        "--output": tmp_path / "results",
+        "--train-examples": 15,
+        "--validation-examples": 10,
+        "--test-examples": 10,
+        "--shifted-examples": 5,
+        "--files-per-library": 40,
+        "--epochs": 1,
+        "--samples": 100,
+        "--threads": 1,
+        "--grid-size": 5,
+        "--stock-grid-size": 1,
+        "--steps": 20,
+    }
+    arguments = [str(part) for option in options.items() for part in option]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "tuning", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    figures = json.loads((tmp_path / "results" / "tuning.json").read_text())
+    for row in (*figures["costs"], *figures["choices"]):
+        assert row["name"] in run.stdout
+    for cost in figures["costs"]:
+        assert cost["seconds"] > 0
+    for choice in figures["choices"]:
+        assert 0 < choice["probit_nll"] < 10
+    assert sum(figures["variance_by_layer"].values()) == pytest.approx(1)
+    for plot in ("tuning.png", "variance_by_layer.png"):
+        assert (tmp_path / "results" / plot).read_bytes().startswith(b"\x89PNG")
