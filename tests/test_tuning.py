@@ -238,8 +238,11 @@ def test_val_gd_for_regression_and_its_start_is_never_worsened():
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_evidence_converges(structure):
-    la = fitted()
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_evidence_converges(dtype, tail, structure):
+    """Its slope is 0 where the search ends, and no point of a grid is higher."""
+    la = fitted(dtype=dtype, tail=tail)
     history = la.optimize_prior_precision(prior_structure=structure, n_steps=3000)
     assert 11 < len(history.objective) < 3000
     precision = torch.as_tensor(la.prior_precision).clone().requires_grad_()
@@ -251,7 +254,10 @@ def test_the_evidence_converges(structure):
     assert history.objective.max().item() <= final + 1e-2
     size = 1 if structure == "scalar" else len(la.blocks)
     assert history.prior_precision.shape == (len(history.step), size)
-    torch.testing.assert_close(history.prior_precision[-1], la.prior_precision)
+    torch.testing.assert_close(history.prior_precision[-1].to(dtype), la.prior_precision)
+    if structure == "scalar":
+        grid = torch.logspace(-4, 4, 81)
+        assert max(la.log_marginal_likelihood(point).item() for point in grid) <= final + 1e-3
 
 
 def test_all_steps_are_taken_without_a_tolerance():
