@@ -6,13 +6,14 @@ Both are sums of outer products of rows that arrive batch by batch, and share on
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-# Columns that one step of the streaming update decomposes together: the eigendecomposition of
-# their Gram matrix grows with the cube of this number, the energy lost to truncation shrinks.
-_CHUNK = 32
+_CHUNK = 256  # rows that one step of the streaming update takes: their Gram matrix is held
+_DIRECT = 64  # columns up to which an eigendecomposition of the Gram matrix is cheapest
+_OVERSAMPLING = 10  # directions that subspace iteration carries beyond those that it returns
 
 
 class Eigendecomposition(NamedTuple):
@@ -57,8 +58,8 @@ class DenseFactor:
     def trace(self) -> torch.Tensor:
         return self.matrix.trace().double()
 
-    def update(self, rows: torch.Tensor) -> None:
-        """Add `rowsᵀ rows`, for rows of shape `(n, d)`.
+    def update(self, rows: torch.Tensor) -> torch.Tensor:
+        """Add `rowsᵀ rows`, for rows of shape `(n, d)`, and return its trace in float64.
 
         Raises
         ------
@@ -66,9 +67,11 @@ class DenseFactor:
             If a row is not finite; the factor is then as it was.
         """
         product = rows.mT @ rows
-        if not torch.isfinite(product.trace()):
+        energy = product.trace().double()
+        if not torch.isfinite(energy):
             raise ValueError("non-finite numbers")
         self.matrix = self.matrix + product
+        return energy
 
     def __add__(self, other: DenseFactor) -> DenseFactor:
         return DenseFactor(self.matrix + other.matrix)
@@ -143,8 +146,8 @@ class LowRankFactor:
     def _width(self) -> int:
         return min(2 * self.rank, self.size)
 
-    def update(self, rows: torch.Tensor) -> None:
-        """Add `rowsᵀ rows`, for rows of shape `(n, d)`.
+    def update(self, rows: torch.Tensor) -> torch.Tensor:
+        """Add `rowsᵀ rows`, for rows of shape `(n, d)`, and return its trace in float64.
 
         Raises
         ------
@@ -158,6 +161,7 @@ class LowRankFactor:
         # Rows without a gradient cost as much as others, and are many in a padded batch.
         for chunk in rows[rows.any(dim=1)].split(_CHUNK):
             self.columns = _leading(torch.cat([self.columns, chunk.mT], dim=1), self._width)
+        return energy
 
     def __add__(self, other: LowRankFactor) -> LowRankFactor:
         columns = torch.cat([self.columns, other.columns], dim=1)
@@ -193,10 +197,36 @@ class LowRankFactor:
 
 def _leading(columns: torch.Tensor, width: int) -> torch.Tensor:
     """Rotate `(d, n)` columns onto their leading `width` left singular directions."""
-    if columns.shape[1] <= width:
+    n = columns.shape[1]
+    if n <= width:
         return columns
-    _, rotation = _eigh(columns.mT @ columns)
-    return columns @ rotation[:, columns.shape[1] - width :].to(columns.dtype)
+    gram = (columns.mT @ columns).double()
+    if n <= max(_DIRECT, width + _OVERSAMPLING):
+        _, rotation = _eigh(gram)
+    else:
+        basis = _dominant_subspace(gram, width)
+        _, rotation = _eigh(basis.mT @ gram @ basis)
+        rotation = basis @ rotation
+    return columns @ rotation[:, rotation.shape[1] - width :].to(columns.dtype)
+
+
+def _dominant_subspace(gram: torch.Tensor, width: int) -> torch.Tensor:
+    """Orthonormal columns that span the leading `width` eigenvectors, and some more.
+
+    Two steps of subspace iteration from a random start, which is always the same (Halko,
+    Martinsson & Tropp, 2011). All is exact where the rank is no more than the columns' number.
+    """
+    basis = _start(width, gram.device)[: len(gram)]
+    for _ in range(2):
+        basis = torch.linalg.qr(gram @ basis).Q
+    return basis
+
+
+@lru_cache
+def _start(width: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = _CHUNK + 2 * width, width + _OVERSAMPLING
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
 
 def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

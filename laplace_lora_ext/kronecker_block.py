@@ -65,6 +65,11 @@ class KroneckerBlock:
             "normalizer": self.normalizer,
         }
 
+    def has_inputs_of(self, other: KroneckerBlock) -> bool:
+        """Whether both have seen the same inputs so far: one factor for both, or nothing yet."""
+        same = self.input_factor is other.input_factor
+        return same or not (self.normalizer or other.normalizer)
+
     def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
         return KroneckerBlock(
             self.output_factor + other.output_factor,  # pyright: ignore[reportOperatorIssue]

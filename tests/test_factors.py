@@ -137,3 +137,28 @@ def test_thousands_of_nearly_dependent_columns_converge_in_float32():
         rtol=1e-4,
         atol=0,
     )
+
+
+@pytest.mark.parametrize("power", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("d", [60, 400])
+def test_large_batches_lose_no_more_energy_than_small_ones(d, power):
+    """Many rows at once go through subspace iteration, few through an eigendecomposition."""
+    rows = decaying_rows(1500, d, power, torch.float32)
+    optimal = torch.linalg.eigvalsh((rows.T @ rows).double())[-10:].sum()
+    for batch in (30, 1500):
+        vectors = low_rank(rows, rank=10, batch=batch).eigendecomposition().vectors
+        assert (rows @ vectors).square().sum() >= 0.98 * optimal
+
+
+def test_subspace_iteration_is_exact_up_to_its_width():
+    rows = decaying_rows(300, 80)[:, :28] @ torch.randn(28, 80).double()
+    factor = low_rank(rows, rank=14, batch=300)
+    torch.testing.assert_close(factor.columns @ factor.columns.T, rows.T @ rows)
+
+
+def test_updates_are_the_same_from_run_to_run():
+    rows = decaying_rows(500, 60)
+    torch.manual_seed(1)
+    first = low_rank(rows, rank=4, batch=500).columns
+    torch.manual_seed(2)
+    assert torch.equal(first, low_rank(rows, rank=4, batch=500).columns)

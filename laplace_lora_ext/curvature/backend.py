@@ -135,9 +135,7 @@ class LowRankKronInterface(CurvatureInterface):
             logits = recorded.logits.detach()
             y = check_targets(y, logits, self.likelihood)
             if self.kfac_approx.uses_inputs:
-                recorded.visit_inputs(
-                    lambda index, a, valid: self.kfac_approx.add_inputs(H.blocks[index], a, valid)
-                )
+                recorded.visit_inputs(partial(self._add_inputs, H))
             vectors, weights = self.seeds(logits, y)
             for s, vector in enumerate(vectors):
                 recorded.backward(
@@ -146,6 +144,19 @@ class LowRankKronInterface(CurvatureInterface):
                     retain_graph=s < len(vectors) - 1,
                 )
             return self.factor * self.lossfunc(logits, y)
+
+    def _add_inputs(
+        self, H: LowRankKron, indices: list[int], a: torch.Tensor, valid: Valid
+    ) -> None:
+        """Sum an input that several blocks share once, into a factor that they share."""
+        first, *others = (H.blocks[index] for index in indices)
+        sharing = [block for block in others if block.has_inputs_of(first)]
+        self.kfac_approx.add_inputs(first, a, valid)
+        for block in others:
+            if block in sharing:
+                block.input_factor, block.normalizer = first.input_factor, first.normalizer
+            else:
+                self.kfac_approx.add_inputs(block, a, valid)
 
     def _add_gradients(
         self,

@@ -34,16 +34,23 @@ class ForwardPass:
         self.logits = logits
         self._positions = positions
 
-    def visit_inputs(self, visit: Callable[[int, torch.Tensor, Valid], None]) -> None:
-        """Call `visit(index, a, valid)` for each block and each call of its layer.
+    def visit_inputs(self, visit: Callable[[list[int], torch.Tensor, Valid], None]) -> None:
+        """Call `visit(indices, a, valid)` for each call of the layers of blocks `indices`.
 
-        `a` is `(B, T, n)`, in the dtype of statistics, and `valid()` its `(B, T)` mask or None.
+        Blocks whose layers were given the same tensors, as `lora_A` of query, key and value
+        projections are, come together. `a` is `(B, T, n)`, in the dtype of statistics, and
+        `valid()` its `(B, T)` mask or None.
         """
-        for index in range(len(self._blocks)):
-            with self._mathematics(index, self.logits.device):
-                for a in self._tape.inputs(index):
-                    a = self._arrange(index, a.detach())
-                    visit(index, a, partial(self._positions.valid, a.shape[1]))
+        sharing: dict[tuple[Any, ...], list[int]] = {}
+        for index, block in enumerate(self._blocks):
+            calls = tuple(id(a) for a in self._tape.inputs(index))
+            sharing.setdefault((block.statistics_dtype, *calls), []).append(index)
+        for indices in sharing.values():
+            first = indices[0]
+            with self._mathematics(first, self.logits.device):
+                for a in self._tape.inputs(first):
+                    a = self._arrange(first, a.detach())
+                    visit(indices, a, partial(self._positions.valid, a.shape[1]))
 
     def backward(
         self,

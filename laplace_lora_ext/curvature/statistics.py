@@ -112,9 +112,8 @@ class Gradient:
     ) -> None:
         gradients = torch.einsum("bti,sbto->sboi", a, g).flatten(0, 1)
         block.output_factor.update(gradients.mT.flatten(0, 1))
-        block.input_factor.update(gradients.flatten(0, 1))
-        norm = torch.linalg.vector_norm(gradients, dtype=torch.float64)
-        block.normalizer = block.normalizer + norm.square()
+        energy = block.input_factor.update(gradients.flatten(0, 1))
+        block.normalizer = block.normalizer + energy
 
 
 KFAC_APPROX: dict[str, type[KfacApprox]] = {
