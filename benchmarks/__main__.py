@@ -4,6 +4,9 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def positive(text: str) -> int:
@@ -69,18 +72,35 @@ def build_parser() -> argparse.ArgumentParser:
     )
     search.add_argument("--steps", type=positive, default=1000, metavar="N", help="steps of val_gd")
     tuning.set_defaults(run=_tune)
+
+    cost = commands.add_parser(
+        "cost",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="time and memory of fits and predictions against the model's width",
+        description="Fit and predict on random weights in the shape of Llama, with this library, "
+        "with the stock classes, with the package bayesian-lora if it is installed, and with the "
+        "model's passes alone; each in a process of its own. The weights stand for shapes and "
+        "speed only. With its defaults a run takes up to 15 minutes on two processor cores.",
+    )
+    _add_cost_options(cost)
+    cost.set_defaults(run=_cost)
+
+    table7b = commands.add_parser(
+        "table7b",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="the paper's table of costs, on random weights in the shape of Llama-2-7B; on a GPU",
+        description="Time training steps of LoRA and a Laplace fit after them, and measure the "
+        "peak memory of both, on random weights in the shape of Llama-2-7B. Needs a GPU that "
+        "holds 13 GB of weights and a batch's activations; a small shape runs on a CPU.",
+    )
+    _add_table7b_options(table7b)
+    table7b.set_defaults(run=_table7b)
     return parser
 
 
 def _add_shared_options(parser: argparse.ArgumentParser, files: str, validation: int) -> None:
     """Describe what every benchmark on the docstrings can be told."""
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("benchmark_results"),
-        metavar="FOLDER",
-        help=f"folder for {files}; made if missing",
-    )
+    _add_output(parser, files)
 
     data = parser.add_argument_group("data")
     data.add_argument(
@@ -144,7 +164,102 @@ def _add_shared_options(parser: argparse.ArgumentParser, files: str, validation:
         metavar="N",
         help="samples of the logits for each text with the link mc",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of data, training and sampling")
+    _add_machine_options(parser, "data, training and sampling")
+
+
+def _add_cost_options(parser: argparse.ArgumentParser) -> None:
+    """Describe what the benchmark of costs can be told."""
+    _add_output(parser, "cost.json, cost.md and cost.png")
+    shapes = parser.add_argument_group("shapes")
+    for option, default, text in (
+        ("--hidden-sizes", [256, 512, 1024, 2048, 4096], "hidden sizes of the models"),
+        ("--layers", [4, 4, 2, 2, 1], "layers of each of them, or one number for all"),
+        ("--batches", [8, 4, 4, 2, 1], "batches of a fit, likewise"),
+        (
+            "--prediction-batch-sizes",
+            [1, 8, 32],
+            "texts in a batch of a prediction; on a CPU, none above 8 for models wider than 1024",
+        ),
+        ("--growth-widths", [512, 1024, 2048, 4096, 8192], "widths of single blocks"),
+    ):
+        _add_number(shapes, option, default, text, nargs="+")
+    shapes.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=["float32", "bfloat16"],
+        help="of the weights; on a CPU, all but the first for the smallest model alone",
+    )
+    for option, default, text in (
+        ("--batch-size", 4, "texts in a batch of a fit"),
+        ("--length", 32, "tokens of a text"),
+        ("--classes", 4, "answers"),
+        ("--rank", 8, "r of the LoRA layers"),
+    ):
+        _add_number(shapes, option, default, text)
+    contest = parser.add_argument_group("contest")
+    contest.add_argument(
+        "--contestants",
+        nargs="+",
+        metavar="NAME",
+        help="which of bare, lowrank_kron, lowrank_kron_paper, stock_kron, stock_kron_asdl, "
+        "stock_diag and bayesian_lora to run; all if not given",
+    )
+    _add_number(
+        contest, "--repetitions", 5, "calls that are timed, fewer of one that takes very long"
+    )
+    contest.add_argument(
+        "--limit",
+        type=float,
+        default=40.0,
+        metavar="SECONDS",
+        help="time after which a contestant is ended, with a line that says so",
+    )
+    contest.add_argument(
+        "--memory-limit",
+        type=float,
+        default=None,
+        metavar="MB",
+        help="do not run what would need more; what is free if not given",
+    )
+    _add_machine_options(parser, "weights and tokens")
+
+
+def _add_table7b_options(parser: argparse.ArgumentParser) -> None:
+    """Describe what the paper's table of costs can be told."""
+    _add_output(parser, "table7b.json and table7b.md")
+    shape = parser.add_argument_group("shape")
+    for option, default, text in (
+        ("--hidden-size", 4096, "hidden size"),
+        ("--layers", 32, "layers"),
+        ("--heads", 32, "attention heads"),
+        ("--intermediate-size", 11008, "width within the feed-forward layers"),
+        ("--vocabulary", 32000, "tokens known"),
+        ("--rank", 8, "r of the LoRA layers"),
+        ("--batch-size", 4, "texts in a batch"),
+        ("--length", 300, "tokens of a text"),
+    ):
+        _add_number(shape, option, default, text)
+    _add_number(shape, "--classes", [2, 4], "answers, one row of the table each", nargs="+")
+    shape.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights")
+    phases = parser.add_argument_group("phases")
+    _add_number(phases, "--steps", 10, "training steps that are timed")
+    _add_number(phases, "--batches", 50, "batches of the Laplace fit")
+    _add_machine_options(parser, "weights and tokens")
+
+
+def _add_output(parser: argparse.ArgumentParser, files: str) -> None:
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("benchmark_results"),
+        metavar="FOLDER",
+        help=f"folder for {files}; made if missing",
+    )
+
+
+def _add_machine_options(parser: argparse.ArgumentParser, seeded: str) -> None:
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of {seeded}")
     parser.add_argument(
         "--device", default=None, help="cpu or cuda; cuda if there is one when not given"
     )
@@ -158,25 +273,45 @@ def _add_shared_options(parser: argparse.ArgumentParser, files: str, validation:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
+def _add_number(group: Any, option: str, default: Any, text: str, **options: Any) -> None:
+    group.add_argument(option, type=positive, default=default, metavar="N", help=text, **options)
+
+
+def _wait_passively() -> None:
+    # OpenMP's threads spin while they wait for each other. Where other work keeps the processor
+    # busy, that makes a run several times slower. OpenMP reads this when PyTorch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def _compare(arguments: argparse.Namespace) -> None:
+    _wait_passively()
     from benchmarks.comparison import compare
 
     compare(arguments)
 
 
 def _tune(arguments: argparse.Namespace) -> None:
+    _wait_passively()
     from benchmarks.tuning import tune
 
     tune(arguments)
 
 
+def _cost(arguments: argparse.Namespace) -> None:
+    from benchmarks.cost import cost
+
+    cost(arguments)
+
+
+def _table7b(arguments: argparse.Namespace) -> None:
+    from benchmarks.table7b import table7b
+
+    table7b(arguments)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark that the command line asks for."""
     arguments = build_parser().parse_args(argv)
-
-    # OpenMP's threads spin while they wait for each other. Where other work keeps the processor
-    # busy, that makes a run several times slower. OpenMP reads this when PyTorch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     arguments.run(arguments)
 

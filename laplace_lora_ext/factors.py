@@ -216,10 +216,8 @@ def _dominant_subspace(gram: torch.Tensor, width: int) -> torch.Tensor:
     Two steps of subspace iteration from a random start, which is always the same (Halko,
     Martinsson & Tropp, 2011). All is exact where the rank is no more than the columns' number.
     """
-    basis = _start(width, gram.device)[: len(gram)]
-    for _ in range(2):
-        basis = torch.linalg.qr(gram @ basis).Q
-    return basis
+    start = _start(width, gram.device)[: len(gram)]
+    return torch.linalg.qr(gram @ (gram @ start)).Q
 
 
 @lru_cache
