@@ -147,9 +147,10 @@ def bayesian_lora(model: PeftModel, shape: Shape) -> Rival:
     device = str(logits_model.device)
     threshold = shape.rank + 1
     prior_variance = torch.ones((), device=device)
-    known = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
     # As `LogitsModel` does for the others: no cache, and the answer's logits alone.
-    options = {"use_cache": False} | ({"logits_to_keep": 1} if "logits_to_keep" in known else {})
+    options = {"use_cache": False, "logits_to_keep": 1}
+    known = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+    options = {key: value for key, value in options.items() if key in known}
     fitted: dict[str, Any] = {}
 
     def fit(batches: DataLoader) -> None:
@@ -215,11 +216,9 @@ NAMES = {
 
 def prediction_batch_sizes(key: str, trial: Trial) -> tuple[int, ...]:
     """Batch sizes at which a rival predicts: not the large ones if it holds whole Jacobians."""
-    if not _holds_jacobian(key):
-        return trial.prediction_batch_sizes
-    smallest = min(trial.prediction_batch_sizes)
-    largest = max(LARGEST_BATCH_OF_JACOBIANS, smallest)
-    return tuple(size for size in trial.prediction_batch_sizes if size <= largest)
+    sizes = trial.prediction_batch_sizes
+    largest = LARGEST_BATCH_OF_JACOBIANS if _holds_jacobian(key) else max(sizes)
+    return tuple(size for size in sizes if size <= max(largest, min(sizes)))
 
 
 def _holds_jacobian(key: str) -> bool:
@@ -322,13 +321,10 @@ def _stock(model: PeftModel, shape: Shape, structure: str, **kwargs: Any) -> Riv
 
 
 def _rival(la: Any) -> Rival:
-    def fit(batches: DataLoader) -> None:
-        la.fit(batches)
-
     def predict(batch: Any) -> torch.Tensor:
         return la(batch, pred_type="glm", link_approx="probit")
 
-    return Rival(fit, predict, lambda: la.state_dict()["H"])
+    return Rival(la.fit, predict, lambda: la.state_dict()["H"])
 
 
 def _bytes_of(content: Any) -> int:
