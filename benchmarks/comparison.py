@@ -26,6 +26,7 @@ from benchmarks.report import (
     draw_reliability,
     markdown_table,
     package_versions,
+    settings_of,
     write_figures,
 )
 
@@ -76,11 +77,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     contested = time.perf_counter() - started
     training = _training_figures(prepared)
     figures = {
-        "settings": {
-            key: value
-            for key, value in vars(arguments).items()
-            if key not in {"output", "quiet", "run"}
-        },
+        "settings": settings_of(arguments),
         "data": {
             "classes": list(LIBRARIES),
             "shifted": SHIFTED_LIBRARY,

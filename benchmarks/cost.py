@@ -12,7 +12,7 @@ from benchmarks.cost_report import cost_report, draw_costs
 from benchmarks.growth import growth
 from benchmarks.measuring import available_megabytes, growth_exponent, run_limited
 from benchmarks.random_models import Shape, usual_heads
-from benchmarks.report import describe_machine, package_versions, write_figures
+from benchmarks.report import describe_machine, package_versions, settings_of, write_figures
 from benchmarks.rivals import NAMES, RIVALS, Trial, measure, needed_megabytes
 
 INTERMEDIATE_RATIO = 2.7
@@ -72,11 +72,7 @@ def cost(arguments: argparse.Namespace) -> dict[str, Any]:
         print("Growth of the library's own part", file=sys.stderr)
     figures = {
         "weights": "random: they stand for shapes and speed only",
-        "settings": {
-            key: value
-            for key, value in vars(arguments).items()
-            if key not in {"output", "quiet", "run"}
-        },
+        "settings": settings_of(arguments),
         "shapes": shapes,
         "fit_growth": _fit_growth(shapes, keys),
         "growth": growth(

@@ -1,5 +1,6 @@
 """What a run leaves behind: a table, the figures as JSON, and reliability diagrams."""
 
+import argparse
 import json
 import math
 import platform
@@ -137,6 +138,26 @@ def draw_reliability(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.supxlabel(f"Confidence in {NUMBER_OF_BINS} bins")
     figure.supylabel("Accuracy, share of texts")
     figure.savefig(path, dpi=150)
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options of the command line that figures depend on.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        Options of the command line.
+
+    Returns
+    -------
+    settings : dict
+        All but where results go and whether progress is shown.
+    """
+    return {
+        key: value
+        for key, value in vars(arguments).items()
+        if key not in {"output", "quiet", "run"}
+    }
 
 
 def package_versions() -> dict[str, str | None]:

@@ -20,7 +20,13 @@ from benchmarks.measuring import (
 )
 from benchmarks.memory import PeakMemory
 from benchmarks.random_models import Shape, lora_weights, random_llama, random_loader
-from benchmarks.report import describe_machine, markdown_table, package_versions, write_figures
+from benchmarks.report import (
+    describe_machine,
+    markdown_table,
+    package_versions,
+    settings_of,
+    write_figures,
+)
 from laplace_lora_ext.logits_model import LogitsModel
 
 STEPS_OF_TRAINING = 10_000
@@ -76,11 +82,7 @@ def table7b(arguments: argparse.Namespace) -> dict[str, Any]:
         rows.append(_row_alone(arguments, shape, device))
     figures = {
         "weights": "random: they stand for shapes and speed only",
-        "settings": {
-            key: value
-            for key, value in vars(arguments).items()
-            if key not in {"output", "quiet", "run"}
-        },
+        "settings": settings_of(arguments),
         "number_of_weights": shapes[0].number_of_weights,
         "rows": rows,
         "seconds": time.perf_counter() - started,

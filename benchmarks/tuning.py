@@ -20,7 +20,13 @@ from benchmarks.docstrings import LIBRARIES
 from benchmarks.metrics import quality
 from benchmarks.minilm import load_fine_tuned
 from benchmarks.preparation import Prepared, prepare
-from benchmarks.report import describe_machine, markdown_table, package_versions, write_figures
+from benchmarks.report import (
+    describe_machine,
+    markdown_table,
+    package_versions,
+    settings_of,
+    write_figures,
+)
 from laplace_lora_ext import PredictiveStatistics, TuningHistory
 from laplace_lora_ext.logits_model import LogitsModel
 
@@ -68,11 +74,7 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
     test = la.predictive_statistics(prepared.loader(prepared.test, PREDICTION_BATCH_SIZE))
     choices, histories, shares = _choices(la, statistics, test, arguments)
     figures = {
-        "settings": {
-            key: value
-            for key, value in vars(arguments).items()
-            if key not in {"output", "quiet", "run"}
-        },
+        "settings": settings_of(arguments),
         "data": {
             "classes": list(LIBRARIES),
             "train": len(prepared.train),

@@ -119,9 +119,8 @@ class LoRAPredictive(ParametricLaplace):
         if isinstance(X, Moments):
             if joint:
                 raise ValueError("Moments hold no covariance between examples: pass the inputs.")
-            f_mu, f_var = X.to(
-                self._device, self._dtype, copy=True
-            )  # some links change them in place
+            # Some links change them in place.
+            f_mu, f_var = X.to(self._device, self._dtype, copy=True)
         else:
             with torch.set_grad_enabled(self.enable_backprop):
                 f_mu, f_var = self._moments(X, joint)
