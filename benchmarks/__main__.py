@@ -3,18 +3,15 @@
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def positive(text: str) -> int:
-    """Parse an option's value that must be a whole number above zero."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
+from benchmarks.options import (
+    add_calibration_options,
+    add_cost_options,
+    add_fidelity_options,
+    add_shared_options,
+    add_table7b_options,
+    positive,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         "figure is measured in the run; nothing is downloaded. With its defaults a run takes up "
         "to ten minutes on two processor cores.",
     )
-    _add_shared_options(parser, "figures.json, table.md and reliability.png", validation=100)
+    add_shared_options(parser, "figures.json, table.md and reliability.png", validation=100)
     posterior = parser.add_argument_group("posteriors")
     posterior.add_argument(
         "--prior-structure",
@@ -56,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         "choices are worth. With its defaults a run takes about five minutes on two processor "
         "cores.",
     )
-    _add_shared_options(
+    add_shared_options(
         tuning, "tuning.json, tuning.md, tuning.png and variance_by_layer.png", validation=200
     )
     search = tuning.add_argument_group("searches")
@@ -73,6 +70,31 @@ def build_parser() -> argparse.ArgumentParser:
     search.add_argument("--steps", type=positive, default=1000, metavar="N", help="steps of val_gd")
     tuning.set_defaults(run=_tune)
 
+    calibration = commands.add_parser(
+        "calibration",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="calibration of every method of the paper, on its tasks or on embedded ones",
+        description="Fine-tune a model with LoRA, and compare the bare model, MC dropout, "
+        "ensembles, temperature scaling and Laplace approximations over some or all LoRA weights, "
+        "with prior precisions by the evidence of the training set and by validation data, under "
+        "every link approximation. A seed of an embedded task takes about ten minutes on two "
+        "processor cores.",
+    )
+    add_calibration_options(calibration)
+    calibration.set_defaults(run=_calibrate)
+
+    fidelity = commands.add_parser(
+        "fidelity",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="error of each curvature against the exact one, and the memory that it keeps",
+        description="Train small models on real text, compute the exact generalised Gauss-Newton "
+        "matrix of their LoRA weights in float64, and measure how close each curvature comes to "
+        "it, at the exact evidence's prior precision. With its defaults a run takes about ten "
+        "minutes on two processor cores.",
+    )
+    add_fidelity_options(fidelity)
+    fidelity.set_defaults(run=_fidelity)
+
     cost = commands.add_parser(
         "cost",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -82,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
         "model's passes alone; each in a process of its own. The weights stand for shapes and "
         "speed only. With its defaults a run takes up to 15 minutes on two processor cores.",
     )
-    _add_cost_options(cost)
+    add_cost_options(cost)
     cost.set_defaults(run=_cost)
 
     table7b = commands.add_parser(
@@ -93,188 +115,9 @@ def build_parser() -> argparse.ArgumentParser:
         "peak memory of both, on random weights in the shape of Llama-2-7B. Needs a GPU that "
         "holds 13 GB of weights and a batch's activations; a small shape runs on a CPU.",
     )
-    _add_table7b_options(table7b)
+    add_table7b_options(table7b)
     table7b.set_defaults(run=_table7b)
     return parser
-
-
-def _add_shared_options(parser: argparse.ArgumentParser, files: str, validation: int) -> None:
-    """Describe what every benchmark on the docstrings can be told."""
-    _add_output(parser, files)
-
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--train-examples", type=positive, default=300, metavar="N", help="texts to fine-tune on"
-    )
-    data.add_argument(
-        "--validation-examples",
-        type=positive,
-        default=validation,
-        metavar="N",
-        help="texts on which a temperature or a prior precision is chosen",
-    )
-    data.add_argument(
-        "--test-examples",
-        type=positive,
-        default=1000,
-        metavar="N",
-        help="texts on which every method is measured",
-    )
-    data.add_argument(
-        "--shifted-examples",
-        type=positive,
-        default=300,
-        metavar="N",
-        help="texts of a library that is not among the classes",
-    )
-    data.add_argument(
-        "--files-per-library",
-        type=positive,
-        default=None,
-        metavar="N",
-        help="read at most so many source files of each library, drawn at random; all if not given",
-    )
-    data.add_argument(
-        "--maximum-length", type=positive, default=32, metavar="N", help="tokens of a text kept"
-    )
-
-    training = parser.add_argument_group("fine-tuning")
-    training.add_argument(
-        "--epochs", type=positive, default=20, metavar="N", help="passes over the training texts"
-    )
-    training.add_argument(
-        "--learning-rate",
-        type=float,
-        default=2e-3,
-        metavar="RATE",
-        help="AdamW's learning rate after the warm-up, from which it falls linearly to zero",
-    )
-    training.add_argument(
-        "--batch-size",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="texts in a training batch, also when a posterior is fitted",
-    )
-
-    parser.add_argument(
-        "--samples",
-        type=positive,
-        default=10000,
-        metavar="N",
-        help="samples of the logits for each text with the link mc",
-    )
-    _add_machine_options(parser, "data, training and sampling")
-
-
-def _add_cost_options(parser: argparse.ArgumentParser) -> None:
-    """Describe what the benchmark of costs can be told."""
-    _add_output(parser, "cost.json, cost.md and cost.png")
-    shapes = parser.add_argument_group("shapes")
-    for option, default, text in (
-        ("--hidden-sizes", [256, 512, 1024, 2048, 4096], "hidden sizes of the models"),
-        ("--layers", [4, 4, 2, 2, 1], "layers of each of them, or one number for all"),
-        ("--batches", [8, 4, 4, 2, 1], "batches of a fit, likewise"),
-        (
-            "--prediction-batch-sizes",
-            [1, 8, 32],
-            "texts in a batch of a prediction; on a CPU, none above 8 for models wider than 1024",
-        ),
-        ("--growth-widths", [512, 1024, 2048, 4096, 8192], "widths of single blocks"),
-    ):
-        _add_number(shapes, option, default, text, nargs="+")
-    shapes.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=DTYPES,
-        default=["float32", "bfloat16"],
-        help="of the weights; on a CPU, all but the first for the smallest model alone",
-    )
-    for option, default, text in (
-        ("--batch-size", 4, "texts in a batch of a fit"),
-        ("--length", 32, "tokens of a text"),
-        ("--classes", 4, "answers"),
-        ("--rank", 8, "r of the LoRA layers"),
-    ):
-        _add_number(shapes, option, default, text)
-    contest = parser.add_argument_group("contest")
-    contest.add_argument(
-        "--contestants",
-        nargs="+",
-        metavar="NAME",
-        help="which of bare, lowrank_kron, lowrank_kron_paper, stock_kron, stock_kron_asdl, "
-        "stock_diag and bayesian_lora to run; all if not given",
-    )
-    _add_number(
-        contest, "--repetitions", 5, "calls that are timed, fewer of one that takes very long"
-    )
-    contest.add_argument(
-        "--limit",
-        type=float,
-        default=40.0,
-        metavar="SECONDS",
-        help="time after which a contestant is ended, with a line that says so",
-    )
-    contest.add_argument(
-        "--memory-limit",
-        type=float,
-        default=None,
-        metavar="MB",
-        help="do not run what would need more; what is free if not given",
-    )
-    _add_machine_options(parser, "weights and tokens")
-
-
-def _add_table7b_options(parser: argparse.ArgumentParser) -> None:
-    """Describe what the paper's table of costs can be told."""
-    _add_output(parser, "table7b.json and table7b.md")
-    shape = parser.add_argument_group("shape")
-    for option, default, text in (
-        ("--hidden-size", 4096, "hidden size"),
-        ("--layers", 32, "layers"),
-        ("--heads", 32, "attention heads"),
-        ("--intermediate-size", 11008, "width within the feed-forward layers"),
-        ("--vocabulary", 32000, "tokens known"),
-        ("--rank", 8, "r of the LoRA layers"),
-        ("--batch-size", 4, "texts in a batch"),
-        ("--length", 300, "tokens of a text"),
-    ):
-        _add_number(shape, option, default, text)
-    _add_number(shape, "--classes", [2, 4], "answers, one row of the table each", nargs="+")
-    shape.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights")
-    phases = parser.add_argument_group("phases")
-    _add_number(phases, "--steps", 10, "training steps that are timed")
-    _add_number(phases, "--batches", 50, "batches of the Laplace fit")
-    _add_machine_options(parser, "weights and tokens")
-
-
-def _add_output(parser: argparse.ArgumentParser, files: str) -> None:
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("benchmark_results"),
-        metavar="FOLDER",
-        help=f"folder for {files}; made if missing",
-    )
-
-
-def _add_machine_options(parser: argparse.ArgumentParser, seeded: str) -> None:
-    parser.add_argument("--seed", type=int, default=0, help=f"seed of {seeded}")
-    parser.add_argument(
-        "--device", default=None, help="cpu or cuda; cuda if there is one when not given"
-    )
-    parser.add_argument(
-        "--threads",
-        type=positive,
-        default=None,
-        metavar="N",
-        help="PyTorch's threads; its own choice if not given",
-    )
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
-
-
-def _add_number(group: Any, option: str, default: Any, text: str, **options: Any) -> None:
-    group.add_argument(option, type=positive, default=default, metavar="N", help=text, **options)
 
 
 def _wait_passively() -> None:
@@ -295,6 +138,22 @@ def _tune(arguments: argparse.Namespace) -> None:
     from benchmarks.tuning import tune
 
     tune(arguments)
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from benchmarks.calibration.run import calibrate
+    from benchmarks.calibration.task_data import MissingDataError
+
+    try:
+        calibrate(arguments)
+    except MissingDataError as error:
+        raise SystemExit(str(error)) from None
+
+
+def _fidelity(arguments: argparse.Namespace) -> None:
+    from benchmarks.fidelity import fidelity
+
+    fidelity(arguments)
 
 
 def _cost(arguments: argparse.Namespace) -> None:

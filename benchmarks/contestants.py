@@ -13,13 +13,13 @@ import torch
 import transformers
 from laplace import Laplace
 from peft import PeftModel
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import laplace_lora_ext
 from benchmarks.memory import PeakMemory
 from benchmarks.minilm import load_fine_tuned, load_tokenizer, padding_collator, predict_logits
+from benchmarks.temperature import fit_temperature
 from laplace_lora_ext.logits_model import LogitsModel
 
 PREDICTION_BATCH_SIZE = 8
@@ -271,7 +271,7 @@ def fit_map(
     return predict, {}
 
 
-def fit_temperature(
+def fit_temperature_scaling(
     contestant: Contestant,
     task: Task,
     model: PeftModel,
@@ -281,17 +281,7 @@ def fit_temperature(
     """Divide the logits by the one number that minimises the validation texts' NLL."""
     logits = predict_logits(model, validation_loader)
     labels = torch.tensor([record["labels"] for record in task.validation])
-    log_temperature = torch.zeros((), requires_grad=True)
-    optimizer = torch.optim.LBFGS([log_temperature], max_iter=100, line_search_fn="strong_wolfe")
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = cross_entropy(logits / log_temperature.exp(), labels)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)  # pyright: ignore[reportArgumentType]
-    temperature = log_temperature.exp().item()
+    temperature = fit_temperature(logits, labels)
 
     def predict(batch: Any) -> torch.Tensor:
         return (predict_logits(model, [batch]) / temperature).softmax(-1)
@@ -338,7 +328,7 @@ def fit_lowrank_kron(
 
 METHODS = {
     "map": fit_map,
-    "temperature": fit_temperature,
+    "temperature": fit_temperature_scaling,
     "stock diag": fit_stock,
     "stock kron": fit_stock,
     "lowrank_kron": fit_lowrank_kron,

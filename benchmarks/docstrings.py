@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -31,6 +32,14 @@ NEUTRAL_WORD = "library"
 TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
 
 Example = tuple[str, int]
+
+
+class Documented(NamedTuple):
+    """A public function or class: its name, its docstring's summary, and the file it is in."""
+
+    name: str
+    summary: str
+    file: Path
 
 
 @dataclass(frozen=True)
@@ -72,8 +81,8 @@ def source_files(library: str) -> list[Path]:
     return files
 
 
-def docstring_summaries(source: str) -> Iterator[str]:
-    """Yield the first docstring paragraph of each public function and class in a source text.
+def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:
+    """Yield name and first docstring paragraph of each public function and class in a source text.
 
     Parameters
     ----------
@@ -82,8 +91,8 @@ def docstring_summaries(source: str) -> Iterator[str]:
 
     Yields
     ------
-    summary : str
-        A paragraph as it is written, white space included.
+    name, summary : str
+        A name, and a paragraph as it is written, white space included.
     """
     with warnings.catch_warnings():
         # Invalid escapes in somebody else's sources are not this benchmark's business.
@@ -100,7 +109,7 @@ def docstring_summaries(source: str) -> Iterator[str]:
                 pending.append(node)
             docstring = ast.get_docstring(node)
             if docstring:
-                yield docstring.split("\n\n", maxsplit=1)[0]
+                yield node.name, docstring.split("\n\n", maxsplit=1)[0]
 
 
 def masked(summary: str) -> str:
@@ -121,7 +130,7 @@ def masked(summary: str) -> str:
 
 def read_library(
     library: str, seed: int, maximum_files: int | None = None, show_progress: bool = True
-) -> list[str]:
+) -> list[Documented]:
     """Collect the masked summaries of one installed library.
 
     Parameters
@@ -137,20 +146,20 @@ def read_library(
 
     Returns
     -------
-    texts : list of str
-        Texts of at least `MINIMUM_WORDS` words in the order of the sources; a text that is there
-        twice (whatever its case) is listed once.
+    documented : list of Documented
+        Those with summaries of at least `MINIMUM_WORDS` words in the order of the sources; a
+        summary that is there twice (whatever its case) is listed once.
     """
-    texts: dict[str, str] = {}
+    found: dict[str, Documented] = {}
     files = source_files(library)
     if maximum_files is not None and len(files) > maximum_files:
         files = random.Random(seed).sample(files, maximum_files)
     for path in tqdm(files, desc=f"Reading {library}", disable=not show_progress, unit="file"):
-        for summary in docstring_summaries(path.read_text(encoding="utf-8")):
+        for name, summary in docstring_summaries(path.read_text(encoding="utf-8")):
             text = masked(summary)
             if len(text.split()) >= MINIMUM_WORDS:
-                texts.setdefault(text.casefold(), text)
-    return list(texts.values())
+                found.setdefault(text.casefold(), Documented(name, text, path))
+    return list(found.values())
 
 
 def without_shared(texts: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -202,9 +211,8 @@ def read_splits(
         Disjoint splits; a label is the library's place in `LIBRARIES`.
     """
     libraries = (*LIBRARIES, SHIFTED_LIBRARY)
-    texts = without_shared(
-        [read_library(library, seed, files_per_library, show_progress) for library in libraries]
-    )
+    found = [read_library(library, seed, files_per_library, show_progress) for library in libraries]
+    texts = without_shared([[one.summary for one in of_library] for of_library in found])
     generator = random.Random(seed)
     for library_texts in texts:
         generator.shuffle(library_texts)

@@ -11,6 +11,7 @@ from torchmetrics.functional.classification import (
 )
 
 NUMBER_OF_BINS = 15
+COVERAGES = tuple(number / 20 for number in range(1, 21))
 
 
 def quality(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
@@ -134,6 +135,28 @@ def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> list[dict[
             }
         )
     return bins
+
+
+def selective_accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> list[float]:
+    """Accuracy on the most certain predictions alone: one minus the risk at each coverage.
+
+    Parameters
+    ----------
+    probabilities : torch.Tensor
+        Class probabilities (texts, classes).
+    labels : torch.Tensor
+        Classes (texts,); a label that is no class makes every prediction wrong.
+
+    Returns
+    -------
+    accuracies : list of float
+        At the coverages of `COVERAGES`; certainty is the opposite of entropy.
+    """
+    order = entropy(probabilities).argsort(stable=True)
+    is_right = (probabilities.argmax(-1) == labels)[order].double()
+    return [
+        is_right[: max(1, round(coverage * len(labels)))].mean().item() for coverage in COVERAGES
+    ]
 
 
 def _checked(probabilities: torch.Tensor) -> torch.Tensor:

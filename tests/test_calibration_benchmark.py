@@ -1,0 +1,302 @@
+"""The calibration benchmark at its smallest: an embedded task, and every task of the paper."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from benchmarks.__main__ import build_parser
+from benchmarks.calibration.docstring_tasks import (
+    LETTERS,
+    Named,
+    Sizes,
+    asked_for_choice,
+    asked_for_match,
+    is_held_out,
+    read_docstring_task,
+    spoken,
+)
+from benchmarks.calibration.fine_tuned import fine_tune
+from benchmarks.calibration.language_model import random_texts
+from benchmarks.calibration.methods import Evaluation, deep_ensemble
+from benchmarks.calibration.paper_tasks import PAPER_SHIFTS, PAPER_TASKS
+from benchmarks.calibration.posteriors import LINKS, STRUCTURES, Beliefs, Posterior, posteriors
+from benchmarks.calibration.preparation import prepare
+from benchmarks.calibration.report import spread, summarize
+from benchmarks.metrics import selective_accuracy
+from benchmarks.temperature import fit_temperature
+from tests.test_paper_tasks import MMLU_ROW, TASKS, write_rows, write_task
+
+
+def run(*options, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "calibration", *map(str, options)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | environment,
+    )
+
+
+def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path):
+    options = {
+        "--task": "choices",
+        "--train-examples": 10,
+        "--test-examples": 12,
+        "--shifted-examples": 8,
+        "--files-per-library": 30,
+        "--steps": 3,
+        "--checkpoints": 2,
+        "--language-model-steps": 3,
+        "--samples": 20,
+        "--output": tmp_path / "results",
+        "--cache": tmp_path / "cache",
+    }
+    finished = run("--curves", *(part for option in options.items() for part in option))
+    assert finished.returncode == 0, finished.stderr
+    folder = tmp_path / "results"
+    figures = json.loads((folder / "calibration.json").read_text())
+    laplace = {posterior.name for posterior in posteriors(3, is_prompt=True)}
+    rows = figures["methods"]
+    without, with_validation = (
+        {row["method"] for row in rows if row["protocol"] == protocol}
+        for protocol in ("whole training set", "80/20 split")
+    )
+    ensembles = {"MC dropout", "Checkpoint ensemble", "Deep ensemble"}
+    assert without == {"MAP", *ensembles, *laplace}
+    assert with_validation == {"MAP", "Temperature scaling", *laplace}
+    by_evidence = [row for row in rows if row["chosen_by"].startswith("evidence")]
+    assert len(by_evidence) == len(laplace) * len(LINKS) * len(STRUCTURES)
+    for name in laplace:  # validation data prefer one link of each
+        assert sum(row["is_choice"] for row in rows if row["method"] == name) == 1
+    for row in (*rows, *figures["along_training"]):
+        assert 0 < row["nll"] < 50
+        assert 0 <= row["shifted"]["matplotlib"]["shift_auroc"] <= 1
+        assert 0 <= row["shifted"]["matplotlib"]["accuracy"] <= 1
+    assert {row["step"] for row in figures["along_training"]} == {1, 3}
+    assert sum(figures["variance_by_layer"].values()) == pytest.approx(1)
+    assert (folder / "calibration.md").read_text() in finished.stdout
+    for figure in ("calibration_reliability", "selective_accuracy", "along_training", "layers"):
+        assert (folder / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
+    assert "Training" in finished.stderr  # a progress bar
+
+
+@pytest.fixture(scope="module")
+def tiny_models(tmp_path_factory):
+    """Folders of a causal language model and of an encoder, by `is_prompt`."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=200, special_tokens=["<s>", "<pad>", "<unk>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(["Answer: A B C D True False grows"] * 9, trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<pad>", unk_token="<unk>"
+    )
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 200,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 310,
+        "pad_token_id": 1,
+    }
+    folders = {}
+    for is_prompt, model in (
+        (True, transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))),
+        (
+            False,
+            transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**shape)),
+        ),
+    ):
+        folders[is_prompt] = tmp_path_factory.mktemp("models") / str(is_prompt)
+        model.save_pretrained(folders[is_prompt])
+        fast.save_pretrained(folders[is_prompt])
+    return folders
+
+
+def parse(*options):
+    return build_parser().parse_args(["calibration", *map(str, options)])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_of_the_paper_runs_on_a_tiny_model(name, tmp_path, tiny_models):
+    write_task(name, tmp_path)
+    folder = tiny_models[PAPER_TASKS[name].is_prompt]
+    options = parse(
+        *("--task", name, "--data", tmp_path, "--model", folder, "--steps", 2, "--batch-size", 2),
+        "--quiet",
+    )
+    pretrained = prepare(options, 0, "cpu")
+    paper = PAPER_TASKS[name].hyperparameters
+    settings = pretrained.hyperparameters
+    assert (settings.rank, settings.learning_rate) == (paper.rank, paper.learning_rate)
+    assert settings.target_modules == paper.target_modules
+    assert (settings.steps, settings.batch_size) == (2, 2)
+    train = pretrained.records(pretrained.task.train)
+    fine_tuned = fine_tune(pretrained, train, seed=0)
+    evaluation = Evaluation(pretrained, fine_tuned, train, {"test": train}, samples=10)
+    predictions = [evaluation.map(), *evaluation.by_evidence(Posterior("lowrank_kron"))]
+    for prediction in predictions:
+        probabilities = prediction.probabilities["test"]
+        assert probabilities.shape == (len(train), len(PAPER_TASKS[name].classes))
+        assert torch.allclose(probabilities.sum(-1), torch.ones(len(train)), atol=1e-4)
+
+
+def test_shifted_texts_of_the_paper_are_measured(tmp_path, tiny_models):
+    write_task("obqa", tmp_path)
+    for source in PAPER_SHIFTS["law"].sources:
+        write_rows(source, tmp_path, [MMLU_ROW] * 2)
+    options = ("--task", "obqa", "--data", tmp_path, "--model", tiny_models[True], "--quiet")
+    pretrained = prepare(parse(*options, "--shifted", "law", "--shifted-examples", 5), 0, "cpu")
+    assert len(pretrained.task.shifted["law"]) == 5
+
+
+def test_missing_data_and_models_are_named_in_one_line(tmp_path):
+    empty = run("--task", "rte", "--data", tmp_path)
+    assert empty.returncode == 1
+    assert empty.stderr.splitlines()[-1].count("rte")
+    assert "Traceback" not in empty.stderr
+    write_task("rte", tmp_path)
+    absent = run("--task", "rte", "--data", tmp_path, "--model", "no-one/no-model")
+    assert "https://huggingface.co/no-one/no-model" in absent.stderr.splitlines()[-1]
+    assert "Traceback" not in absent.stderr
+
+
+def test_names_are_words():
+    assert spoken("minimumEdge_cut") == "minimum edge cut"
+    assert spoken("numpy_scalar") == "library scalar"
+
+
+def pool(count=40):
+    return [
+        Named(f"name {number}", f"Summary {number}.", f"file{number % 3}")
+        for number in range(count)
+    ]
+
+
+def test_half_of_the_names_match_and_wrong_ones_are_of_the_same_file():
+    of = {one.name: one for one in pool()}
+    examples = list(asked_for_match(pool(), random.Random(0)))
+    assert sum(label for _, label in examples) == len(examples) / 2
+    for one, ((name, summary), label) in zip(pool(), examples, strict=True):
+        assert summary == one.summary
+        assert (name == one.name) == bool(label)
+        assert of[name].file == one.file
+
+
+def test_four_different_names_are_offered_and_the_right_one_is_the_label():
+    for one, (prompt, label) in zip(
+        pool(), asked_for_choice(pool(), pool(), random.Random(0)), strict=True
+    ):
+        offered = re.findall(r"([A-D])\. (name \d+)\.", prompt)
+        assert [letter for letter, _ in offered] == list(LETTERS)
+        assert len({name for _, name in offered}) == 4
+        assert offered[label][1] == one.name
+
+
+def test_the_language_models_texts_leave_the_tasks_functions_out():
+    sizes = Sizes(train=10, test=10, shifted=5, files_per_library=30)
+    task = read_docstring_task("choices", sizes, 0, show_progress=False)
+    questions = [example.text.split("describe? ")[1] for example in (*task.train, *task.test)]
+    summaries = {question.split(" Choices:")[0] for question in questions}
+    assert all(is_held_out(Named("", summary, "")) for summary in summaries)
+    assert len(summaries) == 20
+
+
+def test_lists_ask_for_each_name_by_its_letter():
+    text = next(random_texts([pool()], 1, random.Random(0)))
+    names = dict(re.findall(r"([A-D])\. (name \d+)\.", text))
+    asked = re.findall(r"(name \d+) Answer: ([A-D])", text)
+    assert sorted(letter for _, letter in asked) == list(LETTERS)
+    assert all(names[letter] == name for name, letter in asked)
+
+
+def test_moments_of_the_hosts_structures_are_those_of_predictions(tiny_models, tmp_path):
+    write_task("mrpc", tmp_path)
+    options = ("--task", "mrpc", "--data", tmp_path, "--model", tiny_models[False], "--quiet")
+    pretrained = prepare(parse(*options, "--steps", 2, "--batch-size", 2), 0, "cpu")
+    train = pretrained.records(pretrained.task.train)
+    fine_tuned = fine_tune(pretrained, train, seed=0)
+    loader = pretrained.loader(train, 2)
+    for structure in ("diag", "kron", "lowrank_kron"):
+        la = Posterior(structure, structure).fit(pretrained, fine_tuned, train)
+        values = [torch.tensor([0.5]), torch.tensor([20.0])]
+        moments = Beliefs(la, loader).moments(values)
+        for value, (f_mu, f_var) in zip(values, moments, strict=True):
+            la.prior_precision = value
+            for place, batch in enumerate(loader):
+                rows = slice(2 * place, 2 * place + 2)
+                direct = la(batch, link_approx="probit")
+                scaled = f_mu / (1 + torch.pi / 8 * f_var.diagonal(dim1=1, dim2=2)).sqrt()
+                assert torch.allclose(scaled.softmax(-1)[rows], direct, atol=1e-5)
+    assert not torch.allclose(moments[0].f_var, moments[1].f_var)
+
+
+def test_ensembles_average_probabilities(tiny_models, tmp_path):
+    write_task("mrpc", tmp_path)
+    options = ("--task", "mrpc", "--data", tmp_path, "--model", tiny_models[False], "--quiet")
+    pretrained = prepare(parse(*options, "--steps", 4, "--checkpoints", 4), 0, "cpu")
+    train = pretrained.records(pretrained.task.train)
+    members = []
+    for seed in range(2):
+        fine_tuned = fine_tune(pretrained, train, seed)
+        members.append(Evaluation(pretrained, fine_tuned, train, {"test": train}, 10))
+    each = torch.stack([member.map().probabilities["test"] for member in members])
+    assert not torch.equal(each[0], each[1])
+    assert torch.allclose(deep_ensemble(members).probabilities["test"], each.mean(0))
+    first = members[0]
+    steps = list(first.fine_tuned.checkpoints)
+    assert steps == [1, 2, 3, 4]
+    ensemble = first.checkpoint_ensemble(steps).probabilities["test"]
+    at_steps = []
+    for step in steps[-3:]:
+        first.fine_tuned.restore(step)
+        at_steps.append(first.map().probabilities["test"])
+    assert torch.allclose(ensemble, torch.stack(at_steps).mean(0))
+    dropout = first.monte_carlo_dropout().probabilities["test"]
+    assert not torch.allclose(dropout, at_steps[-1], atol=1e-6)
+    assert not first.fine_tuned.model.training
+
+
+def test_a_temperature_is_recovered():
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(20000, 4)
+    labels = torch.distributions.Categorical(logits=logits / 2.5).sample()
+    assert fit_temperature(logits, labels) == pytest.approx(2.5, rel=0.05)
+
+
+def test_selective_accuracy_keeps_the_most_certain():
+    probabilities = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.99, 0.01], [0.5, 0.5]])
+    accuracies = selective_accuracy(probabilities, torch.tensor([0, 1, 0, -1]))
+    assert accuracies[0] == accuracies[9] == 1
+    assert accuracies[14] == pytest.approx(2 / 3)
+    assert accuracies[-1] == 0.5
+
+
+def test_summaries_are_means_and_deviations_over_seeds():
+    figures = dict.fromkeys(("accuracy", "ece", "brier", "away_from_map"), 0.5)
+    rows = [
+        {
+            **{"protocol": "80/20 split", "method": "m", "chosen_by": "validation", "link": link},
+            **{"nll": nll, "is_choice": chosen, "seed": seed, "shifted": {}, **figures},
+        }
+        for seed, link, nll, chosen in (
+            (0, "mc", 1.0, True),
+            (1, "mc", 3.0, False),
+            (1, "p", 2.0, True),
+        )
+    ]
+    summary = {row["link"]: row["nll"] for row in summarize(rows)}
+    assert summary["mc"] == pytest.approx((2.0, 2**0.5))
+    assert summary["p"] == (2.0, 0.0)
+    assert summary["preferred"] == pytest.approx((1.5, 0.5**0.5))
+    assert spread([2.0]) == (2.0, 0.0)
