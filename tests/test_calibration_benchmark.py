@@ -213,7 +213,14 @@ def test_the_language_models_texts_leave_the_tasks_functions_out():
 
 
 def test_lists_ask_for_each_name_by_its_letter():
-    text = next(random_texts([pool()], 1, random.Random(0)))
+    twice, text, question, of_name = random_texts([pool()], 4, random.Random(0))
+    assert twice[: len(twice) // 2] == twice[len(twice) // 2 + 1 :]
+    assert question.split("describe? ")[1].startswith("summary ")
+    assert of_name.split("describe? ")[1].startswith("name ")
+    for prompt in (question, of_name):
+        offered = dict(re.findall(r"([A-D])\. (name \d+)\.", prompt))
+        number = re.search(r"describe\? \w+ (\d+)", prompt).group(1)
+        assert offered[prompt[-1]] == f"name {number}"
     names = dict(re.findall(r"([A-D])\. (name \d+)\.", text))
     asked = re.findall(r"(name \d+) Answer: ([A-D])", text)
     assert sorted(letter for _, letter in asked) == list(LETTERS)
