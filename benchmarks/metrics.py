@@ -31,17 +31,35 @@ def quality(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, floa
     """
     probabilities = _checked(probabilities)
     classes = probabilities.shape[1]
-    smallest = torch.finfo(probabilities.dtype).tiny
     return {
         "accuracy": multiclass_accuracy(
             probabilities, labels, num_classes=classes, average="micro"
         ).item(),
-        "nll": nll_loss(probabilities.clamp_min(smallest).log(), labels).item(),
+        "nll": negative_log_likelihood(probabilities, labels),
         "ece": multiclass_calibration_error(
             probabilities, labels, num_classes=classes, n_bins=NUMBER_OF_BINS, norm="l1"
         ).item(),
         "brier": brier_score(probabilities, labels),
     }
+
+
+def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
+    """Mean negative log-likelihood in nats; a probability of 0 counts as the smallest number.
+
+    Parameters
+    ----------
+    probabilities : torch.Tensor
+        Class probabilities (texts, classes).
+    labels : torch.Tensor
+        Classes (texts,).
+
+    Returns
+    -------
+    score : float
+        Lower is better.
+    """
+    smallest = torch.finfo(probabilities.dtype).tiny
+    return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()
 
 
 def brier_score(probabilities: torch.Tensor, labels: torch.Tensor) -> float:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import nll_loss
 
 from benchmarks.calibration.fine_tuned import FineTuned, Pretrained, Records
 from benchmarks.calibration.posteriors import (
@@ -21,6 +20,7 @@ from benchmarks.calibration.posteriors import (
     Posterior,
     probabilities,
 )
+from benchmarks.metrics import negative_log_likelihood
 from benchmarks.temperature import fit_temperature
 
 DROPOUT_PASSES = 10
@@ -191,12 +191,6 @@ class Evaluation:
 def deep_ensemble(members: Sequence[Evaluation]) -> Prediction:
     """Average over trainings that differ in their seeds."""
     return Prediction("Deep ensemble", _mean([_softmax(member.logits()) for member in members]))
-
-
-def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean negative log-likelihood in nats."""
-    smallest = torch.finfo(probabilities.dtype).tiny
-    return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()
 
 
 def _labels(records: Records) -> torch.Tensor:
