@@ -77,8 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Fine-tune a model with LoRA, and compare the bare model, MC dropout, "
         "ensembles, temperature scaling and Laplace approximations over some or all LoRA weights, "
         "with prior precisions by the evidence of the training set and by validation data, under "
-        "every link approximation. A seed of an embedded task takes about ten minutes on two "
-        "processor cores.",
+        "every link approximation. A seed of the task docstrings takes half an hour on one busy "
+        "processor core.",
     )
     add_calibration_options(calibration)
     calibration.set_defaults(run=_calibrate)
@@ -89,8 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="error of each curvature against the exact one, and the memory that it keeps",
         description="Train small models on real text, compute the exact generalised Gauss-Newton "
         "matrix of their LoRA weights in float64, and measure how close each curvature comes to "
-        "it, at the exact evidence's prior precision. With its defaults a run takes about ten "
-        "minutes on two processor cores.",
+        "it, at the exact evidence's prior precision. With its defaults a run takes twelve "
+        "minutes on one busy processor core.",
     )
     add_fidelity_options(fidelity)
     fidelity.set_defaults(run=_fidelity)

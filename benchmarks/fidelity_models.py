@@ -9,7 +9,6 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -18,6 +17,7 @@ from transformers import (
     LlamaModel,
 )
 
+from benchmarks import training
 from benchmarks.docstrings import LIBRARIES
 from laplace_lora_ext.logits_model import LogitsModel
 
@@ -167,7 +167,6 @@ def train(
     torch.manual_seed(seed)
     base = architecture.base(hidden_size, tokenizer)
     model = LogitsModel(base, architecture.class_token_ids(tokenizer))
-    title = f"Training {architecture.name}" if show_progress else None
 
     def fit(records: Sequence[Record], batch_size: int, epochs: int, learning_rate: float) -> None:
         loader = DataLoader(
@@ -177,7 +176,14 @@ def train(
             collate_fn=collate,
             generator=torch.Generator().manual_seed(seed),
         )
-        _fit(model, loader, epochs, learning_rate, title)
+        training.train(
+            model,
+            loader,
+            lambda batch: cross_entropy(model(batch), batch["labels"]),
+            epochs * len(loader),
+            learning_rate,
+            show_progress=show_progress,
+        )
 
     fit(base_records, BASE_BATCH_SIZE, BASE_EPOCHS, BASE_LEARNING_RATE)
     settings = LoraConfig(
@@ -186,21 +192,3 @@ def train(
     inject_adapter_in_model(settings, base)  # freezes all but the LoRA weights
     fit(records, LORA_BATCH_SIZE, epochs, LORA_LEARNING_RATE)
     return model.double().eval()
-
-
-def _fit(
-    model: LogitsModel, loader: DataLoader, epochs: int, learning_rate: float, title: str | None
-) -> None:
-    """Minimise the cross-entropy with AdamW, at a rate that falls linearly to zero."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
-    rate = torch.optim.lr_scheduler.LinearLR(
-        optimizer, start_factor=1.0, end_factor=0.0, total_iters=epochs * len(loader)
-    )
-    model.train()
-    for _ in tqdm(range(epochs), desc=title, disable=title is None, unit="epoch"):
-        for batch in loader:
-            cross_entropy(model(batch), batch["labels"]).backward()
-            optimizer.step()
-            rate.step()
-            optimizer.zero_grad()

@@ -148,7 +148,6 @@ class Evaluation:
             _softmax(scaled),
             "validation",
             chosen=temperature,
-            is_choice=True,
         )
 
     def by_validation(self, posterior: Posterior, validation: Records) -> list[Prediction]:

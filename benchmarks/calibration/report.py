@@ -80,7 +80,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(_identity(row), []).append(row)
-        if row["is_choice"] and row["link"]:
+        if row["is_choice"]:
             groups.setdefault((*_identity(row)[:-1], PREFERRED), []).append(row)
     return [
         dict(zip(IDENTITY, identity, strict=True))
