@@ -294,7 +294,15 @@ def add_calibration_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("benchmark_cache"),
         metavar="FOLDER",
-        help="folder for the trained language model",
+        help="folder for trained models, which later runs read; made if missing",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=None,
+        metavar="NAME",
+        help="methods to measure beside MAP, by their names in the table; all if not given. The "
+        "deep ensemble alone takes half of the trainings",
     )
     add_number(parser, "--samples", 1000, "samples of the logits for each text with the link mc")
     parser.add_argument(

@@ -11,6 +11,7 @@ from laplace_lora_ext.hessian_structures import (
     KronLoRALaplace,
 )
 from laplace_lora_ext.laplace import Laplace
+from laplace_lora_ext.linearized_model import LinearizedModel
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.matrix import LowRankKron, LowRankKronDecomposed
@@ -24,6 +25,7 @@ __all__ = [
     "FullLoRALaplace",
     "KronLoRALaplace",
     "Laplace",
+    "LinearizedModel",
     "LoRALaplace",
     "LowRankKron",
     "LowRankKronDecomposed",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import tqdm
 
+from laplace_lora_ext.linearized_model import EvidenceAtMode
 from laplace_lora_ext.predictive_statistics import Moments, PredictiveStatistics
 from laplace_lora_ext.square_root import square_root
 
@@ -17,6 +18,7 @@ _WINDOW = 10  # steps over which the evidence must be steady
 _CHECKPOINTS = 20  # of the validation loss along a descent
 _CHUNK = 256  # examples whose logits are sampled at once for a checkpoint
 _RANGE = (math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max))
+_WORST_MODE = 0.1  # nats that the evidence may lack because of an inexact mode
 _LONGEST_ROW = 10_000  # prior precisions of a step that a history keeps
 
 NegativeLogLikelihood = Callable[[Moments, torch.Tensor, "torch.Generator | None"], torch.Tensor]
@@ -139,6 +141,70 @@ def maximize_evidence(
                 "nats over the last ten. Raise n_steps or lr.",
                 stacklevel=4,
             )
+    return recorder.history()
+
+
+def maximize_linearized_evidence(
+    evidence: Callable[[torch.Tensor], EvidenceAtMode],
+    prior_precision: torch.Tensor,
+    n_steps: int,
+    tolerance: float,
+    progress_bar: bool = False,
+) -> TuningHistory:
+    """Ascend the evidence of a linearised model, whose mode is found anew at each step.
+
+    In a maximum, the directions of a block that the data determine are as many as its prior
+    precision times the squared distance of its mode: γ = λ ‖u‖². Each step takes λ = γ / ‖u‖².
+
+    Parameters
+    ----------
+    evidence : callable
+        of a prior precision
+    prior_precision : torch.Tensor
+        `(1,)` or `(blocks,)`, where to start
+    n_steps : int
+        at most
+    tolerance : float
+        stop when a step has changed the evidence by less, in nats; 0 takes all steps
+    progress_bar : bool, default=False
+
+    Returns
+    -------
+    TuningHistory
+        its last row is the result
+
+    References
+    ----------
+    MacKay, "Bayesian interpolation", Neural Computation 4 (1992), for the step.
+    Antorán et al. (ICML 2022), section 4.
+    """
+    recorder = _Recorder()
+    steps = tqdm.trange(n_steps, desc="[Maximizing linearized evidence]", disable=not progress_bar)
+    error = change = math.inf
+    for step in steps:
+        value, dimension, scatter, error = evidence(prior_precision)
+        recorder.add(step, value, prior_precision)
+        if step:
+            change = abs(value - recorder.objectives[-2])
+        if change < tolerance:
+            break
+        if len(prior_precision) == 1:
+            dimension, scatter = dimension.sum(0, keepdim=True), scatter.sum(0, keepdim=True)
+        # A block that no gradient has reached moves nowhere and determines nothing: 0 / 0.
+        updated = torch.where(scatter > 0, dimension / scatter, prior_precision)
+        prior_precision = updated.log().clamp(*_RANGE).exp()
+    else:
+        if tolerance > 0:
+            warnings.warn(
+                f"The linearized evidence has not converged in {n_steps} steps: the last one "
+                f"changed it by {change:.3g} nats. Raise n_steps.",
+                stacklevel=4,
+            )
+    if error > _WORST_MODE:
+        warnings.warn(
+            f"The linearized model's mode is inexact: its evidence may lack {error:.3g} nats.",
+            stacklevel=4,
+        )
     return recorder.history()
 
 

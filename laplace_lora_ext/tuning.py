@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,24 +13,28 @@ import torchmetrics
 from laplace.utils import RunningNLLMetric, fix_prior_prec_structure, validate
 from torch.utils.data import DataLoader
 
+from laplace_lora_ext.linearization import LoRALinearization
+from laplace_lora_ext.linearized_model import EvidenceAtMode, LinearizedModel
 from laplace_lora_ext.map_agreement import MapAgreement
-from laplace_lora_ext.predictive import LoRAPredictive
 from laplace_lora_ext.predictive_statistics import PredictiveStatistics
 from laplace_lora_ext.prior_precision import (
     NegativeLogLikelihood,
     TuningHistory,
     gaussian_loss,
     maximize_evidence,
+    maximize_linearized_evidence,
     minimize_validation_loss,
     probit_categorical_loss,
     sampled_categorical_loss,
     search_grid,
 )
 
-_METHODS = ("marglik", "gridsearch", "val_gd")
+_BY_EVIDENCE = ("marglik", "linearized_marglik")
+_BY_VALIDATION = ("gridsearch", "val_gd")
+_METHODS = (*_BY_EVIDENCE, *_BY_VALIDATION)
 
 
-class LoRATuning(LoRAPredictive):
+class LoRATuning(LoRALinearization):
     """Choice of the prior precision for a Laplace approximation over LoRA weights."""
 
     def optimize_prior_precision(
@@ -55,6 +60,7 @@ class LoRATuning(LoRAPredictive):
         optimize_sigma_noise: bool = False,
         batch_size: int = 4,
         generator: torch.Generator | None = None,
+        train_loader: DataLoader | Iterable[Any] | LinearizedModel | None = None,
     ) -> TuningHistory:
         """Choose the prior precision; if anything goes wrong, it stays as it was.
 
@@ -62,17 +68,21 @@ class LoRATuning(LoRAPredictive):
         ----------
         pred_type : {"glm", "nn"}
             the predictions that a grid search scores
-        method : {"marglik", "gridsearch", "val_gd"}
+        method : {"marglik", "linearized_marglik", "gridsearch", "val_gd"}
             "marglik" maximises the evidence of the training data (the paper's algorithm 2).
+            "linearized_marglik" maximises that of the linearised model at its own mode, which is
+            found anew for each prior precision (Antorán et al., ICML 2022): better where
+            training has not ended in a mode of the posterior, such as all training without
+            weight decay. It needs the training data once more.
             "gridsearch" takes the best of a grid of scalars on validation data.
             "val_gd" follows the gradient of the validation loss (the paper's algorithm 3), for
             "lowrank_kron" only
         n_steps : int, default=1000
-            steps of "val_gd", and the most that "marglik" takes
+            steps of "val_gd", and the most that an evidence takes
         lr : float, default=0.1
             first step in the logarithm of the prior precision, for "marglik" and "val_gd"
         init_prior_prec : float or torch.Tensor
-            where "marglik" and "val_gd" start; a tensor of more than one number also says the
+            where all but "gridsearch" start; a tensor of more than one number also says the
             structure
         prior_structure : {"scalar", "layerwise", "diag"}
             one prior precision, one for each block, or, with "diag" curvature, for each weight
@@ -91,13 +101,16 @@ class LoRATuning(LoRAPredictive):
         verbose, progress_bar : bool, default=False
         tolerance : float, default=1e-3
             "marglik" stops when the evidence has varied by less than so many nats over ten
-            steps; 0 takes all steps
+            steps, "linearized_marglik" over one; 0 takes all steps
         optimize_sigma_noise : bool, default=False
             with "marglik", for regression: choose `sigma_noise` by the evidence as well
         batch_size : int, default=4
             examples in a minibatch of "val_gd"
         generator : torch.Generator, optional
-            of what "val_gd" draws
+            of what "val_gd" and "linearized_marglik" draw
+        train_loader : DataLoader, iterable or LinearizedModel
+            of "linearized_marglik": the data of the fit. They pass through the model once, or
+            not at all where `linearize` has returned them
 
         Returns
         -------
@@ -107,8 +120,8 @@ class LoRATuning(LoRAPredictive):
         Raises
         ------
         ValueError
-            If validation data are missing, empty, without labels or of another fit, if an
-            argument does not suit the method, or if the objective is not a number.
+            If the data that a method needs are missing, empty, without labels or of another fit,
+            if an argument does not suit the method, or if the objective is not a number.
         NotImplementedError
             For "val_gd" with another structure than "lowrank_kron".
 
@@ -126,7 +139,9 @@ class LoRATuning(LoRAPredictive):
         15 with Monte-Carlo links. Negative log-likelihoods of test texts: 0.959 with the first,
         0.905 and 0.901 with the others (probit).
         """
-        _check_arguments(self.likelihood, pred_type, method, val_loader, loss, optimize_sigma_noise)
+        _check_arguments(
+            self.likelihood, pred_type, method, val_loader, train_loader, loss, optimize_sigma_noise
+        )
         before = self._prior_precision, self._sigma_noise
         try:
             if method == "gridsearch":
@@ -148,6 +163,13 @@ class LoRATuning(LoRAPredictive):
                     statistics, logarithm, nll, n_steps, lr, batch_size, generator, progress_bar
                 )
                 self.prior_precision = logarithm.detach().exp()
+            elif method == "linearized_marglik":
+                start = self._initial_logarithm(init_prior_prec, prior_structure).detach().exp()
+                evidence = self._linearized_evidence(train_loader, generator, progress_bar)
+                history = maximize_linearized_evidence(
+                    evidence, start, n_steps, tolerance, progress_bar
+                )
+                self.prior_precision = history.prior_precision[-1]
             else:
                 logarithm = self._initial_logarithm(init_prior_prec, prior_structure)
                 logarithms = [logarithm]
@@ -192,6 +214,22 @@ class LoRATuning(LoRAPredictive):
                 raise ValueError("The loader has no data.")
 
         return batches
+
+    def _linearized_evidence(
+        self, train_loader: Any, generator: torch.Generator | None, progress_bar: bool
+    ) -> Callable[[torch.Tensor], EvidenceAtMode]:
+        if len(torch.as_tensor(self.prior_precision)) == self.n_params:
+            raise ValueError(
+                'method="linearized_marglik" knows the structures "scalar" and "layerwise".'
+            )
+        if isinstance(train_loader, LinearizedModel):
+            self._check_same_data(train_loader)
+            model = train_loader
+        else:
+            model = self.linearize(train_loader, generator=generator, progress_bar=progress_bar)
+        scale = float(self._H_factor)
+        constant = float(self.log_likelihood + scale * self.loss)
+        return partial(model.evidence, scale=scale, constant=constant)
 
     def _search_grid(
         self,
@@ -277,16 +315,21 @@ def _check_arguments(
     pred_type: str,
     method: str,
     val_loader: Any,
+    train_loader: Any,
     loss: Any,
     optimize_sigma_noise: bool,
 ) -> None:
     """Refuse what the method has no use for."""
     if method not in _METHODS:
         raise ValueError(f"method {method!r} is none of {list(_METHODS)}.")
-    if method != "marglik" and val_loader is None:
+    if method in _BY_VALIDATION and val_loader is None:
         raise ValueError(f'method="{method}" needs validation data: pass val_loader.')
-    if method == "marglik" and val_loader is not None:
-        warnings.warn('val_loader plays no part in method="marglik".', stacklevel=3)
+    if method == "linearized_marglik" and train_loader is None:
+        raise ValueError(f'method="{method}" needs the training data: pass train_loader.')
+    if method in _BY_EVIDENCE and val_loader is not None:
+        warnings.warn(f'val_loader plays no part in method="{method}".', stacklevel=3)
+    if method != "linearized_marglik" and train_loader is not None:
+        warnings.warn(f'train_loader plays no part in method="{method}".', stacklevel=3)
     if method == "val_gd" and (pred_type != "glm" or loss is not None):
         raise ValueError('method="val_gd" minimises the negative log-likelihood of "glm" alone.')
     if optimize_sigma_noise and (method != "marglik" or likelihood != "regression"):

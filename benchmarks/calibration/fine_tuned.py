@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.calibration.hyperparameters import Hyperparameters
 from benchmarks.calibration.text_task import Example, TextTask
+from benchmarks.calibration.training_cache import cached, training_digest
 from benchmarks.minilm import padding_collator
 from benchmarks.training import Weights, train
 from laplace_lora_ext.logits_model import LogitsModel
@@ -34,6 +36,8 @@ class Pretrained:
         Loads the model, with a new head if it is an encoder.
     device : str
         Device to compute on.
+    cache : Path
+        Folder of fine-tuned weights.
     show_progress : bool
         Whether to show progress bars.
     """
@@ -43,6 +47,7 @@ class Pretrained:
     tokenizer: Any
     load: Callable[[], torch.nn.Module]
     device: str
+    cache: Path
     show_progress: bool
 
     @property
@@ -163,14 +168,23 @@ def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> FineTuned:
         ),
     )
     logits_model = LogitsModel(model, pretrained.class_token_ids)
-    checkpoints = train(
-        model,
-        pretrained.loader(records, settings.batch_size, torch.Generator().manual_seed(seed)),
-        lambda batch: torch.nn.functional.cross_entropy(logits_model(batch), batch["labels"]),
-        settings.steps,
-        settings.learning_rate,
-        warmup_steps=settings.warmup_steps,
-        checkpoint_steps=settings.checkpoint_steps,
-        show_progress=pretrained.show_progress,
+    loader = pretrained.loader(records, settings.batch_size, torch.Generator().manual_seed(seed))
+    digest = training_digest(model, settings, records, seed)
+    checkpoints = cached(
+        pretrained.cache / f"fine-tuned-{digest}.pt",
+        lambda: train(
+            model,
+            loader,
+            lambda batch: torch.nn.functional.cross_entropy(logits_model(batch), batch["labels"]),
+            settings.steps,
+            settings.learning_rate,
+            warmup_steps=settings.warmup_steps,
+            checkpoint_steps=settings.checkpoint_steps,
+            show_progress=pretrained.show_progress,
+        ),
+        pretrained.device,
     )
-    return FineTuned(model, logits_model, checkpoints)
+    fine_tuned = FineTuned(model.eval(), logits_model, checkpoints)
+    fine_tuned.restore(settings.steps)
+    transformers.set_seed(seed)  # what follows does not depend on where the weights come from
+    return fine_tuned

@@ -12,6 +12,7 @@ import torch
 from benchmarks.calibration.fine_tuned import FineTuned, Pretrained, Records
 from benchmarks.calibration.posteriors import (
     COARSE_GRID,
+    EVIDENCES,
     GRID,
     LINKS,
     PREDICTION_BATCH_SIZE,
@@ -23,6 +24,12 @@ from benchmarks.calibration.posteriors import (
 from benchmarks.metrics import negative_log_likelihood
 from benchmarks.temperature import fit_temperature
 
+MAP = "MAP"
+MC_DROPOUT = "MC dropout"
+CHECKPOINT_ENSEMBLE = "Checkpoint ensemble"
+DEEP_ENSEMBLE = "Deep ensemble"
+TEMPERATURE_SCALING = "Temperature scaling"
+WITHOUT_POSTERIOR = (MAP, MC_DROPOUT, CHECKPOINT_ENSEMBLE, DEEP_ENSEMBLE, TEMPERATURE_SCALING)
 DROPOUT_PASSES = 10
 CHECKPOINTS_IN_ENSEMBLE = 3
 
@@ -98,14 +105,14 @@ class Evaluation:
 
     def map(self) -> Prediction:
         """Take the model as it is."""
-        return Prediction("MAP", _softmax(self.logits()))
+        return Prediction(MAP, _softmax(self.logits()))
 
     def monte_carlo_dropout(self) -> Prediction:
         """Average over passes with the dropout of the training."""
         self.fine_tuned.model.train()
         draws = [_softmax(self.logits()) for _ in range(DROPOUT_PASSES)]
         self.fine_tuned.model.eval()
-        return Prediction("MC dropout", _mean(draws))
+        return Prediction(MC_DROPOUT, _mean(draws))
 
     def checkpoint_ensemble(self, steps: Sequence[int]) -> Prediction:
         """Average over the last checkpoints of one training; the last one stays."""
@@ -113,19 +120,25 @@ class Evaluation:
         for step in steps[-CHECKPOINTS_IN_ENSEMBLE:]:
             self.fine_tuned.restore(step)
             draws.append(_softmax(self.logits()))
-        return Prediction("Checkpoint ensemble", _mean(draws))
+        return Prediction(CHECKPOINT_ENSEMBLE, _mean(draws))
 
     def by_evidence(self, posterior: Posterior) -> Iterator[Prediction]:
         """Choose prior precisions by the evidence of the training set."""
         la = posterior.fit(self.pretrained, self.fine_tuned, self.train)
-        chosen = []
-        for structure in STRUCTURES:
-            la.optimize_prior_precision(method="marglik", prior_structure=structure)
-            chosen.append(la.prior_precision.clone())
+        chosen = {}
+        for evidence in posterior.evidences:
+            data = {}
+            if evidence == "linearized_marglik":
+                loader = self.pretrained.loader(self.train, PREDICTION_BATCH_SIZE)
+                data = {"train_loader": la.linearize(loader)}
+            for structure in STRUCTURES:
+                la.optimize_prior_precision(method=evidence, prior_structure=structure, **data)
+                chosen[f"{EVIDENCES[evidence]}, {structure}"] = la.prior_precision.clone()
         moments = {
-            name: Beliefs(la, loader).moments(chosen) for name, loader in self.loaders.items()
+            name: Beliefs(la, loader).moments(list(chosen.values()))
+            for name, loader in self.loaders.items()
         }
-        for place, structure in enumerate(STRUCTURES):
+        for place, (chosen_by, prior_precision) in enumerate(chosen.items()):
             for link in LINKS:
                 yield Prediction(
                     posterior.name,
@@ -133,9 +146,9 @@ class Evaluation:
                         name: probabilities(la, of_set[place], link, self.samples)
                         for name, of_set in moments.items()
                     },
-                    f"evidence, {structure}",
+                    chosen_by,
                     link.name,
-                    _geometric_mean(chosen[place]),
+                    _geometric_mean(prior_precision),
                 )
 
     def temperature_scaling(self, validation: Records) -> Prediction:
@@ -144,7 +157,7 @@ class Evaluation:
         temperature = fit_temperature(self.fine_tuned.logits(loader), _labels(validation))
         scaled = {name: logits / temperature for name, logits in self.logits().items()}
         return Prediction(
-            "Temperature scaling",
+            TEMPERATURE_SCALING,
             _softmax(scaled),
             "validation",
             chosen=temperature,
@@ -189,7 +202,7 @@ class Evaluation:
 
 def deep_ensemble(members: Sequence[Evaluation]) -> Prediction:
     """Average over trainings that differ in their seeds."""
-    return Prediction("Deep ensemble", _mean([_softmax(member.logits()) for member in members]))
+    return Prediction(DEEP_ENSEMBLE, _mean([_softmax(member.logits()) for member in members]))
 
 
 def _labels(records: Records) -> torch.Tensor:

@@ -14,6 +14,7 @@ from laplace_lora_ext.curvature.passes import jacobians
 
 PREDICTION_BATCH_SIZE = 8
 STRUCTURES = ("scalar", "layerwise")
+EVIDENCES = {"marglik": "evidence", "linearized_marglik": "linearized evidence"}
 GRID = torch.logspace(-2, 4, 49)
 COARSE_GRID = GRID[::4]
 
@@ -47,11 +48,15 @@ class Posterior:
         Structure of the curvature.
     options : dict
         Further keywords of `laplace_lora_ext.Laplace`.
+    evidences : tuple of str
+        The evidences that choose its prior precision, in the words of
+        `optimize_prior_precision`.
     """
 
     name: str
     hessian_structure: str = "lowrank_kron"
     options: dict[str, Any] = field(default_factory=dict)
+    evidences: tuple[str, ...] = ("marglik",)
 
     def fit(self, pretrained: Pretrained, fine_tuned: FineTuned, records: Records) -> Any:
         """Fit it on the batches that the model was trained on.
@@ -103,16 +108,16 @@ def posteriors(number_of_layers: int, is_prompt: bool) -> list[Posterior]:
         if is_prompt
         else {"layers_to_transform": [number_of_layers - 1]}
     )
-    first = number_of_layers // 2
+    first = list(range(number_of_layers // 2))
     return [
         Posterior("Last layer (LLLA)", options=last),
-        Posterior(f"First {first} layers", options={"layers_to_transform": list(range(first))}),
+        Posterior("First half of the layers", options={"layers_to_transform": first}),
         Posterior("Stock diag", "diag"),
         Posterior("Stock Kron", "kron"),
         Posterior(
             "lowrank_kron (paper)", options={"backend_kwargs": laplace_lora_ext.PAPER_SETTINGS}
         ),
-        Posterior("lowrank_kron"),
+        Posterior("lowrank_kron", evidences=tuple(EVIDENCES)),
     ]
 
 

@@ -27,6 +27,8 @@ ENCODER = Hyperparameters(
     checkpoints=5,
     warmup_steps=20,
 )
+# Twice the texts need longer until a model is as sure of them.
+ENCODERS = {"docstrings": ENCODER, "names": replace(ENCODER, steps=630)}
 LANGUAGE_MODEL = replace(
     ENCODER,
     model="docstring language model",
@@ -92,10 +94,11 @@ def _embedded(arguments: argparse.Namespace, seed: int, device: str) -> Pretrain
         folder = encoder_folder()
     return Pretrained(
         task=task,
-        hyperparameters=LANGUAGE_MODEL if task.is_prompt else ENCODER,
+        hyperparameters=LANGUAGE_MODEL if task.is_prompt else ENCODERS[name],
         tokenizer=load_tokenizer(folder, task),
         load=lambda: load_pretrained_model(folder, task, torch.float32, False, device),
         device=device,
+        cache=arguments.cache,
         show_progress=show_progress,
     )
 
@@ -120,5 +123,6 @@ def _of_paper(arguments: argparse.Namespace, seed: int, device: str) -> Pretrain
             model, task, getattr(torch, arguments.dtype), arguments.load_in_8bit, device
         ),
         device=device,
+        cache=arguments.cache,
         show_progress=not arguments.quiet,
     )

@@ -2,10 +2,13 @@
 
 import argparse
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from benchmarks.calibration.methods import WITHOUT_POSTERIOR
+from benchmarks.calibration.posteriors import posteriors
 from benchmarks.calibration.preparation import prepare
 from benchmarks.calibration.report import write_report
 from benchmarks.calibration.text_task import TextTask
@@ -26,6 +29,7 @@ def calibrate(arguments: argparse.Namespace) -> dict[str, Any]:
     figures : dict
         Everything that was measured, as in calibration.json.
     """
+    _check_methods(arguments.methods or ())
     for known in (
         "The posterior is over lora_A and lora_B",  # an encoder's head stays at its MAP value
         "By default `link_approx`",  # every prediction names its link
@@ -44,7 +48,7 @@ def calibrate(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     for seed in arguments.seeds:
         pretrained = prepare(arguments, seed, device)
-        trial = Trial(pretrained, arguments.samples, seed)
+        trial = Trial(pretrained, arguments.samples, seed, arguments.methods)
         figures["methods"] += trial.measure()
         if seed == arguments.seeds[0]:
             figures |= {
@@ -57,6 +61,13 @@ def calibrate(arguments: argparse.Namespace) -> dict[str, Any]:
         report = write_report(figures, arguments.output)
     print(report)
     return figures
+
+
+def _check_methods(names: Sequence[str]) -> None:
+    known = [*WITHOUT_POSTERIOR, *(posterior.name for posterior in posteriors(1, False))]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"No method is called {unknown[0]!r}; known are: {', '.join(known)}.")
 
 
 def _describe(task: TextTask) -> dict[str, Any]:

@@ -2,14 +2,22 @@
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from benchmarks.calibration.fine_tuned import Pretrained, Records, fine_tune
-from benchmarks.calibration.methods import Evaluation, Prediction, deep_ensemble
+from benchmarks.calibration.methods import (
+    CHECKPOINT_ENSEMBLE,
+    DEEP_ENSEMBLE,
+    MC_DROPOUT,
+    TEMPERATURE_SCALING,
+    Evaluation,
+    Prediction,
+    deep_ensemble,
+)
 from benchmarks.calibration.posteriors import Posterior, posteriors
 from benchmarks.calibration.protocols import SPLIT, WHOLE
 from benchmarks.metrics import quality, reliability, selective_accuracy, shift_detection
@@ -34,12 +42,21 @@ class Trial:
         Samples of the logits with Monte-Carlo links.
     seed : int
         Seed of the fine-tuning and of the split.
+    methods : collection of str, optional
+        Names of the methods to measure beside MAP; all if not given.
     """
 
-    def __init__(self, pretrained: Pretrained, samples: int, seed: int) -> None:
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        samples: int,
+        seed: int,
+        methods: Collection[str] | None = None,
+    ) -> None:
         self.pretrained = pretrained
         self.samples = samples
         self.seed = seed
+        self.methods = methods
         task = pretrained.task
         self.train = pretrained.records(task.train)
         self.data_sets = {TEST: by_length(pretrained.records(task.test))}
@@ -77,20 +94,15 @@ class Trial:
         rows : list of dict
             Figures of one method at one step each.
         """
-        members = self._members
+        members = self._members if self._wants(DEEP_ENSEMBLE) else [self._first]
         chosen = [posterior for posterior in self._posteriors() if posterior.name in ALONG_TRAINING]
-        steps = list(members[0].fine_tuned.checkpoints)
+        first = self._first
+        steps = list(first.fine_tuned.checkpoints)
         rows = []
         for number, step in enumerate(steps, start=1):
             for member in members:
                 member.fine_tuned.restore(step)
-            first = members[0]
-            predictions = [
-                first.map(),
-                first.monte_carlo_dropout(),
-                first.checkpoint_ensemble(steps[:number]),
-                deep_ensemble(members),
-            ]
+            predictions = [first.map(), *self._ensembles(steps[:number])]
             for posterior in chosen:
                 predictions += list(first.by_evidence(posterior))
             rows += [
@@ -107,22 +119,32 @@ class Trial:
         shares : dict
             By the layer's name, under the evidence's layerwise prior precision.
         """
-        first = self._members[0]
+        first = self._first
         la = Posterior("lowrank_kron").fit(self.pretrained, first.fine_tuned, self.train)
         la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
         shares = la.variance_by_layer(la.predictive_statistics(first.loaders[TEST]))
         return shares.by_layer
 
     def _without_validation(self) -> Iterator[Prediction]:
-        members = self._members
-        first = members[0]
+        first = self._first
         yield first.map()
-        yield first.monte_carlo_dropout()
-        yield first.checkpoint_ensemble(list(first.fine_tuned.checkpoints))
-        yield deep_ensemble(members)
+        yield from self._ensembles(list(first.fine_tuned.checkpoints))
         for posterior in self._posteriors():
             self._tell(f"{posterior.name}, evidence")
             yield from first.by_evidence(posterior)
+
+    def _ensembles(self, steps: list[int]) -> Iterator[Prediction]:
+        """Averages over models; the checkpoints are those after some of the steps."""
+        first = self._first
+        averages: dict[str, Callable[[], Prediction]] = {
+            MC_DROPOUT: first.monte_carlo_dropout,
+            CHECKPOINT_ENSEMBLE: lambda: first.checkpoint_ensemble(steps),
+            DEEP_ENSEMBLE: lambda: deep_ensemble(self._members),
+        }
+        return (predict() for name, predict in averages.items() if self._wants(name))
+
+    def _wants(self, method: str) -> bool:
+        return self.methods is None or method in self.methods
 
     def _with_validation(self) -> Iterator[Prediction]:
         order = list(range(len(self.train)))
@@ -132,25 +154,30 @@ class Trial:
         train = [self.train[place] for place in order[held_out:]]
         evaluation = self._evaluation(train, self.seed)
         yield evaluation.map()
-        yield evaluation.temperature_scaling(validation)
+        if self._wants(TEMPERATURE_SCALING):
+            yield evaluation.temperature_scaling(validation)
         for posterior in self._posteriors():
             self._tell(f"{posterior.name}, validation")
             yield from evaluation.by_validation(posterior, validation)
 
     @cached_property
+    def _first(self) -> Evaluation:
+        return self._evaluation(self.train, self.seed)
+
+    @cached_property
     def _members(self) -> list[Evaluation]:
-        return [
-            self._evaluation(self.train, self.seed + MEMBER_SEEDS * number)
-            for number in range(ENSEMBLE_SIZE)
-        ]
+        others = range(1, ENSEMBLE_SIZE)
+        seeds = [self.seed + MEMBER_SEEDS * number for number in others]
+        return [self._first, *(self._evaluation(self.train, seed) for seed in seeds)]
 
     def _evaluation(self, train: Records, seed: int) -> Evaluation:
         fine_tuned = fine_tune(self.pretrained, train, seed)
         return Evaluation(self.pretrained, fine_tuned, train, self.data_sets, self.samples)
 
     def _posteriors(self) -> list[Posterior]:
-        layers = self._members[0].fine_tuned.model.config.num_hidden_layers
-        return posteriors(layers, self.pretrained.task.is_prompt)
+        layers = self._first.fine_tuned.model.config.num_hidden_layers
+        known = posteriors(layers, self.pretrained.task.is_prompt)
+        return [posterior for posterior in known if self._wants(posterior.name)]
 
     def _tell(self, text: str) -> None:
         if self.pretrained.show_progress:
