@@ -27,7 +27,7 @@ from benchmarks.report import (
     settings_of,
     write_figures,
 )
-from laplace_lora_ext import PredictiveStatistics, TuningHistory
+from laplace_lora_ext import LinearizedModel, PredictiveStatistics, TuningHistory
 from laplace_lora_ext.logits_model import LogitsModel
 
 REPETITIONS = 3
@@ -68,11 +68,11 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
     transformers.set_seed(arguments.seed)
     loader = prepared.loader(prepared.validation, PREDICTION_BATCH_SIZE)
     la: Any = Laplace(prepared.model, "classification", "lora", "lowrank_kron")
-    la.fit(prepared.loader(prepared.train, arguments.batch_size), progress_bar=not arguments.quiet)
-
-    costs, statistics = _costs(la, loader, arguments, prepared)
+    train_loader = prepared.loader(prepared.train, arguments.batch_size)
+    la.fit(train_loader, progress_bar=not arguments.quiet)
+    costs, statistics, linearized = _costs(la, loader, train_loader, arguments, prepared)
     test = la.predictive_statistics(prepared.loader(prepared.test, PREDICTION_BATCH_SIZE))
-    choices, histories, shares = _choices(la, statistics, test, arguments)
+    choices, histories, shares = _choices(la, statistics, linearized, test, arguments)
     figures = {
         "settings": settings_of(arguments),
         "data": {
@@ -106,8 +106,12 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _costs(
-    la: Any, loader: DataLoader, arguments: argparse.Namespace, prepared: Prepared
-) -> tuple[list[dict[str, Any]], PredictiveStatistics]:
+    la: Any,
+    loader: DataLoader,
+    train_loader: DataLoader,
+    arguments: argparse.Namespace,
+    prepared: Prepared,
+) -> tuple[list[dict[str, Any]], PredictiveStatistics, LinearizedModel]:
     """Time the searches, next to one prediction pass over the validation texts."""
 
     def predict() -> None:
@@ -123,11 +127,14 @@ def _costs(
     one_pass = _seconds(predict)
     statistics = la.predictive_statistics(loader)
     gathering = _seconds(lambda: la.predictive_statistics(loader))
+    linearized = la.linearize(train_loader)
+    linearizing = _seconds(lambda: la.linearize(train_loader))
     rows = [
         ("One prediction pass", one_pass),
         ("Predictive statistics, one pass", gathering),
         ("gridsearch, that pass included", _seconds(lambda: search(loader))),
         ("gridsearch, statistics given", _seconds(lambda: search(statistics))),
+        (f"Linearised model, one pass over {len(prepared.train)} training texts", linearizing),
     ]
     for structure in ("scalar", "layerwise"):
         seconds = _seconds(
@@ -143,6 +150,12 @@ def _costs(
             lambda structure=structure: la.optimize_prior_precision(prior_structure=structure)
         )
         rows.append((f"marglik, {structure}", seconds))
+        seconds = _seconds(
+            lambda structure=structure: la.optimize_prior_precision(
+                method="linearized_marglik", train_loader=linearized, prior_structure=structure
+            )
+        )
+        rows.append((f"linearized_marglik, {structure}, model given", seconds))
     points, grid_size = arguments.stock_grid_size, arguments.grid_size
     seconds = _stock_seconds(prepared, arguments, points)
     rows.append((f"Stock Kron, gridsearch of {points}", seconds))
@@ -150,7 +163,7 @@ def _costs(
     costs = [
         {"name": name, "seconds": seconds, "passes": seconds / one_pass} for name, seconds in rows
     ]
-    return costs, statistics
+    return costs, statistics, linearized
 
 
 def _stock_seconds(prepared: Prepared, arguments: argparse.Namespace, grid_size: int) -> float:
@@ -179,6 +192,7 @@ def _stock_seconds(prepared: Prepared, arguments: argparse.Namespace, grid_size:
 def _choices(
     la: Any,
     validation: PredictiveStatistics,
+    linearized: LinearizedModel,
     test: PredictiveStatistics,
     arguments: argparse.Namespace,
 ) -> tuple[list[dict[str, Any]], dict[str, TuningHistory], dict[str, float]]:
@@ -187,6 +201,17 @@ def _choices(
     rows = []
     searches: list[tuple[str, dict[str, Any]]] = [
         (f"marglik, {structure}", {"method": "marglik", "prior_structure": structure})
+        for structure in ("scalar", "layerwise")
+    ]
+    searches += [
+        (
+            f"linearized_marglik, {structure}",
+            {
+                "method": "linearized_marglik",
+                "prior_structure": structure,
+                "train_loader": linearized,
+            },
+        )
         for structure in ("scalar", "layerwise")
     ]
     for link in LINKS:
@@ -246,7 +271,7 @@ def _draw_histories(histories: dict[str, TuningHistory], path: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     evidence, loss = figure.subplots(1, 2)
     for name, history in histories.items():
-        if name.startswith("marglik"):
+        if "marglik" in name:
             evidence.plot(history.step, history.objective, label=name)
         elif name.startswith("val_gd"):
             loss.plot(history.step, history.objective, label=name)

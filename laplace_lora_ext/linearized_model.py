@@ -126,6 +126,7 @@ class LinearizedModel:
             evidence.item(), self._by_block(determined), self._by_block(squares), error
         )
 
+    @torch.enable_grad()
     def _mode(
         self, precision: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, float]:

@@ -57,7 +57,7 @@ class MapAgreement:
         warnings.warn(
             f"{self._away} of {self._rows} predictions have another most probable class than the "
             f"model itself, which costs accuracy: the posterior is broad. {link}a larger "
-            "prior_precision, such as one chosen on validation data by "
-            'optimize_prior_precision(method="gridsearch", val_loader=...), narrows it.',
+            "prior_precision narrows it, such as one that optimize_prior_precision chooses by "
+            'method="linearized_marglik" on the training data, or by "gridsearch" on others.',
             stacklevel=4,
         )

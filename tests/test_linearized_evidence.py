@@ -273,17 +273,6 @@ def test_a_mode_that_is_inexact_is_reported(monkeypatch):
         maximize_linearized_evidence(model.evidence, torch.tensor([1e-3]), 1, 0)
 
 
-def test_the_model_is_left_as_it_was():
-    la = fitted(dtype=torch.float32)
-    before = {name: value.clone() for name, value in la.model.state_dict().items()}
-    la.model.train()
-    la.optimize_prior_precision(method=METHOD, train_loader=ragged_batches())
-    assert la.model.training
-    for name, value in la.model.state_dict().items():
-        assert torch.equal(value, before[name])
-    assert all(parameter.grad is None for parameter in la.model.parameters())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close_to_single(dtype):
     chosen = {}

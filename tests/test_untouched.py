@@ -164,6 +164,9 @@ USES: dict[str, Callable[[Any, list], object]] = {
     "marglik": lambda la, batches: la.optimize_prior_precision(
         method="marglik", prior_structure="layerwise", n_steps=3
     ),
+    "linearized marglik": lambda la, batches: la.optimize_prior_precision(
+        method="linearized_marglik", train_loader=batches, n_steps=3, tolerance=0
+    ),
     "gridsearch": lambda la, batches: la.optimize_prior_precision(
         method="gridsearch",
         pred_type="glm",
