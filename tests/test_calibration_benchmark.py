@@ -6,12 +6,14 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import tokenizers
 import torch
 import transformers
 
+import benchmarks.calibration.fine_tuned as fine_tuned_module
 from benchmarks.__main__ import build_parser
 from benchmarks.calibration.docstring_tasks import (
     LETTERS,
@@ -30,6 +32,7 @@ from benchmarks.calibration.paper_tasks import PAPER_SHIFTS, PAPER_TASKS
 from benchmarks.calibration.posteriors import LINKS, STRUCTURES, Beliefs, Posterior, posteriors
 from benchmarks.calibration.preparation import prepare
 from benchmarks.calibration.report import spread, summarize
+from benchmarks.calibration.trial import Trial
 from benchmarks.metrics import selective_accuracy
 from benchmarks.temperature import fit_temperature
 from tests.test_paper_tasks import MMLU_ROW, TASKS, write_rows, write_task
@@ -73,6 +76,9 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path):
     assert with_validation == {"MAP", "Temperature scaling", *laplace}
     by_evidence = [row for row in rows if row["chosen_by"].startswith("evidence")]
     assert len(by_evidence) == len(laplace) * len(LINKS) * len(STRUCTURES)
+    linearized = [row for row in rows if row["chosen_by"].startswith("linearized evidence")]
+    two_means = ["lowrank_kron", "lowrank_kron, prior mean at start"]
+    assert [row["method"] for row in linearized[:: len(LINKS) * len(STRUCTURES)]] == two_means
     for name in laplace:  # validation data prefer one link of each
         assert sum(row["is_choice"] for row in rows if row["method"] == name) == 1
     for row in (*rows, *figures["along_training"]):
@@ -123,19 +129,22 @@ def tiny_models(tmp_path_factory):
     return folders
 
 
-def parse(*options):
+def parse(folder, *options):
+    options = ("--data", folder, "--cache", folder / "cache", "--quiet", *options)
     return build_parser().parse_args(["calibration", *map(str, options)])
+
+
+def prepared(task, tmp_path, tiny_models, *options):
+    """A tiny model, with two steps of training, and made-up rows of a task of the paper."""
+    write_task(task, tmp_path)
+    folder = tiny_models[PAPER_TASKS[task].is_prompt]
+    model = ("--task", task, "--model", folder, "--steps", 2, "--batch-size", 2)
+    return prepare(parse(tmp_path, *model, *options), 0, "cpu")
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_of_the_paper_runs_on_a_tiny_model(name, tmp_path, tiny_models):
-    write_task(name, tmp_path)
-    folder = tiny_models[PAPER_TASKS[name].is_prompt]
-    options = parse(
-        *("--task", name, "--data", tmp_path, "--model", folder, "--steps", 2, "--batch-size", 2),
-        "--quiet",
-    )
-    pretrained = prepare(options, 0, "cpu")
+    pretrained = prepared(name, tmp_path, tiny_models)
     paper = PAPER_TASKS[name].hyperparameters
     settings = pretrained.hyperparameters
     assert (settings.rank, settings.learning_rate) == (paper.rank, paper.learning_rate)
@@ -152,11 +161,10 @@ def test_every_task_of_the_paper_runs_on_a_tiny_model(name, tmp_path, tiny_model
 
 
 def test_shifted_texts_of_the_paper_are_measured(tmp_path, tiny_models):
-    write_task("obqa", tmp_path)
     for source in PAPER_SHIFTS["law"].sources:
         write_rows(source, tmp_path, [MMLU_ROW] * 2)
-    options = ("--task", "obqa", "--data", tmp_path, "--model", tiny_models[True], "--quiet")
-    pretrained = prepare(parse(*options, "--shifted", "law", "--shifted-examples", 5), 0, "cpu")
+    options = ("--shifted", "law", "--shifted-examples", 5)
+    pretrained = prepared("obqa", tmp_path, tiny_models, *options)
     assert len(pretrained.task.shifted["law"]) == 5
 
 
@@ -228,9 +236,7 @@ def test_lists_ask_for_each_name_by_its_letter():
 
 
 def test_moments_of_the_hosts_structures_are_those_of_predictions(tiny_models, tmp_path):
-    write_task("mrpc", tmp_path)
-    options = ("--task", "mrpc", "--data", tmp_path, "--model", tiny_models[False], "--quiet")
-    pretrained = prepare(parse(*options, "--steps", 2, "--batch-size", 2), 0, "cpu")
+    pretrained = prepared("mrpc", tmp_path, tiny_models)
     train = pretrained.records(pretrained.task.train)
     fine_tuned = fine_tune(pretrained, train, seed=0)
     loader = pretrained.loader(train, 2)
@@ -249,9 +255,7 @@ def test_moments_of_the_hosts_structures_are_those_of_predictions(tiny_models, t
 
 
 def test_ensembles_average_probabilities(tiny_models, tmp_path):
-    write_task("mrpc", tmp_path)
-    options = ("--task", "mrpc", "--data", tmp_path, "--model", tiny_models[False], "--quiet")
-    pretrained = prepare(parse(*options, "--steps", 4, "--checkpoints", 4), 0, "cpu")
+    pretrained = prepared("mrpc", tmp_path, tiny_models, "--steps", 4, "--checkpoints", 4)
     train = pretrained.records(pretrained.task.train)
     members = []
     for seed in range(2):
@@ -272,6 +276,54 @@ def test_ensembles_average_probabilities(tiny_models, tmp_path):
     dropout = first.monte_carlo_dropout().probabilities["test"]
     assert not torch.allclose(dropout, at_steps[-1], atol=1e-6)
     assert not first.fine_tuned.model.training
+
+
+def test_a_training_is_read_from_the_cache(tiny_models, tmp_path, monkeypatch):
+    pretrained = prepared("mrpc", tmp_path, tiny_models)
+    train = pretrained.records(pretrained.task.train)
+    loader = pretrained.loader(train, 2)
+    trained = fine_tune(pretrained, train, seed=0).logits(loader)
+    trainings = []
+    original = fine_tuned_module.train
+
+    def counted(*args, **kwargs):
+        trainings.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(fine_tuned_module, "train", counted)
+    again = fine_tune(pretrained, train, seed=0)
+    assert torch.equal(again.logits(loader), trained)
+    assert list(again.checkpoints) == [1, 2]
+    assert not trainings
+    settings = replace(pretrained.hyperparameters, learning_rate=1e-3)
+    other = replace(pretrained, hyperparameters=settings)
+    for anew in ((pretrained, train, 1), (pretrained, train[1:], 0), (other, train, 0)):
+        before = len(trainings)
+        fine_tune(*anew)
+        assert len(trainings) == before + 1
+
+
+def test_a_prior_mean_at_the_start_is_that_of_the_weights_before_training(tiny_models, tmp_path):
+    pretrained = prepared("mrpc", tmp_path, tiny_models)
+    train = pretrained.records(pretrained.task.train)
+    fine_tuned = fine_tune(pretrained, train, seed=0)
+    la = Posterior("start", mean_at_start=True).fit(pretrained, fine_tuned, train)
+    moved = (la.mean - la.prior_mean).split([block.weight.numel() for block in la.blocks])
+    for block, distance, start in zip(
+        la.blocks, moved, la.prior_mean.split([len(part) for part in moved]), strict=True
+    ):
+        assert 0 < distance.abs().max() < 1e-3  # two steps of 5e-5
+        assert bool(start.any()) == ("lora_A" in block.name)
+
+
+def test_methods_can_be_chosen(tiny_models, tmp_path):
+    pretrained = prepared("mrpc", tmp_path, tiny_models)
+    for chosen in (["Stock diag"], ["MC dropout", "Temperature scaling"]):
+        rows = Trial(pretrained, 10, 0, chosen).measure()
+        assert {row["method"] for row in rows} == {"MAP", *chosen}
+    unknown = run("--task", "names", "--methods", "Stock dig")
+    assert unknown.returncode == 1
+    assert unknown.stderr.startswith("No method is called 'Stock dig'; known are: MAP, ")
 
 
 def test_a_temperature_is_recovered():

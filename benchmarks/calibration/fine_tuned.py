@@ -119,11 +119,14 @@ class FineTuned:
         The same, from a batch to logits of the classes.
     checkpoints : dict
         Trained weights by the number of steps, the last ones among them.
+    initial : dict
+        What was trained, as it was before.
     """
 
     model: PeftModel
     logits_model: LogitsModel
     checkpoints: dict[int, Weights]
+    initial: Weights
 
     def restore(self, step: int) -> None:
         """Set the model back to a checkpoint."""
@@ -169,6 +172,7 @@ def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> FineTuned:
     )
     logits_model = LogitsModel(model, pretrained.class_token_ids)
     loader = pretrained.loader(records, settings.batch_size, torch.Generator().manual_seed(seed))
+    initial = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     digest = training_digest(model, settings, records, seed)
     checkpoints = cached(
         pretrained.cache / f"fine-tuned-{digest}.pt",
@@ -184,7 +188,7 @@ def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> FineTuned:
         ),
         pretrained.device,
     )
-    fine_tuned = FineTuned(model.eval(), logits_model, checkpoints)
+    fine_tuned = FineTuned(model.eval(), logits_model, checkpoints, initial)
     fine_tuned.restore(settings.steps)
     transformers.set_seed(seed)  # what follows does not depend on where the weights come from
     return fine_tuned

@@ -186,11 +186,10 @@ def train_language_model(
     def loss_of(batch: Any) -> torch.Tensor:
         logits = model(**batch).logits[:, :-1].flatten(0, 1)
         tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
-        following = tokens[:, 1:]
-        follows_answer = batch["input_ids"][:, :-1] == answer
-        answers = following.masked_fill(~follows_answer, IGNORED)
+        losses = cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none")
+        follows_answer = (batch["input_ids"][:, :-1] == answer).flatten()
         # An answer is one token of many and would hardly count among them.
-        return cross_entropy(logits, following.flatten()) + cross_entropy(logits, answers.flatten())
+        return losses.sum() / batch["attention_mask"][:, 1:].sum() + losses[follows_answer].mean()
 
     count = settings.steps * settings.batch_size
     texts = random_texts(pools, count, random.Random(0))

@@ -51,12 +51,15 @@ class Posterior:
     evidences : tuple of str
         The evidences that choose its prior precision, in the words of
         `optimize_prior_precision`.
+    mean_at_start : bool
+        Whether the prior's mean is the LoRA weights before training, and not 0.
     """
 
     name: str
     hessian_structure: str = "lowrank_kron"
     options: dict[str, Any] = field(default_factory=dict)
     evidences: tuple[str, ...] = ("marglik",)
+    mean_at_start: bool = False
 
     def fit(self, pretrained: Pretrained, fine_tuned: FineTuned, records: Records) -> Any:
         """Fit it on the batches that the model was trained on.
@@ -83,6 +86,10 @@ class Posterior:
             class_token_ids=pretrained.class_token_ids,
             **self.options,
         )
+        if self.mean_at_start:
+            names = {id(p): name for name, p in fine_tuned.model.named_parameters()}
+            start = (fine_tuned.initial[names[id(block.weight)]] for block in la.blocks)
+            la.prior_mean = torch.cat([weight.flatten() for weight in start])
         loader = pretrained.loader(records, pretrained.hyperparameters.batch_size)
         la.fit(loader, progress_bar=pretrained.show_progress)
         return la
@@ -118,6 +125,9 @@ def posteriors(number_of_layers: int, is_prompt: bool) -> list[Posterior]:
             "lowrank_kron (paper)", options={"backend_kwargs": laplace_lora_ext.PAPER_SETTINGS}
         ),
         Posterior("lowrank_kron", evidences=tuple(EVIDENCES)),
+        Posterior(
+            "lowrank_kron, prior mean at start", evidences=tuple(EVIDENCES), mean_at_start=True
+        ),
     ]
 
 
