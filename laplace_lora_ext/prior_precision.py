@@ -198,12 +198,12 @@ def maximize_linearized_evidence(
             warnings.warn(
                 f"The linearized evidence has not converged in {n_steps} steps: the last one "
                 f"changed it by {change:.3g} nats. Raise n_steps.",
-                stacklevel=4,
+                stacklevel=3,
             )
     if error > _WORST_MODE:
         warnings.warn(
             f"The linearized model's mode is inexact: its evidence may lack {error:.3g} nats.",
-            stacklevel=4,
+            stacklevel=3,
         )
     return recorder.history()
 

@@ -119,6 +119,10 @@ def test_the_chosen_prior_precision_is_a_maximum_of_the_dense_evidence(structure
             other[block] *= factor
             assert dense.evidence(other) < best + 1e-3
     assert history.objective[-1] == pytest.approx(best.item(), abs=1e-2)
+    # A block that the evidence has no use for ends with a prior precision that holds it at MAP.
+    for pred_type, link in (("glm", "probit"), ("nn", "mc")):
+        output = la(ragged_batches()[0], pred_type=pred_type, link_approx=link, n_samples=2)
+        assert torch.isfinite(output).all()
 
 
 def test_regression_has_the_evidence_of_a_gaussian():
@@ -259,10 +263,13 @@ def test_arguments_that_play_no_part_are_named():
 
 def test_a_search_that_is_cut_short_says_so():
     la = fitted()
-    with pytest.warns(UserWarning, match="has not converged in 2 steps"):
-        la.optimize_prior_precision(
-            method=METHOD, train_loader=ragged_batches(), n_steps=2, init_prior_prec=1e-3
-        )
+    options = {"n_steps": 2, "init_prior_prec": 1e-3}
+    with pytest.warns(UserWarning, match="has not converged in 2 steps") as linearized_warning:
+        la.optimize_prior_precision(method=METHOD, train_loader=ragged_batches(), **options)
+    with pytest.warns(UserWarning, match="has not converged in 2 steps") as warning:
+        la.optimize_prior_precision(method="marglik", **options)
+    for one in (*linearized_warning, *warning):
+        assert one.filename == __file__
 
 
 def test_a_mode_that_is_inexact_is_reported(monkeypatch):

@@ -28,7 +28,7 @@ DRAWN = (
     (SPLIT, "Temperature scaling", "validation", ""),
     (WHOLE, "lowrank_kron (paper)", "evidence, scalar", "mc"),
     (WHOLE, "lowrank_kron", "evidence, scalar", "mc"),
-    (WHOLE, "lowrank_kron", "evidence, layerwise", "probit"),
+    (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "probit"),
 )
 
 
