@@ -9,14 +9,16 @@ from contextlib import contextmanager
 import torch
 
 _ENOUGH_ROWS = 100
-_TOLERATED = 0.05
+# On the tasks of `python -m benchmarks calibration`, up to 8 % have cost half a point of accuracy
+# on average, and 8 to 15 % one to three points.
+_TOLERATED = 0.08
 
 
 class MapAgreement:
     """Counts predictions whose most probable class is not that of the logits' mean.
 
     A broad posterior over many classes does that: the mean of the softmax is then no longer
-    largest where the mean of the logits is. Warns once, when it has happened to more than 5 % of
+    largest where the mean of the logits is. Warns once, when it has happened to more than 8 % of
     at least 100 predictions.
     """
 

@@ -96,7 +96,7 @@ class LoRAPredictive(ParametricLaplace):
         Warns
         -----
         UserWarning
-            With "glm", if more than 5 % of the predictions so far, of 100 or more, have another
+            With "glm", if more than 8 % of the predictions so far, of 100 or more, have another
             most probable class than the model itself.
         """
         regression = self.likelihood == "regression" or (
