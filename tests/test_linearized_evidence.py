@@ -204,6 +204,20 @@ def test_inner_products_of_a_sketch_are_those_of_the_jacobians_on_average():
     torch.testing.assert_close(products.var(0)[0].diagonal(), variance, rtol=0.15, atol=0.0)
 
 
+def test_the_large_side_is_sketched_and_the_small_one_kept():
+    la = fitted()
+    rank, columns = 2, 3
+    model = linearized(la, ragged_batches(), n_features=rank * columns * len(la.blocks))
+    sketched = model._features.split(rank * columns, dim=-1)
+    whole = linearized(la, ragged_batches())._features.split(la._sizes, dim=-1)
+    assert len(sketched) == len(whole)
+    for features, jacobians in zip(sketched, whole, strict=True):
+        jacobians = jacobians.unflatten(-1, (rank, -1)).flatten(0, 2)
+        features = features.unflatten(-1, (rank, columns)).flatten(0, 2)
+        matrix = torch.linalg.lstsq(jacobians, features).solution
+        torch.testing.assert_close(jacobians @ matrix, features)
+
+
 def test_a_block_that_the_logits_do_not_depend_on_keeps_its_prior_precision():
     la = fitted()
     for block in la.blocks:
@@ -237,6 +251,11 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         with pytest.raises(ValueError, match=message):
             la.optimize_prior_precision(method=METHOD, **options)
         assert la.prior_precision.tolist() == [3.0]
+    model = linearized(la, ragged_batches())
+    la.n_data += 1
+    with pytest.raises(ValueError, match=r"fitted on 9 examples.*these are 8"):
+        la.optimize_prior_precision(method=METHOD, train_loader=model)
+    la.n_data -= 1
     with pytest.raises(ValueError, match="n_features"):
         la.linearize(ragged_batches(), n_features=0)
     bad = ragged_batches()
