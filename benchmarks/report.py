@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import platform
+import textwrap
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,6 +46,7 @@ PACKAGES = (
     "matplotlib",
 )
 
+TITLE_WIDTH = 36  # letters
 PANELS_PER_ROW = 4
 
 
@@ -126,7 +128,8 @@ def draw_reliability(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 )
         panel.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="calibrated")
         panel.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
-        panel.set_title(f"{row['name']}\nECE {row['ece']:.3f}", fontsize=10)
+        title = textwrap.fill(row["name"], TITLE_WIDTH)
+        panel.set_title(f"{title}\nECE {row['ece']:.3f}", fontsize=10)
     for panel in panels[len(rows) :]:
         panel.set_axis_off()
     # Bars repeat their label; the legend needs each one once.

@@ -28,6 +28,7 @@ DRAWN = (
     (SPLIT, "Temperature scaling", "validation", ""),
     (WHOLE, "lowrank_kron (paper)", "evidence, scalar", "mc"),
     (WHOLE, "lowrank_kron", "evidence, scalar", "mc"),
+    (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "mc"),
     (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "probit"),
 )
 
