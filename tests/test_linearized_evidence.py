@@ -142,6 +142,9 @@ def test_regression_has_the_evidence_of_a_gaussian():
     expected = gaussian.log_prob(targets.flatten().to(J)).item()
     assert expected - error - 1e-6 <= evidence <= expected + 1e-6
     assert evidence == pytest.approx(expected, abs=1e-3)
+    start = {"init_prior_prec": precision, "n_steps": 1, "tolerance": 0}
+    history = la.optimize_prior_precision(method=METHOD, train_loader=model, **start)
+    assert history.objective.item() == pytest.approx(expected, abs=1e-3)
 
 
 def test_prior_mean_and_temperature_take_part():
