@@ -18,15 +18,17 @@ from laplace_lora_ext.linearized_model import EvidenceAtMode, LinearizedModel
 from laplace_lora_ext.map_agreement import MapAgreement
 from laplace_lora_ext.predictive_statistics import PredictiveStatistics
 from laplace_lora_ext.prior_precision import (
-    NegativeLogLikelihood,
     TuningHistory,
-    gaussian_loss,
     maximize_evidence,
     maximize_linearized_evidence,
     minimize_validation_loss,
+    search_grid,
+)
+from laplace_lora_ext.validation_losses import (
+    NegativeLogLikelihood,
+    gaussian_loss,
     probit_categorical_loss,
     sampled_categorical_loss,
-    search_grid,
 )
 
 _BY_EVIDENCE = ("marglik", "linearized_marglik")

@@ -316,6 +316,7 @@ def test_half_precision_is_close_to_single(dtype):
         la.fit(ragged_batches())
         la.optimize_prior_precision(method=METHOD, train_loader=ragged_batches())
         chosen[precision] = la.prior_precision.item()
+    # Measured: 13 % with bfloat16, whose logits themselves have two to three digits.
     assert chosen[dtype] == pytest.approx(chosen[torch.float32], rel=0.15)
 
 

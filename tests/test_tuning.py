@@ -10,7 +10,7 @@ import torchmetrics
 from laplace.utils.metrics import RunningNLLMetric
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_lora_ext.prior_precision import (
+from laplace_lora_ext.validation_losses import (
     gaussian_loss,
     probit_categorical_loss,
     sampled_categorical_loss,
