@@ -16,7 +16,6 @@ import transformers
 import benchmarks.calibration.fine_tuned as fine_tuned_module
 from benchmarks.__main__ import build_parser
 from benchmarks.calibration.docstring_tasks import (
-    LETTERS,
     Named,
     Sizes,
     asked_for_choice,
@@ -26,8 +25,14 @@ from benchmarks.calibration.docstring_tasks import (
     spoken,
 )
 from benchmarks.calibration.fine_tuned import fine_tune
-from benchmarks.calibration.language_model import random_texts
+from benchmarks.calibration.language_model import (
+    next_tokens,
+    random_examples,
+    train_tokenizer,
+    verdicts_and_answers,
+)
 from benchmarks.calibration.methods import Evaluation, deep_ensemble
+from benchmarks.calibration.paper_prompts import LETTERS, four_choices
 from benchmarks.calibration.paper_tasks import PAPER_SHIFTS, PAPER_TASKS
 from benchmarks.calibration.posteriors import LINKS, STRUCTURES, Beliefs, Posterior, posteriors
 from benchmarks.calibration.preparation import prepare
@@ -220,19 +225,40 @@ def test_the_language_models_texts_leave_the_tasks_functions_out():
     assert len(summaries) == 20
 
 
-def test_lists_ask_for_each_name_by_its_letter():
-    twice, text, question, of_name = random_texts([pool()], 4, random.Random(0))
-    assert twice[: len(twice) // 2] == twice[len(twice) // 2 + 1 :]
-    assert question.split("describe? ")[1].startswith("summary ")
-    assert of_name.split("describe? ")[1].startswith("name ")
-    for prompt in (question, of_name):
-        offered = dict(re.findall(r"([A-D])\. (name \d+)\.", prompt))
-        number = re.search(r"describe\? \w+ (\d+)", prompt).group(1)
-        assert offered[prompt[-1]] == f"name {number}"
-    names = dict(re.findall(r"([A-D])\. (name \d+)\.", text))
-    asked = re.findall(r"(name \d+) Answer: ([A-D])", text)
-    assert sorted(letter for _, letter in asked) == list(LETTERS)
-    assert all(names[letter] == name for name, letter in asked)
+def test_the_language_model_reads_repeated_summaries_and_questions_by_turns():
+    twice, of_name, of_summary = (
+        random_examples(step, [pool()], 5, random.Random(0)) for step in range(3)
+    )
+    for text, label in twice:
+        assert text[: len(text) // 2] == text[len(text) // 2 + 1 :]
+        assert label is None
+    for kind, examples in (("name", of_name), ("summary", of_summary)):
+        for text, label in examples:
+            number = re.search(rf"describe\? {kind} (\d+)", text).group(1)
+            offered = dict(re.findall(r"([A-D])\. (name \d+)\.", text))
+            assert offered[LETTERS[label]] == f"name {number}"
+
+
+def test_a_language_model_learns_verdicts_and_answers_at_their_places():
+    tokenizer = train_tokenizer([pool()], 300)
+    prompts = [four_choices("which?", ["one", "two words", "three", "four"], n) for n in (2, 0)]
+    encoded = tokenizer([text for text, _ in prompts], padding=True, return_tensors="pt")
+    verdicts, answers = verdicts_and_answers(encoded["input_ids"], [2, 0], tokenizer)
+    expected = ["<wrong>", "<wrong>", "<right>", "<wrong>"]
+    expected += ["<right>", "<wrong>", "<wrong>", "<wrong>"]
+    assert tokenizer.convert_ids_to_tokens(verdicts.tokens) == expected
+    assert tokenizer.convert_ids_to_tokens(answers.tokens) == ["C", "A"]
+    following = encoded["input_ids"].roll(-1, dims=1)[verdicts.where]
+    assert tokenizer.convert_ids_to_tokens(following) == ["B", "C", "D", "Answer:"] * 2
+    at = encoded["input_ids"][answers.where]
+    assert tokenizer.convert_ids_to_tokens(at) == ["Answer:"] * 2
+
+
+def test_a_repeated_summary_is_predicted_token_by_token():
+    ids, mask = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    where, tokens = next_tokens(ids, mask)
+    assert where.tolist() == [[True, True, False], [True, False, False]]
+    assert tokens.tolist() == [6, 7, 9]
 
 
 def test_moments_of_the_hosts_structures_are_those_of_predictions(tiny_models, tmp_path):

@@ -1,23 +1,25 @@
 """A small Llama-shaped language model, trained from scratch on the installed sources' docstrings.
 
 No pretrained causal language model comes as a package, so the benchmark makes its own. Its texts
-teach it to find again what it has read: summaries that are said twice, and lists of names with
-questions, which one is this, and which does this summary describe? The functions and classes of the
-benchmark's own task are kept out of them.
+teach it to find again what it has read: summaries that are said twice, and questions which of four
+names is asked for, by the name itself or by its summary. Behind each of the four it has to say
+whether this is the one; from letters behind all four alone a model this small learns so little that
+after 8,000 steps it found a repeated name in 47 % of the lists, and with that after 1,000 in 77 %.
+The functions and classes of the benchmark's own task are kept out of the texts.
 """
 
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 import torch
 import transformers
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import DataLoader
 
 from benchmarks.calibration.docstring_tasks import (
@@ -28,14 +30,15 @@ from benchmarks.calibration.docstring_tasks import (
     is_held_out,
     read_named,
 )
-from benchmarks.calibration.paper_prompts import LETTERS, SELECT, listed
+from benchmarks.calibration.paper_prompts import LETTERS, SELECT
+from benchmarks.calibration.text_task import Example
 from benchmarks.docstrings import LIBRARIES
 from benchmarks.training import train
 
 ANSWER = "Answer:"
 PADDING, UNKNOWN = "<pad>", "<unk>"
+VERDICTS = "<wrong>", "<right>"
 MAXIMUM_LENGTH = 128
-IGNORED = -100  # label of a position without a loss
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class LanguageModelSettings:
     hidden_size: int = 64
     layers: int = 3
     heads: int = 4
-    steps: int = 12_000
-    batch_size: int = 32
+    steps: int = 2000
+    batch_size: int = 64
     learning_rate: float = 4e-3
     files_per_library: int | None = None
 
@@ -115,7 +118,8 @@ def train_tokenizer(pools: Sequence[Sequence[Named]], vocabulary: int) -> Any:
     tokenizer.normalizer = tokenizers.normalizers.Lowercase()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     parts = [SELECT, QUESTION, "Choices:", ANSWER, *LETTERS]
-    tokenizer.add_special_tokens([PADDING, UNKNOWN])
+    special = [PADDING, UNKNOWN, *VERDICTS]
+    tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(
         [
             tokenizers.AddedToken(part, single_word=part in LETTERS, normalized=False)
@@ -124,7 +128,7 @@ def train_tokenizer(pools: Sequence[Sequence[Named]], vocabulary: int) -> Any:
     )
     texts = (text for pool in pools for one in pool for text in (one.name, one.summary))
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[PADDING, UNKNOWN], show_progress=False
+        vocab_size=vocabulary, special_tokens=special, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return transformers.PreTrainedTokenizerFast(
@@ -171,31 +175,37 @@ def train_language_model(
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    answer = tokenizer.convert_tokens_to_ids(ANSWER)
+    tokenizer.truncation_side = "left"  # a long question keeps its list
 
-    def collate(texts: list[str]) -> Any:
-        return tokenizer(
-            texts,
+    def collate(examples: list[Example]) -> tuple[Any, list[Targets]]:
+        encoded = tokenizer(
+            [example.text for example in examples],
             padding=True,
             truncation=True,
             max_length=MAXIMUM_LENGTH,
             return_tensors="pt",
             return_token_type_ids=False,
         )
+        labels = [example.label for example in examples if example.label is not None]
+        if labels:
+            return encoded, verdicts_and_answers(encoded["input_ids"], labels, tokenizer)
+        return encoded, [next_tokens(encoded["input_ids"], encoded["attention_mask"])]
 
-    def loss_of(batch: Any) -> torch.Tensor:
-        logits = model(**batch).logits[:, :-1].flatten(0, 1)
-        tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
-        losses = cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none")
-        follows_answer = (batch["input_ids"][:, :-1] == answer).flatten()
-        # An answer is one token of many and would hardly count among them.
-        return losses.sum() / batch["attention_mask"][:, 1:].sum() + losses[follows_answer].mean()
+    def loss_of(batch: tuple[Any, list[Targets]]) -> torch.Tensor:
+        encoded, parts = batch
+        hidden = model.model(**encoded).last_hidden_state
+        # No part is drowned by another that has more tokens.
+        return torch.stack(
+            [cross_entropy(model.lm_head(hidden[part.where]), part.tokens) for part in parts]
+        ).sum()
 
-    count = settings.steps * settings.batch_size
-    texts = random_texts(pools, count, random.Random(0))
+    rng = random.Random(0)
+    batches = [
+        random_examples(step, pools, settings.batch_size, rng) for step in range(settings.steps)
+    ]
     train(
         model,
-        DataLoader(list(texts), batch_size=settings.batch_size, collate_fn=collate),  # pyright: ignore[reportArgumentType]
+        DataLoader(batches, batch_size=None, collate_fn=collate),  # pyright: ignore[reportArgumentType]
         loss_of,
         settings.steps,
         settings.learning_rate,
@@ -206,11 +216,69 @@ def train_language_model(
     return model
 
 
-def random_texts(pools: Sequence[Sequence[Named]], count: int, rng: random.Random) -> Iterator[str]:
-    """Write texts about the names and summaries of one library each.
+class Targets(NamedTuple):
+    """Positions of a batch, `(texts, length)` booleans, and the token to be predicted at each."""
+
+    where: torch.Tensor
+    tokens: torch.Tensor
+
+
+def next_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Targets:
+    """Expect at every position the token behind it, as a language model does.
 
     Parameters
     ----------
+    input_ids, attention_mask : torch.Tensor
+        Texts, padded on the right.
+
+    Returns
+    -------
+    targets : Targets
+        Every token but the first of each text.
+    """
+    where = torch.zeros_like(attention_mask, dtype=torch.bool)
+    where[:, :-1] = attention_mask[:, 1:].bool()
+    return Targets(where, input_ids[:, 1:][where[:, :-1]])
+
+
+def verdicts_and_answers(
+    input_ids: torch.Tensor, labels: Sequence[int], tokenizer: Any
+) -> list[Targets]:
+    """Expect behind each choice whether it is right, and behind the whole prompt its letter.
+
+    Parameters
+    ----------
+    input_ids : torch.Tensor
+        Prompts of `four_choices`.
+    labels : sequence of int
+        Place of each prompt's right choice.
+    tokenizer : transformers.PreTrainedTokenizerFast
+        The tokenizer.
+
+    Returns
+    -------
+    targets : list of Targets
+        Verdicts, then answers.
+    """
+    letters = torch.tensor(tokenizer.convert_tokens_to_ids(list(LETTERS)))
+    verdicts = torch.tensor(tokenizer.convert_tokens_to_ids(list(VERDICTS)))
+    answers = input_ids == tokenizer.convert_tokens_to_ids(ANSWER)
+    ends = torch.zeros_like(answers)
+    ends[:, :-1] = (torch.isin(input_ids, letters[1:]) | answers)[:, 1:]
+    right = one_hot(torch.tensor(labels), len(LETTERS)).flatten()
+    return [Targets(ends, verdicts[right]), Targets(answers, letters[torch.tensor(labels)])]
+
+
+def random_examples(
+    step: int, pools: Sequence[Sequence[Named]], count: int, rng: random.Random
+) -> list[Example]:
+    """Write texts of one kind, each about names and summaries of one library.
+
+    Parameters
+    ----------
+    step : int
+        Number of the batch, by which the kinds take turns: summaries that are said twice,
+        questions for a name itself, questions of the task.
     pools : sequence of sequences of Named
         Names and summaries of each library.
     count : int
@@ -218,26 +286,19 @@ def random_texts(pools: Sequence[Sequence[Named]], count: int, rng: random.Rando
     rng : random.Random
         Draws what they are about.
 
-    Yields
-    ------
-    text : str
-        By turns a summary that is said twice, a list of names with the question for each of them,
-        a question for a name, and a question of the task.
+    Returns
+    -------
+    examples : list of Example
+        Texts; repeated summaries are without a label.
     """
     pools = [pool for pool in pools if len({one.name for one in pool}) >= len(LETTERS)]
-    weights = [len(pool) for pool in pools]
-    for number in range(count):
-        (pool,) = rng.choices(pools, weights)
+    examples = []
+    for pool in rng.choices(pools, [len(pool) for pool in pools], k=count):
         one = rng.choice(pool)
-        if number % 4 == 0:
-            yield f"{one.summary.lower()} {one.summary.lower()}"
-        elif number % 4 == 1:
-            names = [other.name for other in rng.sample(pool, len(LETTERS))]
-            asked = rng.sample(range(len(LETTERS)), len(LETTERS))
-            questions = (f"{names[place]} {ANSWER} {LETTERS[place]}" for place in asked)
-            yield f"Choices: {listed(names)} {' '.join(questions)}"
+        if step % 3 == 0:
+            summary = one.summary.lower()
+            examples.append(Example(f"{summary} {summary}", None))
         else:
-            subject = one if number % 4 == 2 else one._replace(summary=one.name)
-            (example,) = asked_for_choice([subject], pool, rng)
-            assert example.label is not None
-            yield f"{example.text} {LETTERS[example.label]}"
+            subject = one._replace(summary=one.name) if step % 3 == 1 else one
+            examples.extend(asked_for_choice([subject], pool, rng))
+    return examples
