@@ -7,7 +7,9 @@ import torch
 
 from benchmarks.measuring import growth_exponent, repeated_seconds
 from laplace_lora_ext.curvature.statistics import KFAC_APPROX
+from laplace_lora_ext.curvature.streaming import StreamingUpdates
 from laplace_lora_ext.kronecker_block import KroneckerBlock
+from laplace_lora_ext.matrix import LowRankKron
 
 WIDTHS = (512, 1024, 2048, 4096, 8192)
 WIDEST_STOCK = 2048
@@ -63,18 +65,20 @@ def growth(
 
     def update(width: int, number: int = 1) -> Callable[[], None]:
         a, g = arrivals(width)
-        blocks = [empty(width) for _ in range(number)]
+        H = LowRankKron([empty(width) for _ in range(number)])
 
         def job() -> None:
-            for block in blocks:
-                KFAC_APPROX["gradient"].add_gradients(block, a, g, lambda: None)
+            updates = StreamingUpdates(H.nbytes)
+            for block in H.blocks:
+                KFAC_APPROX["gradient"].add_gradients(block, a, g, lambda: None, updates)
+            updates.finish()
 
         return job
 
     def decompose(width: int) -> Callable[[], None]:
         block = empty(width)
         a, g = arrivals(width)
-        KFAC_APPROX["gradient"].add_gradients(block, a, g, lambda: None)
+        KFAC_APPROX["gradient"].add_gradients(block, a, g, lambda: None, StreamingUpdates(0))
         return lambda: _discard(block.cut().decompose())
 
     def stock_update(width: int) -> Callable[[], None]:

@@ -6,13 +6,13 @@ Both are sums of outer products of rows that arrive batch by batch, and share on
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 _CHUNK = 256  # rows that one step of the streaming update takes: their Gram matrix is held
-_DIRECT = 64  # columns up to which an eigendecomposition of the Gram matrix is cheapest
 _OVERSAMPLING = 10  # directions that subspace iteration carries beyond those that it returns
 
 
@@ -143,7 +143,8 @@ class LowRankFactor:
         return len(self.columns)
 
     @property
-    def _width(self) -> int:
+    def width(self) -> int:
+        """Number of columns kept while rows arrive."""
         return min(2 * self.rank, self.size)
 
     def update(self, rows: torch.Tensor) -> torch.Tensor:
@@ -154,19 +155,28 @@ class LowRankFactor:
         ValueError
             If a row is not finite; the factor is then as it was.
         """
+        energy = self.add_energy(rows)
+        add_rows({self: [rows]})
+        return energy
+
+    def add_energy(self, rows: torch.Tensor) -> torch.Tensor:
+        """Add the trace of `rowsᵀ rows` alone, and return it; `add_rows` adds the rest.
+
+        Raises
+        ------
+        ValueError
+            As `update`.
+        """
         energy = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
         if not torch.isfinite(energy):
             raise ValueError("non-finite numbers")
         self.trace = self.trace + energy
-        # Rows without a gradient cost as much as others, and are many in a padded batch.
-        for chunk in rows[rows.any(dim=1)].split(_CHUNK):
-            self.columns = _leading(torch.cat([self.columns, chunk.mT], dim=1), self._width)
         return energy
 
     def __add__(self, other: LowRankFactor) -> LowRankFactor:
         columns = torch.cat([self.columns, other.columns], dim=1)
         return LowRankFactor(
-            _leading(columns, self._width), self.trace + other.trace, self.rank, self.tail
+            _leading(columns, self.width), self.trace + other.trace, self.rank, self.tail
         )
 
     def __mul__(self, scalar: float | torch.Tensor) -> LowRankFactor:
@@ -195,19 +205,49 @@ class LowRankFactor:
         return (vectors * values) @ vectors.mT + tail * complement
 
 
+Factor = DenseFactor | LowRankFactor
+
+
+def add_rows(waiting: Mapping[LowRankFactor, Sequence[torch.Tensor]]) -> None:
+    """Add `rowsᵀ rows` to large factors, but for its trace; factors of one shape go together.
+
+    Parameters
+    ----------
+    waiting : mapping of LowRankFactor to sequence of torch.Tensor
+        rows of shape `(n, d)` for each factor
+    """
+    alike: dict[tuple[Any, ...], list[tuple[LowRankFactor, torch.Tensor]]] = {}
+    for factor, parts in waiting.items():
+        rows = torch.cat(list(parts))
+        columns = factor.columns
+        kind = (columns.shape, rows.shape, factor.width, columns.device, columns.dtype)
+        alike.setdefault(kind, []).append((factor, rows))
+    for group in alike.values():
+        factors, parts = zip(*group, strict=True)
+        columns = torch.stack([factor.columns for factor in factors])
+        for chunk in torch.stack(parts).split(_CHUNK, dim=1):
+            columns = _leading(torch.cat([columns, chunk.mT], dim=-1), factors[0].width)
+        for factor, own in zip(factors, columns, strict=True):
+            factor.columns = own
+
+
 def _leading(columns: torch.Tensor, width: int) -> torch.Tensor:
-    """Rotate `(d, n)` columns onto their leading `width` left singular directions."""
-    n = columns.shape[1]
+    """Rotate `(..., d, n)` columns onto their leading `width` left singular directions.
+
+    The rotation comes from the columns' Gram matrix: from all of its eigenvectors where these are
+    few, else from a subspace that holds the leading ones.
+    """
+    n = columns.shape[-1]
     if n <= width:
         return columns
     gram = (columns.mT @ columns).double()
-    if n <= max(_DIRECT, width + _OVERSAMPLING):
+    if n <= width + _OVERSAMPLING:
         _, rotation = _eigh(gram)
     else:
         basis = _dominant_subspace(gram, width)
         _, rotation = _eigh(basis.mT @ gram @ basis)
         rotation = basis @ rotation
-    return columns @ rotation[:, rotation.shape[1] - width :].to(columns.dtype)
+    return columns @ rotation[..., rotation.shape[-1] - width :].to(columns.dtype)
 
 
 def _dominant_subspace(gram: torch.Tensor, width: int) -> torch.Tensor:
@@ -216,7 +256,7 @@ def _dominant_subspace(gram: torch.Tensor, width: int) -> torch.Tensor:
     Two steps of subspace iteration from a random start, which is always the same (Halko,
     Martinsson & Tropp, 2011). All is exact where the rank is no more than the columns' number.
     """
-    start = _start(width, gram.device)[: len(gram)]
+    start = _start(width, gram.device)[: gram.shape[-1]]
     return torch.linalg.qr(gram @ (gram @ start)).Q
 
 
@@ -235,4 +275,4 @@ def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # It does not converge for some matrices with many equal eigenvalues.
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         vectors, values, _ = torch.linalg.svd(matrix)
-        return values.flip(0), vectors.flip(1)
+        return values.flip(-1), vectors.flip(-1)

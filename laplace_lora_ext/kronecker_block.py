@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.factors import DenseFactor, Eigendecomposition, LowRankFactor
-
-Factor = DenseFactor | LowRankFactor
+from laplace_lora_ext.factors import DenseFactor, Eigendecomposition, Factor, LowRankFactor
 
 
 class KroneckerBlock:

@@ -105,6 +105,8 @@ class LoRALaplace(LoRATuning):
     @property
     def backend(self) -> CurvatureInterface:
         """Curvature of the blocks' weights, made at first use."""
+        if self._backend is not None:
+            return self._backend
         with self._prepared():
             return super().backend
 

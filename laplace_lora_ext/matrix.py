@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.kronecker_block import DecomposedBlock, Factor, KroneckerBlock
+from laplace_lora_ext.factors import Factor, LowRankFactor
+from laplace_lora_ext.kronecker_block import DecomposedBlock, KroneckerBlock
 from laplace_lora_ext.spectrum import Spectrum
 
 
@@ -42,6 +43,14 @@ class LowRankKron:
     def kfacs(self) -> list[tuple[Factor, Factor]]:
         """Output and input factor of each block, before division by its normalizer."""
         return [(block.output_factor, block.input_factor) for block in self.blocks]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the large factors take once they have all their columns."""
+        large = {
+            factor for pair in self.kfacs for factor in pair if isinstance(factor, LowRankFactor)
+        }
+        return sum(f.size * f.width * f.columns.element_size() for f in large)
 
     def __len__(self) -> int:
         return len(self.blocks)

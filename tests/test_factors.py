@@ -5,7 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laplace_lora_ext.factors import DenseFactor, LowRankFactor
+from laplace_lora_ext.curvature import streaming
+from laplace_lora_ext.curvature.statistics import Expand
+from laplace_lora_ext.curvature.streaming import StreamingUpdates
+from laplace_lora_ext.factors import DenseFactor, LowRankFactor, add_rows
+from laplace_lora_ext.kronecker_block import KroneckerBlock
 
 
 def low_rank(rows: torch.Tensor, rank: int, tail: bool = True, batch: int = 7) -> LowRankFactor:
@@ -100,16 +104,58 @@ def test_refuses_rows_that_are_not_finite_and_stays_as_it_was(kind):
     torch.testing.assert_close(factor.to_matrix(), before, rtol=0, atol=0)
 
 
-def test_rows_of_zeros_change_nothing():
-    rows = decaying_rows(40, 20)
+def test_positions_without_a_gradient_change_nothing():
+    gradients = decaying_rows(40, 20)
     padded = torch.zeros(400, 20, dtype=torch.float64)
-    padded[::10] = rows
-    torch.testing.assert_close(
-        low_rank(padded, rank=4, batch=400).to_matrix(),
-        low_rank(rows, rank=4, batch=40).to_matrix(),
-    )
-    zero = low_rank(torch.zeros(400, 20).double(), rank=4)
-    torch.testing.assert_close(zero.to_matrix(), torch.zeros(20, 20).double())
+    padded[::10] = gradients
+
+    def output_factor(rows: torch.Tensor) -> torch.Tensor:
+        sizes = (20, 3), False, 4, True, rows.device, rows.dtype
+        block, updates = KroneckerBlock.zeros(*sizes), StreamingUpdates(limit=0)
+        a = torch.ones(1, len(rows), 3, dtype=rows.dtype)
+        Expand.add_gradients(block, a, rows[None, None], lambda: None, updates)
+        return block.output_factor.to_matrix()
+
+    torch.testing.assert_close(output_factor(padded), output_factor(gradients))
+    zero = torch.zeros(400, 20, dtype=torch.float64)
+    torch.testing.assert_close(output_factor(zero), torch.zeros(20, 20).double())
+
+
+def test_factors_of_all_shapes_take_rows_together_as_they_do_alone():
+    sizes = [(30, 12), (30, 12), (30, 12), (17, 12), (30, 50), (500, 12), (0, 12)]
+    waiting, alone = {}, []
+    for number, (n, d) in enumerate(sizes):
+        parts = [(number + 1) * decaying_rows(max(n, 9), d)[:n] for _ in range(2)]
+        before = decaying_rows(9, d)[:5] if number % 2 else decaying_rows(9, d)[:0]
+        together, one = low_rank(before, rank=2), low_rank(before, rank=2)
+        waiting[together] = parts
+        one.update(torch.cat(parts))
+        alone.append(one)
+    add_rows(waiting)
+    for together, one in zip(waiting, alone, strict=True):
+        torch.testing.assert_close(
+            together.columns @ together.columns.T, one.columns @ one.columns.T
+        )
+    assert len({one.columns.shape for one in alone}) > 2
+
+
+def test_rows_wait_no_longer_than_the_limit_allows(monkeypatch):
+    groups = []
+    monkeypatch.setattr(streaming, "add_rows", lambda waiting: groups.append(dict(waiting)))
+    updates = StreamingUpdates(limit=5 * 12 * 8)
+    large = [LowRankFactor.zeros(12, 2, torch.device("cpu"), torch.float64) for _ in range(3)]
+    dense = DenseFactor.zeros(12, torch.device("cpu"), torch.float64)
+    rows = decaying_rows(9, 12)[:2]
+    for factor in (large[0], dense, large[1], large[0], large[2]):
+        energy = updates.add(factor, rows)
+        torch.testing.assert_close(energy, rows.square().sum())
+    torch.testing.assert_close(dense.matrix, rows.T @ rows)  # at once
+    assert [list(group) for group in groups] == [large[:2]]  # at six rows
+    assert [len(parts) for parts in groups[0].values()] == [2, 1]
+    updates.finish()
+    assert [list(group) for group in groups] == [large[:2], large[2:]]
+    updates.finish()
+    assert not groups[2]
 
 
 def test_an_eigendecomposition_that_does_not_converge_is_done_otherwise(monkeypatch):

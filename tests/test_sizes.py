@@ -8,13 +8,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from laplace_lora_ext.curvature import passes
+from laplace_lora_ext.curvature.backend import LowRankKronGGN
+from laplace_lora_ext.curvature.passes import forward_pass
 from laplace_lora_ext.factors import LowRankFactor
 from laplace_lora_ext.kronecker_block import KroneckerBlock
 from laplace_lora_ext.lora_layers import find_blocks
 from laplace_lora_ext.matrix import LowRankKron
 from tests.tiny_models import N_CLASSES, laplace_keywords, lora_model, ragged_batches
 
-WIDTH = 44
+WIDTH = 52
 LARGE = {WIDTH, 2 * WIDTH, 3 * WIDTH}  # sizes of the large factors, and of nothing else
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "mv", "dot"}
 
@@ -90,9 +93,11 @@ def bare_loop(la, batch, seeds):
     return made
 
 
+@pytest.mark.parametrize("seeds_at_once", [1, N_CLASSES - 1])
 @pytest.mark.parametrize("kfac_approx", ["gradient", "expand"])
-def test_passes_products_and_the_largest_tensor(kfac_approx):
+def test_passes_products_and_the_largest_tensor(kfac_approx, seeds_at_once, monkeypatch):
     """A guard against slips: counts of passes and sizes, which are the same on any machine."""
+    monkeypatch.setattr(passes, "_ROWS", 1 if seeds_at_once == 1 else 1000)
     model = lora_model("bert", torch.float32, hidden_size=WIDTH)
     la = laplace.Laplace(
         model,
@@ -110,7 +115,7 @@ def test_passes_products_and_the_largest_tensor(kfac_approx):
     one_pass = bare_loop(la, batches[0], torch.eye(N_CLASSES)[:1])
     norms = one_pass.calls["native_layer_norm_backward"]
     n_backward = fitting.calls["native_layer_norm_backward"] / norms
-    assert n_backward == len(batches) * (N_CLASSES - 1)
+    assert n_backward == len(batches) * (N_CLASSES - 1) / seeds_at_once
 
     forwards.clear()
     with NewTensors(model.parameters()) as predicting:
@@ -124,17 +129,52 @@ def test_passes_products_and_the_largest_tensor(kfac_approx):
             assert sum(size in LARGE for size in shape) < 2, shape
     batch_loop = bare_loop(la, batches[0], torch.eye(N_CLASSES)[: N_CLASSES - 1])
     gradients = 4 * max(block.weight.numel() for block in la.blocks)  # of four examples, one seed
-    assert fitting.largest <= max(batch_loop.largest, gradients)
+    # Rows wait until they are as many numbers as the factors, and then stand beside these.
+    waiting = la.backend.zeros().nbytes // 4 + seeds_at_once * gradients
+    updated = waiting + la.backend.zeros().nbytes // 4
+    assert fitting.largest <= max(seeds_at_once * batch_loop.largest, updated)
     assert predicting.largest <= N_CLASSES * max(batch_loop.largest, gradients)
+
+
+@pytest.mark.parametrize(("texts", "at_once"), [(4, 3), (8, 2), (16, 1), (64, 1)])
+def test_passes_take_several_seeds_where_few_rows_go_through_the_layers(
+    texts, at_once, monkeypatch
+):
+    monkeypatch.setattr(passes, "_ROWS", 200)
+    model = lora_model("bert", torch.float32)
+    batch = {
+        "input_ids": torch.ones(texts, 12, dtype=torch.long),
+        "attention_mask": torch.ones(texts, 12, dtype=torch.long),
+    }
+    backend = LowRankKronGGN(model, "classification")
+    sizes = []
+    with forward_pass(backend.model, backend.blocks, batch) as recorded:
+        seeds = torch.ones(3, texts, N_CLASSES)
+        scales = torch.arange(3.0)[:, None].expand(3, texts)
+        scaled = []
+
+        def visit(index, a, g, valid):
+            if index == 0:
+                sizes.append(len(g))
+                scaled.append(g.flatten(1).sum(1))
+
+        recorded.backward(seeds, scales, visit)
+    assert sizes == {3: [3], 2: [2, 1], 1: [1, 1, 1]}[at_once]
+    sums = torch.cat(scaled)
+    torch.testing.assert_close(sums, sums[1] * torch.arange(3.0))
+    assert sums[1] != 0
 
 
 def test_an_input_that_projections_share_is_summed_once(monkeypatch):
     model = lora_model("bert", torch.float32)
     batches = ragged_batches()
+    monkeypatch.setattr(passes, "_ROWS", 1)
     counts = []
-    update = LowRankFactor.update
+    add_energy = LowRankFactor.add_energy
     monkeypatch.setattr(
-        LowRankFactor, "update", lambda self, rows: counts.append(len(rows)) or update(self, rows)
+        LowRankFactor,
+        "add_energy",
+        lambda self, rows: counts.append(len(rows)) or add_energy(self, rows),
     )
     la = laplace.Laplace(
         model, "classification", "lora", "lowrank_kron", backend_kwargs={"kfac_approx": "expand"}

@@ -18,6 +18,7 @@ from laplace_lora_ext.curvature.fisher import (
 )
 from laplace_lora_ext.curvature.passes import forward_pass, jacobians
 from laplace_lora_ext.curvature.statistics import KFAC_APPROX, Valid
+from laplace_lora_ext.curvature.streaming import StreamingUpdates
 from laplace_lora_ext.kronecker_block import KroneckerBlock
 from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import Block, find_blocks
@@ -134,41 +135,42 @@ class LowRankKronInterface(CurvatureInterface):
         with forward_pass(self.model, self.blocks, x) as recorded:
             logits = recorded.logits.detach()
             y = check_targets(y, logits, self.likelihood)
+            updates = StreamingUpdates(H.nbytes)
             if self.kfac_approx.uses_inputs:
-                recorded.visit_inputs(partial(self._add_inputs, H))
-            vectors, weights = self.seeds(logits, y)
-            for s, vector in enumerate(vectors):
-                recorded.backward(
-                    vector,
-                    partial(self._add_gradients, H, weights[s]),
-                    retain_graph=s < len(vectors) - 1,
-                )
+                recorded.visit_inputs(partial(self._add_inputs, H, updates))
+            recorded.backward(*self.seeds(logits, y), partial(self._add_gradients, H, updates))
+            with torch.autocast(logits.device.type, enabled=False):
+                updates.finish()
             return self.factor * self.lossfunc(logits, y)
 
     def _add_inputs(
-        self, H: LowRankKron, indices: list[int], a: torch.Tensor, valid: Valid
+        self,
+        H: LowRankKron,
+        updates: StreamingUpdates,
+        indices: list[int],
+        a: torch.Tensor,
+        valid: Valid,
     ) -> None:
         """Sum an input that several blocks share once, into a factor that they share."""
         first, *others = (H.blocks[index] for index in indices)
         sharing = [block for block in others if block.has_inputs_of(first)]
-        self.kfac_approx.add_inputs(first, a, valid)
+        self.kfac_approx.add_inputs(first, a, valid, updates)
         for block in others:
             if block in sharing:
                 block.input_factor, block.normalizer = first.input_factor, first.normalizer
             else:
-                self.kfac_approx.add_inputs(block, a, valid)
+                self.kfac_approx.add_inputs(block, a, valid, updates)
 
     def _add_gradients(
         self,
         H: LowRankKron,
-        weight: torch.Tensor,
+        updates: StreamingUpdates,
         index: int,
         a: torch.Tensor,
         g: torch.Tensor,
         valid: Valid,
     ) -> None:
-        g = g * weight.to(g)[:, None, None]
-        self.kfac_approx.add_gradients(H.blocks[index], a, g, valid)
+        self.kfac_approx.add_gradients(H.blocks[index], a, g, valid, updates)
 
     def kron(
         self, x: Any, y: torch.Tensor, N: int | None = None, **kwargs: Any

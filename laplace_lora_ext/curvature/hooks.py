@@ -56,58 +56,43 @@ class Tape:
         return [output for _, output in self._calls[index]]
 
     def backward(
-        self, logits: torch.Tensor, seed: torch.Tensor, visit: Visit, retain_graph: bool = False
-    ) -> None:
-        """One backward pass from `(B, C)` logits with a `(B, C)` seed.
-
-        `visit` is called once for each layer that the seed's gradient reaches, as soon as its
-        gradients are known, with gradients of shape `(1, *output.shape)`.
-        """
-        self._run(visit, lambda: self._grad(logits, seed, retain_graph=retain_graph))
-
-    def batched_backward(
         self,
         logits: torch.Tensor,
         seeds: torch.Tensor,
         visit: Visit,
-        create_graph: bool = False,
-    ) -> None:
-        """One backward pass for all `(S, B, C)` seeds at once.
-
-        As `backward`, with gradients of shape `(S, *output.shape)`: what needs the gradients of
-        all seeds together can be computed while those of a single layer are held.
-        """
-
-        def grad(seed: torch.Tensor) -> torch.Tensor:
-            self._grad(logits, seed, create_graph=create_graph)
-            return seed.new_zeros(())
-
-        with warnings.catch_warnings():
-            # Where an operation has no batching rule, vmap runs it once a seed: as good.
-            warnings.filterwarnings("ignore", "There is a performance drop")
-            self._run(visit, lambda: torch.func.vmap(grad)(seeds))
-
-    def _grad(
-        self,
-        logits: torch.Tensor,
-        seed: torch.Tensor,
         retain_graph: bool | None = None,
         create_graph: bool = False,
     ) -> None:
-        outputs = [output for calls in self._calls for _, output in calls]
-        torch.autograd.grad(
-            logits,
-            outputs,
-            seed,
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-            allow_unused=True,
-        )
+        """One backward pass from `(B, C)` logits with all `(S, B, C)` seeds at once.
 
-    def _run(self, visit: Visit, backward: Callable[[], object]) -> None:
+        `visit` is called once for each layer that the gradients reach, as soon as they are known,
+        with gradients of shape `(S, *output.shape)`: what needs those of all seeds together can
+        be computed while those of a single layer are held.
+        """
+
+        def grad(seed: torch.Tensor) -> torch.Tensor:
+            torch.autograd.grad(
+                logits,
+                [output for calls in self._calls for _, output in calls],
+                seed,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+            return seed.new_zeros(())
+
+        if len(seeds) == 1:
+            self._run(visit, _deliver, lambda: grad(seeds[0]))
+            return
+        with warnings.catch_warnings():
+            # Where an operation has no batching rule, vmap runs it once a seed: as good.
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            self._run(visit, _deliver_batched, lambda: torch.func.vmap(grad)(seeds))
+
+    def _run(self, visit: Visit, deliver: Callable, backward: Callable[[], object]) -> None:
         pending = [_Arrivals(index, calls, visit) for index, calls in enumerate(self._calls)]
         handles = [
-            output.register_hook(partial(_deliver, partial(arrivals.add, call)))
+            output.register_hook(partial(deliver, partial(arrivals.add, call)))
             for arrivals, calls in zip(pending, self._calls, strict=True)
             for call, (_, output) in enumerate(calls)
         ]
@@ -145,7 +130,7 @@ class _Arrivals:
 
 
 class _Unbatch(torch.autograd.Function):
-    """Hands a gradient with its leading seed dimension to a function, also under `vmap`."""
+    """Hands a gradient under `vmap` to a function, with its leading seed dimension."""
 
     @staticmethod
     def forward(gradient: torch.Tensor, receive: Callable) -> torch.Tensor:
@@ -175,4 +160,8 @@ def _record(
 
 
 def _deliver(receive: Callable[[torch.Tensor], None], gradient: torch.Tensor) -> None:
+    receive(gradient.unsqueeze(0))
+
+
+def _deliver_batched(receive: Callable[[torch.Tensor], None], gradient: torch.Tensor) -> None:
     _Unbatch.apply(gradient, receive)

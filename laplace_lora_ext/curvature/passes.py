@@ -16,6 +16,10 @@ from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import Block
 from laplace_lora_ext.positions import Positions
 
+# Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
+# is done once a pass and layer counts. Measured on two cores; see "What it costs" in the README.
+_ROWS = 512
+
 
 class ForwardPass:
     """A recorded forward pass; made by `forward_pass`.
@@ -54,37 +58,54 @@ class ForwardPass:
 
     def backward(
         self,
-        seed: torch.Tensor,
+        vectors: torch.Tensor,
+        weights: torch.Tensor,
         visit: Callable[[int, torch.Tensor, torch.Tensor, Valid], None],
-        retain_graph: bool,
     ) -> None:
-        """Back-propagate a `(B, C)` seed and call `visit(index, a, g, valid)` for each block.
+        """Back-propagate `(S, B, C)` seeds and call `visit(index, a, g, valid)` for each block.
 
-        `a` is `(B, T, n)` and `g` `(1, B, T, m)`, where T counts the positions of all calls of
-        the layer, and `valid()` `(B, T)` or None.
+        `a` is `(B, T, n)` and `g`, scaled by the `(S, B)` weights, `(s, B, T, m)`, where T counts
+        the positions of all calls of the layer, and `valid()` `(B, T)` or None. Each pass takes
+        `s` of the seeds: one, unless so few rows go through the layers that more make it faster.
         """
+        rows = max(
+            sum(a.shape[:-1].numel() for a in self._tape.inputs(index))
+            for index in range(len(self._blocks))
+        )
+        at_once = max(1, _ROWS // max(1, rows))
+        groups = list(zip(vectors.split(at_once), weights.split(at_once), strict=True))
+        for number, (seeds, scales) in enumerate(groups):
+            scaled = partial(self._visit_scaled, visit, scales)
+            retain_graph = number < len(groups) - 1
+            self._tape.backward(self.logits, seeds, self._joined(scaled), retain_graph)
 
-        def masked(index: int, a: torch.Tensor, g: torch.Tensor, n_calls: int) -> None:
-            def valid() -> torch.Tensor | None:
-                mask = self._positions.valid(a.shape[1] // n_calls)
-                return None if mask is None else mask.repeat(1, n_calls)
-
-            visit(index, a, g, valid)
-
-        self._tape.backward(self.logits, seed, self._joined(masked), retain_graph)
-
-    def batched_backward(
+    def _visit_scaled(
         self,
-        seeds: torch.Tensor,
-        visit: Callable[[int, torch.Tensor, torch.Tensor], None],
-        create_graph: bool,
+        visit: Callable[[int, torch.Tensor, torch.Tensor, Valid], None],
+        scales: torch.Tensor,
+        index: int,
+        a: torch.Tensor,
+        g: torch.Tensor,
+        n_calls: int,
     ) -> None:
-        """Back-propagate `(S, B, C)` seeds at once and call `visit(index, a, g)`.
+        def valid() -> torch.Tensor | None:
+            mask = self._positions.valid(a.shape[1] // n_calls)
+            return None if mask is None else mask.repeat(1, n_calls)
 
-        `a` is `(B, T, n)` and `g` `(S, B, T, m)`.
+        visit(index, a, g * scales.to(g)[..., None, None], valid)
+
+    def jacobians(
+        self, visit: Callable[[int, torch.Tensor, torch.Tensor], None], create_graph: bool
+    ) -> None:
+        """Back-propagate the identity, `(C, B, C)`, at once and call `visit(index, a, g)`.
+
+        `a` is `(B, T, n)` and `g` `(C, B, T, m)`.
         """
+        n_samples, n_outputs = self.logits.shape
+        seeds = torch.eye(n_outputs).to(self.logits)[:, None]
+        seeds = seeds.expand(n_outputs, n_samples, n_outputs)
         joined = self._joined(lambda index, a, g, n_calls: visit(index, a, g))
-        self._tape.batched_backward(self.logits, seeds, joined, create_graph)
+        self._tape.backward(self.logits, seeds, joined, create_graph=create_graph)
 
     def _joined(self, visit: Callable[[int, torch.Tensor, torch.Tensor, int], None]) -> Visit:
         """A visit that joins the calls of a layer along their positions."""
@@ -182,10 +203,8 @@ def visit_jacobians(
         visit(index, jacobian)
 
     with forward_pass(model, blocks, x) as recorded:
+        recorded.jacobians(take, create_graph=enable_backprop)
         n_samples, n_outputs = recorded.logits.shape
-        seeds = torch.eye(n_outputs).to(recorded.logits)[:, None]
-        seeds = seeds.expand(n_outputs, n_samples, n_outputs)
-        recorded.batched_backward(seeds, take, create_graph=enable_backprop)
         for index in unreached:
             weight, dtype = blocks[index].weight, blocks[index].statistics_dtype
             visit(index, weight.new_zeros(n_samples, n_outputs, *weight.shape, dtype=dtype))

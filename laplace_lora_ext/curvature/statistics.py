@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from laplace_lora_ext.curvature.streaming import StreamingUpdates
 from laplace_lora_ext.kronecker_block import KroneckerBlock
 
 Valid = Callable[[], torch.Tensor | None]
@@ -30,12 +31,18 @@ class KfacApprox(Protocol):
     uses_inputs: ClassVar[bool]
 
     @staticmethod
-    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: Valid) -> None:
+    def add_inputs(
+        block: KroneckerBlock, a: torch.Tensor, valid: Valid, updates: StreamingUpdates
+    ) -> None:
         """Called once a batch for each call of a layer, where inputs count by themselves."""
 
     @staticmethod
     def add_gradients(
-        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: Valid
+        block: KroneckerBlock,
+        a: torch.Tensor,
+        g: torch.Tensor,
+        valid: Valid,
+        updates: StreamingUpdates,
     ) -> None:
         """Called for the gradients of one or more seeds of a batch."""
 
@@ -49,19 +56,26 @@ class Expand:
     uses_inputs: ClassVar[bool] = True
 
     @staticmethod
-    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: Valid) -> None:
+    def add_inputs(
+        block: KroneckerBlock, a: torch.Tensor, valid: Valid, updates: StreamingUpdates
+    ) -> None:
         mask = valid()
         rows = a.flatten(0, 1) if mask is None else a[mask]
-        block.input_factor.update(rows)
+        updates.add(block.input_factor, rows)
         block.normalizer = block.normalizer + len(rows)
 
     @staticmethod
     def add_gradients(
-        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: Valid
+        block: KroneckerBlock,
+        a: torch.Tensor,
+        g: torch.Tensor,
+        valid: Valid,
+        updates: StreamingUpdates,
     ) -> None:
         mask = valid()
-        rows = g.flatten(1, 2) if mask is None else g[:, mask]
-        block.output_factor.update(rows.flatten(0, 1))
+        rows = (g.flatten(1, 2) if mask is None else g[:, mask]).flatten(0, 1)
+        # Behind the last attention only positions that the model pools have a gradient.
+        updates.add(block.output_factor, rows[rows.any(dim=1)])
 
 
 class Reduce:
@@ -73,23 +87,29 @@ class Reduce:
     uses_inputs: ClassVar[bool] = True
 
     @staticmethod
-    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: Valid) -> None:
+    def add_inputs(
+        block: KroneckerBlock, a: torch.Tensor, valid: Valid, updates: StreamingUpdates
+    ) -> None:
         mask = valid()
         if mask is None:
             means = a.mean(1)
         else:
             means = (a * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        block.input_factor.update(means)
+        updates.add(block.input_factor, means)
         block.normalizer = block.normalizer + len(means)
 
     @staticmethod
     def add_gradients(
-        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: Valid
+        block: KroneckerBlock,
+        a: torch.Tensor,
+        g: torch.Tensor,
+        valid: Valid,
+        updates: StreamingUpdates,
     ) -> None:
         mask = valid()
         if mask is not None:
             g = g * mask[..., None]
-        block.output_factor.update(g.sum(2).flatten(0, 1))
+        updates.add(block.output_factor, g.sum(2).flatten(0, 1))
 
 
 class Gradient:
@@ -103,16 +123,22 @@ class Gradient:
     uses_inputs: ClassVar[bool] = False
 
     @staticmethod
-    def add_inputs(block: KroneckerBlock, a: torch.Tensor, valid: Valid) -> None:
+    def add_inputs(
+        block: KroneckerBlock, a: torch.Tensor, valid: Valid, updates: StreamingUpdates
+    ) -> None:
         """Inputs count only together with their gradients."""
 
     @staticmethod
     def add_gradients(
-        block: KroneckerBlock, a: torch.Tensor, g: torch.Tensor, valid: Valid
+        block: KroneckerBlock,
+        a: torch.Tensor,
+        g: torch.Tensor,
+        valid: Valid,
+        updates: StreamingUpdates,
     ) -> None:
         gradients = torch.einsum("bti,sbto->sboi", a, g).flatten(0, 1)
-        block.output_factor.update(gradients.mT.flatten(0, 1))
-        energy = block.input_factor.update(gradients.flatten(0, 1))
+        updates.add(block.output_factor, gradients.mT.flatten(0, 1))
+        energy = updates.add(block.input_factor, gradients.flatten(0, 1))
         block.normalizer = block.normalizer + energy
 
 

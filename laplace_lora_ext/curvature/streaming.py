@@ -1,0 +1,47 @@
+"""Rows on their way into factors: large factors wait for each other."""
+
+from __future__ import annotations
+
+import torch
+
+from laplace_lora_ext.factors import DenseFactor, Factor, LowRankFactor, add_rows
+
+
+class StreamingUpdates:
+    """Adds rows to Kronecker factors, those of large factors many factors at a time.
+
+    The update of a large factor is a dozen operations on small matrices, whose number and not
+    whose size costs time. Rows wait until they take as much memory as the factors themselves do.
+
+    Parameters
+    ----------
+    limit : int
+        bytes of rows that may wait
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: dict[LowRankFactor, list[torch.Tensor]] = {}
+        self._bytes = 0
+
+    def add(self, factor: Factor, rows: torch.Tensor) -> torch.Tensor:
+        """Add `rowsᵀ rows` to a factor, now or by the next `finish`, and return its trace.
+
+        Raises
+        ------
+        ValueError
+            If a row is not finite.
+        """
+        if isinstance(factor, DenseFactor):
+            return factor.update(rows)
+        energy = factor.add_energy(rows)
+        self._waiting.setdefault(factor, []).append(rows)
+        self._bytes += rows.nbytes
+        if self._bytes >= self._limit:
+            self.finish()
+        return energy
+
+    def finish(self) -> None:
+        """Add all rows that wait."""
+        add_rows(self._waiting)
+        self._waiting, self._bytes = {}, 0
