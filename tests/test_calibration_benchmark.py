@@ -26,14 +26,13 @@ from benchmarks.calibration.docstring_tasks import (
 )
 from benchmarks.calibration.fine_tuned import fine_tune
 from benchmarks.calibration.language_model import (
-    answers_so_far,
-    kind_of,
     next_tokens,
     random_examples,
     train_tokenizer,
+    verdicts_and_answers,
 )
 from benchmarks.calibration.methods import Evaluation, deep_ensemble
-from benchmarks.calibration.paper_prompts import LETTERS, SELECT, listed
+from benchmarks.calibration.paper_prompts import LETTERS, four_choices
 from benchmarks.calibration.paper_tasks import PAPER_SHIFTS, PAPER_TASKS
 from benchmarks.calibration.posteriors import LINKS, STRUCTURES, Beliefs, Posterior, posteriors
 from benchmarks.calibration.preparation import prepare
@@ -226,36 +225,33 @@ def test_the_language_models_texts_leave_the_tasks_functions_out():
     assert len(summaries) == 20
 
 
-def test_the_language_models_texts_ask_for_names_and_repeat_summaries():
-    for text, label in random_examples("twice", [pool()], 5, random.Random(0)):
+def test_the_language_model_reads_repeated_summaries_and_questions_by_turns():
+    twice, of_name, of_summary = (
+        random_examples(step, [pool()], 5, random.Random(0)) for step in range(3)
+    )
+    for text, label in twice:
         assert text[: len(text) // 2] == text[len(text) // 2 + 1 :]
         assert label is None
-    for kind in ("name", "summary"):
-        for text, label in random_examples(kind, [pool()], 5, random.Random(0)):
-            assert label is not None
-            number = re.findall(rf"describe\? {kind} (\d+)", text)
+    for kind, examples in (("name", of_name), ("summary", of_summary)):
+        for text, label in examples:
+            number = re.search(rf"describe\? {kind} (\d+)", text).group(1)
             offered = dict(re.findall(r"([A-D])\. (name \d+)\.", text))
-            assert [offered[LETTERS[label]]] == [f"name {n}" for n in number]
+            assert offered[LETTERS[label]] == f"name {number}"
 
 
-def test_the_language_model_reads_names_before_summaries():
-    kinds = [kind_of(step, 100) for step in range(100)]
-    assert set(kinds[:40]) == {"name"}
-    assert [kinds[40:].count(kind) for kind in ("name", "summary", "twice")] == [20, 20, 20]
-
-
-def test_a_language_model_learns_the_answer_as_far_as_it_has_read():
+def test_a_language_model_learns_verdicts_and_answers_at_their_places():
     tokenizer = train_tokenizer([pool()], 300)
-    labels, choices = [2, 0], ["one", "two words", "three", "four"]
-    prompts = [f"{SELECT} which? Choices: {listed(choices)} Answer:"] * 2
-    input_ids = tokenizer(prompts, padding=True, return_tensors="pt")["input_ids"]
-    so_far, at_end = answers_so_far(input_ids, labels, tokenizer)
-    expected = ["<none>", "<none>", "C", "C", "A", "A", "A", "A"]
-    assert tokenizer.convert_ids_to_tokens(so_far.tokens) == expected
-    assert tokenizer.convert_ids_to_tokens(at_end.tokens) == ["C", "A"]
-    following = input_ids.roll(-1, dims=1)[so_far.where]
+    prompts = [four_choices("which?", ["one", "two words", "three", "four"], n) for n in (2, 0)]
+    encoded = tokenizer([text for text, _ in prompts], padding=True, return_tensors="pt")
+    verdicts, answers = verdicts_and_answers(encoded["input_ids"], [2, 0], tokenizer)
+    no, yes = (tokenizer(word)["input_ids"][0] for word in ("no", "yes"))
+    assert no != yes
+    assert verdicts.tokens.tolist() == [no, no, yes, no, yes, no, no, no]
+    assert tokenizer.convert_ids_to_tokens(answers.tokens) == ["C", "A"]
+    following = encoded["input_ids"].roll(-1, dims=1)[verdicts.where]
     assert tokenizer.convert_ids_to_tokens(following) == ["B", "C", "D", "Answer:"] * 2
-    assert tokenizer.convert_ids_to_tokens(input_ids[at_end.where]) == ["Answer:"] * 2
+    at = encoded["input_ids"][answers.where]
+    assert tokenizer.convert_ids_to_tokens(at) == ["Answer:"] * 2
 
 
 def test_a_repeated_summary_is_predicted_token_by_token():

@@ -165,6 +165,28 @@ def test_passes_take_several_seeds_where_few_rows_go_through_the_layers(
     assert sums[1] != 0
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_backward_pass_keeps_gradients_of_the_first_layers_alone(kind, monkeypatch):
+    """Those of every output together would be as large as the activations."""
+    model = lora_model(kind, torch.float32)
+    la = laplace.Laplace(model, "classification", "lora", "lowrank_kron", **laplace_keywords(kind))
+    kept = []
+    grad = torch.autograd.grad
+
+    def counting(*args, **kwargs):
+        gradients = grad(*args, **kwargs)
+        kept.append(sum(gradient is not None for gradient in gradients))
+        return gradients
+
+    monkeypatch.setattr(torch.autograd, "grad", counting)
+    batches = ragged_batches()
+    la.fit(batches)
+    la(batches[0], link_approx="probit")
+    per_layer = len(la.blocks) // model.config.num_hidden_layers
+    assert len(kept) == len(batches) + 1
+    assert all(0 < number < per_layer for number in kept)
+
+
 def test_an_input_that_projections_share_is_summed_once(monkeypatch):
     model = lora_model("bert", torch.float32)
     batches = ragged_batches()

@@ -69,11 +69,15 @@ class Tape:
         with gradients of shape `(S, *output.shape)`: what needs those of all seeds together can
         be computed while those of a single layer are held.
         """
+        # Asked for every output, autograd would hold all of their gradients to the end. Those of
+        # the leaves are few, and every other output lies on the way to one of them.
+        outputs = [output for calls in self._calls for _, output in calls]
+        leaves = [output for output in outputs if output.is_leaf]
 
         def grad(seed: torch.Tensor) -> torch.Tensor:
             torch.autograd.grad(
                 logits,
-                [output for calls in self._calls for _, output in calls],
+                leaves,
                 seed,
                 retain_graph=retain_graph,
                 create_graph=create_graph,
