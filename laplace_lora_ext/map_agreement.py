@@ -55,7 +55,7 @@ class MapAgreement:
         if self._rows < _ENOUGH_ROWS or self._away <= _TOLERATED * self._rows:
             return
         self._counts = False
-        link = "" if link_approx == "probit" else 'link_approx="probit" keeps the class; '
+        link = "" if link_approx == "probit" else 'link_approx="probit" may agree more often; '
         warnings.warn(
             f"{self._away} of {self._rows} predictions have another most probable class than the "
             f"model itself, which costs accuracy: the posterior is broad. {link}a larger "
