@@ -474,6 +474,25 @@ def test_many_classes_need_one_backward_pass_less_than_classes(monkeypatch):
     assert len(calls) == 6
 
 
+def test_inputs_that_require_a_gradient_change_nothing():
+    """Not every graph ends in the first LoRA layers."""
+    inputs = sequences()[0][:, 0]
+    curvatures = []
+    for requires_grad in (False, True):
+        la = make(with_lora(TwoLinear(n_outputs=3), "first", "second"))
+        la.fit([(inputs.clone().requires_grad_(requires_grad), torch.arange(4) % 3)])
+        curvatures.append(la.H.to_matrix())
+    torch.testing.assert_close(*curvatures)
+    assert curvatures[0].any()
+
+
+def test_logits_without_a_gradient_are_refused():
+    model = with_lora(TwoLinear(n_outputs=3), "first", "second")
+    model.register_forward_hook(lambda module, args, output: output.detach())
+    with pytest.raises(RuntimeError, match="no gradient to the LoRA layers"):
+        make(model).fit([(sequences()[0][:, 0], torch.arange(4) % 3)])
+
+
 class Halving(nn.Module):
     """Joins neighbouring positions before its LoRA layer, so that the mask does not fit it."""
 

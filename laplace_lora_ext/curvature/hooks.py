@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,10 +70,9 @@ class Tape:
         with gradients of shape `(S, *output.shape)`: what needs those of all seeds together can
         be computed while those of a single layer are held.
         """
-        # Asked for every output, autograd would hold all of their gradients to the end. Those of
-        # the leaves are few, and every other output lies on the way to one of them.
-        outputs = [output for calls in self._calls for _, output in calls]
-        leaves = [output for output in outputs if output.is_leaf]
+        # Asked for every output, autograd would hold all of their gradients to the end. The leaves
+        # are few, and every other output lies on the way to one of them.
+        leaves = _leaves(logits)
 
         def grad(seed: torch.Tensor) -> torch.Tensor:
             torch.autograd.grad(
@@ -107,6 +107,21 @@ class Tape:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _leaves(result: torch.Tensor) -> list[torch.Tensor]:
+    """Leaf tensors of the graph that a result comes from."""
+    leaves, waiting = [], [result.grad_fn]
+    seen = {None, result.grad_fn}
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return leaves
 
 
 class _Arrivals:

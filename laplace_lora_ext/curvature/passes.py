@@ -146,7 +146,7 @@ def forward_pass(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterato
     Raises
     ------
     RuntimeError
-        If a layer was not called.
+        If a layer was not called, or the logits carry no gradient.
     ValueError
         If an activation or a logit is not finite.
     """
@@ -159,6 +159,11 @@ def forward_pass(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterato
         logits = model(x)
         _check_called(blocks, tape)
         _check_finite(blocks, tape, logits)
+        if not logits.requires_grad:
+            raise RuntimeError(
+                "The logits carry no gradient to the LoRA layers: the model detaches them, or runs "
+                "under torch.no_grad."
+            )
         yield ForwardPass(blocks, tape, logits, model.positions(x, len(logits)))
 
 
