@@ -146,6 +146,7 @@ def maximize_linearized_evidence(
     prior_precision: torch.Tensor,
     n_steps: int,
     tolerance: float,
+    pooling: float = 0.0,
     progress_bar: bool = False,
 ) -> TuningHistory:
     """Ascend the evidence of a linearised model, whose mode is found anew at each step.
@@ -153,40 +154,71 @@ def maximize_linearized_evidence(
     In a maximum, the directions of a block that the data determine are as many as its prior
     precision times the squared distance of its mode: γ = λ ‖u‖². Each step takes λ = γ / ‖u‖².
 
+    Pooling gives a layerwise prior precision a gamma hyperprior, whose mode is the scalar λ₀ that
+    the evidence prefers. The objective is then the evidence plus `κ/2 Σ (log ρ - ρ + 1)` over the
+    blocks' ratios ρ = λ / λ₀, and a step takes λ = (γ + κ) / (‖u‖² + κ / λ₀): as if the data had
+    determined κ more directions of each block, as far from the prior mean as λ₀ expects.
+
     Parameters
     ----------
     evidence : callable
         of a prior precision
     prior_precision : torch.Tensor
-        `(1,)` or `(blocks,)`, where to start
+        `(1,)` or `(blocks,)`, where to start; with pooling, its geometric mean is where the search
+        for λ₀ starts, and λ₀ where that for the rest does
     n_steps : int
-        at most
+        at most, of each search
     tolerance : float
-        stop when a step has changed the evidence by less, in nats; 0 takes all steps
+        stop when a step has changed the objective by less, in nats; 0 takes all steps
+    pooling : float, default=0.0
+        κ, which a scalar does not need
     progress_bar : bool, default=False
 
     Returns
     -------
     TuningHistory
-        its last row is the result
+        of the last search; its last row is the result
 
     References
     ----------
     MacKay, "Bayesian interpolation", Neural Computation 4 (1992), for the step.
+    Tipping, "Sparse Bayesian learning and the relevance vector machine", JMLR 1 (2001), for the
+    step with a gamma hyperprior.
     Antorán et al. (ICML 2022), section 4.
     """
+    search = n_steps, tolerance, progress_bar
+    if pooling == 0 or len(prior_precision) == 1:
+        return _ascend(evidence, prior_precision, 0.0, *search)
+    mean = prior_precision.log().mean(0, keepdim=True).exp()
+    scalar = _ascend(evidence, mean, 0.0, *search).prior_precision[-1]
+    return _ascend(evidence, scalar.expand_as(prior_precision), pooling, *search)
+
+
+def _ascend(
+    evidence: Callable[[torch.Tensor], EvidenceAtMode],
+    start: torch.Tensor,
+    pooling: float,
+    n_steps: int,
+    tolerance: float,
+    progress_bar: bool,
+) -> TuningHistory:
+    """One search, with a hyperprior of the strength `pooling` around its start."""
+    prior_precision = start
     recorder = _Recorder()
     steps = tqdm.trange(n_steps, desc="[Maximizing linearized evidence]", disable=not progress_bar)
     error = change = math.inf
     for step in steps:
         value, dimension, scatter, error = evidence(prior_precision)
-        recorder.add(step, value, prior_precision)
+        ratio = prior_precision / start
+        hyperprior = pooling / 2 * (ratio.log() - ratio + 1).sum().item()
+        recorder.add(step, value + hyperprior, prior_precision)
         if step:
-            change = abs(value - recorder.objectives[-2])
+            change = abs(recorder.objectives[-1] - recorder.objectives[-2])
         if change < tolerance:
             break
         if len(prior_precision) == 1:
             dimension, scatter = dimension.sum(0, keepdim=True), scatter.sum(0, keepdim=True)
+        dimension, scatter = dimension + pooling, scatter + pooling / start
         # A block that no gradient has reached moves nowhere and determines nothing: 0 / 0.
         updated = torch.where(scatter > 0, dimension / scatter, prior_precision)
         prior_precision = updated.log().clamp(*_RANGE).exp()
@@ -195,12 +227,12 @@ def maximize_linearized_evidence(
             warnings.warn(
                 f"The linearized evidence has not converged in {n_steps} steps: the last one "
                 f"changed it by {change:.3g} nats. Raise n_steps.",
-                stacklevel=3,
+                stacklevel=4,
             )
     if error > _WORST_MODE:
         warnings.warn(
             f"The linearized model's mode is inexact: its evidence may lack {error:.3g} nats.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return recorder.history()
 

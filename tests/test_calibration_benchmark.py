@@ -34,13 +34,22 @@ from benchmarks.calibration.language_model import (
 from benchmarks.calibration.methods import Evaluation, deep_ensemble
 from benchmarks.calibration.paper_prompts import LETTERS, four_choices
 from benchmarks.calibration.paper_tasks import PAPER_SHIFTS, PAPER_TASKS
-from benchmarks.calibration.posteriors import LINKS, STRUCTURES, Beliefs, Posterior, posteriors
+from benchmarks.calibration.posteriors import (
+    EVIDENCES,
+    LINEARIZED_EVIDENCES,
+    LINKS,
+    Beliefs,
+    Posterior,
+    posteriors,
+)
 from benchmarks.calibration.preparation import prepare
 from benchmarks.calibration.report import spread, summarize
 from benchmarks.calibration.trial import Trial
 from benchmarks.metrics import selective_accuracy
 from benchmarks.temperature import fit_temperature
 from tests.test_paper_tasks import MMLU_ROW, TASKS, write_rows, write_task
+
+STOCK = {"Stock diag", "Stock Kron"}
 
 
 def run(*options, **environment):
@@ -72,20 +81,32 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path):
     figures = json.loads((folder / "calibration.json").read_text())
     laplace = {posterior.name for posterior in posteriors(3, is_prompt=True)}
     rows = figures["methods"]
-    without, with_validation = (
-        {row["method"] for row in rows if row["protocol"] == protocol}
-        for protocol in ("whole training set", "80/20 split")
-    )
+    with_split = [row for row in rows if row["protocol"] == "80/20 split"]
+    without = {row["method"] for row in rows if row["protocol"] == "whole training set"}
+    with_validation = {row["method"] for row in with_split}
     ensembles = {"MC dropout", "Checkpoint ensemble", "Deep ensemble"}
     assert without == {"MAP", *ensembles, *laplace}
     assert with_validation == {"MAP", "Temperature scaling", *laplace}
     by_evidence = [row for row in rows if row["chosen_by"].startswith("evidence")]
-    assert len(by_evidence) == len(laplace) * len(LINKS) * len(STRUCTURES)
+    assert len(by_evidence) == len(laplace) * len(LINKS) * len(EVIDENCES)
     linearized = [row for row in rows if row["chosen_by"].startswith("linearized evidence")]
     two_means = ["lowrank_kron", "lowrank_kron, prior mean at start"]
-    assert [row["method"] for row in linearized[:: len(LINKS) * len(STRUCTURES)]] == two_means
-    for name in laplace:  # validation data prefer one link of each
-        assert sum(row["is_choice"] for row in rows if row["method"] == name) == 1
+    kinds = len(LINKS) * len(LINEARIZED_EVIDENCES)
+    assert [row["method"] for row in linearized[::kinds]] == two_means
+    for name in laplace:  # validation data prefer one link of each structure
+        by_validation = [row for row in with_split if row["method"] == name]
+        scalar, layerwise = (
+            {
+                row["link"]: row["is_choice"]
+                for row in by_validation
+                if row["chosen_by"] == chosen_by
+            }
+            for chosen_by in ("validation, scalar", "validation, layerwise")
+        )
+        assert len(scalar) == len(LINKS)
+        assert sum(scalar.values()) == 1
+        assert set(layerwise) == (set() if name in STOCK else {"mc", "probit"})
+        assert sum(layerwise.values()) == bool(layerwise)
     for row in (*rows, *figures["along_training"]):
         assert 0 < row["nll"] < 50
         assert 0 <= row["shifted"]["matplotlib"]["shift_auroc"] <= 1

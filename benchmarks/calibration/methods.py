@@ -4,8 +4,10 @@ Without a validation set, the evidence of the training set chooses prior precisi
 off the training set, its negative log-likelihood chooses them, and a temperature.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,15 +16,19 @@ from benchmarks.calibration.posteriors import (
     COARSE_GRID,
     EVIDENCES,
     GRID,
+    LINEARIZED_EVIDENCES,
     LINKS,
+    MC,
     PREDICTION_BATCH_SIZE,
-    STRUCTURES,
+    PROBIT,
     Beliefs,
+    Link,
     Posterior,
     probabilities,
 )
 from benchmarks.metrics import negative_log_likelihood
 from benchmarks.temperature import fit_temperature
+from laplace_lora_ext import PredictiveStatistics
 
 MAP = "MAP"
 MC_DROPOUT = "MC dropout"
@@ -30,6 +36,7 @@ CHECKPOINT_ENSEMBLE = "Checkpoint ensemble"
 DEEP_ENSEMBLE = "Deep ensemble"
 TEMPERATURE_SCALING = "Temperature scaling"
 WITHOUT_POSTERIOR = (MAP, MC_DROPOUT, CHECKPOINT_ENSEMBLE, DEEP_ENSEMBLE, TEMPERATURE_SCALING)
+GRID_SEARCH, DESCENT = "validation, scalar", "validation, layerwise"
 DROPOUT_PASSES = 10
 CHECKPOINTS_IN_ENSEMBLE = 3
 
@@ -63,6 +70,15 @@ class Prediction:
     link: str = ""
     chosen: float | None = None
     is_choice: bool = False
+
+
+class _Choice(NamedTuple):
+    """A prior precision that validation data have chosen for a link, and their loss."""
+
+    chosen_by: str
+    link: Link
+    prior_precision: torch.Tensor
+    loss: float
 
 
 class Evaluation:
@@ -126,14 +142,14 @@ class Evaluation:
         """Choose prior precisions by the evidence of the training set."""
         la = posterior.fit(self.pretrained, self.fine_tuned, self.train)
         chosen = {}
-        for evidence in posterior.evidences:
-            data = {}
-            if evidence == "linearized_marglik":
-                loader = self.pretrained.loader(self.train, PREDICTION_BATCH_SIZE)
-                data = {"train_loader": la.linearize(loader)}
-            for structure in STRUCTURES:
-                la.optimize_prior_precision(method=evidence, prior_structure=structure, **data)
-                chosen[f"{EVIDENCES[evidence]}, {structure}"] = la.prior_precision.clone()
+        for chosen_by, search in EVIDENCES.items():
+            la.optimize_prior_precision(**search)
+            chosen[chosen_by] = la.prior_precision.clone()
+        if posterior.linearized:
+            model = la.linearize(self.pretrained.loader(self.train, PREDICTION_BATCH_SIZE))
+            for chosen_by, search in LINEARIZED_EVIDENCES.items():
+                la.optimize_prior_precision(train_loader=model, **search)
+                chosen[chosen_by] = la.prior_precision.clone()
         moments = {
             name: Beliefs(la, loader).moments(list(chosen.values()))
             for name, loader in self.loaders.items()
@@ -164,40 +180,64 @@ class Evaluation:
         )
 
     def by_validation(self, posterior: Posterior, validation: Records) -> list[Prediction]:
-        """Choose a scalar prior precision for each link, and mark the preferred link."""
+        """Choose prior precisions for each link, and mark the preferred link of each structure."""
         la = posterior.fit(self.pretrained, self.fine_tuned, self.train)
         beliefs = Beliefs(la, self.pretrained.loader(validation, PREDICTION_BATCH_SIZE))
-        grid = COARSE_GRID if beliefs.statistics is None else GRID
-        on_grid = beliefs.moments(list(grid))
-        labels = _labels(validation)
-        scores = torch.tensor(
-            [
-                [
-                    negative_log_likelihood(probabilities(la, moments, link, self.samples), labels)
-                    for moments in on_grid
-                ]
-                for link in LINKS
-            ]
-        )
-        best = scores.min(dim=1)
-        chosen = list(grid[best.indices])
+        choices = self._search_grid(la, beliefs, _labels(validation))
+        if beliefs.statistics is not None:
+            choices += _descend(la, beliefs.statistics)
+        least: dict[str, float] = {}
+        for choice in choices:
+            least[choice.chosen_by] = min(choice.loss, least.get(choice.chosen_by, math.inf))
         moments = {
-            name: Beliefs(la, loader).moments(chosen) for name, loader in self.loaders.items()
+            name: Beliefs(la, loader).moments([choice.prior_precision for choice in choices])
+            for name, loader in self.loaders.items()
         }
         return [
             Prediction(
                 posterior.name,
                 {
-                    name: probabilities(la, of_set[place], link, self.samples)
+                    name: probabilities(la, of_set[place], choice.link, self.samples)
                     for name, of_set in moments.items()
                 },
-                "validation, scalar",
-                link.name,
-                chosen[place].item(),
-                is_choice=place == int(best.values.argmin()),
+                choice.chosen_by,
+                choice.link.name,
+                _geometric_mean(choice.prior_precision),
+                is_choice=choice.loss == least[choice.chosen_by],
             )
-            for place, link in enumerate(LINKS)
+            for place, choice in enumerate(choices)
         ]
+
+    def _search_grid(self, la: Any, beliefs: Beliefs, labels: torch.Tensor) -> list[_Choice]:
+        """Try scalars with every link."""
+        grid = COARSE_GRID if beliefs.statistics is None else GRID
+        on_grid = beliefs.moments(list(grid))
+        choices = []
+        for link in LINKS:
+            losses = torch.tensor(
+                [
+                    negative_log_likelihood(probabilities(la, moments, link, self.samples), labels)
+                    for moments in on_grid
+                ]
+            )
+            best = grid[losses.argmin()]
+            choices.append(_Choice(GRID_SEARCH, link, best, losses.min().item()))
+        return choices
+
+
+def _descend(la: Any, statistics: PredictiveStatistics) -> list[_Choice]:
+    """Follow the gradient (the paper's algorithm 3) with the links that it is known for."""
+    choices = []
+    for link in (MC, PROBIT):
+        history = la.optimize_prior_precision(
+            method="val_gd",
+            val_loader=statistics,
+            prior_structure="layerwise",
+            link_approx=link.link_approx,
+        )
+        best = la.prior_precision.clone()
+        choices.append(_Choice(DESCENT, link, best, history.objective.min().item()))
+    return choices
 
 
 def deep_ensemble(members: Sequence[Evaluation]) -> Prediction:

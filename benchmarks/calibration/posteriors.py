@@ -13,8 +13,20 @@ from laplace_lora_ext import Moments, PredictiveStatistics
 from laplace_lora_ext.curvature.passes import jacobians
 
 PREDICTION_BATCH_SIZE = 8
-STRUCTURES = ("scalar", "layerwise")
-EVIDENCES = {"marglik": "evidence", "linearized_marglik": "linearized evidence"}
+# What chooses prior precisions without validation data, in the words of a table and as keywords of
+# `optimize_prior_precision`.
+EVIDENCES: dict[str, dict[str, Any]] = {
+    f"evidence, {structure}": {"method": "marglik", "prior_structure": structure}
+    for structure in ("scalar", "layerwise")
+}
+LINEARIZED_EVIDENCES: dict[str, dict[str, Any]] = {
+    f"linearized {name}": search | {"method": "linearized_marglik"}
+    for name, search in EVIDENCES.items()
+}
+LINEARIZED_EVIDENCES["linearized evidence, layerwise, not pooled"] = {
+    **LINEARIZED_EVIDENCES["linearized evidence, layerwise"],
+    "pooling": 0,
+}
 GRID = torch.logspace(-2, 4, 49)
 COARSE_GRID = GRID[::4]
 
@@ -28,10 +40,12 @@ class Link:
     diagonal_output: bool = False
 
 
+MC = Link("mc", "mc")
+PROBIT = Link("probit", "probit")
 LINKS = (
-    Link("mc", "mc"),
+    MC,
     Link("mc, diagonal", "mc", diagonal_output=True),
-    Link("probit", "probit"),
+    PROBIT,
     Link("bridge", "bridge"),
 )
 
@@ -48,9 +62,8 @@ class Posterior:
         Structure of the curvature.
     options : dict
         Further keywords of `laplace_lora_ext.Laplace`.
-    evidences : tuple of str
-        The evidences that choose its prior precision, in the words of
-        `optimize_prior_precision`.
+    linearized : bool
+        Whether the linearised model's evidence chooses its prior precision too.
     mean_at_start : bool
         Whether the prior's mean is the LoRA weights before training, and not 0.
     """
@@ -58,7 +71,7 @@ class Posterior:
     name: str
     hessian_structure: str = "lowrank_kron"
     options: dict[str, Any] = field(default_factory=dict)
-    evidences: tuple[str, ...] = ("marglik",)
+    linearized: bool = False
     mean_at_start: bool = False
 
     def fit(self, pretrained: Pretrained, fine_tuned: FineTuned, records: Records) -> Any:
@@ -124,10 +137,8 @@ def posteriors(number_of_layers: int, is_prompt: bool) -> list[Posterior]:
         Posterior(
             "lowrank_kron (paper)", options={"backend_kwargs": laplace_lora_ext.PAPER_SETTINGS}
         ),
-        Posterior("lowrank_kron", evidences=tuple(EVIDENCES)),
-        Posterior(
-            "lowrank_kron, prior mean at start", evidences=tuple(EVIDENCES), mean_at_start=True
-        ),
+        Posterior("lowrank_kron", linearized=True),
+        Posterior("lowrank_kron, prior mean at start", linearized=True, mean_at_start=True),
     ]
 
 

@@ -28,8 +28,8 @@ DRAWN = (
     (SPLIT, "Temperature scaling", "validation", ""),
     (WHOLE, "lowrank_kron (paper)", "evidence, scalar", "mc"),
     (WHOLE, "lowrank_kron", "evidence, scalar", "mc"),
-    (WHOLE, "lowrank_kron", "linearized evidence, scalar", "mc"),
-    (WHOLE, "lowrank_kron", "linearized evidence, scalar", "probit"),
+    (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "mc"),
+    (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "probit"),
 )
 
 
