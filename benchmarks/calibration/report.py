@@ -25,11 +25,13 @@ DRAWN = (
     (WHOLE, "MC dropout", "", ""),
     (WHOLE, "Checkpoint ensemble", "", ""),
     (WHOLE, "Deep ensemble", "", ""),
-    (SPLIT, "Temperature scaling", "validation", ""),
+    (WHOLE, "Last layer (LLLA)", "evidence, layerwise", "probit"),
     (WHOLE, "lowrank_kron (paper)", "evidence, scalar", "mc"),
     (WHOLE, "lowrank_kron", "evidence, scalar", "mc"),
     (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "mc"),
     (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "probit"),
+    (SPLIT, "Temperature scaling", "validation", ""),
+    (SPLIT, "lowrank_kron", "validation, layerwise", "mc"),
 )
 
 
@@ -49,7 +51,8 @@ def write_report(figures: dict[str, Any], folder: Path) -> str:
         Text of calibration.md.
     """
     rows = figures["methods"]
-    report = f"{_headline(figures)}\n\n{_table(summarize(rows))}\n"
+    seeds = sorted({row["seed"] for row in rows})
+    report = f"{_headline(figures, seeds)}\n\n{_table(summarize(rows), len(seeds) > 1)}\n"
     (folder / "calibration.md").write_text(report, encoding="utf-8")
     drawn = [row for row in rows if row["seed"] == rows[0]["seed"] and _identity(row) in DRAWN]
     draw_reliability(
@@ -112,14 +115,14 @@ def draw_selective_accuracy(rows: Sequence[dict[str, Any]], path: Path) -> None:
     names = list(rows[0]["shifted"])
     if not names:
         return
-    figure = Figure(figsize=(4.2 * len(names), 3.6), layout="constrained")
+    figure = Figure(figsize=(4.2 * len(names) + 3.2, 3.6), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
     for panel, name in zip(panels, names, strict=True):
         for row in rows:
             panel.plot(COVERAGES, row["shifted"][name]["selective_accuracy"], label=_label(row))
         panel.set(xlabel="Coverage of test and shifted texts", title=name)
     panels[0].set_ylabel("Accuracy on those kept")
-    panels[-1].legend(frameon=False, fontsize=7)
+    _add_legend(figure)
     figure.savefig(path, dpi=150)
 
 
@@ -133,7 +136,7 @@ def draw_along_training(rows: Sequence[dict[str, Any]], path: Path) -> None:
     path : Path
         PNG file to write.
     """
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    figure = Figure(figsize=(15, 3.8), layout="constrained")
     panels = figure.subplots(1, 3)
     for label in dict.fromkeys(_label(row) for row in rows):
         of_method = [row for row in rows if _label(row) == label]
@@ -141,7 +144,7 @@ def draw_along_training(rows: Sequence[dict[str, Any]], path: Path) -> None:
         for panel, name in zip(panels, ("accuracy", "nll", "ece"), strict=True):
             panel.plot(steps, [row[name] for row in of_method], marker="o", label=label)
             panel.set(xlabel="Training steps", ylabel=FIGURES[name])
-    panels[-1].legend(frameon=False, fontsize=7)
+    _add_legend(figure)
     figure.savefig(path, dpi=150)
 
 
@@ -163,6 +166,11 @@ def draw_shares(shares: dict[str, float], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _add_legend(figure: Figure) -> None:
+    handles, labels = figure.axes[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
+
+
 def _identity(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(row[key] for key in IDENTITY)
 
@@ -171,19 +179,22 @@ def _label(row: dict[str, Any]) -> str:
     return ", ".join(row[key] for key in IDENTITY[1:] if row[key])
 
 
-def _headline(figures: dict[str, Any]) -> str:
+def _headline(figures: dict[str, Any], seeds: Sequence[int]) -> str:
     task, machine = figures["task"], figures["machine"]
-    seeds = sorted({row["seed"] for row in figures["methods"]})
     shifted = ", ".join(f"{count} of {name}" for name, count in task["shifted"].items())
+    counted = ", ".join(map(str, seeds))
+    repeated = (
+        f"Seeds {counted}; mean ± standard deviation" if len(seeds) > 1 else f"Seed {counted}"
+    )
     return (
         f"Task {task['name']}: {figures['hyperparameters']['model']} with LoRA, {task['train']} "
         f"training texts, {task['test']} test texts, {len(task['classes'])} classes; shifted "
-        f"texts: {shifted or 'none'}. Seeds {', '.join(map(str, seeds))}; mean ± standard "
-        f"deviation. {machine['accelerator'] or machine['processor']}."
+        f"texts: {shifted or 'none'}. {repeated}. "
+        f"{machine['accelerator'] or machine['processor']}."
     )
 
 
-def _table(summary: Sequence[dict[str, Any]]) -> str:
+def _table(summary: Sequence[dict[str, Any]], with_deviations: bool) -> str:
     names = [name for name in summary[0] if name not in IDENTITY]
     columns = [
         ("method", "Method", "{}"),
@@ -192,8 +203,6 @@ def _table(summary: Sequence[dict[str, Any]]) -> str:
         ("link", "Link", "{}"),
         *((name, FIGURES.get(name, name.replace("auroc", "AUROC of")), "{}") for name in names),
     ]
-    cells = [
-        row | {name: f"{row[name][0]:.3f} ± {row[name][1]:.3f}" for name in names}
-        for row in summary
-    ]
+    form = "{:.3f} ± {:.3f}" if with_deviations else "{:.3f}"
+    cells = [row | {name: form.format(*row[name]) for name in names} for row in summary]
     return markdown_table(cells, columns)
