@@ -50,8 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="what choosing a prior precision costs and is worth",
         description="Time every way of choosing a prior precision beside one prediction pass over "
         "the validation texts and beside the stock class, and measure on the test texts what the "
-        "choices are worth. With its defaults a run takes about five minutes on two processor "
-        "cores.",
+        "choices are worth. With its defaults a run takes up to a quarter of an hour on two "
+        "processor cores.",
     )
     add_shared_options(
         tuning, "tuning.json, tuning.md, tuning.png and variance_by_layer.png", validation=200
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Fine-tune a model with LoRA, and compare the bare model, MC dropout, "
         "ensembles, temperature scaling and Laplace approximations over some or all LoRA weights, "
         "with prior precisions by the evidence of the training set and by validation data, under "
-        "every link approximation. A seed of the task docstrings takes half an hour on one busy "
+        "every link approximation. A seed of the task docstrings takes up to an hour on one busy "
         "processor core.",
     )
     add_calibration_options(calibration)
