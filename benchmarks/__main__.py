@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
         "sources (which library does a docstring document?), and compare the calibration and cost "
         "of Laplace-LoRA, stock laplace-torch, temperature scaling and the bare model. Every "
         "figure is measured in the run; nothing is downloaded. With its defaults a run takes up "
-        "to ten minutes on two processor cores.",
+        "to a quarter of an hour on two processor cores.",
     )
     add_shared_options(parser, "figures.json, table.md and reliability.png", validation=100)
     posterior = parser.add_argument_group("posteriors")
