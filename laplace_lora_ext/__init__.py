@@ -16,7 +16,7 @@ from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.predictive_statistics import Moments, PredictiveStatistics
-from laplace_lora_ext.prior_precision import TuningHistory
+from laplace_lora_ext.tuning_history import TuningHistory
 from laplace_lora_ext.variance_shares import VarianceShares
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The model that is linear in the LoRA weights, and its evidence at its own mode."""
+"""The model that is linear in the LoRA weights: its mode, evidence and cross-validation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import cross_entropy
 
-from laplace_lora_ext.curvature.fisher import exact_seeds
+from laplace_lora_ext.curvature.fisher import Seeds, exact_seeds
+from laplace_lora_ext.predictive_statistics import Moments
 
 _MOST_ITERATIONS = 1000  # of L-BFGS for a mode
 _CURVATURE_PAIRS = 20  # that L-BFGS remembers
+_CHUNK = 128  # examples whose features are in double precision at once
 
 
 class EvidenceAtMode(NamedTuple):
@@ -45,8 +47,8 @@ class LinearizedModel:
     Training rarely ends in a mode of the posterior: it knows no prior, and stops early or goes on
     until the loss is near 0. An evidence taken there charges the prior for all that the weights
     have moved, and favours small prior precisions. The linearised model is convex, and has a mode
-    for each prior precision, at which the loss and the distance are taken instead. The curvature
-    is that at the trained weights.
+    for each prior precision, at which the loss and the distance are taken instead. The evidence
+    keeps the curvature at the trained weights, cross-validation takes that at the mode.
 
     Parameters
     ----------
@@ -65,13 +67,16 @@ class LinearizedModel:
     Attributes
     ----------
     n_blocks : int
+    targets : torch.Tensor
     loss : float
         of the training set at the trained weights
 
     References
     ----------
     Antorán et al., "Adapting the linearised Laplace model evidence for modern deep learning",
-    ICML 2022.
+    ICML 2022, for the evidence.
+    Vehtari et al., "Bayesian leave-one-out cross-validation approximations for Gaussian latent
+    variable models", JMLR 17 (2016), for cross-validation (Laplace-LOO).
     """
 
     def __init__(
@@ -87,17 +92,14 @@ class LinearizedModel:
         self._features = features
         self._block = feature_block
         self._offset = offset
-        self._targets = targets
+        self.targets = targets
         self._likelihood = likelihood
         self.loss = self._loss(f_mu).item()
-        vectors, weights = exact_seeds(f_mu, likelihood)
-        rows = torch.einsum("sbc,bcf->sbf", vectors, features) * weights[..., None]
-        # Its rows give the curvature: RᵀR = Φᵀ H Φ, with no more rows than features.
-        self._root = torch.linalg.qr(rows.flatten(0, 1).double(), mode="r").R
+        self._root = self._curvature_root(exact_seeds(f_mu, likelihood))
         self._start = features.new_zeros(features.shape[-1])
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self.targets)
 
     def evidence(
         self, prior_precision: torch.Tensor, scale: float = 1.0, constant: float = 0.0
@@ -113,11 +115,10 @@ class LinearizedModel:
         constant : float, default=0.0
             what the log-likelihood has beside the loss: regression's normalisation
         """
-        by_feature = prior_precision.detach().double().expand(self.n_blocks)[self._block]
+        by_feature = self._by_feature(prior_precision)
         mode, loss, error = self._mode(by_feature, scale)
         rows = self._root * (scale / by_feature).sqrt()
-        identity = torch.eye(len(rows)).to(rows)
-        cholesky = torch.linalg.cholesky(identity + rows @ rows.mT)
+        cholesky = _cholesky_with_identity(rows)
         determined = torch.linalg.solve_triangular(cholesky, rows, upper=False).square().sum(0)
         squares = mode.double().square()
         penalty = by_feature @ squares / 2 + cholesky.diagonal().log().sum()
@@ -125,6 +126,50 @@ class LinearizedModel:
         return EvidenceAtMode(
             evidence.item(), self._by_block(determined), self._by_block(squares), error
         )
+
+    def leave_one_out(self, prior_precision: torch.Tensor, scale: float = 1.0) -> Moments:
+        """Gaussian logits of each example under the posterior of all the others.
+
+        The posterior at the mode is Gaussian, and so is what an example's likelihood contributes to
+        it: a factor of precision H and slope g in its logits, divided out of their covariance V and
+        mean f. What remains, the cavity, has
+
+            V₋ = V (I - H V)⁻¹,    f₋ = f + V₋ g
+
+        with g the gradient of the example's loss. Exact in regression.
+
+        Parameters
+        ----------
+        prior_precision : torch.Tensor
+            λ, `(1,)` or `(blocks,)`
+        scale : float, default=1.0
+            what loss and curvature are multiplied with: 1 / (sigma_noise² temperature)
+
+        Returns
+        -------
+        Moments
+            `(N, C)` and `(N, C, C)`, in float64
+        """
+        by_feature = self._by_feature(prior_precision)
+        f_mu = self._logits(self._mode(by_feature, scale)[0])
+        seeds = exact_seeds(f_mu.double(), self._likelihood)
+        rows = self._curvature_root(seeds) * (scale / by_feature).sqrt()
+        cholesky = _cholesky_with_identity(rows)
+        vectors = seeds.vectors * seeds.weights[..., None]
+        curvature = scale * torch.einsum("sbc,sbd->bcd", vectors, vectors)
+        slope = scale * self._slope(f_mu.double())
+        parts = []
+        for features, H in zip(self._features.split(_CHUNK), curvature.split(_CHUNK), strict=True):
+            whitened = features.double() / by_feature.sqrt()
+            solved = rows @ whitened.flatten(0, 1).mT
+            solved = torch.linalg.solve_triangular(cholesky, solved, upper=False)
+            explained = solved.mT.unflatten(0, whitened.shape[:2])
+            variance = whitened @ whitened.mT - explained @ explained.mT
+            identity = torch.eye(variance.shape[-1]).to(variance)
+            cavity = torch.linalg.solve(identity - variance @ H, variance)
+            parts.append((cavity + cavity.mT) / 2)
+        f_var = torch.cat(parts)
+        return Moments(f_mu.double() + (f_var @ slope[..., None]).squeeze(-1), f_var)
 
     @torch.enable_grad()
     def _mode(
@@ -158,14 +203,35 @@ class LinearizedModel:
         self._start = mode = (v * deviation).detach()  # nearby for the next prior precision
         return mode, self._loss(self._logits(mode)).double(), error
 
+    def _curvature_root(self, seeds: Seeds) -> torch.Tensor:
+        """R, `(rows, F)` in float64, with no more rows than features: `RᵀR = Φᵀ H Φ`."""
+        vectors, weights = seeds
+        vectors = (vectors * weights[..., None]).to(self._features)
+        rows = torch.einsum("sbc,bcf->sbf", vectors, self._features).flatten(0, 1).double()
+        return torch.linalg.qr(rows, mode="r").R if len(rows) > rows.shape[1] else rows
+
     def _logits(self, u: torch.Tensor) -> torch.Tensor:
         return self._offset + self._features @ u
 
     def _loss(self, f: torch.Tensor) -> torch.Tensor:
         """Of the training set, as the posterior's fit counts it."""
         if self._likelihood == "regression":
-            return (f - self._targets).square().sum() / 2
-        return cross_entropy(f, self._targets, reduction="sum")
+            return (f - self.targets).square().sum() / 2
+        return cross_entropy(f, self.targets, reduction="sum")
+
+    def _slope(self, f: torch.Tensor) -> torch.Tensor:
+        """Gradient of the loss in the logits, `(N, C)`."""
+        if self._likelihood == "regression":
+            return f - self.targets
+        return f.softmax(-1) - torch.nn.functional.one_hot(self.targets, f.shape[-1])
+
+    def _by_feature(self, prior_precision: torch.Tensor) -> torch.Tensor:
+        return prior_precision.detach().double().expand(self.n_blocks)[self._block]
 
     def _by_block(self, values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(self.n_blocks).index_add(0, self._block, values)
+
+
+def _cholesky_with_identity(rows: torch.Tensor) -> torch.Tensor:
+    """Lower factor of `I + R Rᵀ`."""
+    return torch.linalg.cholesky(torch.eye(len(rows)).to(rows) + rows @ rows.mT)

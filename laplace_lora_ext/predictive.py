@@ -15,6 +15,7 @@ from laplace_lora_ext.curvature.passes import jacobians
 from laplace_lora_ext.logits_model import LogitsModel
 from laplace_lora_ext.lora_layers import Block
 from laplace_lora_ext.map_agreement import MapAgreement
+from laplace_lora_ext.mean_field import mean_field_log_softmax
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive_statistics import Moments
 from laplace_lora_ext.square_root import square_root
@@ -70,6 +71,9 @@ class LoRAPredictive(ParametricLaplace):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Posterior predictive on a batch, as the host's; `generator` seeds all that is sampled.
 
+        The host's links are joined by "mean_field" (Lu, Ie & Sha, 2020), which like "mc" depends on
+        the covariance of the logits' differences, and unlike it draws no samples.
+
         Parameters
         ----------
         x : Mapping, torch.Tensor or Moments
@@ -78,7 +82,7 @@ class LoRAPredictive(ParametricLaplace):
         pred_type : {"glm", "nn"}
         joint : bool, default=False
             regression only: covariance between all examples
-        link_approx : {"probit", "mc", "bridge", "bridge_norm"}
+        link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}
         n_samples : int, default=100
         diagonal_output : bool, default=False
         generator : torch.Generator, optional
@@ -102,8 +106,13 @@ class LoRAPredictive(ParametricLaplace):
         regression = self.likelihood == "regression" or (
             self.likelihood == "reward_modeling" and not fitting
         )
+        mean_field = pred_type == "glm" and link_approx == "mean_field"
+        if mean_field and regression:
+            link_approx, mean_field = "probit", False  # plays no part, and the host knows it
         sampled = pred_type == "nn" or (link_approx == "mc" and not regression)
-        if generator is None or not sampled:
+        if mean_field:
+            output = mean_field_log_softmax(*self._glm_predictive_distribution(x)).exp()
+        elif generator is None or not sampled:
             output = super().__call__(
                 x,
                 pred_type,

@@ -1,11 +1,10 @@
-"""`optimize_prior_precision`: by the evidence, on a grid, or down the validation loss."""
+"""`optimize_prior_precision`: by training data alone, or by the loss of validation data."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,30 +12,17 @@ import torchmetrics
 from laplace.utils import RunningNLLMetric, fix_prior_prec_structure, validate
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext.linearization import LoRALinearization
-from laplace_lora_ext.linearized_model import EvidenceAtMode, LinearizedModel
+from laplace_lora_ext.evidence_search import maximize_evidence
+from laplace_lora_ext.linearized_model import LinearizedModel
+from laplace_lora_ext.linearized_tuning import LoRALinearizedTuning
+from laplace_lora_ext.loss_search import minimize_validation_loss, search_grid
 from laplace_lora_ext.map_agreement import MapAgreement
 from laplace_lora_ext.predictive_statistics import PredictiveStatistics
-from laplace_lora_ext.prior_precision import (
-    TuningHistory,
-    maximize_evidence,
-    maximize_linearized_evidence,
-    minimize_validation_loss,
-    search_grid,
-)
-from laplace_lora_ext.validation_losses import (
-    NegativeLogLikelihood,
-    gaussian_loss,
-    probit_categorical_loss,
-    sampled_categorical_loss,
-)
-
-_BY_EVIDENCE = ("marglik", "linearized_marglik")
-_BY_VALIDATION = ("gridsearch", "val_gd")
-_METHODS = (*_BY_EVIDENCE, *_BY_VALIDATION)
+from laplace_lora_ext.tuning_arguments import LINEARIZED, check_arguments
+from laplace_lora_ext.tuning_history import TuningHistory
 
 
-class LoRATuning(LoRALinearization):
+class LoRATuning(LoRALinearizedTuning):
     """Choice of the prior precision for a Laplace approximation over LoRA weights."""
 
     def optimize_prior_precision(
@@ -71,17 +57,20 @@ class LoRATuning(LoRALinearization):
         ----------
         pred_type : {"glm", "nn"}
             the predictions that a grid search scores
-        method : {"marglik", "linearized_marglik", "gridsearch", "val_gd"}
+        method : {"marglik", "linearized_marglik", "linearized_loo", "gridsearch", "val_gd"}
             "marglik" maximises the evidence of the training data (the paper's algorithm 2).
             "linearized_marglik" maximises that of the linearised model at its own mode, which is
             found anew for each prior precision (Antorán et al., ICML 2022): better where
             training has not ended in a mode of the posterior, such as all training without
             weight decay. It needs the training data once more.
+            "linearized_loo" minimises the negative log-likelihood of each training example under
+            the linearised model's posterior of all the others (Laplace-LOO; Vehtari et al., JMLR
+            2016), in one factor of `init_prior_prec`. It needs the training data once more.
             "gridsearch" takes the best of a grid of scalars on validation data.
             "val_gd" follows the gradient of the validation loss (the paper's algorithm 3), for
             "lowrank_kron" only
         n_steps : int, default=1000
-            steps of "val_gd", and the most that an evidence takes
+            steps of "val_gd", and the most that a search on training data takes
         lr : float, default=0.1
             first step in the logarithm of the prior precision, for "marglik" and "val_gd"
         init_prior_prec : float or torch.Tensor
@@ -96,9 +85,10 @@ class LoRATuning(LoRALinearization):
             of "gridsearch": of outputs and targets, as the host's
         log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
             the grid
-        link_approx : {"probit", "mc", "bridge", "bridge_norm"}, optional
+        link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}, optional
             of the predictions that are scored: choose that of your predictions. If omitted
-            "probit" for "gridsearch" and "mc" for "val_gd", which knows these two
+            "probit" for "gridsearch", "mc" for "val_gd" and "mean_field" for "linearized_loo"; the
+            latter two know these three
         n_samples : int, default=100
             of the logits, with "mc"
         verbose, progress_bar : bool, default=False
@@ -110,10 +100,10 @@ class LoRATuning(LoRALinearization):
         batch_size : int, default=4
             examples in a minibatch of "val_gd"
         generator : torch.Generator, optional
-            of what "val_gd" and "linearized_marglik" draw
+            of what "val_gd", "linearized_marglik" and "linearized_loo" draw
         train_loader : DataLoader, iterable or LinearizedModel
-            of "linearized_marglik": the data of the fit. They pass through the model once, or
-            not at all where `linearize` has returned them
+            of "linearized_marglik" and "linearized_loo": the data of the fit. They pass through
+            the model once, or not at all where `linearize` has returned them
         pooling : float, default=3.0
             of "linearized_marglik" with a layerwise prior: strength of a hyperprior that draws
             each block's prior precision to the scalar that the evidence prefers, as if so many
@@ -152,7 +142,7 @@ class LoRATuning(LoRALinearization):
         precision of a block without bound: such a block is held at its MAP value, as if it took no
         part.
         """
-        _check_arguments(
+        check_arguments(
             self.likelihood, pred_type, method, val_loader, train_loader, loss, optimize_sigma_noise
         )
         if not 0 <= pooling < math.inf:
@@ -179,17 +169,16 @@ class LoRATuning(LoRALinearization):
                         statistics, start, nll, n_steps, lr, batch_size, generator, progress_bar
                     )
                     self.prior_precision = start.detach().exp()
-                elif method == "linearized_marglik":
-                    evidence = self._linearized_evidence(train_loader, generator, progress_bar)
-                    history = maximize_linearized_evidence(
-                        evidence,
-                        start.detach().exp().cpu(),
-                        n_steps,
-                        tolerance,
-                        pooling,
-                        progress_bar,
-                    )
-                    self.prior_precision = history.prior_precision[-1]
+                elif method in LINEARIZED:
+                    model = self._linearized(train_loader, method, generator, progress_bar)
+                    start = start.detach().exp().cpu()
+                    if method == "linearized_marglik":
+                        search = n_steps, tolerance, pooling, progress_bar
+                        history = self._maximize_linearized_evidence(model, start, *search)
+                    else:
+                        nll = self._negative_log_likelihood(link_approx or "mean_field", n_samples)
+                        search = n_steps, generator, progress_bar
+                        history = self._minimize_leave_one_out(model, start, nll, *search)
                 else:
                     search = n_steps, lr, tolerance, progress_bar
                     history = self._maximize_evidence(start, optimize_sigma_noise, *search)
@@ -237,22 +226,6 @@ class LoRATuning(LoRALinearization):
             self.sigma_noise = logarithms[1].detach().exp()
         return history
 
-    def _linearized_evidence(
-        self, train_loader: Any, generator: torch.Generator | None, progress_bar: bool
-    ) -> Callable[[torch.Tensor], EvidenceAtMode]:
-        if len(torch.as_tensor(self.prior_precision)) == self.n_params:
-            raise ValueError(
-                'method="linearized_marglik" knows the structures "scalar" and "layerwise".'
-            )
-        if isinstance(train_loader, LinearizedModel):
-            self._check_same_data(train_loader)
-            model = train_loader
-        else:
-            model = self.linearize(train_loader, generator=generator, progress_bar=progress_bar)
-        scale = float(self._H_factor)
-        constant = float(self.log_likelihood + scale * self.loss)
-        return partial(model.evidence, scale=scale, constant=constant)
-
     def _search_grid(
         self,
         grid: torch.Tensor,
@@ -297,15 +270,6 @@ class LoRATuning(LoRALinearization):
             raise ValueError("init_prior_prec must be above 0.")
         return self.prior_precision.double().log().requires_grad_()
 
-    def _negative_log_likelihood(self, link_approx: str, n_samples: int) -> NegativeLogLikelihood:
-        if self.likelihood == "regression":
-            return gaussian_loss(torch.as_tensor(self.sigma_noise))
-        if link_approx == "mc":
-            return sampled_categorical_loss(n_samples)
-        if link_approx == "probit":
-            return probit_categorical_loss
-        raise ValueError(f'method="val_gd" knows the links "mc" and "probit", not {link_approx!r}.')
-
     def _warn_of_unbounded(self, logarithm: torch.Tensor) -> None:
         """Warn where the evidence has no maximum in reach: the prior precision has run away."""
         logarithm = logarithm.detach().requires_grad_()
@@ -330,29 +294,3 @@ class LoRATuning(LoRALinearization):
             "its weights? Fewer prior precisions, such as a scalar, are safer.",
             stacklevel=4,
         )
-
-
-def _check_arguments(
-    likelihood: str,
-    pred_type: str,
-    method: str,
-    val_loader: Any,
-    train_loader: Any,
-    loss: Any,
-    optimize_sigma_noise: bool,
-) -> None:
-    """Refuse what the method has no use for."""
-    if method not in _METHODS:
-        raise ValueError(f"method {method!r} is none of {list(_METHODS)}.")
-    if method in _BY_VALIDATION and val_loader is None:
-        raise ValueError(f'method="{method}" needs validation data: pass val_loader.')
-    if method == "linearized_marglik" and train_loader is None:
-        raise ValueError(f'method="{method}" needs the training data: pass train_loader.')
-    if method in _BY_EVIDENCE and val_loader is not None:
-        warnings.warn(f'val_loader plays no part in method="{method}".', stacklevel=3)
-    if method != "linearized_marglik" and train_loader is not None:
-        warnings.warn(f'train_loader plays no part in method="{method}".', stacklevel=3)
-    if method == "val_gd" and (pred_type != "glm" or loss is not None):
-        raise ValueError('method="val_gd" minimises the negative log-likelihood of "glm" alone.')
-    if optimize_sigma_noise and (method != "marglik" or likelihood != "regression"):
-        raise ValueError('optimize_sigma_noise is for regression with method="marglik".')

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from laplace_lora_ext.mean_field import mean_field_log_softmax
 from laplace_lora_ext.predictive_statistics import Moments
 from laplace_lora_ext.square_root import square_root
 
@@ -41,6 +42,13 @@ def probit_categorical_loss(
     variances = f_var.diagonal(dim1=1, dim2=2)
     logits = f_mu / (1 + math.pi / 8 * variances).sqrt()
     return torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+
+
+def mean_field_categorical_loss(
+    moments: Moments, targets: torch.Tensor, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Cross-entropy under the mean-field approximation, `(N,)`."""
+    return torch.nn.functional.nll_loss(mean_field_log_softmax(*moments), targets, reduction="none")
 
 
 def gaussian_loss(sigma_noise: torch.Tensor) -> NegativeLogLikelihood:

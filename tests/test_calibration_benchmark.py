@@ -36,7 +36,7 @@ from benchmarks.calibration.paper_prompts import LETTERS, four_choices
 from benchmarks.calibration.paper_tasks import PAPER_SHIFTS, PAPER_TASKS
 from benchmarks.calibration.posteriors import (
     EVIDENCES,
-    LINEARIZED_EVIDENCES,
+    LINEARIZED,
     LINKS,
     Beliefs,
     Posterior,
@@ -91,7 +91,7 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path):
     assert len(by_evidence) == len(laplace) * len(LINKS) * len(EVIDENCES)
     linearized = [row for row in rows if row["chosen_by"].startswith("linearized evidence")]
     two_means = ["lowrank_kron", "lowrank_kron, prior mean at start"]
-    kinds = len(LINKS) * len(LINEARIZED_EVIDENCES)
+    kinds = len(LINKS) * len(LINEARIZED)
     assert [row["method"] for row in linearized[::kinds]] == two_means
     for name in laplace:  # validation data prefer one link of each structure
         by_validation = [row for row in with_split if row["method"] == name]
@@ -105,7 +105,7 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path):
         )
         assert len(scalar) == len(LINKS)
         assert sum(scalar.values()) == 1
-        assert set(layerwise) == (set() if name in STOCK else {"mc", "probit"})
+        assert set(layerwise) == (set() if name in STOCK else {"mc", "probit", "mean field"})
         assert sum(layerwise.values()) == bool(layerwise)
     for row in (*rows, *figures["along_training"]):
         assert 0 < row["nll"] < 50

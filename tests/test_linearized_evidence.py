@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_lora_ext.curvature.sketch import Sketch
-from laplace_lora_ext.prior_precision import maximize_linearized_evidence
+from laplace_lora_ext.evidence_search import maximize_linearized_evidence
 from tests.dense_oracle import jacobian, logits_of, softmax_fisher, unpadded
 from tests.test_host_api import plain_regression
 from tests.test_predictive_statistics import count_forward_passes, fitted, some_precision

@@ -1,6 +1,7 @@
 """Every method on one fine-tuned model: predictions under the paper's two protocols.
 
-Without a validation set, the evidence of the training set chooses prior precisions. With one, split
+Without a validation set, the training set chooses prior precisions: its evidence, or its
+leave-one-out loss in the linearised model. With one, split
 off the training set, its negative log-likelihood chooses them, and a temperature.
 """
 
@@ -16,9 +17,10 @@ from benchmarks.calibration.posteriors import (
     COARSE_GRID,
     EVIDENCES,
     GRID,
-    LINEARIZED_EVIDENCES,
+    LINEARIZED,
     LINKS,
     MC,
+    MEAN_FIELD,
     PREDICTION_BATCH_SIZE,
     PROBIT,
     Beliefs,
@@ -139,7 +141,7 @@ class Evaluation:
         return Prediction(CHECKPOINT_ENSEMBLE, _mean(draws))
 
     def by_evidence(self, posterior: Posterior) -> Iterator[Prediction]:
-        """Choose prior precisions by the evidence of the training set."""
+        """Choose prior precisions by the evidence of the training set, or by leaving one out."""
         la = posterior.fit(self.pretrained, self.fine_tuned, self.train)
         chosen = {}
         for chosen_by, search in EVIDENCES.items():
@@ -147,7 +149,7 @@ class Evaluation:
             chosen[chosen_by] = la.prior_precision.clone()
         if posterior.linearized:
             model = la.linearize(self.pretrained.loader(self.train, PREDICTION_BATCH_SIZE))
-            for chosen_by, search in LINEARIZED_EVIDENCES.items():
+            for chosen_by, search in LINEARIZED.items():
                 la.optimize_prior_precision(train_loader=model, **search)
                 chosen[chosen_by] = la.prior_precision.clone()
         moments = {
@@ -228,7 +230,7 @@ class Evaluation:
 def _descend(la: Any, statistics: PredictiveStatistics) -> list[_Choice]:
     """Follow the gradient (the paper's algorithm 3) with the links that it is known for."""
     choices = []
-    for link in (MC, PROBIT):
+    for link in (MC, PROBIT, MEAN_FIELD):
         history = la.optimize_prior_precision(
             method="val_gd",
             val_loader=statistics,

@@ -19,7 +19,8 @@ EVIDENCES: dict[str, dict[str, Any]] = {
     "evidence, scalar": {"method": "marglik"},
     "evidence, layerwise": {"method": "marglik", "prior_structure": "layerwise"},
 }
-LINEARIZED_EVIDENCES: dict[str, dict[str, Any]] = {
+LINEARIZED: dict[str, dict[str, Any]] = {
+    "leave-one-out": {"method": "linearized_loo"},
     "linearized evidence, scalar": {"method": "linearized_marglik"},
     "linearized evidence, layerwise": {
         "method": "linearized_marglik",
@@ -46,10 +47,12 @@ class Link:
 
 MC = Link("mc", "mc")
 PROBIT = Link("probit", "probit")
+MEAN_FIELD = Link("mean field", "mean_field")
 LINKS = (
     MC,
     Link("mc, diagonal", "mc", diagonal_output=True),
     PROBIT,
+    MEAN_FIELD,
     Link("bridge", "bridge"),
 )
 
@@ -67,7 +70,7 @@ class Posterior:
     options : dict
         Further keywords of `laplace_lora_ext.Laplace`.
     linearized : bool
-        Whether the linearised model's evidence chooses its prior precision too.
+        Whether its prior precision is chosen in the linearised model too.
     mean_at_start : bool
         Whether the prior's mean is the LoRA weights before training, and not 0.
     """

@@ -28,10 +28,11 @@ DRAWN = (
     (WHOLE, "Last layer (LLLA)", "evidence, layerwise", "probit"),
     (WHOLE, "lowrank_kron (paper)", "evidence, scalar", "mc"),
     (WHOLE, "lowrank_kron", "evidence, scalar", "mc"),
-    (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "mc"),
+    (WHOLE, "lowrank_kron", "linearized evidence, scalar", "mc"),
+    (WHOLE, "lowrank_kron", "leave-one-out", "mean field"),
     (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "probit"),
     (SPLIT, "Temperature scaling", "validation", ""),
-    (SPLIT, "lowrank_kron", "validation, layerwise", "mc"),
+    (SPLIT, "lowrank_kron", "validation, layerwise", "mean field"),
 )
 
 
