@@ -23,7 +23,7 @@ _CHUNK = 256  # examples whose logits are sampled at once for a checkpoint
 def search_grid(
     loss: Callable[[torch.Tensor], float], grid: torch.Tensor, progress_bar: bool = False
 ) -> TuningHistory:
-    """Evaluate a loss at every prior precision of a grid.
+    """Evaluate a loss at every prior precision of a grid, `(T,)` or `(T, blocks)`.
 
     Raises
     ------
@@ -34,7 +34,8 @@ def search_grid(
     points = tqdm.tqdm(grid, disable=not progress_bar)
     for index, point in enumerate(points):
         result = loss(point)
-        points.set_description(f"[Grid search | prior_prec: {point:.3e}, loss: {result:.3f}]")
+        middle = point.log().mean().exp()
+        points.set_description(f"[Grid search | prior_prec: {middle:.3e}, loss: {result:.3f}]")
         recorder.add(index, result, point)
     if not any(map(math.isfinite, recorder.objectives)):
         raise ValueError("The validation loss is finite at no point of the grid.")

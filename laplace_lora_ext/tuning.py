@@ -65,8 +65,10 @@ class LoRATuning(LoRALinearizedTuning):
             weight decay. It needs the training data once more.
             "linearized_loo" minimises the negative log-likelihood of each training example under
             the linearised model's posterior of all the others (Laplace-LOO; Vehtari et al., JMLR
-            2016), in one factor of `init_prior_prec`. It needs the training data once more.
-            "gridsearch" takes the best of a grid of scalars on validation data.
+            2016). Of a layerwise prior it chooses a common factor, and "linearized_marglik" the
+            rest. It needs the training data once more.
+            "gridsearch" takes the best of a grid of scalars on validation data, or of factors of
+            `init_prior_prec`.
             "val_gd" follows the gradient of the validation loss (the paper's algorithm 3), for
             "lowrank_kron" only
         n_steps : int, default=1000
@@ -74,8 +76,8 @@ class LoRATuning(LoRALinearizedTuning):
         lr : float, default=0.1
             first step in the logarithm of the prior precision, for "marglik" and "val_gd"
         init_prior_prec : float or torch.Tensor
-            where all but "gridsearch" start; a tensor of more than one number also says the
-            structure
+            where all but "gridsearch" start. A tensor of more than one number also says the
+            structure; "gridsearch" and "linearized_loo" choose a factor of it
         prior_structure : {"scalar", "layerwise", "diag"}
             one prior precision, one for each block, or, with "diag" curvature, for each weight
         val_loader : DataLoader, iterable or PredictiveStatistics
@@ -105,7 +107,7 @@ class LoRATuning(LoRALinearizedTuning):
             of "linearized_marglik" and "linearized_loo": the data of the fit. They pass through
             the model once, or not at all where `linearize` has returned them
         pooling : float, default=3.0
-            of "linearized_marglik" with a layerwise prior: strength of a hyperprior that draws
+            of the linearised methods with a layerwise prior: strength of a hyperprior that draws
             each block's prior precision to the scalar that the evidence prefers, as if so many
             more directions of the block had been determined. With 0 each block has its own
             evidence alone, which often raises its prior precision without bound
@@ -159,6 +161,9 @@ class LoRATuning(LoRALinearizedTuning):
                     "link_approx": link_approx,
                     "n_samples": n_samples,
                 }
+                if torch.as_tensor(init_prior_prec).numel() > 1:
+                    base = self._initial_logarithm(init_prior_prec, prior_structure).detach().exp()
+                    grid = grid[:, None].to(base) * base
                 history = self._search_grid(grid, val_loader, loss, predictions, progress_bar)
             else:
                 start = self._initial_logarithm(init_prior_prec, prior_structure)
@@ -172,10 +177,13 @@ class LoRATuning(LoRALinearizedTuning):
                 elif method in LINEARIZED:
                     model = self._linearized(train_loader, method, generator, progress_bar)
                     start = start.detach().exp().cpu()
-                    if method == "linearized_marglik":
+                    if method == "linearized_marglik" or (
+                        len(start) > 1 and torch.as_tensor(init_prior_prec).numel() == 1
+                    ):
                         search = n_steps, tolerance, pooling, progress_bar
                         history = self._maximize_linearized_evidence(model, start, *search)
-                    else:
+                        start = history.prior_precision[-1]
+                    if method == "linearized_loo":
                         nll = self._negative_log_likelihood(link_approx or "mean_field", n_samples)
                         search = n_steps, generator, progress_bar
                         history = self._minimize_leave_one_out(model, start, nll, *search)

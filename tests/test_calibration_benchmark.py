@@ -31,7 +31,13 @@ from benchmarks.calibration.language_model import (
     train_tokenizer,
     verdicts_and_answers,
 )
-from benchmarks.calibration.methods import Evaluation, deep_ensemble
+from benchmarks.calibration.methods import (
+    DESCENT,
+    GRID_SEARCH,
+    SCALED,
+    Evaluation,
+    deep_ensemble,
+)
 from benchmarks.calibration.paper_prompts import LETTERS, four_choices
 from benchmarks.calibration.paper_tasks import PAPER_SHIFTS, PAPER_TASKS
 from benchmarks.calibration.posteriors import (
@@ -89,24 +95,26 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path):
     assert with_validation == {"MAP", "Temperature scaling", *laplace}
     by_evidence = [row for row in rows if row["chosen_by"].startswith("evidence")]
     assert len(by_evidence) == len(laplace) * len(LINKS) * len(EVIDENCES)
-    linearized = [row for row in rows if row["chosen_by"].startswith("linearized evidence")]
+    linearized = [row for row in rows if row["chosen_by"] in LINEARIZED]
     two_means = ["lowrank_kron", "lowrank_kron, prior mean at start"]
     kinds = len(LINKS) * len(LINEARIZED)
     assert [row["method"] for row in linearized[::kinds]] == two_means
     for name in laplace:  # validation data prefer one link of each structure
         by_validation = [row for row in with_split if row["method"] == name]
-        scalar, layerwise = (
+        scalar, layerwise, scaled = (
             {
                 row["link"]: row["is_choice"]
                 for row in by_validation
                 if row["chosen_by"] == chosen_by
             }
-            for chosen_by in ("validation, scalar", "validation, layerwise")
+            for chosen_by in (GRID_SEARCH, DESCENT, SCALED)
         )
         assert len(scalar) == len(LINKS)
         assert sum(scalar.values()) == 1
         assert set(layerwise) == (set() if name in STOCK else {"mc", "probit", "mean field"})
         assert sum(layerwise.values()) == bool(layerwise)
+        assert len(scaled) == (len(LINKS) if name in two_means else 0)
+        assert sum(scaled.values()) == bool(scaled)
     for row in (*rows, *figures["along_training"]):
         assert 0 < row["nll"] < 50
         assert 0 <= row["shifted"]["matplotlib"]["shift_auroc"] <= 1

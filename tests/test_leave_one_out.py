@@ -213,3 +213,16 @@ def test_bad_arguments_leave_the_prior_precision_alone(arguments, message):
     with pytest.raises(ValueError, match=message):
         la.optimize_prior_precision(**arguments)
     assert la.prior_precision.item() == pytest.approx(0.4)
+
+
+def test_a_layerwise_prior_is_a_factor_of_the_linearised_evidence():
+    la, _ = overconfident()
+    model = linearized(la, ragged_batches())
+    options = {"train_loader": model, "prior_structure": "layerwise", "pooling": 0.2}
+    la.optimize_prior_precision(method="linearized_marglik", **options)
+    evidence = la.prior_precision
+    assert evidence.log().std() > 0.1
+    la.optimize_prior_precision(method=METHOD, **options)
+    factors = la.prior_precision / evidence
+    torch.testing.assert_close(factors, factors[:1].expand_as(factors), rtol=0.02, atol=0)
+    assert abs(math.log(factors[0])) > 0.1

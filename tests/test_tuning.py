@@ -72,6 +72,22 @@ def test_gridsearch_equals_brute_force(validation, link_approx, dtype, tail):
     assert history.prior_precision.shape == (7, 1)
 
 
+def test_gridsearch_scales_a_layerwise_prior(validation):
+    la = fitted(dtype=torch.float64)
+    base = some_precision(la, "layerwise")
+    history = la.optimize_prior_precision(
+        method="gridsearch", val_loader=validation, init_prior_prec=base, **GRID
+    )
+    factors = torch.logspace(-2, 2, 7)
+    torch.testing.assert_close(history.prior_precision, factors[:, None].double() * base)
+    losses = [afresh(la, factor * base, validation, link_approx="probit") for factor in factors]
+    assert history.objective.tolist() == pytest.approx(losses)
+    scalar = la.optimize_prior_precision(
+        method="gridsearch", val_loader=validation, init_prior_prec=5.0, **GRID
+    )
+    torch.testing.assert_close(scalar.prior_precision[:, 0], factors)  # the host's grid
+
+
 def test_gridsearch_passes_the_data_once_and_given_statistics_not_at_all(validation):
     la = fitted()
     calls = count_forward_passes(la)

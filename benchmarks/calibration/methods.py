@@ -1,8 +1,8 @@
 """Every method on one fine-tuned model: predictions under the paper's two protocols.
 
-Without a validation set, the training set chooses prior precisions: its evidence, or its
-leave-one-out loss in the linearised model. With one, split
-off the training set, its negative log-likelihood chooses them, and a temperature.
+Without a validation set, the training set chooses prior precisions: its evidence, or the loss of
+leaving one of its texts out. With one, split off the training set, its negative log-likelihood
+chooses them, and a temperature.
 """
 
 import math
@@ -16,6 +16,7 @@ from benchmarks.calibration.fine_tuned import FineTuned, Pretrained, Records
 from benchmarks.calibration.posteriors import (
     COARSE_GRID,
     EVIDENCES,
+    FACTORS,
     GRID,
     LINEARIZED,
     LINKS,
@@ -39,6 +40,7 @@ DEEP_ENSEMBLE = "Deep ensemble"
 TEMPERATURE_SCALING = "Temperature scaling"
 WITHOUT_POSTERIOR = (MAP, MC_DROPOUT, CHECKPOINT_ENSEMBLE, DEEP_ENSEMBLE, TEMPERATURE_SCALING)
 GRID_SEARCH, DESCENT = "validation, scalar", "validation, layerwise"
+SCALED = "validation, factor of linearized evidence"
 DROPOUT_PASSES = 10
 CHECKPOINTS_IN_ENSEMBLE = 3
 
@@ -185,7 +187,17 @@ class Evaluation:
         """Choose prior precisions for each link, and mark the preferred link of each structure."""
         la = posterior.fit(self.pretrained, self.fine_tuned, self.train)
         beliefs = Beliefs(la, self.pretrained.loader(validation, PREDICTION_BATCH_SIZE))
-        choices = self._search_grid(la, beliefs, _labels(validation))
+        labels = _labels(validation)
+        grid = COARSE_GRID if beliefs.statistics is None else GRID
+        choices = self._search_grid(la, beliefs, labels, GRID_SEARCH, list(grid))
+        if posterior.linearized:
+            la.optimize_prior_precision(
+                method="linearized_marglik",
+                prior_structure="layerwise",
+                train_loader=self.pretrained.loader(self.train, PREDICTION_BATCH_SIZE),
+            )
+            grid = [factor * la.prior_precision for factor in FACTORS]
+            choices += self._search_grid(la, beliefs, labels, SCALED, grid)
         if beliefs.statistics is not None:
             choices += _descend(la, beliefs.statistics)
         least: dict[str, float] = {}
@@ -210,10 +222,16 @@ class Evaluation:
             for place, choice in enumerate(choices)
         ]
 
-    def _search_grid(self, la: Any, beliefs: Beliefs, labels: torch.Tensor) -> list[_Choice]:
-        """Try scalars with every link."""
-        grid = COARSE_GRID if beliefs.statistics is None else GRID
-        on_grid = beliefs.moments(list(grid))
+    def _search_grid(
+        self,
+        la: Any,
+        beliefs: Beliefs,
+        labels: torch.Tensor,
+        chosen_by: str,
+        grid: list[torch.Tensor],
+    ) -> list[_Choice]:
+        """Try the prior precisions of a grid with every link."""
+        on_grid = beliefs.moments(grid)
         choices = []
         for link in LINKS:
             losses = torch.tensor(
@@ -222,8 +240,8 @@ class Evaluation:
                     for moments in on_grid
                 ]
             )
-            best = grid[losses.argmin()]
-            choices.append(_Choice(GRID_SEARCH, link, best, losses.min().item()))
+            best = grid[int(losses.argmin())]
+            choices.append(_Choice(chosen_by, link, best, losses.min().item()))
         return choices
 
 

@@ -20,20 +20,17 @@ EVIDENCES: dict[str, dict[str, Any]] = {
     "evidence, layerwise": {"method": "marglik", "prior_structure": "layerwise"},
 }
 LINEARIZED: dict[str, dict[str, Any]] = {
-    "leave-one-out": {"method": "linearized_loo"},
+    "leave-one-out, scalar": {"method": "linearized_loo"},
+    "leave-one-out, layerwise": {"method": "linearized_loo", "prior_structure": "layerwise"},
     "linearized evidence, scalar": {"method": "linearized_marglik"},
     "linearized evidence, layerwise": {
         "method": "linearized_marglik",
         "prior_structure": "layerwise",
     },
-    "linearized evidence, layerwise, not pooled": {
-        "method": "linearized_marglik",
-        "prior_structure": "layerwise",
-        "pooling": 0,
-    },
 }
 GRID = torch.logspace(-2, 4, 49)
 COARSE_GRID = GRID[::4]
+FACTORS = torch.logspace(-2, 2, 33)
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ DRAWN = (
     (WHOLE, "lowrank_kron (paper)", "evidence, scalar", "mc"),
     (WHOLE, "lowrank_kron", "evidence, scalar", "mc"),
     (WHOLE, "lowrank_kron", "linearized evidence, scalar", "mc"),
-    (WHOLE, "lowrank_kron", "leave-one-out", "mean field"),
+    (WHOLE, "lowrank_kron", "leave-one-out, layerwise", "mean field"),
     (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "probit"),
     (SPLIT, "Temperature scaling", "validation", ""),
-    (SPLIT, "lowrank_kron", "validation, layerwise", "mean field"),
+    (SPLIT, "lowrank_kron", "validation, factor of linearized evidence", "mean field"),
 )
 
 
