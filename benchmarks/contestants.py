@@ -40,8 +40,8 @@ class Contestant:
         Which way from the model to probabilities.
     prior_structure, link : str
         Structure of the prior precision and link approximation of a Laplace approximation.
-    evidence : str
-        What chooses its prior precision, "marglik" or "linearized_marglik".
+    chosen_by : str
+        What chooses its prior precision, "marglik" or "linearized_loo".
     backend_kwargs : dict, optional
         Settings of the library's curvature backend.
     fit_batch_size : int, optional
@@ -54,7 +54,7 @@ class Contestant:
     method: Method
     prior_structure: str = "scalar"
     link: str = "mc"
-    evidence: str = "marglik"
+    chosen_by: str = "marglik"
     backend_kwargs: dict[str, Any] | None = None
     fit_batch_size: int | None = None
     prediction_batch_size: int = PREDICTION_BATCH_SIZE
@@ -114,7 +114,7 @@ def all_contestants(prior_structure: str, link: str) -> list[Contestant]:
     prior_structure, link : str
         Settings of every Laplace approximation. The library's are repeated under the paper's
         protocol, a scalar prior precision and Monte-Carlo links, where these differ from it; and
-        under the README's, whose prior precision the linearised model's evidence chooses.
+        under the README's, whose prior precision leave-one-out cross-validation chooses.
 
     Returns
     -------
@@ -136,11 +136,11 @@ def all_contestants(prior_structure: str, link: str) -> list[Contestant]:
         ]
 
     recipe = Contestant(
-        "lowrank_kron, linearized evidence, layerwise, mc",
+        "lowrank_kron, leave-one-out, layerwise, mean field",
         "lowrank_kron",
         prior_structure="layerwise",
-        link="mc",
-        evidence="linearized_marglik",
+        link="mean_field",
+        chosen_by="linearized_loo",
     )
     # Stock classes differentiate every logit of a batch with respect to the weights by passes over
     # the whole batch, so that a text costs the least time and memory in a batch of its own.
@@ -351,9 +351,9 @@ def _fit_posterior(
     approximation: Any, contestant: Contestant, task: Task, fit_loader: DataLoader
 ) -> tuple[Predict, dict[str, Any]]:
     approximation.fit(fit_loader, progress_bar=task.show_progress)
-    data = {"train_loader": fit_loader} if contestant.evidence == "linearized_marglik" else {}
+    data = {"train_loader": fit_loader} if contestant.chosen_by == "linearized_loo" else {}
     approximation.optimize_prior_precision(
-        method=contestant.evidence,
+        method=contestant.chosen_by,
         prior_structure=contestant.prior_structure,
         progress_bar=task.show_progress,
         **data,

@@ -31,7 +31,9 @@ from laplace_lora_ext import LinearizedModel, PredictiveStatistics, TuningHistor
 from laplace_lora_ext.logits_model import LogitsModel
 
 REPETITIONS = 3
-LINKS = ("probit", "mc")
+LINKS = ("probit", "mc", "mean_field")
+LINEARIZED = ("linearized_marglik", "linearized_loo")
+STRUCTURES = ("scalar", "layerwise")
 COST_COLUMNS = (
     ("name", "What", "{}"),
     ("seconds", "Seconds", "{:.2f}"),
@@ -40,12 +42,11 @@ COST_COLUMNS = (
 CHOICE_COLUMNS = (
     ("name", "Chosen by", "{}"),
     ("prior_precision", "Prior precision", "{}"),
-    ("probit_nll", "NLL, probit", "{:.3f}"),
-    ("probit_ece", "ECE, probit", "{:.3f}"),
-    ("probit_accuracy", "Accuracy, probit", "{:.3f}"),
-    ("mc_nll", "NLL, mc", "{:.3f}"),
-    ("mc_ece", "ECE, mc", "{:.3f}"),
-    ("mc_accuracy", "Accuracy, mc", "{:.3f}"),
+    *(
+        (f"{link}_{key}", f"{title}, {link.replace('_', ' ')}", "{:.3f}")
+        for link in LINKS
+        for key, title in (("nll", "NLL"), ("ece", "ECE"), ("accuracy", "Accuracy"))
+    ),
 )
 
 
@@ -136,7 +137,7 @@ def _costs(
         ("gridsearch, statistics given", _seconds(lambda: search(statistics))),
         (f"Linearised model, one pass over {len(prepared.train)} training texts", linearizing),
     ]
-    for structure in ("scalar", "layerwise"):
+    for structure in STRUCTURES:
         seconds = _seconds(
             lambda structure=structure: la.optimize_prior_precision(
                 method="val_gd",
@@ -150,12 +151,13 @@ def _costs(
             lambda structure=structure: la.optimize_prior_precision(prior_structure=structure)
         )
         rows.append((f"marglik, {structure}", seconds))
-        seconds = _seconds(
-            lambda structure=structure: la.optimize_prior_precision(
-                method="linearized_marglik", train_loader=linearized, prior_structure=structure
+        for method in LINEARIZED:
+            seconds = _seconds(
+                lambda method=method, structure=structure: la.optimize_prior_precision(
+                    method=method, train_loader=linearized, prior_structure=structure
+                )
             )
-        )
-        rows.append((f"linearized_marglik, {structure}, model given", seconds))
+            rows.append((f"{method}, {structure}, model given", seconds))
     points, grid_size = arguments.stock_grid_size, arguments.grid_size
     seconds = _stock_seconds(prepared, arguments, points)
     rows.append((f"Stock Kron, gridsearch of {points}", seconds))
@@ -201,18 +203,15 @@ def _choices(
     rows = []
     searches: list[tuple[str, dict[str, Any]]] = [
         (f"marglik, {structure}", {"method": "marglik", "prior_structure": structure})
-        for structure in ("scalar", "layerwise")
+        for structure in STRUCTURES
     ]
     searches += [
         (
-            f"linearized_marglik, {structure}",
-            {
-                "method": "linearized_marglik",
-                "prior_structure": structure,
-                "train_loader": linearized,
-            },
+            f"{method}, {structure}",
+            {"method": method, "prior_structure": structure, "train_loader": linearized},
         )
-        for structure in ("scalar", "layerwise")
+        for method in LINEARIZED
+        for structure in STRUCTURES
     ]
     for link in LINKS:
         chosen = {"val_loader": validation, "link_approx": link, "n_samples": 1000}
@@ -228,7 +227,7 @@ def _choices(
                     "n_steps": arguments.steps,
                 },
             )
-            for structure in ("scalar", "layerwise")
+            for structure in STRUCTURES
         ]
     shares: dict[str, float] = {}
     for name, search in searches:

@@ -30,7 +30,7 @@ class LoRALinearization(LoRAPredictive):
         generator: torch.Generator | None = None,
         progress_bar: bool = False,
     ) -> LinearizedModel:
-        """One pass over the training set, for `method="linearized_marglik"`.
+        """One pass over the training set, for "linearized_marglik" and "linearized_loo".
 
         Parameters
         ----------

@@ -52,12 +52,15 @@ class LoRALinearizedTuning(LoRALinearization):
         self,
         model: LinearizedModel,
         start: torch.Tensor,
-        negative_log_likelihood: NegativeLogLikelihood,
+        link_approx: str,
+        n_samples: int,
         n_steps: int,
         generator: torch.Generator | None,
         progress_bar: bool,
     ) -> TuningHistory:
-        scale, seed = float(self._H_factor), draw_seed(generator)
+        scale = float(self._H_factor)
+        negative_log_likelihood = self._negative_log_likelihood(link_approx, n_samples)
+        seed = draw_seed(generator) if link_approx == "mc" else 0
 
         def loss(prior_precision: torch.Tensor) -> float:
             moments = model.leave_one_out(prior_precision, scale)

@@ -55,11 +55,12 @@ class MapAgreement:
         if self._rows < _ENOUGH_ROWS or self._away <= _TOLERATED * self._rows:
             return
         self._counts = False
-        link = "" if link_approx == "probit" else 'link_approx="probit" may agree more often; '
+        better = "mean_field"
+        link = "" if link_approx == better else f'link_approx="{better}" may agree more often; '
         warnings.warn(
             f"{self._away} of {self._rows} predictions have another most probable class than the "
             f"model itself, which costs accuracy: the posterior is broad. {link}a larger "
             "prior_precision narrows it, such as one that optimize_prior_precision chooses by "
-            'method="linearized_marglik" on the training data, or by "gridsearch" on others.',
+            'method="linearized_loo" on the training data, or by "gridsearch" on others.',
             stacklevel=4,
         )

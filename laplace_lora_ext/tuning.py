@@ -184,9 +184,9 @@ class LoRATuning(LoRALinearizedTuning):
                         history = self._maximize_linearized_evidence(model, start, *search)
                         start = history.prior_precision[-1]
                     if method == "linearized_loo":
-                        nll = self._negative_log_likelihood(link_approx or "mean_field", n_samples)
+                        predictions = link_approx or "mean_field", n_samples
                         search = n_steps, generator, progress_bar
-                        history = self._minimize_leave_one_out(model, start, nll, *search)
+                        history = self._minimize_leave_one_out(model, start, *predictions, *search)
                 else:
                     search = n_steps, lr, tolerance, progress_bar
                     history = self._maximize_evidence(start, optimize_sigma_noise, *search)

@@ -155,7 +155,8 @@ def test_the_tuning_benchmark_writes_tables_figures_and_plots(tmp_path):
     for cost in figures["costs"]:
         assert cost["seconds"] > 0
     for choice in figures["choices"]:
-        assert 0 < choice["probit_nll"] < 10
+        for link in ("probit", "mc", "mean_field"):
+            assert 0 < choice[f"{link}_nll"] < 10
     assert sum(figures["variance_by_layer"].values()) == pytest.approx(1)
     for plot in ("tuning.png", "variance_by_layer.png"):
         assert (tmp_path / "results" / plot).read_bytes().startswith(b"\x89PNG")

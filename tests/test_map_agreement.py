@@ -39,7 +39,7 @@ def test_it_warns_once_when_more_than_a_few_per_cent_have_left(la):
     given = moments(100, 100)
     options = {"link_approx": "mc", "n_samples": 50}
     (message,) = predict(la, given, **options)
-    assert 'link_approx="probit"' in message
+    assert 'link_approx="mean_field"' in message
     assert "gridsearch" in message
     assert not predict(la, given, **options)
     la.fit(ragged_batches())  # another posterior is another matter
@@ -72,9 +72,9 @@ def test_rows_add_up_over_batches():
     agreement.expect(torch.eye(2)[[0] * 10])
     wrong = torch.eye(2)[[1] * 10]
     for _ in range(9):
-        agreement.add(wrong, "probit")
+        agreement.add(wrong, "mean_field")
     with pytest.warns(UserWarning, match="100 of 100 predictions.*broad. a larger"):
-        agreement.add(wrong, "probit")
+        agreement.add(wrong, "mean_field")
 
 
 def test_prior_precisions_that_are_only_tried_count_for_nothing():

@@ -59,11 +59,13 @@ def test_rewards_are_those_of_the_model():
         torch.testing.assert_close(samples.var(0), variance[..., 0], atol=0, rtol=0.1)
 
 
-@pytest.mark.parametrize("method", ["marglik", "linearized_marglik", "gridsearch", "val_gd"])
+@pytest.mark.parametrize(
+    "method", ["marglik", "linearized_marglik", "linearized_loo", "gridsearch", "val_gd"]
+)
 def test_the_prior_precision_is_tuned_on_preferences(method):
     la = make(lora_model("bert", n_labels=1))
     data = {} if method == "marglik" else {"val_loader": [preferences()]}
-    if method == "linearized_marglik":
+    if method.startswith("linearized"):
         data = {"train_loader": [preferences()]}
     history = la.optimize_prior_precision(method=method, **data, n_steps=200)
     assert torch.isfinite(history.objective).all()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_lora_ext.validation_losses import (
     gaussian_loss,
+    mean_field_categorical_loss,
     probit_categorical_loss,
     sampled_categorical_loss,
 )
@@ -56,7 +57,7 @@ def afresh(la, point, batches, **predictions) -> float:
 
 @pytest.mark.parametrize("tail", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("link_approx", ["probit", "mc", "bridge", "bridge_norm"])
+@pytest.mark.parametrize("link_approx", ["probit", "mc", "mean_field", "bridge", "bridge_norm"])
 def test_gridsearch_equals_brute_force(validation, link_approx, dtype, tail):
     la = fitted(dtype=dtype, tail=tail)
     predictions = {"link_approx": link_approx, "n_samples": 30}
@@ -136,7 +137,9 @@ def test_a_loss_that_is_finite_nowhere_or_no_number_is_refused(validation):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("kind", ["mc", "mc of a singular covariance", "probit", "gaussian"])
+@pytest.mark.parametrize(
+    "kind", ["mc", "mc of a singular covariance", "probit", "mean field", "gaussian"]
+)
 def test_gradient_of_the_validation_loss(kind, structure):
     if kind == "gaussian":
         la, X = plain_regression()
@@ -148,7 +151,11 @@ def test_gradient_of_the_validation_loss(kind, structure):
         if "singular" in kind:  # one class is always as likely as another
             statistics.projections[:, 1] = statistics.projections[:, 0]
             statistics.inner_products[:] = 0
-        loss = probit_categorical_loss if kind == "probit" else sampled_categorical_loss(6)
+        deterministic = {
+            "probit": probit_categorical_loss,
+            "mean field": mean_field_categorical_loss,
+        }
+        loss = deterministic.get(kind, sampled_categorical_loss(6))
     precision = some_precision(la, structure).log().requires_grad_()
 
     def validation_loss(logarithm):
@@ -162,9 +169,12 @@ def test_validation_losses_are_those_of_the_predictions(validation):
     la = fitted(dtype=torch.float32, prior_precision=0.3)
     statistics = la.predictive_statistics(validation)
     moments, targets = statistics.moments(0.3), statistics.targets
-    probit = -la(moments, link_approx="probit").log()
-    expected = probit.gather(1, targets[:, None])[:, 0]
-    torch.testing.assert_close(probit_categorical_loss(moments, targets), expected)
+    for link, loss in (
+        ("probit", probit_categorical_loss),
+        ("mean_field", mean_field_categorical_loss),
+    ):
+        expected = -la(moments, link_approx=link).log().gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(loss(moments, targets), expected)
     mc = -la(moments, link_approx="mc", n_samples=100_000).log()
     expected = mc.gather(1, targets[:, None])[:, 0]
     sampled = sampled_categorical_loss(100_000)(moments, targets, generator())

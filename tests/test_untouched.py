@@ -158,6 +158,7 @@ def test_fit_with_every_approximation_leaves_everything(kind, kfac_approx):
 
 USES: dict[str, Callable[[Any, list], object]] = {
     "glm probit": lambda la, batches: la(batches[0]),
+    "glm mean field": lambda la, batches: la(batches[0], link_approx="mean_field"),
     "glm bridge": lambda la, batches: la(batches[0], link_approx="bridge"),
     "evidence": lambda la, batches: la.log_marginal_likelihood(),
     "state": lambda la, batches: la.load_state_dict(la.state_dict()),
@@ -166,6 +167,9 @@ USES: dict[str, Callable[[Any, list], object]] = {
     ),
     "linearized marglik": lambda la, batches: la.optimize_prior_precision(
         method="linearized_marglik", train_loader=batches, n_steps=3, tolerance=0
+    ),
+    "linearized loo": lambda la, batches: la.optimize_prior_precision(
+        method="linearized_loo", train_loader=batches
     ),
     "gridsearch": lambda la, batches: la.optimize_prior_precision(
         method="gridsearch",
