@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -53,7 +54,10 @@ from benchmarks.calibration.report import spread, summarize
 from benchmarks.calibration.trial import Trial
 from benchmarks.metrics import selective_accuracy
 from benchmarks.temperature import fit_temperature
+from tests.dense_oracle import jacobian, logits_of, unpadded
 from tests.test_paper_tasks import MMLU_ROW, TASKS, write_rows, write_task
+from tests.test_predictive_statistics import fitted
+from tests.tiny_models import lora_model, ragged_batches
 
 STOCK = {"Stock diag", "Stock Kron"}
 
@@ -121,6 +125,11 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path):
         assert 0 <= row["shifted"]["matplotlib"]["accuracy"] <= 1
     assert {row["step"] for row in figures["along_training"]} == {1, 3}
     assert sum(figures["variance_by_layer"].values()) == pytest.approx(1)
+    groups = figures["jacobians_by_margin"]
+    margins = [group["margin"] for group in groups]
+    assert margins == sorted(margins)
+    assert margins[0] >= 0
+    assert all(group["squared_norm"] > 0 for group in groups)
     assert (folder / "calibration.md").read_text() in finished.stdout
     for figure in ("calibration_reliability", "selective_accuracy", "along_training", "layers"):
         assert (folder / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
@@ -414,3 +423,25 @@ def test_summaries_are_means_and_deviations_over_seeds():
     assert summary["p"] == (2.0, 0.0)
     assert summary["preferred"] == pytest.approx((1.5, 0.5**0.5))
     assert spread([2.0]) == (2.0, 0.0)
+
+
+def test_jacobians_of_margins_are_those_of_autograd():
+    la, batch = fitted(), ragged_batches(seed=5)[0]
+    model, labels = lora_model("bert").eval(), batch["labels"]
+    texts = [unpadded(batch, row) for row in range(len(labels))]
+    Js = torch.stack([jacobian(model, text) for text in texts])
+    f_mu = torch.stack([logits_of(model, text).detach() for text in texts])
+    trial = SimpleNamespace(
+        _posterior_and_statistics=(la, la.predictive_statistics([batch])),
+        _labels={"test": labels},
+    )
+    groups = Trial.jacobians_by_margin(trial)
+    top = f_mu.topk(2)
+    rows = torch.arange(len(f_mu))
+    norms = (Js[rows, top.indices[:, 0]] - Js[rows, top.indices[:, 1]]).square().sum(1)
+    margins = top.values[:, 0] - top.values[:, 1]
+    order = margins.argsort()
+    assert [group["margin"] for group in groups] == pytest.approx(margins[order].tolist())
+    assert [group["squared_norm"] for group in groups] == pytest.approx(norms[order].tolist())
+    right = (f_mu.argmax(1) == labels)[order].double().tolist()
+    assert [group["accuracy"] for group in groups] == right

@@ -28,11 +28,18 @@ DRAWN = (
     (WHOLE, "Last layer (LLLA)", "evidence, layerwise", "probit"),
     (WHOLE, "lowrank_kron (paper)", "evidence, scalar", "mc"),
     (WHOLE, "lowrank_kron", "evidence, scalar", "mc"),
-    (WHOLE, "lowrank_kron", "linearized evidence, scalar", "mc"),
-    (WHOLE, "lowrank_kron", "leave-one-out, layerwise", "mean field"),
+    (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "mc"),
     (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "probit"),
+    (WHOLE, "lowrank_kron", "leave-one-out, layerwise", "mean field"),
     (SPLIT, "Temperature scaling", "validation", ""),
+    (SPLIT, "lowrank_kron", "validation, layerwise", "mc"),
     (SPLIT, "lowrank_kron", "validation, factor of linearized evidence", "mean field"),
+)
+
+MARGIN_COLUMNS = (
+    ("margin", "Margin", "{:.2f}"),
+    ("squared_norm", "Squared norm of its Jacobian", "{:.0f}"),
+    ("accuracy", "Accuracy", "{:.3f}"),
 )
 
 
@@ -53,7 +60,13 @@ def write_report(figures: dict[str, Any], folder: Path) -> str:
     """
     rows = figures["methods"]
     seeds = sorted({row["seed"] for row in rows})
-    report = f"{_headline(figures, seeds)}\n\n{_table(summarize(rows), len(seeds) > 1)}\n"
+    parts = [
+        _headline(figures, seeds),
+        _table(summarize(rows), len(seeds) > 1),
+        f"Test texts of seed {seeds[0]}, from the smallest margin of the top logit to the largest:",
+        markdown_table(figures["jacobians_by_margin"], MARGIN_COLUMNS),
+    ]
+    report = "\n\n".join(parts) + "\n"
     (folder / "calibration.md").write_text(report, encoding="utf-8")
     drawn = [row for row in rows if row["seed"] == rows[0]["seed"] and _identity(row) in DRAWN]
     draw_reliability(

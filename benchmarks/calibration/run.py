@@ -55,6 +55,7 @@ def calibrate(arguments: argparse.Namespace) -> dict[str, Any]:
                 "task": _describe(pretrained.task),
                 "hyperparameters": vars(pretrained.hyperparameters),
                 "variance_by_layer": trial.variance_by_layer(),
+                "jacobians_by_margin": trial.jacobians_by_margin(),
                 "along_training": trial.measure_along_training() if arguments.curves else [],
             }
         # After each seed: a run of hours that is cut off has not been in vain.

@@ -22,12 +22,15 @@ from benchmarks.calibration.posteriors import Posterior, posteriors
 from benchmarks.calibration.protocols import SPLIT, WHOLE
 from benchmarks.metrics import quality, reliability, selective_accuracy, shift_detection
 from benchmarks.minilm import by_length
+from laplace_lora_ext import PredictiveStatistics
 
 ENSEMBLE_SIZE = 3
 MEMBER_SEEDS = 1000  # between the seeds of an ensemble's members
 NO_CLASS = -1  # label of a text for which no class is right
 VALIDATION_SHARE = 0.2
 TEST = "test"
+_FIRM = 1e12  # a prior precision beside which no curvature counts
+_GROUPS = 8  # of texts by their margins
 ALONG_TRAINING = ("lowrank_kron (paper)", "lowrank_kron")
 
 
@@ -119,11 +122,44 @@ class Trial:
         shares : dict
             By the layer's name, under the evidence's layerwise prior precision.
         """
+        la, statistics = self._posterior_and_statistics
+        la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
+        return la.variance_by_layer(statistics).by_layer
+
+    def jacobians_by_margin(self) -> list[dict[str, float]]:
+        """How far the weights can move what the model prefers, where it is sure and where not.
+
+        The margin of a test text is the difference of its two largest logits. A variance grows with
+        the squared norm of the margin's Jacobian, whatever the posterior.
+
+        Returns
+        -------
+        groups : list of dict
+            For groups of as many texts each, from the smallest margins to the largest: the means of
+            "margin", "squared_norm" and "accuracy".
+        """
+        _, statistics = self._posterior_and_statistics
+        f_mu, labels = statistics.f_mu, self._labels[TEST]
+        # Under a prior that outweighs the data, the covariance is that of the Jacobians alone.
+        covariance = _FIRM * statistics.moments(torch.tensor([_FIRM])).f_var
+        signs = torch.tensor([1.0, -1.0]).expand(len(f_mu), 2)
+        difference = torch.zeros_like(f_mu).scatter(1, f_mu.topk(2).indices, signs)
+        figures = {
+            "margin": (f_mu * difference).sum(1),
+            "squared_norm": torch.einsum("bc,bcd,bd->b", difference, covariance, difference),
+            "accuracy": (f_mu.argmax(-1) == labels).double(),
+        }
+        order = figures["margin"].argsort()
+        return [
+            {name: values[group].mean().item() for name, values in figures.items()}
+            for group in order.chunk(_GROUPS)
+        ]
+
+    @cached_property
+    def _posterior_and_statistics(self) -> tuple[Any, PredictiveStatistics]:
         first = self._first
         la = Posterior("lowrank_kron").fit(self.pretrained, first.fine_tuned, self.train)
-        la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
-        shares = la.variance_by_layer(la.predictive_statistics(first.loaders[TEST]))
-        return shares.by_layer
+        return la, la.predictive_statistics(first.loaders[TEST])
 
     def _without_validation(self) -> Iterator[Prediction]:
         first = self._first
