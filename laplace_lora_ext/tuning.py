@@ -115,7 +115,7 @@ class LoRATuning(LoRALinearizedTuning):
         Returns
         -------
         TuningHistory
-            evidence or validation loss along the way
+            evidence or loss along the way
 
         Raises
         ------
@@ -129,7 +129,7 @@ class LoRATuning(LoRALinearizedTuning):
         -----
         UserWarning
             If the evidence has not converged, has no maximum in some prior precision, or a loss
-            does not depend on it.
+            has no minimum in it.
 
         Notes
         -----

@@ -22,7 +22,7 @@ class TuningHistory:
         `(T,)` number of the step, or of the point of a grid
     objective : torch.Tensor
         `(T,)`, float64: the log marginal likelihood, with the hyperprior where prior precisions
-        are pooled, or the validation loss
+        are pooled, or the loss
     prior_precision : torch.Tensor
         `(T, 1)` or `(T, blocks)`, at which the objective was evaluated; for a diagonal prior of
         more than 10,000 weights `(1, parameters)`, that of the last step alone
