@@ -32,7 +32,6 @@ DRAWN = (
     (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "probit"),
     (WHOLE, "lowrank_kron", "leave-one-out, layerwise", "mean field"),
     (SPLIT, "Temperature scaling", "validation", ""),
-    (SPLIT, "lowrank_kron", "validation, layerwise", "mc"),
     (SPLIT, "lowrank_kron", "validation, factor of linearized evidence", "mean field"),
 )
 
