@@ -11,6 +11,7 @@ from torchmetrics.functional.classification import (
 )
 
 NUMBER_OF_BINS = 15
+CALIBRATED_DRAWS = 50  # of labels
 COVERAGES = tuple(number / 20 for number in range(1, 21))
 
 
@@ -79,6 +80,27 @@ def brier_score(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
     """
     wanted = one_hot(labels, probabilities.shape[1])
     return (probabilities - wanted).square().sum(-1).mean().item()
+
+
+def calibrated_ece(probabilities: torch.Tensor) -> float:
+    """ECE that these probabilities would have if they were right.
+
+    The bins of a finite set of texts are uneven by chance: calibration can't be seen to be better.
+
+    Parameters
+    ----------
+    probabilities : torch.Tensor
+        Class probabilities (texts, classes).
+
+    Returns
+    -------
+    ece : float
+        Mean over labels that are drawn from the probabilities, always the same.
+    """
+    draws = torch.Generator().manual_seed(0)
+    labels = torch.multinomial(_checked(probabilities), CALIBRATED_DRAWS, True, generator=draws)
+    errors = [quality(probabilities, drawn)["ece"] for drawn in labels.T]
+    return sum(errors) / len(errors)
 
 
 def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, float]:

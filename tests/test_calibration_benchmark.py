@@ -52,7 +52,7 @@ from benchmarks.calibration.posteriors import (
 from benchmarks.calibration.preparation import prepare
 from benchmarks.calibration.report import spread, summarize
 from benchmarks.calibration.trial import Trial
-from benchmarks.metrics import selective_accuracy
+from benchmarks.metrics import calibrated_ece, selective_accuracy
 from benchmarks.temperature import fit_temperature
 from tests.dense_oracle import jacobian, logits_of, unpadded
 from tests.test_paper_tasks import MMLU_ROW, TASKS, write_rows, write_task
@@ -405,8 +405,21 @@ def test_selective_accuracy_keeps_the_most_certain():
     assert accuracies[-1] == 0.5
 
 
+def test_calibrated_probabilities_have_the_error_of_chance():
+    sure = torch.tensor([[1.0, 0.0]]).repeat(50, 1)
+    assert calibrated_ece(sure) == pytest.approx(0, abs=1e-6)
+    errors = []
+    for n in (100, 400, 1600):
+        even = torch.tensor([[0.7, 0.3]]).repeat(n, 1)
+        errors.append(calibrated_ece(even))
+        # The mean distance of a share of n draws from its expectation, in a single bin.
+        expected = (2 * 0.7 * 0.3 / torch.pi / n) ** 0.5
+        assert errors[-1] == pytest.approx(expected, rel=0.4)
+    assert errors == sorted(errors, reverse=True)
+
+
 def test_summaries_are_means_and_deviations_over_seeds():
-    figures = dict.fromkeys(("accuracy", "ece", "brier", "away_from_map"), 0.5)
+    figures = dict.fromkeys(("accuracy", "ece", "calibrated_ece", "brier", "away_from_map"), 0.5)
     rows = [
         {
             **{"protocol": "80/20 split", "method": "m", "chosen_by": "validation", "link": link},

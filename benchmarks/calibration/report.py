@@ -16,6 +16,7 @@ FIGURES = {
     "accuracy": "Accuracy",
     "nll": "NLL",
     "ece": "ECE",
+    "calibrated_ece": "ECE if calibrated",
     "brier": "Brier",
     "away_from_map": "Away from MAP",
 }

@@ -20,7 +20,13 @@ from benchmarks.calibration.methods import (
 )
 from benchmarks.calibration.posteriors import Posterior, posteriors
 from benchmarks.calibration.protocols import SPLIT, WHOLE
-from benchmarks.metrics import quality, reliability, selective_accuracy, shift_detection
+from benchmarks.metrics import (
+    calibrated_ece,
+    quality,
+    reliability,
+    selective_accuracy,
+    shift_detection,
+)
 from benchmarks.minilm import by_length
 from laplace_lora_ext import PredictiveStatistics
 
@@ -231,6 +237,7 @@ class Trial:
             "chosen": prediction.chosen,
             "is_choice": prediction.is_choice,
             **quality(test, labels),
+            "calibrated_ece": calibrated_ece(test),
             "away_from_map": (test.argmax(-1) != map_classes).double().mean().item(),
             "reliability": reliability(test, labels),
             "shifted": {},
