@@ -16,7 +16,7 @@ from laplace_lora_ext.validation_losses import NegativeLogLikelihood
 
 _CHECKPOINTS = 20  # of the validation loss along a descent
 _ACCURACY = 5e-3  # relative, of the logarithm of a prior precision that a line search ends with
-_FARTHEST = math.log(1e10)  # from where a line search has started, that it may find a minimum
+_FARTHEST = 1e8  # factor by which a line search may leave where it has started
 _CHUNK = 256  # examples whose logits are sampled at once for a checkpoint
 
 
@@ -79,14 +79,15 @@ def search_line(
     Warns
     -----
     UserWarning
-        If the minimum is farther than a factor of 1e10 from the start.
+        If the loss is least a factor of 1e8 from the start, which is as far as it goes.
     """
     recorder = Recorder()
-    start = prior_precision.double().log()
+    farthest = math.log(_FARTHEST)
     with tqdm.tqdm(desc="[Minimizing leave-one-out loss]", disable=not progress_bar) as bar:
 
         def evaluate(logarithm: float) -> float:
-            point = (start + logarithm).clamp(*REACH).exp()
+            factor = math.exp(max(-farthest, min(logarithm, farthest)))
+            point = (factor * prior_precision.double()).clamp(*map(math.exp, REACH))
             value = loss(point)
             recorder.add(len(recorder.objectives), value, point)
             bar.update()
@@ -98,7 +99,7 @@ def search_line(
     if history.objective.min() == history.objective.max():
         raise ValueError("The loss does not depend on the prior precision.")
     best = history.prior_precision[history.objective.argmin()]
-    if (best.log() - start).abs().max() > _FARTHEST:
+    if abs((best / prior_precision).log().mean()) > 0.99 * farthest:
         warnings.warn(
             "The leave-one-out loss has no minimum in reach: it is least at prior precisions from "
             f"{best.min().item():.3g} to {best.max().item():.3g}. Is the adapter untrained, or the "
