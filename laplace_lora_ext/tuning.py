@@ -149,6 +149,7 @@ class LoRATuning(LoRALinearizedTuning):
         if not 0 <= pooling < math.inf:
             raise ValueError(f"pooling must be a number not below 0, not {pooling}.")
         before = self._prior_precision, self._sigma_noise
+        is_scaled = torch.as_tensor(init_prior_prec).numel() > 1
         try:
             if method == "gridsearch":
                 grid = torch.logspace(
@@ -160,7 +161,7 @@ class LoRATuning(LoRALinearizedTuning):
                     "link_approx": link_approx,
                     "n_samples": n_samples,
                 }
-                if torch.as_tensor(init_prior_prec).numel() > 1:
+                if is_scaled:
                     base = self._initial_logarithm(init_prior_prec, prior_structure).detach().exp()
                     grid = grid[:, None].to(base) * base
                 history = self._search_grid(grid, val_loader, loss, predictions, progress_bar)
@@ -176,9 +177,7 @@ class LoRATuning(LoRALinearizedTuning):
                 elif method in LINEARIZED:
                     model = self._linearized(train_loader, method, generator, progress_bar)
                     start = start.detach().exp().cpu()
-                    if method == "linearized_marglik" or (
-                        len(start) > 1 and torch.as_tensor(init_prior_prec).numel() == 1
-                    ):
+                    if method == "linearized_marglik" or (len(start) > 1 and not is_scaled):
                         search = n_steps, tolerance, pooling, progress_bar
                         history = self._maximize_linearized_evidence(model, start, *search)
                         start = history.prior_precision[-1]

@@ -43,8 +43,10 @@ def test_moments_equal_dense_algebra(kind, structure):
         precision = factor * some_precision(la, structure)
         f_mu, f_var = model.leave_one_out(precision, scale)
         expected_mu, expected_var = cavity(dense, dense.spread(precision), scale)
-        torch.testing.assert_close(f_mu, expected_mu, rtol=1e-2, atol=1e-2)  # L-BFGS ends nearby
-        torch.testing.assert_close(f_var, expected_var, rtol=1e-2, atol=1e-4)
+        with_it = dense.offset + dense.J @ dense.mode(dense.spread(precision) / scale)
+        # L-BFGS ends near the mode: nearer by far than an example moves it.
+        assert (f_mu - expected_mu).abs().max() < 2e-2 * (with_it - expected_mu).abs().max()
+        assert (f_var - expected_var).abs().max() < 1e-4 * expected_var.max()
         assert torch.equal(f_var, f_var.mT)
 
 
@@ -95,12 +97,18 @@ def test_regression_is_exact():
     f_mu, f_var = model.leave_one_out(precision, 1 / 0.7**2)
     J, f = la.backend.jacobians(X)
     offset, prior = f - J @ la.mean, precision.repeat_interleave(torch.tensor(la._sizes))
-    for n in range(len(X)):
-        rest = [i for i in range(len(X)) if i != n]
-        rows, residual = J[rest].flatten(0, 1), (targets[rest] - offset[rest]).flatten()
+
+    def posterior(examples):
+        rows, residual = J[examples].flatten(0, 1), (targets - offset)[examples].flatten()
         covariance = torch.linalg.inv(prior.diag() + rows.T @ rows / 0.7**2)
-        mean = covariance @ rows.T @ residual / 0.7**2
-        torch.testing.assert_close(f_mu[n], offset[n] + J[n] @ mean, rtol=1e-2, atol=1e-2)
+        return covariance @ rows.T @ residual / 0.7**2, covariance
+
+    everything = list(range(len(X)))
+    with_it, _ = posterior(everything)
+    for n in everything:
+        mean, covariance = posterior([i for i in everything if i != n])
+        error, shift = f_mu[n] - offset[n] - J[n] @ mean, J[n] @ (with_it - mean)
+        assert error.norm() < 2e-2 * shift.norm()  # L-BFGS ends near the mode
         torch.testing.assert_close(f_var[n], J[n] @ covariance @ J[n].T)
 
 
@@ -129,7 +137,7 @@ def test_the_chosen_scalar_has_the_least_loss_of_a_grid(link):
         n_samples=20_000,
         generator=generator(),
     )
-    noise = 0.01 if link == "mc" else 1e-3  # nor is a mode exact
+    noise = 0.01 if link == "mc" else 2e-4  # nor is a mode exact
     assert loss(la.prior_precision) <= best + noise
     assert history.objective.min().item() == pytest.approx(loss(la.prior_precision), abs=noise)
     assert len(history.step) < 30
