@@ -1,9 +1,10 @@
-"""Times, memory and time limits: what one job costs."""
+"""Times, memory and processes of their own: what one job costs."""
 
 import ctypes
 import gc
 import statistics
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ from typing import Any
 
 import psutil
 import torch
+from torch.utils.benchmark import timer  # waits for an accelerator
 
-from benchmarks.memory import BYTES_PER_MEGABYTE, PeakMemory
-
+BYTES_PER_MEGABYTE = 1e6
+SECONDS_BETWEEN_SAMPLES = 0.002
 REASON_LENGTH = 200
 SHARE_OF_LIMIT = 1 / 4
 SECONDS_TO_LEAVE = 5
@@ -23,69 +25,90 @@ SECONDS_TO_LEAVE = 5
 Send = Callable[[str, Any], None]
 
 
-def seconds_of(job: Callable[[], object], device: str) -> float:
-    """Time one call.
+class PeakMemory:
+    """Context manager that measures the peak of this process's memory, over what was in use before.
 
-    Parameters
-    ----------
-    job : callable
-        What to time.
-    device : str
-        Device that it uses: on CUDA the time is that between two events in its queue.
-
-    Returns
-    -------
-    seconds : float
-        Time until all of its work was done.
+    On a CUDA device the peak is that of PyTorch's allocator. On a CPU it is the highest resident
+    set size that a thread sees which looks every two milliseconds. The operating system's own
+    high-water mark would not do: it includes the time before the block, and a process inherits it
+    from the one that started it.
     """
+
+    def __init__(self, device: str) -> None:
+        self._on_cuda = torch.device(device).type == "cuda"
+        self._process = psutil.Process()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.megabytes = 0.0
+
+    def __enter__(self) -> "PeakMemory":
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self._before = self._peak = self._now()
+        if not self._on_cuda:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._on_cuda:
+            self._peak = torch.cuda.max_memory_allocated()
+        else:
+            self._done.set()
+            self._thread.join()
+        self.megabytes = (self._peak - self._before) / BYTES_PER_MEGABYTE
+
+    def _now(self) -> int:
+        return torch.cuda.memory_allocated() if self._on_cuda else self._process.memory_info().rss
+
+    def _watch(self) -> None:
+        while not self._done.wait(SECONDS_BETWEEN_SAMPLES):
+            self._peak = max(self._peak, self._now())
+
+
+def megabytes_in_use(device: str) -> float:
+    """Memory that this process holds on a device, after giving back what it does not need."""
+    gc.collect()
     if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        job()
-        last.record()
-        torch.cuda.synchronize()
-        return first.elapsed_time(last) / 1e3
-    started = time.perf_counter()
+        return torch.cuda.memory_allocated() / BYTES_PER_MEGABYTE
+    if sys.platform == "linux":
+        # Freed memory that the C library keeps would hide the peak of what comes next.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+    return psutil.Process().memory_info().rss / BYTES_PER_MEGABYTE
+
+
+def available_megabytes(device: str) -> float:
+    """Memory of a device that a new process could have."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info()[0] / BYTES_PER_MEGABYTE
+    return psutil.virtual_memory().available / BYTES_PER_MEGABYTE
+
+
+def seconds_of(job: Callable[[], object]) -> float:
+    """Time until all of a call's work is done."""
+    started = timer()
     job()
-    return time.perf_counter() - started
+    return timer() - started
 
 
 def repeated_seconds(
     job: Callable[[], object],
-    device: str,
     repetitions: int,
     limit: float | None = None,
     first: float | None = None,
 ) -> dict[str, Any]:
-    """Time a call repeatedly, after one that warms up.
+    """Time a call repeatedly, after one that warms up, of which the seconds may be given.
 
-    Parameters
-    ----------
-    job : callable
-        What to time.
-    device : str
-        Device that it uses.
-    repetitions : int
-        Calls that count; fewer of a job so slow that they would take more than a quarter of the
-        limit, and the first one alone where not even one more would fit.
-    limit : float, optional
-        Seconds that the whole contestant has.
-    first : float, optional
-        Seconds of the call that warms up, where it has been made.
-
-    Returns
-    -------
-    figures : dict
-        Median, minimum and maximum of the seconds, the number of calls that count, and the
-        seconds of each; `warmed_up` is false where the first call is the only one.
+    A job so slow that its calls would take more than a quarter of the limit is called less often;
+    `warmed_up` is false where the first call is the only one.
     """
     if first is None:
-        first = seconds_of(job, device)
+        first = seconds_of(job)
     affordable = repetitions
     if limit is not None:
         affordable = min(repetitions, int(SHARE_OF_LIMIT * limit / max(first, 1e-9)))
-    times = [seconds_of(job, device) for _ in range(affordable)] or [first]
+    times = [seconds_of(job) for _ in range(affordable)] or [first]
     return {
         "median": statistics.median(times),
         "minimum": min(times),
@@ -99,101 +122,27 @@ def repeated_seconds(
 def time_and_memory(
     job: Callable[[], object], device: str, repetitions: int, limit: float
 ) -> dict[str, Any]:
-    """Time a call repeatedly, and watch the first one's memory.
-
-    Parameters
-    ----------
-    job, device, repetitions, limit
-        See `repeated_seconds`.
-
-    Returns
-    -------
-    figures : dict
-        Those of `repeated_seconds`, and `peak_megabytes` over what was in use before.
-    """
+    """`repeated_seconds`, and `peak_megabytes` of the first call over what was in use before."""
     with PeakMemory(device) as memory:
-        first = seconds_of(job, device)
-    figures = repeated_seconds(job, device, repetitions, limit, first)
+        first = seconds_of(job)
+    figures = repeated_seconds(job, repetitions, limit, first)
     return {**figures, "peak_megabytes": memory.megabytes}
-
-
-def megabytes_in_use(device: str) -> float:
-    """Memory that this process holds, after giving back what it does not need.
-
-    Parameters
-    ----------
-    device : str
-        A CUDA device for what PyTorch has allocated there, else for the resident set size.
-
-    Returns
-    -------
-    megabytes : float
-        Memory in use.
-    """
-    gc.collect()
-    if torch.device(device).type == "cuda":
-        return torch.cuda.memory_allocated() / BYTES_PER_MEGABYTE
-    if sys.platform == "linux":
-        # Freed memory that the C library keeps would hide the peak of what comes next.
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-    return psutil.Process().memory_info().rss / BYTES_PER_MEGABYTE
-
-
-def available_megabytes(device: str) -> float:
-    """Memory that a new process could have.
-
-    Parameters
-    ----------
-    device : str
-        Device of the process.
-
-    Returns
-    -------
-    megabytes : float
-        Free memory of the device.
-    """
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info()[0] / BYTES_PER_MEGABYTE
-    return psutil.virtual_memory().available / BYTES_PER_MEGABYTE
 
 
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:
     """Least-squares slope of costs against sizes, both as logarithms.
 
-    Parameters
-    ----------
-    sizes, costs : sequence of float
-        One cost a size.
-
-    Returns
-    -------
-    exponent : float or None
-        The slope; None of fewer than two sizes, and of costs that are not all above zero, as
-        small differences of noisy times may be.
+    None of fewer than two sizes, and of costs that are not all above zero, as small differences
+    of noisy times may be.
     """
     if len(set(sizes)) < 2 or min(costs) <= 0:
         return None
-    points = list(zip(sizes, costs, strict=True))
-    logarithms = torch.tensor(points, dtype=torch.float64).log()
-    x, y = (logarithms - logarithms.mean(0)).T
-    return (x @ y / (x @ x)).item()
+    x, y = torch.tensor([list(sizes), list(costs)], dtype=torch.float64).log()
+    return statistics.linear_regression(x.tolist(), y.tolist()).slope
 
 
 def reason_of(error: BaseException) -> str:
-    """One line that says what went wrong.
-
-    Parameters
-    ----------
-    error : BaseException
-        What was raised.
-
-    Returns
-    -------
-    reason : str
-        Its type and the beginning of its message; without one, the line of code that failed.
-    """
+    """One line that says what went wrong, if need be by the line of code that failed."""
     message = " ".join(str(error).split())
     if not message and error.__traceback__ is not None:  # an assertion speaks through its source
         message = traceback.extract_tb(error.__traceback__)[-1].line or ""
@@ -203,32 +152,18 @@ def reason_of(error: BaseException) -> str:
 
 
 def run_limited(
-    job: Callable[..., None], arguments: tuple[Any, ...], limit: float | None, preload: str
+    job: Callable[..., None], arguments: tuple[Any, ...], limit: float | None = None
 ) -> tuple[list[tuple[str, Any]], str | None]:
-    """Run a job in a process of its own, and end it after a time.
+    """Run `job(send, *arguments)` in a process of its own, and end it after so many seconds.
 
-    Parameters
-    ----------
-    job : callable
-        Called with a function `send(kind, content)` and the arguments. The clock starts anew
-        when it sends the kind "ready", so that its preparations don't count.
-    arguments : tuple
-        What else to call it with.
-    limit : float or None
-        Seconds until the process is ended; None for no limit.
-    preload : str
-        Module that is imported once for all such processes.
-
-    Returns
-    -------
-    messages : list of tuple
-        All that it has sent, also before it was ended.
-    reason : str or None
-        Why it did not come to its end; None if it did.
+    The clock starts anew when the job sends the kind "ready", so that its preparations don't
+    count. Returns all messages `(kind, content)`, also those before an end, and why the job did
+    not come to its own end, if so.
     """
     if "forkserver" in get_all_start_methods():
+        # The server imports the libraries once for all such processes.
         context = get_context("forkserver")
-        context.set_forkserver_preload([preload])
+        context.set_forkserver_preload([job.__module__])
     else:
         context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -261,6 +196,21 @@ def run_limited(
     process.join()
     receiver.close()
     return messages, reason
+
+
+def run_alone(job: Callable[..., None], *arguments: Any) -> Any:
+    """Return the one thing that `job(send, *arguments)` sends, in a process of its own.
+
+    Raises
+    ------
+    RuntimeError
+        If it fails.
+    """
+    messages, reason = run_limited(job, arguments)
+    if reason is not None:
+        raise RuntimeError(reason)
+    ((_, result),) = messages
+    return result
 
 
 def _run_and_send(

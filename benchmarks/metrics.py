@@ -1,7 +1,8 @@
-"""What is measured of predictions: calibration on the test texts, and uncertainty off them."""
+"""What is measured of class probabilities (texts, classes): calibration, and uncertainty."""
 
 import math
 
+import pandas as pd
 import torch
 from torch.nn.functional import nll_loss, one_hot
 from torchmetrics.functional.classification import (
@@ -16,20 +17,7 @@ COVERAGES = tuple(number / 20 for number in range(1, 21))
 
 
 def quality(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Measure predictions on texts whose class is known.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-    labels : torch.Tensor
-        Classes (texts,).
-
-    Returns
-    -------
-    figures : dict
-        Accuracy, mean negative log-likelihood, expected calibration error and Brier score.
-    """
+    """Accuracy, mean negative log-likelihood, expected calibration error and Brier score."""
     probabilities = _checked(probabilities)
     classes = probabilities.shape[1]
     return {
@@ -45,39 +33,13 @@ def quality(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, floa
 
 
 def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean negative log-likelihood in nats; a probability of 0 counts as the smallest number.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-    labels : torch.Tensor
-        Classes (texts,).
-
-    Returns
-    -------
-    score : float
-        Lower is better.
-    """
+    """Mean in nats; a probability of 0 counts as the smallest number."""
     smallest = torch.finfo(probabilities.dtype).tiny
     return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()
 
 
 def brier_score(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean squared distance between the probabilities and the one-hot labels, from 0 to 2.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-    labels : torch.Tensor
-        Classes (texts,).
-
-    Returns
-    -------
-    score : float
-        Lower is better.
-    """
+    """Mean squared distance between the probabilities and the one-hot labels, from 0 to 2."""
     wanted = one_hot(labels, probabilities.shape[1])
     return (probabilities - wanted).square().sum(-1).mean().item()
 
@@ -86,16 +48,7 @@ def calibrated_ece(probabilities: torch.Tensor) -> float:
     """ECE that these probabilities would have if they were right.
 
     The bins of a finite set of texts are uneven by chance: calibration can't be seen to be better.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-
-    Returns
-    -------
-    ece : float
-        Mean over labels that are drawn from the probabilities, always the same.
+    It is the mean over labels that are drawn from the probabilities, always the same.
     """
     draws = torch.Generator().manual_seed(0)
     labels = torch.multinomial(_checked(probabilities), CALIBRATED_DRAWS, True, generator=draws)
@@ -104,18 +57,7 @@ def calibrated_ece(probabilities: torch.Tensor) -> float:
 
 
 def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, float]:
-    """Measure whether the predictive entropy tells shifted texts from test texts.
-
-    Parameters
-    ----------
-    test, shifted : torch.Tensor
-        Class probabilities (texts, classes) on either kind of text.
-
-    Returns
-    -------
-    figures : dict
-        Mean entropies in nats, and the AUROC of the entropy as a sign of a shifted text.
-    """
+    """Mean entropies in nats, and the AUROC of the entropy as a sign of a shifted text."""
     inside, outside = entropy(test), entropy(shifted)
     # torchmetrics takes scores in [0, 1] as they are.
     scores = torch.cat([inside, outside]) / math.log(test.shape[1])
@@ -128,69 +70,29 @@ def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, floa
 
 
 def entropy(probabilities: torch.Tensor) -> torch.Tensor:
-    """Entropy of each prediction in nats.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-
-    Returns
-    -------
-    entropies : torch.Tensor
-        Entropies (texts,).
-    """
+    """Entropy of each prediction in nats."""
     return torch.special.entr(_checked(probabilities)).sum(-1)
 
 
 def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> list[dict[str, float | None]]:
-    """Sort predictions into bins of equal width by their confidence.
+    """Share of the texts, mean confidence and accuracy in bins of equal width of the confidence.
 
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-    labels : torch.Tensor
-        Classes (texts,).
-
-    Returns
-    -------
-    bins : list of dict
-        For each bin its share of the texts, mean confidence and accuracy; the latter two are None
-        where there is no text.
+    The latter two are None where there is no text.
     """
     confidence, prediction = _checked(probabilities).max(-1)
-    is_right = (prediction == labels).to(confidence)
     # Like torchmetrics, a bin includes its lower edge; the last one has both.
     place = (confidence * NUMBER_OF_BINS).long().clamp_max(NUMBER_OF_BINS - 1)
-    bins: list[dict[str, float | None]] = []
-    for number in range(NUMBER_OF_BINS):
-        inside = place == number
-        filled = bool(inside.any())
-        bins.append(
-            {
-                "share": inside.to(confidence).mean().item(),
-                "confidence": confidence[inside].mean().item() if filled else None,
-                "accuracy": is_right[inside].mean().item() if filled else None,
-            }
-        )
-    return bins
+    texts = pd.DataFrame({"confidence": confidence, "accuracy": (prediction == labels).double()})
+    bins = texts.groupby(place.numpy()).mean()
+    bins.insert(0, "share", pd.Series(place.numpy()).value_counts(normalize=True))
+    bins = bins.reindex(range(NUMBER_OF_BINS)).fillna({"share": 0.0}).astype(object)
+    return bins.where(bins.notna(), None).to_dict("records")
 
 
 def selective_accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Accuracy on the most certain predictions alone: one minus the risk at each coverage.
+    """Accuracy on the most certain predictions alone, those of least entropy, at `COVERAGES`.
 
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-    labels : torch.Tensor
-        Classes (texts,); a label that is no class makes every prediction wrong.
-
-    Returns
-    -------
-    accuracies : list of float
-        At the coverages of `COVERAGES`; certainty is the opposite of entropy.
+    A label that is no class makes every prediction wrong.
     """
     order = entropy(probabilities).argsort(stable=True)
     is_right = (probabilities.argmax(-1) == labels)[order].double()
@@ -201,6 +103,6 @@ def selective_accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> lis
 
 def _checked(probabilities: torch.Tensor) -> torch.Tensor:
     if not torch.isfinite(probabilities).all():
-        raise ValueError("A contestant predicted probabilities that are not finite.")
+        raise ValueError("A method predicted probabilities that are not finite.")
     # torchmetrics takes anything outside [0, 1] for logits, even a rounding error.
     return probabilities.double().clamp(0, 1)

@@ -1,0 +1,169 @@
+"""The one fine-tuning: a task's model, LoRA layers on it, and their training with checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from benchmarks.models import AdaptedModel, load_model, load_tokenizer, padding_collator
+from benchmarks.options import TextOptions
+from benchmarks.tasks import TASKS
+from benchmarks.tasks.task import Example, Task
+from benchmarks.training import Hyperparameters, Records, train_or_read
+
+MEMBER_SEEDS = 1000  # between the seeds of an ensemble's members
+OVERRIDES = ("steps", "learning_rate", "batch_size", "maximum_length", "checkpoints")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A pretrained model, by its folder or its name on the hub, to be fine-tuned on a task."""
+
+    task: Task
+    hyperparameters: Hyperparameters
+    tokenizer: Any
+    folder: str | Path
+    device: str
+    cache: Path
+    show_progress: bool
+    dtype: str = "float32"
+    in_8bit: bool = False
+
+    def load(self) -> Any:
+        """Load the model, with a new head if it is an encoder."""
+        classes = None if self.task.is_prompt else len(self.task.classes)
+        dtype = getattr(torch, self.dtype)
+        return load_model(self.folder, classes, dtype, self.in_8bit, self.device)
+
+    @property
+    def task_type(self) -> TaskType | None:
+        """What PEFT is told of the model."""
+        return TaskType.CAUSAL_LM if self.task.is_prompt else TaskType.SEQ_CLS
+
+    @property
+    def class_token_ids(self) -> list[int] | None:
+        """Tokens of a causal language model's answers, as they follow a prompt."""
+        if not self.task.is_prompt:
+            return None
+        prompt = "Answer:"
+        start = len(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        tokens = []
+        for answer in self.task.classes:
+            identifiers = self.tokenizer(f"{prompt} {answer}", add_special_tokens=False)
+            (*_, token) = identifiers["input_ids"]
+            if len(identifiers["input_ids"]) != start + 1:
+                raise ValueError(f"The answer {answer!r} is not one token of this model.")
+            tokens.append(token)
+        return tokens
+
+    def records(self, examples: Sequence[Example]) -> Records:
+        """Tokens of texts or pairs of texts, and their labels where there are any."""
+        if not examples:
+            return []
+        texts = [one.text if isinstance(one.text, tuple) else (one.text,) for one in examples]
+        encoded = self.tokenizer(
+            *(list(part) for part in zip(*texts, strict=True)),
+            truncation=True,
+            max_length=self.hyperparameters.maximum_length,
+            return_token_type_ids=False,
+        )
+        return [
+            {"input_ids": identifiers, "attention_mask": mask}
+            | ({} if example.label is None else {"labels": example.label})
+            for example, identifiers, mask in zip(
+                examples, encoded["input_ids"], encoded["attention_mask"], strict=True
+            )
+        ]
+
+    def loader(
+        self, records: Records, batch_size: int, generator: torch.Generator | None = None
+    ) -> DataLoader:
+        """Batches of records: in their order, or shuffled where a generator is given."""
+        return DataLoader(
+            records,  # pyright: ignore[reportArgumentType]
+            batch_size=batch_size,
+            shuffle=generator is not None,
+            generator=generator,
+            collate_fn=padding_collator(self.tokenizer, self.device),
+        )
+
+    def for_epochs(self, epochs: int) -> "Pretrained":
+        """To be trained for so many passes over the training texts, with one checkpoint."""
+        settings = self.hyperparameters.for_epochs(epochs, len(self.task.train))
+        return replace(self, hyperparameters=replace(settings, checkpoints=1))
+
+
+def device_of(options: Any) -> str:
+    """The device that is asked for, or the best there is."""
+    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def prepare(options: TextOptions, seed: int, validation: int = 0) -> Pretrained:
+    """Read a task, and find the model that is fine-tuned on it, as the options ask for them."""
+    if options.task not in TASKS:
+        raise ValueError(f"Unknown task {options.task!r}; there are {', '.join(TASKS)}.")
+    source = TASKS[options.task]
+    task = source.read(options, seed, validation)
+    folder = source.model(options)
+    overrides = {name: getattr(options, name, None) for name in OVERRIDES}
+    given = {name: value for name, value in overrides.items() if value is not None}
+    settings = replace(source.hyperparameters, **given)
+    if isinstance(folder, str):
+        settings = replace(settings, model=folder)
+    return Pretrained(
+        task,
+        replace(settings, warmup_steps=min(settings.warmup_steps, settings.steps)),
+        load_tokenizer(folder, task.truncation_side),
+        folder,
+        device_of(options),
+        options.cache,
+        not options.quiet,
+        options.dtype,
+        options.load_in_8bit,
+    )
+
+
+def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> AdaptedModel:
+    """Fine-tune LoRA weights, and the head of an encoder, on the likelihood of the classes."""
+    settings = pretrained.hyperparameters
+    transformers.set_seed(seed)
+    base = pretrained.load()
+    if getattr(base, "is_loaded_in_8bit", False):
+        base = prepare_model_for_kbit_training(base)
+    model = get_peft_model(
+        base,
+        LoraConfig(
+            task_type=pretrained.task_type,
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            lora_dropout=settings.dropout,
+            target_modules=list(settings.target_modules),
+        ),
+    )
+    adapted = AdaptedModel(
+        model,
+        pretrained.class_token_ids,
+        initial={n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad},
+        another=cache(
+            lambda number: fine_tune(pretrained, records, seed + MEMBER_SEEDS * number)
+        ),
+    )
+    checkpoints = train_or_read(
+        model,
+        pretrained.loader(records, settings.batch_size, torch.Generator().manual_seed(seed)),
+        lambda batch: cross_entropy(adapted.logits_model(batch), batch["labels"]),
+        settings,
+        seed,
+        pretrained.cache,
+        pretrained.device,
+        pretrained.show_progress,
+    )
+    transformers.set_seed(seed)  # what follows does not depend on where the weights come from
+    return replace(adapted, checkpoints=checkpoints)

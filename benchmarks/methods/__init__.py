@@ -1,0 +1,43 @@
+"""The one list of methods, ours and rivals alike; a new rival is one function and one line here."""
+
+from functools import partial
+
+from benchmarks.methods import approximations as laplace
+from benchmarks.methods import loops, points
+from benchmarks.methods.method import Method, PointMethod, Posterior
+
+METHODS: dict[str, Method] = {
+    method.key: method
+    for method in (
+        PointMethod("map", "MAP", points.as_it_is),
+        PointMethod("mc_dropout", "MC dropout", points.with_dropout),
+        PointMethod("checkpoint_ensemble", "Checkpoint ensemble", points.last_checkpoints),
+        PointMethod("deep_ensemble", "Deep ensemble", points.other_seeds),
+        PointMethod("temperature_scaling", "Temperature scaling", points.scaled, True),
+        Posterior("last_layer", "Last layer (LLLA)", laplace.of_last_layer),
+        Posterior("first_half", "First half of the layers", laplace.of_first_half),
+        # The stock curvatures through this library's class, and the stock classes themselves.
+        Posterior("diag", "Stock diag", partial(laplace.over_lora, structure="diag")),
+        Posterior("kron", "Stock Kron", partial(laplace.over_lora, structure="kron")),
+        Posterior("stock_diag", "Stock diag", partial(laplace.stock, structure="diag")),
+        Posterior("stock_kron", "Stock Kron", partial(laplace.stock, structure="kron")),
+        Posterior("stock_kron_asdl", "Stock Kron (ASDL)", laplace.stock_with_asdl),
+        Posterior("bayesian_lora", "bayesian-lora", loops.BayesianLoRA),
+        Posterior("bare", "Bare loops", loops.BareLoops),
+        Posterior("lowrank_kron_paper", "lowrank_kron (paper)", laplace.with_paper_settings),
+        Posterior("lowrank_kron", "lowrank_kron", laplace.over_lora, linearized=True),
+        Posterior(
+            "mean_at_start",
+            "lowrank_kron, prior mean at start",
+            laplace.with_mean_at_start,
+            linearized=True,
+        ),
+    )
+}
+
+
+def posterior(key: str) -> Posterior:
+    """A method that is fitted on training batches."""
+    method = METHODS[key]
+    assert isinstance(method, Posterior)
+    return method

@@ -1,0 +1,72 @@
+"""Laplace approximations over LoRA weights: this library's, and laplace-torch's own."""
+
+from typing import Any
+
+import torch
+from laplace import Laplace
+
+import laplace_lora_ext
+from benchmarks.models import AdaptedModel
+
+
+def over_lora(model: AdaptedModel, structure: str = "lowrank_kron", **keywords: Any) -> Any:
+    """A structure of the curvature, this library's or the host's, through this library's class."""
+    return laplace_lora_ext.Laplace(
+        model.model,
+        "classification",
+        subset_of_weights="lora",
+        hessian_structure=structure,
+        class_token_ids=model.class_token_ids,
+        **keywords,
+    )
+
+
+def with_paper_settings(model: AdaptedModel) -> Any:
+    """The paper's curvature."""
+    return over_lora(model, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
+
+
+def of_last_layer(model: AdaptedModel) -> Any:
+    """LLLA: the output layer of a language model, the last transformer layer of an encoder."""
+    if model.class_token_ids is not None:
+        return over_lora(model, target_modules=["lm_head"])
+    return over_lora(model, layers_to_transform=[_number_of_layers(model) - 1])
+
+
+def of_first_half(model: AdaptedModel) -> Any:
+    """The first half of the transformer layers."""
+    return over_lora(model, layers_to_transform=list(range(_number_of_layers(model) // 2)))
+
+
+def with_mean_at_start(model: AdaptedModel) -> Any:
+    """A prior around the LoRA weights before training, and not around 0."""
+    la = over_lora(model)
+    names = {id(p): name for name, p in model.model.named_parameters()}
+    start = (model.initial[names[id(block.weight)]] for block in la.blocks)
+    la.prior_mean = torch.cat([weight.flatten() for weight in start])
+    return la
+
+
+def stock(model: AdaptedModel, structure: str, **keywords: Any) -> Any:
+    """laplace-torch's own class over all that requires a gradient, which are the LoRA weights."""
+    model.model.requires_grad_(False)
+    for weight in model.lora_weights:
+        weight.requires_grad_(True)
+    return Laplace(
+        model.logits_model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure=structure,
+        **keywords,
+    )
+
+
+def stock_with_asdl(model: AdaptedModel) -> Any:
+    """laplace-torch's KFAC with the backend ASDL."""
+    from laplace.curvature.asdl import AsdlGGN
+
+    return stock(model, "kron", backend=AsdlGGN)
+
+
+def _number_of_layers(model: AdaptedModel) -> int:
+    return model.model.config.num_hidden_layers  # pyright: ignore

@@ -1,0 +1,107 @@
+"""Rivals that are no Laplace class of the host: bare passes, and the package bayesian-lora."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.models import AdaptedModel
+from laplace_lora_ext.curvature.fisher import exact_seeds
+
+# The paper's rank of large Kronecker factors, and this library's default.
+LARGE_FACTOR_RANK = 10
+
+
+class BareLoops:
+    """The passes without which no rival could do: gradients of LoRA weights, and no posterior.
+
+    A fit is one forward pass and C - 1 backward passes a batch, a prediction one and C.
+    """
+
+    def __init__(self, model: AdaptedModel) -> None:
+        self._model = model
+        self._weights = model.lora_weights
+
+    def fit(self, batches: Iterable[Any]) -> None:
+        for batch in batches:
+            logits = self._model.logits_model(batch)
+            seeds = exact_seeds(logits.detach(), "classification").vectors
+            self._differentiate(logits, seeds)
+
+    def __call__(self, batch: Any, **_: Any) -> torch.Tensor:
+        logits = self._model.logits_model(batch)
+        identity = torch.eye(logits.shape[1], device=logits.device)
+        self._differentiate(logits, identity[:, None].expand(-1, len(logits), -1))
+        return logits.detach().softmax(-1)
+
+    def _differentiate(self, logits: torch.Tensor, seeds: torch.Tensor) -> None:
+        for number, seed in enumerate(seeds, start=1):
+            torch.autograd.grad(logits, self._weights, seed, retain_graph=number < len(seeds))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"H": ()}
+
+
+class BayesianLoRA:
+    """The package of that name, with the low-rank factors and the linearised predictions it has.
+
+    For causal language models, with the link probit and a prior precision of 1.
+    """
+
+    def __init__(self, model: AdaptedModel) -> None:
+        try:
+            import bayesian_lora.kfac  # pyright: ignore
+            import bayesian_lora.main  # pyright: ignore
+        except ImportError as error:
+            raise RuntimeError(f"the package bayesian-lora cannot be imported ({error})") from error
+        self._package: Any = bayesian_lora
+        self._model = model
+        self._rank = model.model.peft_config["default"].r  # pyright: ignore
+        self._device = str(model.logits_model.device)
+        self._factors: Any = None
+        # As `LogitsModel` does for the others: no cache, and the answer's logits alone.
+        known = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+        options = {"use_cache": False, "logits_to_keep": 1}
+        self._options = {key: value for key, value in options.items() if key in known}
+
+    def fit(self, batches: Iterable[Any]) -> None:
+        threshold = self._rank + 1
+        factors = self._package.kfac.calculate_kronecker_factors(
+            self._model.model,
+            lambda _, batch: self._model.logits_model(batch),
+            batches,
+            n_kfac=LARGE_FACTOR_RANK,
+            lr_threshold=threshold,
+            target_module_keywords=["lora"],
+        )
+        self._factors = self._package.main.cholesky_decompose_small_factors(
+            factors, threshold, self._device, torch.float32
+        )
+        self._model.model.eval()
+
+    def __call__(self, batch: Any, **_: Any) -> torch.Tensor:
+        tokens = self._model.class_token_ids
+        assert tokens is not None
+        inputs = type(batch)({key: value for key, value in batch.items() if key != "labels"})
+        jacobian, mean = self._package.main.jacobian_mean(
+            self._model.model,
+            type(batch)({**inputs, **self._options}),
+            output_callback=lambda outputs: outputs.logits[:, -1, tokens],
+        )
+        covariance = self._package.main.variance(
+            inputs,
+            jacobian,
+            self._factors,
+            torch.ones((), device=self._device),
+            len(tokens),
+            self._rank,
+            LARGE_FACTOR_RANK,
+            self._device,
+        )
+        scale = (1 + torch.pi / 8 * covariance.diagonal(dim1=-2, dim2=-1)).sqrt()
+        return (mean / scale).softmax(-1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"H": self._factors}
