@@ -14,6 +14,11 @@ Probabilities = dict[str, torch.Tensor]  # (texts, classes) by the data set's na
 LogitsOf = Callable[[Any], torch.Tensor]  # from a batch to logits (texts, classes)
 
 
+def labels_of(loader: DataLoader) -> torch.Tensor:
+    """Classes (texts,) of a loader's records; a pass over its batches would draw random numbers."""
+    return torch.tensor([record["labels"] for record in loader.dataset])  # pyright: ignore
+
+
 @dataclass(frozen=True)
 class Method:
     """A line of the list: what options and figures call it, and what tables do."""

@@ -1,12 +1,13 @@
 """Methods without a posterior: the model as it is, ensembles, temperature scaling."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from benchmarks.methods.method import LogitsOf, Members
+from benchmarks.methods.method import LogitsOf, Members, labels_of
 from benchmarks.models import AdaptedModel
 
 DROPOUT_PASSES = 10
@@ -53,9 +54,12 @@ def other_seeds(model: AdaptedModel, validation: DataLoader | None) -> Members:
 def scaled(model: AdaptedModel, validation: DataLoader | None) -> Members:
     """The model with its logits divided by the temperature that validation data prefer."""
     assert validation is not None
-    labels = torch.cat([batch["labels"].cpu() for batch in validation])
-    temperature = fit_temperature(model.logits(validation), labels)
-    return Members(lambda: iter([lambda batch: model.logits_model(batch) / temperature]), temperature)
+    temperature = fit_temperature(model.logits(validation), labels_of(validation))
+
+    def logits_of(batch: Any) -> torch.Tensor:
+        return model.logits_model(batch) / temperature
+
+    return Members(lambda: iter([logits_of]), temperature)
 
 
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:

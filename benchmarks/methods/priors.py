@@ -21,7 +21,7 @@ from benchmarks.methods.links import (
     Link,
     probabilities,
 )
-from benchmarks.methods.method import Loaders, Probabilities
+from benchmarks.methods.method import Loaders, Probabilities, labels_of
 from benchmarks.metrics import negative_log_likelihood
 from laplace_lora_ext import Moments, PredictiveStatistics
 
@@ -111,7 +111,7 @@ def by_validation(
     evidence; and where statistics make that cheap, the paper's descent.
     """
     beliefs = Beliefs(la, validation)
-    labels = torch.cat([batch["labels"].cpu() for batch in validation])
+    labels = labels_of(validation)
     grid = COARSE_GRID if beliefs.statistics is None else GRID
     choices = _search_grid(la, beliefs, labels, GRID_SEARCH, list(grid), samples)
     if train is not None:
