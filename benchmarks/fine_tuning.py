@@ -151,9 +151,7 @@ def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> AdaptedMod
         model,
         pretrained.class_token_ids,
         initial={n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad},
-        another=cache(
-            lambda number: fine_tune(pretrained, records, seed + MEMBER_SEEDS * number)
-        ),
+        another=cache(lambda number: fine_tune(pretrained, records, seed + MEMBER_SEEDS * number)),
     )
     checkpoints = train_or_read(
         model,

@@ -90,9 +90,7 @@ class TextOptions(DeviceRun):
         nargs="*",
         metavar="NAME",
     )
-    model: str | None = option(
-        None, "of a paper's task: name on the hub or folder", metavar="NAME"
-    )
+    model: str | None = option(None, "of a paper's task: name on the hub or folder", metavar="NAME")
     dtype: str = option("float32", "of its weights", choices=DTYPES)
     load_in_8bit: bool = flag("quantise its weights with bitsandbytes")
     batch_size: int | None = number(
@@ -303,9 +301,7 @@ def add_options(parser: argparse.ArgumentParser, experiment: type[Run]) -> None:
         group = parser.add_argument_group(title.rstrip(".").lower())
         for name in names:
             each = left.pop(name)
-            group.add_argument(
-                f"--{name.replace('_', '-')}", default=each.default, **each.metadata
-            )
+            group.add_argument(f"--{name.replace('_', '-')}", default=each.default, **each.metadata)
 
 
 def options_of(experiment: type[Run], arguments: argparse.Namespace) -> Any:

@@ -90,7 +90,9 @@ class Trial:
         rows = self._measure_protocol(WHOLE, self._first, self._without_validation)
         model = fine_tune(self.pretrained, train, self.seed)
         return rows + self._measure_protocol(
-            SPLIT, model, lambda method, model: self._with_validation(method, model, train, validation)
+            SPLIT,
+            model,
+            lambda method, model: self._with_validation(method, model, train, validation),
         )
 
     def measure_along_training(self) -> list[Row]:
@@ -181,9 +183,7 @@ class Trial:
         if isinstance(method, PointMethod) and (method.needs_validation or method.key == "map"):
             members = method.fit(model, held_out)
             chosen_by = "validation" if method.needs_validation else ""
-            yield Prediction(
-                members.predict(self.loaders), chosen_by, chosen=members.temperature
-            )
+            yield Prediction(members.predict(self.loaders), chosen_by, chosen=members.temperature)
         elif isinstance(method, Posterior):
             la = self._fitted(method, model, train)
             linearized = self._small_batches(train) if method.linearized else None

@@ -18,7 +18,15 @@ from benchmarks.methods.priors import EVIDENCES, LINEARIZED
 from benchmarks.metrics import quality, reliability, shift_detection
 from benchmarks.models import AdaptedModel, by_length
 from benchmarks.options import Compare
-from benchmarks.report import Figures, draw_reliability, hardware_of, label, provenance, table, write
+from benchmarks.report import (
+    Figures,
+    draw_reliability,
+    hardware_of,
+    label,
+    provenance,
+    table,
+    write,
+)
 
 PREDICTION_BATCH_SIZE = 8
 COLUMNS = (

@@ -115,7 +115,9 @@ def by_validation(
     grid = COARSE_GRID if beliefs.statistics is None else GRID
     choices = _search_grid(la, beliefs, labels, GRID_SEARCH, list(grid), samples)
     if train is not None:
-        la.optimize_prior_precision(train_loader=train, **LINEARIZED["linearized evidence, layerwise"])
+        la.optimize_prior_precision(
+            train_loader=train, **LINEARIZED["linearized evidence, layerwise"]
+        )
         scaled = [factor * la.prior_precision for factor in FACTORS]
         choices += _search_grid(la, beliefs, labels, SCALED, scaled, samples)
     if beliefs.statistics is not None:

@@ -57,9 +57,7 @@ def read_docstrings(
             f"The installed {SHIFTED_LIBRARY} has only {len(shifted)} texts; "
             "ask for fewer of them or more files."
         )
-    train, validation, test = (
-        draw(count) for count in (sizes.train, sizes.validation, sizes.test)
-    )
+    train, validation, test = (draw(count) for count in (sizes.train, sizes.validation, sizes.test))
     return Task(
         "docstrings",
         LIBRARIES,

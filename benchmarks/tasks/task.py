@@ -57,9 +57,7 @@ class TaskSource:
     hyperparameters: Hyperparameters
 
 
-def sizes_of(
-    options: TextOptions, validation: int, train: int, test: int, shifted: int
-) -> Sizes:
+def sizes_of(options: TextOptions, validation: int, train: int, test: int, shifted: int) -> Sizes:
     """Numbers of texts that the options ask for, where not given the task's own."""
     return Sizes(
         options.train_examples or train,

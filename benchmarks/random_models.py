@@ -1,0 +1,109 @@
+"""Llama-shaped models with random weights, and random tokens for them: shapes, not abilities."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.models import AdaptedModel
+
+HEAD_SIZE = 64
+LORA_B_SCALE = 0.02
+MEANING = "random: they stand for shapes and speed only"  # of the weights
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama with LoRA layers of r `rank`, and of its batches.
+
+    Each of the classes is one token. PEFT holds LoRA weights in float32 at least, whatever the
+    dtype.
+    """
+
+    hidden_size: int
+    layers: int
+    intermediate_size: int
+    heads: int
+    vocabulary: int
+    rank: int
+    target_modules: tuple[str, ...]
+    classes: int
+    batch_size: int
+    length: int
+    dtype: str
+
+    @property
+    def number_of_weights(self) -> int:
+        """Weights of the model without LoRA layers and norms."""
+        layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size
+        return self.layers * layer + 2 * self.vocabulary * self.hidden_size
+
+
+def usual_heads(hidden_size: int) -> int:
+    """Attention heads of `HEAD_SIZE` numbers each; one where they don't come out even."""
+    return hidden_size // HEAD_SIZE if hidden_size % HEAD_SIZE == 0 else 1
+
+
+def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
+    """Make a model in evaluation mode whose LoRA weights alone are trainable.
+
+    Its weights are drawn on the device in their final precision: nothing larger is held on the way.
+    Its `lora_B` weights are small noise, as if it had been trained.
+    """
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=max(2048, shape.length),
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, shape.dtype))
+    try:
+        with torch.device(device):
+            base = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default_dtype)
+    settings = LoraConfig(
+        task_type="CAUSAL_LM", r=shape.rank, target_modules=list(shape.target_modules)
+    )
+    model = get_peft_model(base, settings)  # pyright: ignore[reportArgumentType]
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=LORA_B_SCALE)
+    return AdaptedModel(model.eval(), list(range(shape.classes)))
+
+
+def random_loader(
+    shape: Shape, batches: int, device: str, seed: int, batch_size: int | None = None
+) -> DataLoader:
+    """Batches of random tokens with random labels, in a fixed order, none of them padded.
+
+    They are of the shape's size, if no other one is given.
+    """
+    batch_size = batch_size or shape.batch_size
+    generator = torch.Generator().manual_seed(seed)
+    texts = batches * batch_size
+    tokens = torch.randint(shape.vocabulary, (texts, shape.length), generator=generator)
+    labels = torch.randint(shape.classes, (texts,), generator=generator)
+    records = list(zip(tokens, labels, strict=True))
+    collate = partial(_collate, device=device)
+    return DataLoader(records, batch_size=batch_size, collate_fn=collate)  # pyright: ignore[reportArgumentType]
+
+
+def _collate(records: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> Any:
+    tokens, labels = (torch.stack(column).to(device) for column in zip(*records, strict=True))
+    return BatchEncoding(
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+    )
