@@ -6,51 +6,39 @@ from collections.abc import Sequence
 from importlib import import_module
 from inspect import cleandoc
 
-from benchmarks.options import (
-    Calibration,
-    Compare,
-    Cost,
-    Fidelity,
-    Run,
-    Table7b,
-    Tuning,
-    add_options,
-    options_of,
-)
+from benchmarks import options
 
 # The module in `benchmarks.experiments` that runs each experiment, and its options.
-COMMANDS: dict[str, type[Run]] = {
-    "tuning": Tuning,
-    "calibration": Calibration,
-    "fidelity": Fidelity,
-    "cost": Cost,
-    "table7b": Table7b,
+COMMANDS: dict[str, type[options.Run]] = {
+    "tuning": options.Tuning,
+    "calibration": options.Calibration,
+    "fidelity": options.Fidelity,
+    "cost": options.Cost,
+    "table7b": options.Table7b,
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Describe the command line; no heavy import is needed to ask for help."""
-    form = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", formatter_class=form, description=_description(Compare)[1]
-    )
-    add_options(parser, Compare)
-    parser.set_defaults(name="compare", experiment=Compare)
+    parser = argparse.ArgumentParser(**_words("python -m benchmarks", options.Compare))
+    _add_options(parser, "compare", options.Compare)
     commands = parser.add_subparsers(title="other benchmarks", metavar="COMMAND")
     for name, experiment in COMMANDS.items():
-        summary, description = _description(experiment)
-        command = commands.add_parser(
-            name, formatter_class=form, help=summary, description=description
-        )
-        add_options(command, experiment)
-        command.set_defaults(name=name, experiment=experiment)
+        words = _words(f"python -m benchmarks {name}", experiment)
+        summary = cleandoc(experiment.__doc__ or "").partition("\n")[0]
+        _add_options(commands.add_parser(name, help=summary, **words), name, experiment)
     return parser
 
 
-def _description(experiment: type[Run]) -> tuple[str, str]:
-    """First line and the rest of a class's docstring."""
-    summary, _, description = cleandoc(experiment.__doc__ or "").partition("\n\n")
-    return summary, description
+def _words(program: str, experiment: type[options.Run]) -> dict:
+    description = cleandoc(experiment.__doc__ or "").partition("\n\n")[2]
+    form = argparse.ArgumentDefaultsHelpFormatter
+    return {"prog": program, "formatter_class": form, "description": description}
+
+
+def _add_options(parser: argparse.ArgumentParser, name: str, experiment: type[options.Run]) -> None:
+    options.add_options(parser, experiment)
+    parser.set_defaults(name=name, experiment=experiment)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -60,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # OpenMP's threads spin while they wait for each other. Where other work keeps the processor
         # busy, that makes a run several times slower. OpenMP reads this when PyTorch is imported.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    options = options_of(arguments.experiment, arguments)
-    import_module(f"benchmarks.experiments.{arguments.name}").run(options)
+    chosen = options.options_of(arguments.experiment, arguments)
+    import_module(f"benchmarks.experiments.{arguments.name}").run(chosen)
 
 
 if __name__ == "__main__":

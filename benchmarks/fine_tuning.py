@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,22 @@ from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_tr
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from benchmarks.models import AdaptedModel, load_model, load_tokenizer, padding_collator
-from benchmarks.options import TextOptions
+from benchmarks.models import (
+    AdaptedModel,
+    device_of,
+    load_model,
+    load_tokenizer,
+    padding_collator,
+)
+from benchmarks.options import TextRun
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.task import Example, Task
 from benchmarks.training import Hyperparameters, Records, train_or_read
 
 MEMBER_SEEDS = 1000  # between the seeds of an ensemble's members
+PREDICTION_BATCH_SIZE = 8
 OVERRIDES = ("steps", "learning_rate", "batch_size", "maximum_length", "checkpoints")
+TEST = "test"
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,27 @@ class Pretrained:
             tokens.append(token)
         return tokens
 
+    @cached_property
+    def data(self) -> dict[str, Records]:
+        """Tokenized texts by the data set's name: train, validation, test, and shifted ones.
+
+        The last two are sorted by length, so that batches in their order need little padding.
+        """
+        task = self.task
+        data = {TEST: task.test, **task.shifted}
+        return {"train": self.records(task.train), "validation": self.records(task.validation)} | {
+            name: sorted(self.records(examples), key=lambda record: len(record["input_ids"]))
+            for name, examples in data.items()
+        }
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The task in figures."""
+        task = self.task
+        sizes = {name: len(getattr(task, name)) for name in ("train", "validation", TEST)}
+        shifted = {name: len(examples) for name, examples in task.shifted.items()}
+        return {"name": task.name, "classes": list(task.classes), **sizes, "shifted": shifted}
+
     def records(self, examples: Sequence[Example]) -> Records:
         """Tokens of texts or pairs of texts, and their labels where there are any."""
         if not examples:
@@ -74,21 +103,26 @@ class Pretrained:
             max_length=self.hyperparameters.maximum_length,
             return_token_type_ids=False,
         )
+        tokens = zip(encoded["input_ids"], encoded["attention_mask"], strict=True)
         return [
             {"input_ids": identifiers, "attention_mask": mask}
             | ({} if example.label is None else {"labels": example.label})
-            for example, identifiers, mask in zip(
-                examples, encoded["input_ids"], encoded["attention_mask"], strict=True
-            )
+            for example, (identifiers, mask) in zip(examples, tokens, strict=True)
         ]
 
     def loader(
-        self, records: Records, batch_size: int, generator: torch.Generator | None = None
+        self,
+        records: Records | str,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> DataLoader:
-        """Batches of records: in their order, or shuffled where a generator is given."""
+        """Batches of records or of a data set: in their order, or shuffled by a generator.
+
+        They are of the training's size, if no other one is given.
+        """
         return DataLoader(
-            records,  # pyright: ignore[reportArgumentType]
-            batch_size=batch_size,
+            self.data[records] if isinstance(records, str) else records,  # pyright: ignore
+            batch_size=batch_size or self.hyperparameters.batch_size,
             shuffle=generator is not None,
             generator=generator,
             collate_fn=padding_collator(self.tokenizer, self.device),
@@ -100,29 +134,23 @@ class Pretrained:
         return replace(self, hyperparameters=replace(settings, checkpoints=1))
 
 
-def device_of(options: Any) -> str:
-    """The device that is asked for, or the best there is."""
-    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def prepare(options: TextOptions, seed: int, validation: int = 0) -> Pretrained:
+def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
     """Read a task, and find the model that is fine-tuned on it, as the options ask for them."""
     if options.task not in TASKS:
-        raise ValueError(f"Unknown task {options.task!r}; there are {', '.join(TASKS)}.")
+        raise SystemExit(f"Unknown task {options.task!r}; there are {', '.join(TASKS)}.")
     source = TASKS[options.task]
     task = source.read(options, seed, validation)
     folder = source.model(options)
     overrides = {name: getattr(options, name, None) for name in OVERRIDES}
+    overrides["model"] = folder if isinstance(folder, str) else None
     given = {name: value for name, value in overrides.items() if value is not None}
     settings = replace(source.hyperparameters, **given)
-    if isinstance(folder, str):
-        settings = replace(settings, model=folder)
     return Pretrained(
         task,
         replace(settings, warmup_steps=min(settings.warmup_steps, settings.steps)),
         load_tokenizer(folder, task.truncation_side),
         folder,
-        device_of(options),
+        device_of(options.device),
         options.cache,
         not options.quiet,
         options.dtype,
@@ -137,16 +165,14 @@ def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> AdaptedMod
     base = pretrained.load()
     if getattr(base, "is_loaded_in_8bit", False):
         base = prepare_model_for_kbit_training(base)
-    model = get_peft_model(
-        base,
-        LoraConfig(
-            task_type=pretrained.task_type,
-            r=settings.rank,
-            lora_alpha=settings.alpha,
-            lora_dropout=settings.dropout,
-            target_modules=list(settings.target_modules),
-        ),
+    lora = LoraConfig(
+        task_type=pretrained.task_type,
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=list(settings.target_modules),
     )
+    model = get_peft_model(base, lora)
     adapted = AdaptedModel(
         model,
         pretrained.class_token_ids,
@@ -155,12 +181,11 @@ def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> AdaptedMod
     )
     checkpoints = train_or_read(
         model,
-        pretrained.loader(records, settings.batch_size, torch.Generator().manual_seed(seed)),
+        pretrained.loader(records, generator=torch.Generator().manual_seed(seed)),
         lambda batch: cross_entropy(adapted.logits_model(batch), batch["labels"]),
         settings,
         seed,
         pretrained.cache,
-        pretrained.device,
         pretrained.show_progress,
     )
     transformers.set_seed(seed)  # what follows does not depend on where the weights come from

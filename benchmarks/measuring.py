@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.connection import Connection
@@ -16,13 +17,31 @@ import psutil
 import torch
 from torch.utils.benchmark import timer  # waits for an accelerator
 
+from benchmarks.options import Run
+
 BYTES_PER_MEGABYTE = 1e6
 SECONDS_BETWEEN_SAMPLES = 0.002
 REASON_LENGTH = 200
 SHARE_OF_LIMIT = 1 / 4
 SECONDS_TO_LEAVE = 5
+KNOWN_WARNINGS = (
+    "By default `link_approx`",  # every call names its link
+    "The posterior is over lora_A and lora_B",  # a head stays at its MAP value everywhere
+    r"\d+ of \d+ predictions have another most probable class",  # a column of the table
+    "There is a performance drop",  # the stock classes' price, which tables show
+    "ASDL backend is used which does not",  # likewise
+    "Full backward hook is firing",  # bayesian-lora hooks layers whose inputs have no gradient
+)
 
 Send = Callable[[str, Any], None]
+
+
+def set_up(options: Run) -> None:
+    """Prepare this process for an experiment."""
+    for known in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=known)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
 
 
 class PeakMemory:
@@ -70,11 +89,10 @@ def megabytes_in_use(device: str) -> float:
     gc.collect()
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated() / BYTES_PER_MEGABYTE
-    if sys.platform == "linux":
-        # Freed memory that the C library keeps would hide the peak of what comes next.
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    # Freed memory that the C library keeps would hide the peak of what comes next.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
     return psutil.Process().memory_info().rss / BYTES_PER_MEGABYTE
 
 
@@ -137,8 +155,8 @@ def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | N
     """
     if len(set(sizes)) < 2 or min(costs) <= 0:
         return None
-    x, y = torch.tensor([list(sizes), list(costs)], dtype=torch.float64).log()
-    return statistics.linear_regression(x.tolist(), y.tolist()).slope
+    x, y = torch.tensor([list(sizes), list(costs)], dtype=torch.float64).log().tolist()
+    return statistics.linear_regression(x, y).slope
 
 
 def reason_of(error: BaseException) -> str:
@@ -160,23 +178,21 @@ def run_limited(
     count. Returns all messages `(kind, content)`, also those before an end, and why the job did
     not come to its own end, if so.
     """
+    context: Any = get_context("spawn")
     if "forkserver" in get_all_start_methods():
-        # The server imports the libraries once for all such processes.
         context = get_context("forkserver")
+        # The server imports the libraries once for all such processes.
         context.set_forkserver_preload([job.__module__])
-    else:
-        context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run_and_send, args=(job, sender, arguments), daemon=True)
     process.start()
     sender.close()
     messages: list[tuple[str, Any]] = []
-    started = time.perf_counter()
-    while True:
-        left = None if limit is None else max(0.0, started + limit - time.perf_counter())
-        if not receiver.poll(left):
-            reason = f"took longer than the limit of {limit:g} s"
-            break
+    started, reason = (
+        time.perf_counter(),
+        f"took longer than the limit of {limit:g} s" if limit else "",
+    )
+    while receiver.poll(limit and max(0.0, started + limit - time.perf_counter())):
         try:
             kind, content = receiver.recv()
         except EOFError:
@@ -194,7 +210,6 @@ def run_limited(
         messages.append((kind, content))
     process.kill()
     process.join()
-    receiver.close()
     return messages, reason
 
 
@@ -213,9 +228,7 @@ def run_alone(job: Callable[..., None], *arguments: Any) -> Any:
     return result
 
 
-def _run_and_send(
-    job: Callable[..., None], connection: Connection, arguments: tuple[Any, ...]
-) -> None:
+def _run_and_send(job: Callable[..., None], connection: Connection, arguments: tuple) -> None:
     reason = None
     try:
         job(lambda kind, content: connection.send((kind, content)), *arguments)

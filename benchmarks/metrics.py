@@ -17,18 +17,17 @@ COVERAGES = tuple(number / 20 for number in range(1, 21))
 
 
 def quality(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Accuracy, mean negative log-likelihood, expected calibration error and Brier score."""
-    probabilities = _checked(probabilities)
-    classes = probabilities.shape[1]
+    """Accuracy, mean negative log-likelihood, expected calibration error and Brier score.
+
+    The last is the mean squared distance to the one-hot labels, from 0 to 2.
+    """
+    p, classes = _checked(probabilities), probabilities.shape[1]
+    error = multiclass_calibration_error(p, labels, classes, n_bins=NUMBER_OF_BINS, norm="l1")
     return {
-        "accuracy": multiclass_accuracy(
-            probabilities, labels, num_classes=classes, average="micro"
-        ).item(),
-        "nll": negative_log_likelihood(probabilities, labels),
-        "ece": multiclass_calibration_error(
-            probabilities, labels, num_classes=classes, n_bins=NUMBER_OF_BINS, norm="l1"
-        ).item(),
-        "brier": brier_score(probabilities, labels),
+        "accuracy": multiclass_accuracy(p, labels, classes, average="micro").item(),
+        "nll": negative_log_likelihood(p, labels),
+        "ece": error.item(),
+        "brier": (p - one_hot(labels, classes)).square().sum(-1).mean().item(),
     }
 
 
@@ -36,12 +35,6 @@ def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -
     """Mean in nats; a probability of 0 counts as the smallest number."""
     smallest = torch.finfo(probabilities.dtype).tiny
     return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()
-
-
-def brier_score(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean squared distance between the probabilities and the one-hot labels, from 0 to 2."""
-    wanted = one_hot(labels, probabilities.shape[1])
-    return (probabilities - wanted).square().sum(-1).mean().item()
 
 
 def calibrated_ece(probabilities: torch.Tensor) -> float:
@@ -81,12 +74,11 @@ def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> list[dict[
     """
     confidence, prediction = _checked(probabilities).max(-1)
     # Like torchmetrics, a bin includes its lower edge; the last one has both.
-    place = (confidence * NUMBER_OF_BINS).long().clamp_max(NUMBER_OF_BINS - 1)
+    place = (confidence * NUMBER_OF_BINS).long().clamp_max(NUMBER_OF_BINS - 1).numpy()
     texts = pd.DataFrame({"confidence": confidence, "accuracy": (prediction == labels).double()})
-    bins = texts.groupby(place.numpy()).mean()
-    bins.insert(0, "share", pd.Series(place.numpy()).value_counts(normalize=True))
-    bins = bins.reindex(range(NUMBER_OF_BINS)).fillna({"share": 0.0}).astype(object)
-    return bins.where(bins.notna(), None).to_dict("records")
+    bins = texts.groupby(place).mean().reindex(range(NUMBER_OF_BINS)).astype(object)
+    shares = pd.Series(place).value_counts(normalize=True).reindex(bins.index, fill_value=0.0)
+    return bins.where(bins.notna(), None).assign(share=shares).to_dict("records")
 
 
 def selective_accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> list[float]:
@@ -96,9 +88,8 @@ def selective_accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> lis
     """
     order = entropy(probabilities).argsort(stable=True)
     is_right = (probabilities.argmax(-1) == labels)[order].double()
-    return [
-        is_right[: max(1, round(coverage * len(labels)))].mean().item() for coverage in COVERAGES
-    ]
+    counts = [max(1, round(coverage * len(labels))) for coverage in COVERAGES]
+    return [is_right[:count].mean().item() for count in counts]
 
 
 def _checked(probabilities: torch.Tensor) -> torch.Tensor:

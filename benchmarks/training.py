@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 Weights = dict[str, torch.Tensor]
 Records = list[dict[str, Any]]
+LossOf = Callable[[Any], torch.Tensor]  # of a batch
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,8 @@ class Hyperparameters:
 def train(
     model: torch.nn.Module,
     loader: DataLoader,
-    loss_of: Callable[[Any], torch.Tensor],
-    steps: int,
-    learning_rate: float,
-    warmup_steps: int = 0,
-    checkpoint_steps: Collection[int] = (),
+    loss_of: LossOf,
+    settings: Hyperparameters,
     maximum_gradient_norm: float = math.inf,
     show_progress: bool = True,
 ) -> dict[int, Weights]:
@@ -66,24 +64,26 @@ def train(
     mode afterwards.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=learning_rate, weight_decay=0.0)
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, warmup_steps, steps)
+    optimizer = torch.optim.AdamW(trained.values(), lr=settings.learning_rate, weight_decay=0.0)
+    schedule = transformers.get_linear_schedule_with_warmup(
+        optimizer, settings.warmup_steps, settings.steps
+    )
     checkpoints = {}
     batches = _endless(loader)
     model.train()
-    with tqdm(total=steps, desc="Training", disable=not show_progress, unit="step") as progress:
-        for step in range(1, steps + 1):
-            loss = loss_of(next(batches))
-            loss.backward()
-            if maximum_gradient_norm < math.inf:
-                torch.nn.utils.clip_grad_norm_(trained.values(), maximum_gradient_norm)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            if step in checkpoint_steps:
-                checkpoints[step] = {name: p.detach().clone() for name, p in trained.items()}
-            progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-            progress.update()
+    steps = range(1, settings.steps + 1)
+    progress = tqdm(steps, desc="Training", disable=not show_progress, unit="step")
+    for step in progress:
+        loss = loss_of(next(batches))
+        loss.backward()
+        if maximum_gradient_norm < math.inf:
+            torch.nn.utils.clip_grad_norm_(trained.values(), maximum_gradient_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step in settings.checkpoint_steps:
+            checkpoints[step] = {name: p.detach().clone() for name, p in trained.items()}
+        progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
     if not math.isfinite(loss.item()):
         raise RuntimeError("Training diverged; lower the learning rate.")
     model.eval()
@@ -98,11 +98,10 @@ def _endless(loader: DataLoader) -> Iterator[Any]:
 def train_or_read(
     model: torch.nn.Module,
     loader: DataLoader,
-    loss_of: Callable[[Any], torch.Tensor],
+    loss_of: LossOf,
     settings: Hyperparameters,
     seed: int,
     cache: Path,
-    device: str,
     show_progress: bool,
 ) -> dict[int, Weights]:
     """Train a model, or read the checkpoints that the same training has left in the cache.
@@ -110,23 +109,15 @@ def train_or_read(
     The seed is that of dropout and of the order of the loader's records. The model is left in
     evaluation mode, with the weights of the last step.
     """
-    digest = training_digest(model, settings, loader.dataset, seed)  # pyright: ignore
-    path = cache / f"fine-tuned-{digest}.pt"
+    device = next(model.parameters()).device
+    records: Any = loader.dataset
+    path = cache / f"fine-tuned-{training_digest(model, settings, records, seed)}.pt"
     if path.exists():
         checkpoints = torch.load(path, map_location=device, weights_only=True)
         model.load_state_dict(checkpoints[settings.steps], strict=False)
         model.eval()
         return checkpoints
-    checkpoints = train(
-        model,
-        loader,
-        loss_of,
-        settings.steps,
-        settings.learning_rate,
-        warmup_steps=settings.warmup_steps,
-        checkpoint_steps=settings.checkpoint_steps,
-        show_progress=show_progress,
-    )
+    checkpoints = train(model, loader, loss_of, settings, show_progress=show_progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")  # of a run that is cut off, nothing is read
     torch.save(checkpoints, unfinished)

@@ -2,50 +2,28 @@
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from benchmarks.fine_tuning import Pretrained, fine_tune
+from benchmarks import metrics
+from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune
 from benchmarks.methods import METHODS, posterior
 from benchmarks.methods.method import Loaders, Method, PointMethod, Posterior
 from benchmarks.methods.priors import Prediction, by_training, by_validation
-from benchmarks.metrics import (
-    calibrated_ece,
-    quality,
-    reliability,
-    selective_accuracy,
-    shift_detection,
-)
-from benchmarks.models import AdaptedModel, by_length
+from benchmarks.models import AdaptedModel
 from benchmarks.report import Row
 from benchmarks.training import Records
-from laplace_lora_ext import PredictiveStatistics
 
-WHOLE = "whole training set"
-SPLIT = "80/20 split"
-CONTESTANTS = (
-    "map",
-    "mc_dropout",
-    "checkpoint_ensemble",
-    "deep_ensemble",
-    "temperature_scaling",
-    "last_layer",
-    "first_half",
-    "diag",
-    "kron",
-    "lowrank_kron_paper",
-    "lowrank_kron",
-    "mean_at_start",
-)
-ALONG_TRAINING = (*CONTESTANTS[:4], "lowrank_kron_paper", "lowrank_kron")
+WHOLE, SPLIT = "whole training set", "80/20 split"
+POINTS = ("map", "mc_dropout", "checkpoint_ensemble", "deep_ensemble", "temperature_scaling")
+CURVATURES = ("diag", "kron", "lowrank_kron_paper", "lowrank_kron", "mean_at_start")
+CONTESTANTS = (*POINTS, "last_layer", "first_half", *CURVATURES)
+ALONG_TRAINING = (*POINTS, "lowrank_kron_paper", "lowrank_kron")
 NO_CLASS = -1  # label of a text for which no class is right
 VALIDATION_SHARE = 0.2
-PREDICTION_BATCH_SIZE = 8
-TEST = "test"
 FIRM = 1e12  # a prior precision beside which no curvature counts
 GROUPS = 8  # of texts by their margins
 
@@ -64,45 +42,33 @@ class Trial:
         self.samples = samples
         self.seed = seed
         self.methods = [METHODS[key] for key in CONTESTANTS if key in {"map", *methods}]
-        task = pretrained.task
-        self.train = pretrained.records(task.train)
-        data_sets = {TEST: by_length(pretrained.records(task.test))} | {
-            name: by_length(pretrained.records(examples)) for name, examples in task.shifted.items()
-        }
+        names = (TEST, *pretrained.task.shifted)
         self.loaders: Loaders = {
-            name: pretrained.loader(records, PREDICTION_BATCH_SIZE)
-            for name, records in data_sets.items()
+            name: pretrained.loader(name, PREDICTION_BATCH_SIZE) for name in names
         }
         self._labels = {
-            name: torch.tensor([record.get("labels", NO_CLASS) for record in records])
-            for name, records in data_sets.items()
+            name: torch.tensor([one.get("labels", NO_CLASS) for one in pretrained.data[name]])
+            for name in names
         }
 
     def measure(self) -> list[Row]:
         """Figures of each method with one way of choosing and one link, after training."""
-        order = list(range(len(self.train)))
+        train = self.pretrained.data["train"]
+        order = list(range(len(train)))
         random.Random(self.seed).shuffle(order)
         held_out = max(1, round(VALIDATION_SHARE * len(order)))
-        validation, train = (
-            [self.train[place] for place in places]
-            for places in (order[:held_out], order[held_out:])
+        validation, rest = (
+            [train[place] for place in places] for places in (order[:held_out], order[held_out:])
         )
-        rows = self._measure_protocol(WHOLE, self._first, self._without_validation)
-        model = fine_tune(self.pretrained, train, self.seed)
-        return rows + self._measure_protocol(
-            SPLIT,
-            model,
-            lambda method, model: self._with_validation(method, model, train, validation),
-        )
+        rows = self._rows(self._first, train, [])
+        return rows + self._rows(fine_tune(self.pretrained, rest, self.seed), rest, validation)
 
     def measure_along_training(self) -> list[Row]:
         """Figures of methods that need no validation set, at each checkpoint."""
         rows = []
         for step in list(self._first.checkpoints):
-            model = self._first.at(step)
-            rows += self._measure_protocol(
-                WHOLE, model, self._without_validation, ALONG_TRAINING, step=step
-            )
+            model, train = self._first.at(step), self.pretrained.data["train"]
+            rows += [{"step": step, **row} for row in self._rows(model, train, [], ALONG_TRAINING)]
         return rows
 
     def variance_by_layer(self) -> dict[str, float]:
@@ -132,75 +98,64 @@ class Trial:
             "squared_norm": torch.einsum("bc,bcd,bd->b", difference, covariance, difference),
             "accuracy": (f_mu.argmax(-1) == labels).double(),
         }
-        order = figures["margin"].argsort()
         return [
             {name: values[group].mean().item() for name, values in figures.items()}
-            for group in order.chunk(GROUPS)
+            for group in figures["margin"].argsort().chunk(GROUPS)
         ]
 
     @cached_property
     def _first(self) -> AdaptedModel:
-        return fine_tune(self.pretrained, self.train, self.seed)
+        return fine_tune(self.pretrained, self.pretrained.data["train"], self.seed)
 
     @cached_property
-    def _posterior_and_statistics(self) -> tuple[Any, PredictiveStatistics]:
-        la = self._fitted(posterior("lowrank_kron"), self._first, self.train)
+    def _posterior_and_statistics(self) -> tuple[Any, Any]:
+        train = self.pretrained.data["train"]
+        la = self._fitted(posterior("lowrank_kron"), self._first, train)
         return la, la.predictive_statistics(self.loaders[TEST])
 
-    def _measure_protocol(
+    def _rows(
         self,
-        protocol: str,
         model: AdaptedModel,
-        predictions_of: Callable[[Method, AdaptedModel], Iterator[Prediction]],
+        train: Records,
+        validation: Records,
         methods: Collection[str] = CONTESTANTS,
-        **place: int,
     ) -> list[Row]:
-        rows = []
-        map_classes = torch.empty(0)
+        """Figures under one of the protocols: without validation data, or with them."""
+        rows, map_classes = [], torch.empty(0)
+        protocol = SPLIT if validation else WHOLE
         for method in self.methods:
             if method.key not in methods:
                 continue
-            self._tell(f"{protocol}: {method.title}")
-            for prediction in predictions_of(method, model):
+            if self.pretrained.show_progress:
+                print(f"Seed {self.seed}, {protocol}: {method.title}", file=sys.stderr)
+            for prediction in self._predictions(method, model, train, validation):
                 if method.key == "map":
                     map_classes = prediction.probabilities[TEST].argmax(-1)
-                name = {"protocol": protocol, **place, "method": method.key, "name": method.title}
-                rows.append(name | self._row(prediction, map_classes))
+                name = {"protocol": protocol, "method": method.key, "name": method.title}
+                rows.append({**name, **self._row(prediction, map_classes)})
         return rows
 
-    def _without_validation(self, method: Method, model: AdaptedModel) -> Iterator[Prediction]:
-        if isinstance(method, PointMethod) and not method.needs_validation:
-            yield Prediction(method.fit(model, None).predict(self.loaders))
-        elif isinstance(method, Posterior):
-            la = self._fitted(method, model, self.train)
-            train = self._small_batches(self.train) if method.linearized else None
-            yield from by_training(la, train, self.loaders, self.samples)
-
-    def _with_validation(
+    def _predictions(
         self, method: Method, model: AdaptedModel, train: Records, validation: Records
     ) -> Iterator[Prediction]:
-        held_out = self._small_batches(validation)
-        if isinstance(method, PointMethod) and (method.needs_validation or method.key == "map"):
-            members = method.fit(model, held_out)
-            chosen_by = "validation" if method.needs_validation else ""
-            yield Prediction(members.predict(self.loaders), chosen_by, chosen=members.temperature)
+        held_out = self.pretrained.loader(validation, PREDICTION_BATCH_SIZE)
+        if isinstance(method, PointMethod):
+            if method.needs_validation == bool(validation) or method.key == "map":
+                members = method.fit(model, held_out)
+                chosen_by = "validation" if method.needs_validation else ""
+                found = members.predict(self.loaders)
+                yield Prediction(found, chosen_by, chosen=members.temperature)
         elif isinstance(method, Posterior):
             la = self._fitted(method, model, train)
-            linearized = self._small_batches(train) if method.linearized else None
-            yield from by_validation(la, held_out, linearized, self.loaders, self.samples)
+            texts = self.pretrained.loader(train, PREDICTION_BATCH_SIZE)
+            data = (texts if method.linearized else None, self.loaders, self.samples)
+            yield from by_validation(la, held_out, *data) if validation else by_training(la, *data)
 
     def _fitted(self, method: Posterior, model: AdaptedModel, records: Records) -> Any:
         la = method.build(model)
-        loader = self.pretrained.loader(records, self.pretrained.hyperparameters.batch_size)
-        la.fit(loader, progress_bar=self.pretrained.show_progress)
+        show_progress = self.pretrained.show_progress
+        la.fit(self.pretrained.loader(records), progress_bar=show_progress)
         return la
-
-    def _small_batches(self, records: Records) -> DataLoader:
-        return self.pretrained.loader(records, PREDICTION_BATCH_SIZE)
-
-    def _tell(self, text: str) -> None:
-        if self.pretrained.show_progress:
-            print(f"Seed {self.seed}: {text}", file=sys.stderr)
 
     def _row(self, prediction: Prediction, map_classes: torch.Tensor) -> Row:
         """Figures on the test texts, and on each shifted set."""
@@ -211,21 +166,19 @@ class Trial:
             "link": prediction.link,
             "chosen": prediction.chosen,
             "is_choice": prediction.is_choice,
-            **quality(test, labels),
-            "calibrated_ece": calibrated_ece(test),
+            **metrics.quality(test, labels),
+            "calibrated_ece": metrics.calibrated_ece(test),
             "away_from_map": (test.argmax(-1) != map_classes).double().mean().item(),
-            "reliability": reliability(test, labels),
+            "reliability": metrics.reliability(test, labels),
             "shifted": {},
         }
-        for name, probabilities in prediction.probabilities.items():
-            if name == TEST:
-                continue
-            shifted_labels = self._labels[name]
-            has_labels = bool((shifted_labels >= 0).all())
-            both = torch.cat([test, probabilities])
-            row["shifted"][name] = {
-                **(quality(probabilities, shifted_labels) if has_labels else {}),
-                **shift_detection(test, probabilities),
-                "selective_accuracy": selective_accuracy(both, torch.cat([labels, shifted_labels])),
-            }
+        for name, shifted in prediction.probabilities.items():
+            if name != TEST:
+                classes = self._labels[name]
+                both = torch.cat([test, shifted]), torch.cat([labels, classes])
+                row["shifted"][name] = {
+                    **(metrics.quality(shifted, classes) if bool((classes >= 0).all()) else {}),
+                    **metrics.shift_detection(test, shifted),
+                    "selective_accuracy": metrics.selective_accuracy(*both),
+                }
         return row

@@ -1,9 +1,7 @@
 """One method at one shape of the cost experiment, in a process of its own."""
 
 import logging
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,127 +13,105 @@ from benchmarks.measuring import (
     megabytes_in_use,
     reason_of,
     run_limited,
+    set_up,
     time_and_memory,
 )
 from benchmarks.methods import METHODS, posterior
+from benchmarks.options import Cost
 from benchmarks.random_models import Shape, random_llama, random_loader
 from benchmarks.report import Row
 
 # Rivals that hold the Jacobian of all weights take minutes and gigabytes for more.
 LARGEST_BATCH_OF_JACOBIANS = 8
-KNOWN_WARNINGS = (
-    "By default `link_approx`",  # every call names its link
-    "There is a performance drop",  # the stock classes' price, which the table shows
-    "ASDL backend is used which does not",  # likewise
-    "Full backward hook is firing",  # bayesian-lora hooks layers whose inputs have no gradient
-)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """How each method is measured at one shape.
+def contest(
+    key: str, shape: Shape, batches: int, sizes: list[int], options: Cost, device: str
+) -> Row:
+    """One method's figures for one shape, and what of it has failed.
 
-    With so many batches of a fit, sizes of predictions' batches, calls that count, and seconds.
+    A fit sees so many batches; `sizes` are those of predictions' batches.
     """
-
-    shape: Shape
-    batches: int
-    prediction_batch_sizes: tuple[int, ...]
-    repetitions: int
-    limit: float
-    device: str
-    threads: int | None
-    seed: int
-
-
-def contest(key: str, trial: Trial, memory_limit: float | None) -> Row:
-    """One method's figures for one shape, and what of it has failed."""
-    row: Row = {
-        "contestant": key,
-        "name": METHODS[key].title,
-        "fit": None,
-        "posterior_megabytes": None,
-        "predict": [],
-        "failures": [],
-    }
-    needed, available = needed_megabytes(key, trial), memory_limit
+    if _holds_jacobian(key):
+        sizes = [size for size in sizes if size <= max(LARGEST_BATCH_OF_JACOBIANS, min(sizes))]
+    predictions: list[Row] = []
+    failures: list[dict[str, str]] = []
+    row: Row = {"contestant": key, "name": METHODS[key].title, "fit": None}
+    row |= {"posterior_megabytes": None, "predict": predictions, "failures": failures}
+    needed, available = needed_megabytes(key, shape, max(sizes)), options.memory_limit
     if available is None:
-        available = available_megabytes(trial.device)
+        available = available_megabytes(device)
     if needed > available:
         reason = f"needs at least {needed:.4g} MB of memory where {available:.4g} MB are free"
-        row["failures"].append({"what": "not run", "reason": reason})
+        failures.append({"what": "not run", "reason": reason})
         return row
-    messages, reason = run_limited(measure, (key, trial), trial.limit)
+    arguments = (key, shape, batches, sizes, options, device)
+    messages, reason = run_limited(measure, arguments, options.limit)
     for kind, content in messages:
-        if kind == "fit":
-            row["fit"] = {**content, "seconds_per_batch": content["median"] / content["batches"]}
-        elif kind == "posterior":
-            row["posterior_megabytes"] = content
-        elif kind == "predict":
-            row["predict"].append(content)
+        if kind == "predict":
+            predictions.append(content)
         elif kind == "failed":
-            row["failures"].append({"what": content[0], "reason": content[1]})
+            failures.append(content)
+        elif kind in row:
+            row[kind] = content
     if reason is not None:
-        row["failures"].append({"what": "stopped", "reason": reason})
+        failures.append({"what": "stopped", "reason": reason})
     return row
 
 
-def measure(send: Send, key: str, trial: Trial) -> None:
+def measure(
+    send: Send,
+    key: str,
+    shape: Shape,
+    batches: int,
+    sizes: list[int],
+    options: Cost,
+    device: str,
+) -> None:
     """Make a model, fit a method to it and predict; send figures, or what has failed and why."""
-    for known in KNOWN_WARNINGS:
-        warnings.filterwarnings("ignore", message=known)
+    set_up(options)
     logging.disable(logging.WARNING)
-    if trial.threads is not None:
-        torch.set_num_threads(trial.threads)
-    shape, device = trial.shape, trial.device
-    model = random_llama(shape, device, trial.seed)
-    loader = random_loader(shape, trial.batches, device, trial.seed)
+    model = random_llama(shape, device, options.seed)
+    loader = random_loader(shape, batches, device, options.seed)
 
     # What PyTorch loads and keeps at the first passes is no rival's own.
     warm_up = posterior("bare").build(model)
-    warm_up.fit(random_loader(shape, 1, device, trial.seed, batch_size=1))
+    warm_up.fit(random_loader(shape, 1, device, options.seed, batch_size=1))
     before = megabytes_in_use(device)
     send("ready", None)
 
     la = posterior(key).build(model)
-    figures = time_and_memory(lambda: la.fit(loader), device, trial.repetitions, trial.limit)
-    send("fit", {**figures, "batches": trial.batches})
-    send("posterior", _bytes_of(la.state_dict()["H"]) / BYTES_PER_MEGABYTE)
-    for batch_size in prediction_batch_sizes(key, trial):
-        (batch,) = random_loader(shape, 1, device, trial.seed + 1, batch_size)
+    figures = time_and_memory(lambda: la.fit(loader), device, options.repetitions, options.limit)
+    per_batch = {"batches": batches, "seconds_per_batch": figures["median"] / batches}
+    send("fit", {**figures, **per_batch})
+    send("posterior_megabytes", _bytes_of(la.state_dict()["H"]) / BYTES_PER_MEGABYTE)
+    for size in sizes:
+        (batch,) = random_loader(shape, 1, device, options.seed + 1, size)
 
         def predict(batch: Any = batch) -> None:
             la(batch, pred_type="glm", link_approx="probit")
 
         try:
             held = megabytes_in_use(device) - before
-            figures = time_and_memory(predict, device, trial.repetitions, trial.limit)
+            figures = time_and_memory(predict, device, options.repetitions, options.limit)
             figures["peak_megabytes"] += held
         except Exception as error:
-            send("failed", (f"predictions, batch {batch_size}", reason_of(error)))
+            what = f"predictions, batch {size}"
+            send("failed", {"what": what, "reason": reason_of(error)})
         else:
-            send("predict", {**figures, "batch_size": batch_size})
+            send("predict", {**figures, "batch_size": size})
 
 
-def prediction_batch_sizes(key: str, trial: Trial) -> tuple[int, ...]:
-    """Batch sizes at which a method predicts: not the large ones if it holds whole Jacobians."""
-    sizes = trial.prediction_batch_sizes
-    largest = LARGEST_BATCH_OF_JACOBIANS if _holds_jacobian(key) else max(sizes)
-    return tuple(size for size in sizes if size <= max(largest, min(sizes)))
-
-
-def needed_megabytes(key: str, trial: Trial) -> float:
+def needed_megabytes(key: str, shape: Shape, batch_size: int) -> float:
     """Estimate from below what a method must hold, from sizes alone.
 
-    The model; for rivals that hold it, the Jacobian of all LoRA weights; and the dense factors of
-    stock KFAC, once as sums, once as eigenvectors, and once as what `eigh` works on.
+    The model; for rivals that hold it, the Jacobian of all LoRA weights for a batch; and the dense
+    factors of stock KFAC: as sums, as eigenvectors, and as what `eigh` works on.
     """
-    shape = trial.shape
     sides = 2 * shape.layers * len(shape.target_modules)  # lora_A and lora_B
     numbers = 0
     if _holds_jacobian(key):
-        weights = sides * shape.rank * shape.hidden_size
-        numbers += max(prediction_batch_sizes(key, trial)) * shape.classes * weights
+        numbers += batch_size * shape.classes * sides * shape.rank * shape.hidden_size
     if key.startswith("stock_kron"):
         numbers += (2 * sides + 1) * shape.hidden_size**2
     itemsize = getattr(torch, shape.dtype).itemsize
@@ -149,9 +125,6 @@ def _holds_jacobian(key: str) -> bool:
 def _bytes_of(content: Any) -> int:
     """Bytes of all tensors in a nest of mappings and sequences."""
     if isinstance(content, torch.Tensor):
-        return content.numel() * content.element_size()
-    if isinstance(content, Mapping):
-        return sum(_bytes_of(part) for part in content.values())
-    if isinstance(content, (list, tuple)):
-        return sum(_bytes_of(part) for part in content)
-    return 0
+        return content.nbytes
+    parts = content.values() if isinstance(content, Mapping) else content
+    return sum(map(_bytes_of, parts)) if isinstance(content, (Mapping, list, tuple)) else 0

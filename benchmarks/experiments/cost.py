@@ -2,24 +2,24 @@
 
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 import torch
 
-from benchmarks.experiments.contest import Trial, contest
+from benchmarks.experiments.contest import contest
 from benchmarks.experiments.cost_report import draw_costs, text_of
 from benchmarks.experiments.growth import growth
-from benchmarks.fine_tuning import device_of
-from benchmarks.measuring import growth_exponent
+from benchmarks.measuring import growth_exponent, set_up
 from benchmarks.methods import METHODS
-from benchmarks.options import Cost
-from benchmarks.random_models import MEANING, Shape, usual_heads
+from benchmarks.models import device_of
+from benchmarks.options import CONTESTANTS, Cost
+from benchmarks.random_models import MEANING, Shape
 from benchmarks.report import Figures, Row, provenance, write
 
-CONTESTANTS = next(field.default for field in fields(Cost) if field.name == "contestants")
 INTERMEDIATE_RATIO = 2.7
 VOCABULARY = 1000
+HEAD_SIZE = 64
 HEADLINE_BATCH_SIZE = 8
 WIDEST_WITH_LARGE_BATCHES = 1024
 
@@ -27,41 +27,27 @@ WIDEST_WITH_LARGE_BATCHES = 1024
 def run(options: Cost) -> Figures:
     """Measure every method at every shape, and write tables, figures and plot."""
     started = time.perf_counter()
-    device = device_of(options)
-    unknown = [key for key in options.contestants if key not in CONTESTANTS]
-    if unknown:
-        known = ", ".join(CONTESTANTS)
-        raise SystemExit(f"cost: no contestant {', '.join(unknown)}; there are {known}")
-    trials = trials_of(options, device)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    options.output.mkdir(parents=True, exist_ok=True)
-
+    device = device_of(options.device)
+    _refuse(options)
+    set_up(options)
     shapes = []
-    for trial in trials:
+    for shape, batches in shapes_of(options, device):
+        sizes = sorted(set(options.prediction_batch_sizes))
+        on_cuda = torch.device(device).type == "cuda"
+        if shape.hidden_size > WIDEST_WITH_LARGE_BATCHES and not on_cuda:
+            sizes = [size for size in sizes if size <= max(HEADLINE_BATCH_SIZE, sizes[0])]
         rows = []
         for key in options.contestants:
             if not options.quiet:
-                shape = trial.shape
                 text = f"{shape.hidden_size}, {shape.dtype}: {METHODS[key].title}"
                 print(text, file=sys.stderr)
-            rows.append(contest(key, trial, options.memory_limit))
+            rows.append(contest(key, shape, batches, sizes, options, device))
         _add_ratios(rows)
-        sizes = trial.prediction_batch_sizes
-        shapes.append(
-            {
-                **asdict(trial.shape),
-                "batches": trial.batches,
-                # The batch size whose memory the table shows.
-                "headline_batch_size": HEADLINE_BATCH_SIZE
-                if HEADLINE_BATCH_SIZE in sizes
-                else sizes[0],
-                "contestants": rows,
-            }
-        )
+        # The batch size whose memory the table shows.
+        headline = HEADLINE_BATCH_SIZE if HEADLINE_BATCH_SIZE in sizes else sizes[0]
+        facts = {"batches": batches, "headline_batch_size": headline, "contestants": rows}
+        shapes.append({**asdict(shape), **facts})
 
-    if not options.quiet:
-        print("Growth of the library's own part", file=sys.stderr)
     figures = {
         "weights": MEANING,
         **provenance(options, device),
@@ -70,37 +56,41 @@ def run(options: Cost) -> Figures:
         "growth": growth(options, device),
         "seconds": time.perf_counter() - started,
     }
-    draw_costs(shapes, options.output / "cost.png")
     write(options.output, "cost", figures, text_of(figures))
+    draw_costs(shapes, options.output / "cost.png")
     return figures
 
 
-def trials_of(options: Cost, device: str) -> list[Trial]:
-    """Every shape that is measured, with the batch sizes of its predictions."""
-    sizes = options.hidden_sizes
-    layers, batches = (
-        list(numbers) * len(sizes) if len(numbers) == 1 else numbers
-        for numbers in (options.layers, options.batches)
-    )
-    if len(layers) != len(sizes) or len(batches) != len(sizes):
-        raise SystemExit(f"cost: give {len(sizes)} numbers of layers and batches, or one of each")
+def _refuse(options: Cost) -> None:
+    """End with one line where options contradict each other or name an unknown contestant."""
+    unknown = [key for key in options.contestants if key not in CONTESTANTS]
+    count = len(options.hidden_sizes)
+    if unknown:
+        known = ", ".join(CONTESTANTS)
+        raise SystemExit(f"cost: no contestant {', '.join(unknown)}; there are {known}")
+    if any(len(numbers) not in (1, count) for numbers in (options.layers, options.batches)):
+        raise SystemExit(f"cost: give {count} numbers of layers and batches, or one of each")
     if options.classes < 2 or options.classes > VOCABULARY:
         raise SystemExit(f"cost: --classes must be from 2 to {VOCABULARY}")
-    on_cuda = torch.device(device).type == "cuda"
-    trials = []
-    for number, dtype in enumerate(options.dtypes):
+
+
+def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
+    """Every shape that is measured, with the number of batches of its fits."""
+    sizes = options.hidden_sizes
+    layers, batches = (
+        list(numbers) * (len(sizes) if len(numbers) == 1 else 1)
+        for numbers in (options.layers, options.batches)
+    )
+    for dtype in options.dtypes:
         for hidden_size, depth, count in zip(sizes, layers, batches, strict=True):
-            if number > 0 and not on_cuda and hidden_size != min(sizes):
+            is_extra = dtype != options.dtypes[0] and hidden_size != min(sizes)
+            if is_extra and torch.device(device).type != "cuda":
                 continue
-            batch_sizes = tuple(sorted(set(options.prediction_batch_sizes)))
-            if hidden_size > WIDEST_WITH_LARGE_BATCHES and not on_cuda:
-                largest = max(HEADLINE_BATCH_SIZE, batch_sizes[0])
-                batch_sizes = tuple(size for size in batch_sizes if size <= largest)
             shape = Shape(
                 hidden_size=hidden_size,
                 layers=depth,
                 intermediate_size=round(INTERMEDIATE_RATIO * hidden_size),
-                heads=usual_heads(hidden_size),
+                heads=1 if hidden_size % HEAD_SIZE else hidden_size // HEAD_SIZE,
                 vocabulary=VOCABULARY,
                 rank=options.rank,
                 target_modules=("q_proj", "v_proj"),
@@ -109,34 +99,26 @@ def trials_of(options: Cost, device: str) -> list[Trial]:
                 length=options.length,
                 dtype=dtype,
             )
-            trials.append(
-                Trial(
-                    shape,
-                    count,
-                    batch_sizes,
-                    options.repetitions,
-                    options.limit,
-                    device,
-                    options.threads,
-                    options.seed,
-                )
-            )
-    return trials
+            yield shape, count
 
 
 def _add_ratios(rows: list[Row]) -> None:
     """Divide every time by that of the bare loop, where there is one."""
-    bare = next((row for row in rows if row["contestant"] == "bare"), {"fit": None, "predict": []})
-    bare_fit = bare["fit"]
-    bare_predictions = {p["batch_size"]: p["median"] for p in bare["predict"]}
+
+    def parts(row: Row) -> Iterator[tuple[int, Row]]:
+        """Figures of a fit and of predictions by their batch sizes, where there are any."""
+        yield from ((0, fit) for fit in (row["fit"],) if fit)
+        yield from ((prediction["batch_size"], prediction) for prediction in row["predict"])
+
+    bare = {
+        size: part["median"]
+        for row in rows
+        if row["contestant"] == "bare"
+        for size, part in parts(row)
+    }
     for row in rows:
-        if row["fit"]:
-            row["fit"]["in_bare_loops"] = (
-                row["fit"]["median"] / bare_fit["median"] if bare_fit else None
-            )
-        for prediction in row["predict"]:
-            seconds = bare_predictions.get(prediction["batch_size"])
-            prediction["in_bare_loops"] = prediction["median"] / seconds if seconds else None
+        for size, part in parts(row):
+            part["in_bare_loops"] = part["median"] / bare[size] if size in bare else None
 
 
 def _fit_growth(shapes: Sequence[Row], keys: Sequence[str]) -> list[Row]:
@@ -145,22 +127,15 @@ def _fit_growth(shapes: Sequence[Row], keys: Sequence[str]) -> list[Row]:
     The times are divided by the number of layers, of which wide models have fewer.
     """
     series = []
-    first_dtype = shapes[0]["dtype"]
     for key in keys:
         added: dict[int, float] = {}
         for shape in shapes:
             fits = {row["contestant"]: row["fit"] for row in shape["contestants"]}
-            if shape["dtype"] == first_dtype and fits.get(key) and fits.get("bare"):
+            if shape["dtype"] == shapes[0]["dtype"] and fits.get(key) and fits.get("bare"):
                 difference = fits[key]["seconds_per_batch"] - fits["bare"]["seconds_per_batch"]
                 added[shape["hidden_size"]] = difference / shape["layers"]
-        if key != "bare":
-            series.append(
-                {
-                    "contestant": key,
-                    "name": METHODS[key].title,
-                    "hidden_sizes": list(added),
-                    "added_seconds_per_batch_and_layer": list(added.values()),
-                    "exponent": growth_exponent(list(added), list(added.values())),
-                }
-            )
-    return series
+        sizes, seconds = list(added), list(added.values())
+        facts = {"hidden_sizes": sizes, "added_seconds_per_batch_and_layer": seconds}
+        name = {"contestant": key, "name": METHODS[key].title}
+        series.append({**name, **facts, "exponent": growth_exponent(sizes, seconds)})
+    return [row for row in series if row["contestant"] != "bare"]

@@ -6,15 +6,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from benchmarks.report import NOTHING, Column, Figures, Row, add_legend, hardware_of, table
-
-GROWTH_COLUMNS = (
-    ("name", "What", ""),
-    ("against", "Grows with", ""),
-    ("sizes", "Sizes", ""),
-    ("seconds", "Seconds", ""),
-    ("exponent", "Exponent", ".2f"),
-)
+from benchmarks.report import NOTHING, Figures, Row, hardware_of, save, table
 
 
 def text_of(figures: Figures) -> str:
@@ -38,123 +30,91 @@ def text_of(figures: Figures) -> str:
             f"Hidden size {shape['hidden_size']}, layers: {shape['layers']}, {shape['dtype']}, "
             f"batches of a fit: {shape['batches']}"
         )
-        parts.append(_shape_table(shape, settings["repetitions"]))
+        cells = [_cells(row, shape, settings["repetitions"]) for row in shape["contestants"]]
+        parts.append(table(cells, pd.DataFrame(cells).columns))
         failures = [
             f"- {row['name']}, {failure['what']}: {failure['reason']}"
             for row in shape["contestants"]
             for failure in row["failures"]
         ]
-        if failures:
-            parts.append("\n".join(failures))
+        parts += ["\n".join(failures)] if failures else []
     parts.append(
         "Growth: exponents of least squares in logarithms. What a fit adds to the bare loop, for "
         "a batch and a layer;\nthen the library's own part alone, and its stock counterpart."
     )
-    parts.append(table(_growth_rows(figures), GROWTH_COLUMNS))
-    return "\n\n".join(parts)
+    series = _growth_rows(figures)
+    return "\n\n".join([*parts, table(series, list(series[0]))])
 
 
 def draw_costs(shapes: Sequence[Row], path: Path) -> None:
     """Draw times and memory against the hidden size, a line a method, for the first dtype."""
     drawn = [shape for shape in shapes if shape["dtype"] == shapes[0]["dtype"]]
-    points = pd.DataFrame(
-        [
-            {"name": row["name"], "size": shape["hidden_size"], **_drawn_figures(shape, row)}
-            for shape in drawn
-            for row in shape["contestants"]
-        ]
-    )
-    titles = {
-        "fit": ("Fit", "Seconds a batch"),
-        "predict": (f"Prediction, batch {drawn[0]['headline_batch_size']}", "Seconds"),
-        "memory": ("Peak memory of both, over model and data", "MB"),
-    }
+    fit, predict = "Fit, seconds a batch", "Prediction, seconds"
+    memory = "Peak memory of both over model and data, MB"
+    points = []
+    for shape in drawn:
+        for row in shape["contestants"]:
+            known, prediction = row["fit"] or {}, _prediction(row, shape["headline_batch_size"])
+            peaks = [part["peak_megabytes"] for part in (known, prediction) if part]
+            figures = {fit: known.get("seconds_per_batch"), predict: prediction.get("median")}
+            place = {"name": row["name"], "size": shape["hidden_size"]}
+            points.append({**place, **figures, memory: max(peaks, default=None)})
+    frame = pd.DataFrame(points).sort_values("size", kind="stable")
     figure = Figure(figsize=(13, 4.6), layout="constrained")
-    for panel, (key, (title, unit)) in zip(figure.subplots(1, 3), titles.items(), strict=True):
-        for name, of_method in points.sort_values("size").groupby("name", sort=False):
+    panels = figure.subplots(1, 3)
+    for panel, key in zip(panels, (fit, predict, memory), strict=True):
+        for name, of_method in frame.groupby("name", sort=False):
             known = of_method.dropna(subset=key)
             panel.plot(known["size"], known[key], "o-", label=name)
-        panel.set(title=title, ylabel=unit, xlabel="Hidden size (random weights)")
-        if points[key].notna().any():
+        panel.set(title=key, xlabel="Hidden size (random weights)")
+        if frame[key].notna().any():
             panel.set_xscale("log", base=2)
             panel.set_yscale("log")
             panel.set_xticks([shape["hidden_size"] for shape in drawn])
             panel.xaxis.set_major_formatter("{x:.0f}")
             panel.set_xticks([], minor=True)
-    add_legend(figure, "outside upper center", columns=4)
-    figure.savefig(path, dpi=150)
+    save(figure, path, panels[0], columns=4)
 
 
-def _drawn_figures(shape: Row, row: Row) -> dict[str, float | None]:
-    prediction = _prediction(row, shape["headline_batch_size"])
+def _cells(row: Row, shape: Row, repetitions: int) -> Row:
+    """A method's figures by the titles of their columns, a pair for each batch size."""
     fit = row["fit"] or {}
-    peaks = [part["peak_megabytes"] for part in (fit, prediction) if part]
-    return {
-        "fit": fit.get("seconds_per_batch"),
-        "predict": prediction.get("median"),
-        "memory": max(peaks, default=None),
+    cells = {
+        "name": row["name"],
+        "Fit (s a batch)": _spread(fit, repetitions, shape["batches"]),
+        "Fit (bare loops)": fit.get("in_bare_loops"),
     }
-
-
-def _shape_table(shape: Row, repetitions: int) -> str:
-    """One row for each method, one pair of columns for each batch size."""
-    headline = shape["headline_batch_size"]
-    batch_sizes = sorted(
-        {prediction["batch_size"] for row in shape["contestants"] for prediction in row["predict"]}
-    )
-    columns: list[Column] = [
-        ("name", "Contestant", ""),
-        ("fit", "Fit (s a batch)", ""),
-        ("fit_ratio", "Fit (bare loops)", ".2f"),
-    ]
-    for size in batch_sizes:
-        columns.append((f"predict_{size}", f"Predict {size} (s)", ""))
-        columns.append((f"predict_ratio_{size}", f"Predict {size} (bare loops)", ".2f"))
-    columns += [
-        ("fit_megabytes", "Fit (MB)", ".1f"),
-        ("predict_megabytes", f"Predict {headline} (MB)", ".1f"),
-        ("posterior_megabytes", "Posterior (MB)", ".2f"),
-    ]
-    rows = []
-    for row in shape["contestants"]:
-        fit = row["fit"] or {}
-        cells = {
-            **row,
-            "fit": _spread(fit, repetitions, fit.get("batches", 1)),
-            "fit_ratio": fit.get("in_bare_loops"),
-            "fit_megabytes": fit.get("peak_megabytes"),
-            "predict_megabytes": _prediction(row, headline).get("peak_megabytes"),
-        }
-        for size in batch_sizes:
-            prediction = _prediction(row, size)
-            cells[f"predict_{size}"] = _spread(prediction, repetitions)
-            cells[f"predict_ratio_{size}"] = prediction.get("in_bare_loops")
-        rows.append(cells)
-    return table(rows, columns)
+    every = (prediction for each in shape["contestants"] for prediction in each["predict"])
+    for size in sorted({prediction["batch_size"] for prediction in every}):
+        prediction = _prediction(row, size)
+        cells[f"Predict {size} (s)"] = _spread(prediction, repetitions)
+        cells[f"Predict {size} (bare loops)"] = prediction.get("in_bare_loops")
+    size = shape["headline_batch_size"]
+    cells["Fit (MB)"] = fit.get("peak_megabytes")
+    cells[f"Predict {size} (MB)"] = _prediction(row, size).get("peak_megabytes")
+    return {**cells, "Posterior (MB)": row["posterior_megabytes"]}
 
 
 def _growth_rows(figures: Figures) -> list[Row]:
-    added = [
-        {
-            "name": f"{series['name']}, fit",
-            "against": "hidden size",
-            "sizes": series["hidden_sizes"],
-            "seconds": series["added_seconds_per_batch_and_layer"],
-            "exponent": series["exponent"],
-        }
-        for series in figures["fit_growth"]
+    series = [
+        (f"{row['name']}, fit", "hidden size", row["hidden_sizes"], row["exponent"])
+        + (row["added_seconds_per_batch_and_layer"],)
+        for row in figures["fit_growth"]
     ]
-    own = [
-        {**series, "seconds": [figure["median"] for figure in series["figures"]]}
-        for series in figures["growth"]
+    series += [
+        (row["name"], row["against"], row["sizes"], row["exponent"])
+        + ([figure["median"] for figure in row["figures"]],)
+        for row in figures["growth"]
     ]
     return [
         {
-            **series,
-            "sizes": " ".join(str(size) for size in series["sizes"]) or NOTHING,
-            "seconds": " ".join(f"{seconds:.2g}" for seconds in series["seconds"]) or NOTHING,
+            "name": name,
+            "grows_with": against,
+            "sizes": " ".join(map(str, sizes)) or NOTHING,
+            "seconds": " ".join(f"{each:.2g}" for each in seconds) or NOTHING,
+            "exponent": exponent,
         }
-        for series in (*added, *own)
+        for name, against, sizes, exponent, seconds in series
     ]
 
 
@@ -171,6 +131,4 @@ def _spread(figures: Row, repetitions: int, parts: int = 1) -> str:
     text = f"{median:.3g} ({least:.3g} to {most:.3g}"
     if figures["repetitions"] != repetitions:
         text += f"; of {figures['repetitions']}"
-    if not figures["warmed_up"]:
-        text += ", not warmed up"
-    return text + ")"
+    return text + (")" if figures["warmed_up"] else ", not warmed up)")

@@ -1,32 +1,104 @@
-"""What a curvature says of the posterior, and how far it is from what the exact one says."""
+"""The exact Gauss-Newton matrix of a small model, and how far a curvature is from it.
+
+The exact one comes by means that no library shares.
+"""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from laplace.utils.matrix import KronDecomposed
+from scipy.optimize import minimize_scalar
+from torch import nn
 
-from benchmarks.experiments.exact_curvature import DenseCurvature
 from laplace_lora_ext import LowRankKronDecomposed
 
 BYTES_OF_A_NUMBER = 4
+LOG_PRECISION_BOUNDS = (math.log(1e-6), math.log(1e6))
 
 AnyCurvature = torch.Tensor | KronDecomposed | LowRankKronDecomposed
 
 
-@dataclass(frozen=True)
-class PosteriorFacts:
+def jacobians(
+    model: Callable[[Any], torch.Tensor], weights: Sequence[nn.Parameter], examples: Iterable[Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Differentiate the logits of batches of one example each, one class at a time.
+
+    Returns the Jacobians `(N, C, P)` in the P numbers of the weights, and the logits `(N, C)`.
+    """
+    rows, outputs = [], []
+    for example in examples:
+        logits = model(example)[0]
+        gradients = [torch.autograd.grad(f, weights, retain_graph=True) for f in logits]
+        rows.append(torch.stack([torch.cat([g.flatten() for g in row]) for row in gradients]))
+        outputs.append(logits.detach())
+    return torch.stack(rows), torch.stack(outputs)
+
+
+class DenseCurvature:
+    """A block-diagonal curvature H, of dense blocks `(p, p)` whose p add up to P."""
+
+    def __init__(self, blocks: Sequence[torch.Tensor]) -> None:
+        self.blocks = list(blocks)
+        self.sizes = [len(block) for block in self.blocks]
+
+    @classmethod
+    def of_softmax(
+        cls, Js: torch.Tensor, logits: torch.Tensor, sizes: Sequence[int]
+    ) -> "DenseCurvature":
+        """Sum `Jᵀ (diag(p) - p pᵀ) J` over examples, within blocks of the given sizes."""
+        p = logits.softmax(-1)
+        fisher = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+        parts = Js.split(list(sizes), dim=-1)
+        return cls([J.flatten(0, 1).mT @ (fisher @ J).flatten(0, 1) for J in parts])
+
+    def covariance(self, Js: torch.Tensor, prior_precision: float) -> torch.Tensor:
+        """Covariance `(N, C, C)` of the linearised logits, `J (H + λ I)⁻¹ Jᵀ`."""
+        total = torch.zeros(())
+        for root, J in zip(self._roots(prior_precision), Js.split(self.sizes, -1), strict=True):
+            half = torch.linalg.solve_triangular(root, J.flatten(0, 1).mT, upper=False)
+            half = half.mT.unflatten(0, J.shape[:2])
+            total = total + half @ half.mT
+        return total
+
+    def log_det(self, prior_precision: float) -> float:
+        """Log-determinant of `H + λ I`, in nats."""
+        roots = self._roots(prior_precision)
+        return sum(2 * root.diagonal().log().sum().item() for root in roots)
+
+    def _roots(self, prior_precision: float) -> Iterator[torch.Tensor]:
+        """Cholesky factors of the blocks of `H + λ I`, one at a time."""
+        for block in self.blocks:
+            yield torch.linalg.cholesky(block + prior_precision * torch.eye(len(block)).to(block))
+
+
+def evidence_prior_precision(curvature: DenseCurvature, weights: torch.Tensor) -> float:
+    """Scalar prior precision that maximises the Laplace evidence, with the prior mean 0.
+
+    The λ with the least `log det(I + H / λ) + λ ‖w‖²`, for weights w where the loss is minimal.
+    """
+    eigenvalues = torch.cat([torch.linalg.eigvalsh(block) for block in curvature.blocks])
+    eigenvalues = eigenvalues.clamp_min(0)
+    scatter = weights.square().sum()
+
+    def loss(log_precision: float) -> float:
+        precision = math.exp(log_precision)
+        return ((eigenvalues / precision).log1p().sum() + precision * scatter).item()
+
+    found: Any = minimize_scalar(loss, bounds=LOG_PRECISION_BOUNDS, method="bounded")
+    return math.exp(found.x)
+
+
+class PosteriorFacts(NamedTuple):
     """What a curvature H says at a prior precision λ.
 
-    The `blocks` `(p, p)` of H, one for each LoRA weight; the `covariance` `(N, C, C)` of the
-    linearised logits of the test texts; the `log_det` of `H + λ I` in nats; how many numbers are
-    kept for it after a fit, the weights themselves aside; the λ that its own evidence would choose.
+    The blocks `(p, p)` of H, one for each LoRA weight; the covariance `(N, C, C)` of the linearised
+    logits of the test texts; the log-determinant of `H + λ I` in nats; how many numbers are kept
+    for it after a fit, the weights themselves aside; the λ that its own evidence would choose.
     """
 
-    blocks: list[torch.Tensor]
+    blocks: Sequence[torch.Tensor]
     covariance: torch.Tensor
     log_det: float
     numbers_kept: int
@@ -37,13 +109,10 @@ def exact_posterior(
     curvature: DenseCurvature, Js: torch.Tensor, prior_precision: float
 ) -> PosteriorFacts:
     """Facts of an exact curvature, at the prior precision that its evidence chooses."""
-    return PosteriorFacts(
-        blocks=curvature.blocks,
-        covariance=curvature.covariance(Js, prior_precision),
-        log_det=curvature.log_det(prior_precision),
-        numbers_kept=sum(block.numel() for block in curvature.blocks),
-        own_prior_precision=prior_precision,
-    )
+    covariance = curvature.covariance(Js, prior_precision)
+    log_det = curvature.log_det(prior_precision)
+    kept = sum(block.numel() for block in curvature.blocks)
+    return PosteriorFacts(curvature.blocks, covariance, log_det, kept, prior_precision)
 
 
 def approximate_posterior(
@@ -54,24 +123,13 @@ def approximate_posterior(
     `sizes` are the numbers in each LoRA weight, `Js` `(N, C, P)` the test texts' Jacobians.
     """
     la.optimize_prior_precision(method="marglik")
-    own_prior_precision = la.prior_precision.item()
+    own = la.prior_precision.item()
     la.prior_precision = prior_precision
-    return PosteriorFacts(
-        blocks=dense_blocks(la.H, sizes),
-        covariance=la.functional_variance(Js),
-        log_det=la.log_det_posterior_precision.item(),
-        numbers_kept=numbers_kept(la.H),
-        own_prior_precision=own_prior_precision,
-    )
-
-
-def dense_blocks(H: AnyCurvature, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Diagonal blocks `(p, p)` of a fitted curvature, one for each LoRA weight."""
-    dense = torch.diag(H) if isinstance(H, torch.Tensor) else H.to_matrix()
-    ends = list(accumulate(sizes))
-    return [
-        dense[end - size : end, end - size : end] for size, end in zip(sizes, ends, strict=True)
-    ]
+    dense = torch.diag(la.H) if isinstance(la.H, torch.Tensor) else la.H.to_matrix()
+    rows = dense.split(list(sizes))
+    blocks = [row.split(list(sizes), dim=1)[place] for place, row in enumerate(rows)]
+    log_det = la.log_det_posterior_precision.item()
+    return PosteriorFacts(blocks, la.functional_variance(Js), log_det, numbers_kept(la.H), own)
 
 
 def numbers_kept(H: AnyCurvature) -> int:

@@ -1,6 +1,6 @@
 """How the library's own part of a fit grows, next to its stock counterpart, without any model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -32,28 +32,20 @@ def growth(options: Cost, device: str) -> list[Row]:
     stock_widths = [width for width in widths if width <= WIDEST_STOCK]
     width = min(BLOCK_WIDTH, max(widths))
     many = partial(jobs.update, width)
-    series: list[tuple[str, str, Sequence[int], Callable[[int], Job]]] = [
+    rows = []
+    for name, against, sizes, job_of in (
         ("lowrank_kron, one batch into one block", "d", widths, jobs.update),
         ("Stock Kron, the same: a dense d x d sum", "d", stock_widths, jobs.stock_update),
         ("lowrank_kron, decomposition of one block", "d", widths, jobs.decompose),
         ("Stock Kron, eigh of a d x d factor", "d", stock_widths, jobs.stock_decompose),
         (f"lowrank_kron, one batch into blocks of {width}", "blocks", NUMBERS_OF_BLOCKS, many),
-    ]
-    rows = []
-    for name, against, sizes, job_of in series:
+    ):
         figures = [
             repeated_seconds(job_of(size), options.repetitions, options.limit) for size in sizes
         ]
+        row = {"name": name, "against": against, "sizes": list(sizes), "figures": figures}
         exponent = growth_exponent(sizes, [figure["median"] for figure in figures])
-        rows.append(
-            {
-                "name": name,
-                "against": against,
-                "sizes": list(sizes),
-                "figures": figures,
-                "exponent": exponent,
-            }
-        )
+        rows.append({**row, "exponent": exponent})
     return rows
 
 
@@ -65,6 +57,7 @@ class _Jobs:
 
     def __init__(self, options: Cost, device: str) -> None:
         self._options = options
+        self._texts = (options.batch_size, options.length)
         self._device = torch.device(device)
         self._generator = torch.Generator().manual_seed(0)
 
@@ -87,28 +80,22 @@ class _Jobs:
         return lambda: block.cut().decompose()
 
     def stock_update(self, width: int) -> Job:
-        rows = self._rows(width)
+        rows = self._random(*self._texts, width).flatten(0, 1)
         factor = torch.zeros(width, width, device=self._device)
         return lambda: factor.add_(rows.mT @ rows)
 
     def stock_decompose(self, width: int) -> Job:
-        rows = self._rows(width)
+        rows = self._random(*self._texts, width).flatten(0, 1)
         factor = rows.mT @ rows
         return lambda: torch.linalg.eigh(factor)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._generator).to(self._device)
 
-    def _rows(self, width: int) -> torch.Tensor:
-        return self._random(self._options.batch_size * self._options.length, width)
-
     def _arrivals(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = (self._options.batch_size, self._options.length)
-        a = self._random(*rows, width)
-        return a, self._random(self._options.classes - 1, *rows, self._options.rank)
+        a = self._random(*self._texts, width)
+        return a, self._random(self._options.classes - 1, *self._texts, self._options.rank)
 
     def _empty(self, width: int) -> KroneckerBlock:
-        shape = (self._options.rank, width)
-        return KroneckerBlock.zeros(
-            shape, True, LARGE_FACTOR_RANK, True, self._device, torch.float32
-        )
+        shape, like = (self._options.rank, width), (self._device, torch.float32)
+        return KroneckerBlock.zeros(shape, True, LARGE_FACTOR_RANK, True, *like)

@@ -2,12 +2,12 @@
 
 import sys
 import time
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.fine_tuning import device_of
 from benchmarks.measuring import (
     PeakMemory,
     Send,
@@ -15,32 +15,31 @@ from benchmarks.measuring import (
     repeated_seconds,
     run_alone,
     seconds_of,
+    set_up,
 )
 from benchmarks.methods import posterior
-from benchmarks.models import AdaptedModel
+from benchmarks.models import AdaptedModel, device_of
 from benchmarks.options import Table7b
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import Figures, Row, hardware_of, provenance, table, write
+from benchmarks.report import Figures, hardware_of, provenance, table, write
 
 STEPS_OF_TRAINING = 10_000
 LEARNING_RATE = 5e-5
 LARGEST_ON_A_CPU = 100_000_000
 MEGABYTES_PER_GIGABYTE = 1e3
-PAPER_TIME = "about 1 %"
-PAPER_MEMORY = "1 to 5 %"
-COLUMNS = (
-    ("classes", "Classes", ""),
-    ("step_seconds", "Training step (s)", ".4g"),
-    ("training_seconds", f"{STEPS_OF_TRAINING:,} steps (s)", ".4g"),
-    ("fit_seconds", "Laplace fit (s)", ".4g"),
-    ("fit_seconds_per_batch", "a batch (s)", ".4g"),
-    ("time_overhead_percent", "Time, overhead (%)", ".2f"),
-    ("paper_time", "the paper's time", ""),
-    ("training_gigabytes", "Training (GB)", ".4g"),
-    ("with_laplace_gigabytes", "+ Laplace (GB)", ".4g"),
-    ("memory_overhead_percent", "Memory, overhead (%)", ".2f"),
-    ("paper_memory", "the paper's memory", ""),
-)
+TITLES = {
+    "classes": "Classes",
+    "step_seconds": "Training step (s)",
+    "training_seconds": f"{STEPS_OF_TRAINING:,} steps (s)",
+    "fit_seconds": "Laplace fit (s)",
+    "fit_seconds_per_batch": "a batch (s)",
+    "time_overhead_percent": "Time, overhead (%)",
+    "paper_time": "the paper's time",
+    "training_gigabytes": "Training (GB)",
+    "with_laplace_gigabytes": "+ Laplace (GB)",
+    "memory_overhead_percent": "Memory, overhead (%)",
+    "paper_memory": "the paper's memory",
+}
 
 
 def run(options: Table7b) -> Figures:
@@ -51,12 +50,13 @@ def run(options: Table7b) -> Figures:
     SystemExit
         If there is no GPU for a shape that needs one, or the options contradict each other.
     """
-    shapes = [_shape(options, classes) for classes in options.classes]
-    device = device_of(options)
+    of_shape = {field.name for field in fields(Shape)}
+    known = {key: value for key, value in asdict(options).items() if key in of_shape}
+    known["target_modules"] = ("q_proj", "v_proj", "lm_head")
+    shapes = [Shape(**known | {"classes": classes}) for classes in options.classes]
+    device = device_of(options.device)
     _refuse(options, shapes[0], device)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    options.output.mkdir(parents=True, exist_ok=True)
+    set_up(options)
     started = time.perf_counter()
     rows = []
     for shape in shapes:
@@ -73,15 +73,14 @@ def run(options: Table7b) -> Figures:
         "rows": rows,
         "seconds": time.perf_counter() - started,
     }
-    report = f"{_summary(figures)}\n\n{table(rows, COLUMNS)}"
+    report = f"{_summary(figures)}\n\n{table(rows, list(TITLES), TITLES)}"
     write(options.output, "table7b", figures, report)
     return figures
 
 
 def measure_row(send: Send, options: Table7b, shape: Shape, device: str) -> None:
     """Train for some steps, then fit, and send the figures of both."""
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    set_up(options)
     before = megabytes_in_use(device)
     with PeakMemory(device) as training:
         model = random_llama(shape, device, options.seed)
@@ -100,7 +99,7 @@ def measure_row(send: Send, options: Table7b, shape: Shape, device: str) -> None
     training_seconds = STEPS_OF_TRAINING * steps["median"]
     fit_megabytes = held + fitting.megabytes
     both = max(training.megabytes, fit_megabytes)
-    row: Row = {
+    row = {
         "classes": shape.classes,
         "step": steps,
         "step_seconds": steps["median"],
@@ -108,30 +107,14 @@ def measure_row(send: Send, options: Table7b, shape: Shape, device: str) -> None
         "fit_seconds": fit_seconds,
         "fit_seconds_per_batch": fit_seconds / options.batches,
         "time_overhead_percent": 100 * fit_seconds / training_seconds,
-        "paper_time": PAPER_TIME,
+        "paper_time": "about 1 %",
         "training_gigabytes": training.megabytes / MEGABYTES_PER_GIGABYTE,
         "fit_gigabytes": fit_megabytes / MEGABYTES_PER_GIGABYTE,
         "with_laplace_gigabytes": both / MEGABYTES_PER_GIGABYTE,
         "memory_overhead_percent": 100 * (both / training.megabytes - 1),
-        "paper_memory": PAPER_MEMORY,
+        "paper_memory": "1 to 5 %",
     }
     send("row", row)
-
-
-def _shape(options: Table7b, classes: int) -> Shape:
-    return Shape(
-        hidden_size=options.hidden_size,
-        layers=options.layers,
-        intermediate_size=options.intermediate_size,
-        heads=options.heads,
-        vocabulary=options.vocabulary,
-        rank=options.rank,
-        target_modules=("q_proj", "v_proj", "lm_head"),
-        classes=classes,
-        batch_size=options.batch_size,
-        length=options.length,
-        dtype=options.dtype,
-    )
 
 
 def _refuse(options: Table7b, shape: Shape, device: str) -> None:

@@ -2,105 +2,72 @@
 
 import copy
 import statistics as stdlib_statistics
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from matplotlib.figure import Figure
 from torch.utils.data import DataLoader
 
-from benchmarks.fine_tuning import fine_tune, prepare
-from benchmarks.measuring import seconds_of
+from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, fine_tune, prepare
+from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import posterior
 from benchmarks.methods.priors import geometric_mean
 from benchmarks.metrics import quality
-from benchmarks.models import AdaptedModel, by_length
+from benchmarks.models import AdaptedModel
 from benchmarks.options import Tuning
-from benchmarks.report import Figures, Row, provenance, table, write
+from benchmarks.report import Figures, Row, provenance, save, table, write
 from laplace_lora_ext import LinearizedModel, PredictiveStatistics, TuningHistory
 
-PREDICTION_BATCH_SIZE = 8
 REPETITIONS = 3
 LINKS = ("probit", "mc", "mean_field")
 LINEARIZED = ("linearized_marglik", "linearized_loo")
 STRUCTURES = ("scalar", "layerwise")
-COST_COLUMNS = (
-    ("name", "What", ""),
-    ("seconds", "Seconds", ".2f"),
-    ("passes", "In prediction passes", ".2f"),
-)
-CHOICE_COLUMNS = (
-    ("name", "Chosen by", ""),
-    ("prior_precision", "Prior precision", ".3g"),
-    *(
-        (f"{link}_{key}", f"{title}, {link.replace('_', ' ')}", ".3f")
-        for link in LINKS
-        for key, title in (("nll", "NLL"), ("ece", "ECE"), ("accuracy", "Accuracy"))
-    ),
-)
-KNOWN_WARNINGS = ("The posterior is over lora_A and lora_B", "By default `link_approx`")
-
-Searches = list[tuple[str, dict[str, Any]]]
 
 
 def run(options: Tuning) -> Figures:
     """Time the searches, measure their choices, and write tables, figures and plots."""
-    for known in KNOWN_WARNINGS:
-        warnings.filterwarnings("ignore", message=known)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    options.output.mkdir(parents=True, exist_ok=True)
+    set_up(options)
     pretrained = prepare(options, options.seed, options.validation_examples)
     pretrained = pretrained.for_epochs(options.epochs)
-    task = pretrained.task
-    train, validation, test = (
-        pretrained.records(examples) for examples in (task.train, task.validation, task.test)
-    )
-    model = fine_tune(pretrained, train, options.seed)
-    loader = pretrained.loader(validation, PREDICTION_BATCH_SIZE)
-    train_loader = pretrained.loader(train, pretrained.hyperparameters.batch_size)
+    model = fine_tune(pretrained, pretrained.data["train"], options.seed)
+    loader = pretrained.loader("validation", PREDICTION_BATCH_SIZE)
+    train_loader = pretrained.loader("train")
     la = posterior("lowrank_kron").build(model)
     la.fit(train_loader, progress_bar=not options.quiet)
     seconds, statistics, linearized = _seconds(la, loader, train_loader, options)
     points = options.stock_grid_size
-    stock = _stock_seconds(model, train_loader, pretrained.loader(validation, 1), options)
+    stock = _stock_seconds(model, train_loader, pretrained.loader("validation", 1), options)
     seconds[f"Stock Kron, gridsearch of {points}"] = stock
     seconds[f"the same for {options.grid_size}, in proportion"] = stock * options.grid_size / points
     one_pass = next(iter(seconds.values()))
     costs = [
         {"name": name, "seconds": each, "passes": each / one_pass} for name, each in seconds.items()
     ]
-    tested = la.predictive_statistics(pretrained.loader(by_length(test), PREDICTION_BATCH_SIZE))
+    test = la.predictive_statistics(pretrained.loader(TEST, PREDICTION_BATCH_SIZE))
     searches = _searches(statistics, linearized, options)
-    choices, histories, shares = _choices(la, searches, tested, options)
+    choices, histories, shares = _choices(la, searches, test, options)
     figures = {
         **provenance(options, pretrained.device),
-        "data": {
-            "task": task.name,
-            "classes": list(task.classes),
-            "train": len(train),
-            "validation": len(validation),
-            "test": len(test),
-        },
+        "data": pretrained.description,
         "statistics": repr(statistics),
         "costs": costs,
         "choices": choices,
         "variance_by_layer": shares,
     }
-    _draw_histories(histories, options.output / "tuning.png")
-    _draw_shares(shares, options.output / "variance_by_layer.png")
+    measured = [f"{link}_{key}" for link in LINKS for key in ("nll", "ece", "accuracy")]
     report = [
-        f"{len(validation)} validation texts, {len(task.classes)} classes, grid of "
+        f"{len(statistics)} validation texts, {len(pretrained.task.classes)} classes, grid of "
         f"{options.grid_size}, {options.steps} steps of val_gd.\n{statistics!r}",
-        table(costs, COST_COLUMNS),
+        table(costs, ["name", "seconds", "passes"], {"passes": "In prediction passes"}),
         f"{len(test)} test texts; layerwise prior precisions as geometric means.",
-        table(choices, CHOICE_COLUMNS),
+        table(choices, ["name", "prior_precision", *measured], {"name": "Chosen by"}),
     ]
     write(options.output, "tuning", figures, "\n\n".join(report))
+    _draw_histories(histories, options.output / "tuning.png")
+    _draw_shares(shares, options.output / "variance_by_layer.png")
     return figures
 
 
@@ -119,26 +86,23 @@ def _seconds(
     predict()  # the first pass also warms up
     seconds = {"One prediction pass": _median_seconds(predict)}
     statistics = la.predictive_statistics(loader)
-    seconds["Predictive statistics, one pass"] = _median_seconds(
-        lambda: la.predictive_statistics(loader)
-    )
+    passing = _median_seconds(lambda: la.predictive_statistics(loader))
+    seconds["Predictive statistics, one pass"] = passing
     linearized = la.linearize(train_loader)
     linearizing = _median_seconds(lambda: la.linearize(train_loader))
     grid = {"method": "gridsearch", "grid_size": options.grid_size}
     seconds["gridsearch, that pass included"] = search(val_loader=loader, **grid)
     seconds["gridsearch, statistics given"] = search(val_loader=statistics, **grid)
-    texts = len(train_loader.dataset)  # pyright: ignore[reportArgumentType]
-    seconds[f"Linearised model, one pass over {texts} training texts"] = linearizing
+    texts: Any = train_loader.dataset
+    seconds[f"Linearised model, one pass over {len(texts)} training texts"] = linearizing
     for structure in STRUCTURES:
         prior: dict[str, Any] = {"prior_structure": structure}
-        seconds[f"val_gd, {structure}, statistics given"] = search(
-            method="val_gd", val_loader=statistics, n_steps=options.steps, **prior
-        )
+        descent = {"method": "val_gd", "val_loader": statistics, "n_steps": options.steps}
+        seconds[f"val_gd, {structure}, statistics given"] = search(**descent, **prior)
         seconds[f"marglik, {structure}"] = search(**prior)
         for method in LINEARIZED:
-            seconds[f"{method}, {structure}, model given"] = search(
-                method=method, train_loader=linearized, **prior
-            )
+            found = search(method=method, train_loader=linearized, **prior)
+            seconds[f"{method}, {structure}, model given"] = found
     return seconds, statistics, linearized
 
 
@@ -146,66 +110,49 @@ def _stock_seconds(
     model: AdaptedModel, train_loader: DataLoader, loader: DataLoader, options: Tuning
 ) -> float:
     """Time the host's class, which predicts from one text at a time at the lowest cost."""
-    own_copy = replace(model, model=copy.deepcopy(model.model))
-    stock = posterior("stock_kron").build(own_copy)
+    stock = posterior("stock_kron").build(replace(model, model=copy.deepcopy(model.model)))
     stock.fit(train_loader, progress_bar=not options.quiet)
-    return seconds_of(
-        lambda: stock.optimize_prior_precision(
-            method="gridsearch",
-            val_loader=loader,
-            grid_size=options.stock_grid_size,
-            link_approx="probit",
-            progress_bar=not options.quiet,
-        )
-    )
+    grid = {"method": "gridsearch", "grid_size": options.stock_grid_size}
+    keywords = {"val_loader": loader, "link_approx": "probit", "progress_bar": not options.quiet}
+    return seconds_of(lambda: stock.optimize_prior_precision(**grid, **keywords))
 
 
 def _searches(
     validation: PredictiveStatistics, linearized: LinearizedModel, options: Tuning
-) -> Searches:
+) -> dict[str, dict[str, Any]]:
     """Every way of choosing, as keywords of `optimize_prior_precision`."""
-    searches: Searches = [
-        (f"marglik, {structure}", {"method": "marglik", "prior_structure": structure})
-        for structure in STRUCTURES
-    ]
-    searches += [
-        (
-            f"{method}, {structure}",
-            {"method": method, "prior_structure": structure, "train_loader": linearized},
-        )
-        for method in LINEARIZED
-        for structure in STRUCTURES
-    ]
+    priors = {structure: {"prior_structure": structure} for structure in STRUCTURES}
+    searches = {f"marglik, {name}": {"method": "marglik", **p} for name, p in priors.items()}
+    for method in LINEARIZED:
+        for name, prior in priors.items():
+            search = {"method": method, "train_loader": linearized, **prior}
+            searches[f"{method}, {name}"] = search
     for link in LINKS:
-        chosen = {"val_loader": validation, "link_approx": link}
-        grid = {"method": "gridsearch", "n_samples": 1000, **chosen}
-        descent = {"method": "val_gd", "n_samples": 100, "n_steps": options.steps, **chosen}
-        searches.append((f"gridsearch, {link}", grid))
-        searches += [
-            (f"val_gd, {structure}, {link}", {**descent, "prior_structure": structure})
-            for structure in STRUCTURES
-        ]
+        data = {"val_loader": validation, "link_approx": link}
+        searches[f"gridsearch, {link}"] = {"method": "gridsearch", "n_samples": 1000, **data}
+        descent = {"method": "val_gd", "n_samples": 100, "n_steps": options.steps, **data}
+        searches |= {f"val_gd, {name}, {link}": {**descent, **p} for name, p in priors.items()}
     return searches
 
 
 def _choices(
-    la: Any, searches: Searches, test: PredictiveStatistics, options: Tuning
+    la: Any, searches: dict[str, dict[str, Any]], test: PredictiveStatistics, options: Tuning
 ) -> tuple[list[Row], dict[str, TuningHistory], dict[str, float]]:
     """Measure what each way of choosing is worth on the test texts."""
     histories: dict[str, TuningHistory] = {}
     shares: dict[str, float] = {}
     rows: list[Row] = []
     assert test.targets is not None
-    for name, search in searches:
-        histories[name] = la.optimize_prior_precision(**search)
+    for name, search in searches.items():
+        history = histories[name] = la.optimize_prior_precision(**search)
         if name == "marglik, layerwise":
             shares = la.variance_by_layer(test).by_block
         row: Row = {
             "name": name,
             "prior_precision": geometric_mean(la.prior_precision),
             "prior_precisions": la.prior_precision.tolist(),
-            "objective": histories[name].objective.tolist(),
-            "step": histories[name].step.tolist(),
+            "objective": history.objective.tolist(),
+            "step": history.step.tolist(),
         }
         moments = test.moments(la.prior_precision)
         for link in LINKS:
@@ -225,29 +172,29 @@ def _median_seconds(job: Callable[[], object]) -> float:
 def _draw_histories(histories: dict[str, TuningHistory], path: Path) -> None:
     """Draw the evidence, and the validation losses, along their searches."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    evidence, loss = figure.subplots(1, 2)
-    for name, history in histories.items():
-        if "marglik" in name:
-            evidence.plot(history.step, history.objective, label=name)
-        elif name.startswith("val_gd"):
-            loss.plot(history.step, history.objective, label=name)
-    evidence.set(xlabel="Step", ylabel="Log marginal likelihood, nats")
-    loss.set(xlabel="Step", ylabel="Validation NLL, nats")
-    for panel in (evidence, loss):
+    panels = figure.subplots(1, 2)
+    for panel, kind, title in zip(
+        panels,
+        ("marglik", "val_gd"),
+        ("Log marginal likelihood, nats", "Validation NLL, nats"),
+        strict=True,
+    ):
+        for name, history in histories.items():
+            if kind in name:
+                panel.plot(history.step, history.objective, label=name)
+        panel.set(xlabel="Step", ylabel=title)
         panel.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _draw_shares(by_block: dict[str, float], path: Path) -> None:
     """Draw each LoRA weight's share of the variance, A and B matrices side by side."""
-    shares = pd.Series(by_block)
-    names = shares.index.str.extract(r"(?:.*encoder\.)?(.*)\.(lora_[AB])")
-    matrices = pd.DataFrame({"module": names[0], "matrix": names[1], "share": shares.values})
-    figure = Figure(figsize=(8, 0.3 * len(matrices) / 2 + 1.5), layout="constrained")
+    names = pd.Series(list(by_block)).str.extract(r"(?:.*encoder\.)?(.*)\.(lora_[AB])")
+    shares = names.set_axis(["module", "matrix"], axis=1).assign(share=by_block.values())
+    wide = shares.pivot_table("share", "module", "matrix", sort=False)
+    figure = Figure(figsize=(8, 0.3 * len(wide) + 1.5), layout="constrained")
     panel = figure.subplots()
-    wide = matrices.pivot_table(index="module", columns="matrix", values="share", sort=False)
     wide.plot.barh(ax=panel, width=0.8)
     panel.invert_yaxis()
     panel.set(xlabel="Share of the variance of the test texts' logits", ylabel="")
-    panel.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

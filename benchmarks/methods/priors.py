@@ -5,49 +5,45 @@ texts out. With one, its negative log-likelihood does.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.methods.links import (
-    LINKS,
-    MC,
-    MEAN_FIELD,
-    PROBIT,
-    Beliefs,
-    Link,
-    probabilities,
-)
 from benchmarks.methods.method import Loaders, Probabilities, labels_of
 from benchmarks.metrics import negative_log_likelihood
-from laplace_lora_ext import Moments, PredictiveStatistics
+from laplace_lora_ext import Moments
+from laplace_lora_ext.curvature.passes import jacobians
 
-# In the words of a table, and as keywords of `optimize_prior_precision`.
+# Links and searches, in the words of a table and as keywords of the host's.
+LINKS: dict[str, dict[str, Any]] = {
+    "mc": {"link_approx": "mc"},
+    "mc, diagonal": {"link_approx": "mc", "diagonal_output": True},
+    "probit": {"link_approx": "probit"},
+    "mean field": {"link_approx": "mean_field"},
+    "bridge": {"link_approx": "bridge"},
+}
+LAYERWISE = {"prior_structure": "layerwise"}
 EVIDENCES: dict[str, dict[str, Any]] = {
     "evidence, scalar": {"method": "marglik"},
-    "evidence, layerwise": {"method": "marglik", "prior_structure": "layerwise"},
+    "evidence, layerwise": {"method": "marglik", **LAYERWISE},
 }
 LINEARIZED: dict[str, dict[str, Any]] = {
     "leave-one-out, scalar": {"method": "linearized_loo"},
-    "leave-one-out, layerwise": {"method": "linearized_loo", "prior_structure": "layerwise"},
+    "leave-one-out, layerwise": {"method": "linearized_loo", **LAYERWISE},
     "linearized evidence, scalar": {"method": "linearized_marglik"},
-    "linearized evidence, layerwise": {
-        "method": "linearized_marglik",
-        "prior_structure": "layerwise",
-    },
+    "linearized evidence, layerwise": {"method": "linearized_marglik", **LAYERWISE},
 }
 GRID_SEARCH, DESCENT = "validation, scalar", "validation, layerwise"
 SCALED = "validation, factor of linearized evidence"
 GRID = torch.logspace(-2, 4, 49)
 COARSE_GRID = GRID[::4]
 FACTORS = torch.logspace(-2, 2, 33)
+LINKS_OF_DESCENT = ("mc", "probit", "mean field")
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Class probabilities, and what they come from.
 
     `chosen_by` is what the prior precision or temperature was chosen by, `chosen` the temperature
@@ -63,12 +59,44 @@ class Prediction:
 
 
 class _Choice(NamedTuple):
-    """A prior precision that validation data have chosen for a link, and their loss."""
+    """A prior precision for a link, and its loss on validation data where they have chosen it."""
 
     chosen_by: str
-    link: Link
+    link: str
     prior_precision: torch.Tensor
-    loss: float
+    loss: float = math.nan
+
+
+class Beliefs:
+    """Gaussian logits of a data set under any prior precision of a fitted approximation.
+
+    A low-rank one sees the data once, another one once for every call of `moments`.
+    """
+
+    def __init__(self, la: Any, loader: DataLoader) -> None:
+        self._la = la
+        self._loader = loader
+        passed_once = hasattr(la, "predictive_statistics")
+        self.statistics = la.predictive_statistics(loader) if passed_once else None
+
+    def moments(self, prior_precisions: Sequence[torch.Tensor]) -> list[Moments]:
+        """Mean and covariance of the logits under each prior precision."""
+        if self.statistics is not None:
+            return [self.statistics.moments(value) for value in prior_precisions]
+        la, before = self._la, self._la.prior_precision
+        parts: list[list[Moments]] = [[] for _ in prior_precisions]
+        for batch in self._loader:
+            Js, f_mu = jacobians(la.model, la.blocks, batch)
+            for value, of_prior in zip(prior_precisions, parts, strict=True):
+                la.prior_precision = value
+                of_prior.append(Moments(f_mu, la.functional_variance(Js)).to("cpu"))
+        la.prior_precision = before
+        return [Moments(*map(torch.cat, zip(*of_prior, strict=True))) for of_prior in parts]
+
+
+def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
+    """Class probabilities (texts, classes), on the CPU, of a batch or of its Gaussian logits."""
+    return la(x, pred_type="glm", n_samples=samples, **LINKS[link]).detach().cpu()
 
 
 def by_training(
@@ -78,117 +106,66 @@ def by_training(
 
     By the evidence; and, where training batches are given, in the linearised model too.
     """
-    chosen = {}
-    for chosen_by, search in EVIDENCES.items():
-        la.optimize_prior_precision(**search)
-        chosen[chosen_by] = la.prior_precision.clone()
-    if train is not None:
-        model = la.linearize(train)
-        for chosen_by, search in LINEARIZED.items():
-            la.optimize_prior_precision(train_loader=model, **search)
-            chosen[chosen_by] = la.prior_precision.clone()
-    moments = _moments(la, loaders, list(chosen.values()))
-    for place, (chosen_by, prior_precision) in enumerate(chosen.items()):
-        for link in LINKS.values():
-            yield Prediction(
-                _probabilities(la, moments, place, link, samples),
-                chosen_by,
-                link.name,
-                geometric_mean(prior_precision),
-            )
+    data = {} if train is None else {"train_loader": la.linearize(train)}
+    choices = []
+    for chosen_by, search in (EVIDENCES | LINEARIZED if data else EVIDENCES).items():
+        la.optimize_prior_precision(**search, **(data if chosen_by in LINEARIZED else {}))
+        prior_precision = la.prior_precision.clone()
+        choices += [_Choice(chosen_by, link, prior_precision) for link in LINKS]
+    return _predictions(la, choices, loaders, samples)
 
 
 def by_validation(
-    la: Any,
-    validation: DataLoader,
-    train: DataLoader | None,
-    loaders: Loaders,
-    samples: int,
-) -> list[Prediction]:
+    la: Any, validation: DataLoader, train: DataLoader | None, loaders: Loaders, samples: int
+) -> Iterator[Prediction]:
     """Choose prior precisions for each link, and mark the preferred link of each structure.
 
     A scalar on a grid; where training batches are given, a factor of the linearised model's
-    evidence; and where statistics make that cheap, the paper's descent.
+    evidence; and where statistics make that cheap, the paper's descent (its algorithm 3) with the
+    links that it is known for.
     """
-    beliefs = Beliefs(la, validation)
-    labels = labels_of(validation)
+    beliefs, labels = Beliefs(la, validation), labels_of(validation)
+
+    def best_of(chosen_by: str, grid: list[torch.Tensor]) -> Iterator[_Choice]:
+        """Try the prior precisions of a grid with every link."""
+        on_grid = beliefs.moments(grid)
+        for link in LINKS:
+            predicted = (probabilities(la, moments, link, samples) for moments in on_grid)
+            losses = torch.tensor([negative_log_likelihood(p, labels) for p in predicted])
+            yield _Choice(chosen_by, link, grid[int(losses.argmin())], losses.min().item())
+
     grid = COARSE_GRID if beliefs.statistics is None else GRID
-    choices = _search_grid(la, beliefs, labels, GRID_SEARCH, list(grid), samples)
+    choices = list(best_of(GRID_SEARCH, list(grid)))
     if train is not None:
-        la.optimize_prior_precision(
-            train_loader=train, **LINEARIZED["linearized evidence, layerwise"]
-        )
-        scaled = [factor * la.prior_precision for factor in FACTORS]
-        choices += _search_grid(la, beliefs, labels, SCALED, scaled, samples)
+        search = LINEARIZED["linearized evidence, layerwise"]
+        la.optimize_prior_precision(train_loader=train, **search)
+        choices += best_of(SCALED, [factor * la.prior_precision for factor in FACTORS])
     if beliefs.statistics is not None:
-        choices += _descend(la, beliefs.statistics)
-    least: dict[str, float] = {}
+        data = {"val_loader": beliefs.statistics, **LAYERWISE}
+        for link in LINKS_OF_DESCENT:
+            history = la.optimize_prior_precision(method="val_gd", **data, **LINKS[link])
+            loss = history.objective.min().item()
+            choices.append(_Choice(DESCENT, link, la.prior_precision.clone(), loss))
+    return _predictions(la, choices, loaders, samples)
+
+
+def _predictions(
+    la: Any, choices: list[_Choice], loaders: Loaders, samples: int
+) -> Iterator[Prediction]:
+    distinct = {id(choice.prior_precision): choice.prior_precision for choice in choices}
+    moments = {}
+    for name, loader in loaders.items():
+        of_set = Beliefs(la, loader).moments(list(distinct.values()))
+        moments[name] = dict(zip(distinct, of_set, strict=True))
     for choice in choices:
-        least[choice.chosen_by] = min(choice.loss, least.get(choice.chosen_by, math.inf))
-    moments = _moments(la, loaders, [choice.prior_precision for choice in choices])
-    return [
-        Prediction(
-            _probabilities(la, moments, place, choice.link, samples),
-            choice.chosen_by,
-            choice.link.name,
-            geometric_mean(choice.prior_precision),
-            is_choice=choice.loss == least[choice.chosen_by],
-        )
-        for place, choice in enumerate(choices)
-    ]
-
-
-def _search_grid(
-    la: Any,
-    beliefs: Beliefs,
-    labels: torch.Tensor,
-    chosen_by: str,
-    grid: list[torch.Tensor],
-    samples: int,
-) -> list[_Choice]:
-    """Try the prior precisions of a grid with every link."""
-    on_grid = beliefs.moments(grid)
-    choices = []
-    for link in LINKS.values():
-        losses = torch.tensor(
-            [
-                negative_log_likelihood(probabilities(la, moments, link, samples), labels)
-                for moments in on_grid
-            ]
-        )
-        best = grid[int(losses.argmin())]
-        choices.append(_Choice(chosen_by, link, best, losses.min().item()))
-    return choices
-
-
-def _descend(la: Any, statistics: PredictiveStatistics) -> list[_Choice]:
-    """Follow the gradient (the paper's algorithm 3) with the links that it is known for."""
-    choices = []
-    for link in (MC, PROBIT, MEAN_FIELD):
-        history = la.optimize_prior_precision(
-            method="val_gd",
-            val_loader=statistics,
-            prior_structure="layerwise",
-            link_approx=link.link_approx,
-        )
-        best = la.prior_precision.clone()
-        choices.append(_Choice(DESCENT, link, best, history.objective.min().item()))
-    return choices
-
-
-def _moments(
-    la: Any, loaders: Loaders, prior_precisions: list[torch.Tensor]
-) -> dict[str, list[Moments]]:
-    return {name: Beliefs(la, loader).moments(prior_precisions) for name, loader in loaders.items()}
-
-
-def _probabilities(
-    la: Any, moments: dict[str, list[Moments]], place: int, link: Link, samples: int
-) -> Probabilities:
-    """Of each data set, under one of the prior precisions."""
-    return {
-        name: probabilities(la, of_set[place], link, samples) for name, of_set in moments.items()
-    }
+        rivals = [other.loss for other in choices if other.chosen_by == choice.chosen_by]
+        predicted = {
+            name: probabilities(la, of_set[id(choice.prior_precision)], choice.link, samples)
+            for name, of_set in moments.items()
+        }
+        is_choice = choice.loss == min(rivals)  # never, if not chosen by validation
+        chosen = geometric_mean(choice.prior_precision)
+        yield Prediction(predicted, choice.chosen_by, choice.link, chosen, is_choice)
 
 
 def geometric_mean(values: torch.Tensor) -> float:

@@ -1,13 +1,13 @@
-"""The task docstrings: which library does a docstring's summary document?"""
+"""The task docstrings: which library a docstring's summary documents."""
 
 import random
 from collections import Counter
 from collections.abc import Sequence
 
 from benchmarks.models import encoder_folder
-from benchmarks.options import TextOptions
+from benchmarks.options import TextRun
 from benchmarks.tasks.sources import LIBRARIES, SHIFTED_LIBRARY, read_library
-from benchmarks.tasks.task import Example, Sizes, Task, TaskSource, sizes_of
+from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
 from benchmarks.training import Hyperparameters
 
 ENCODER = Hyperparameters(
@@ -22,9 +22,9 @@ ENCODER = Hyperparameters(
 )
 
 
-def read(options: TextOptions, seed: int, validation: int) -> Task:
+def read(options: TextRun, seed: int, validation: int) -> Task:
     """Draw the texts that the options ask for."""
-    sizes = sizes_of(options, validation, train=300, test=500, shifted=200)
+    sizes = Sizes(300, validation, 500, 200).asked(options)
     return read_docstrings(sizes, seed, options.files_per_library, not options.quiet)
 
 

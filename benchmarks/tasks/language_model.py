@@ -12,7 +12,7 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import transformers
 from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import DataLoader
 
+from benchmarks.options import TextRun
 from benchmarks.tasks.named import (
     QUESTION,
     Named,
@@ -33,42 +34,35 @@ from benchmarks.tasks.named import (
 from benchmarks.tasks.paper_prompts import LETTERS, SELECT
 from benchmarks.tasks.sources import LIBRARIES
 from benchmarks.tasks.task import Example
-from benchmarks.training import train
+from benchmarks.training import Hyperparameters, train
 
 ANSWER = "Answer:"
 PADDING, UNKNOWN = "<pad>", "<unk>"
 VERDICTS = "no", "yes"
-MAXIMUM_LENGTH = 128
+VOCABULARY, HIDDEN_SIZE, LAYERS, HEADS = 2000, 64, 3, 4
+TRAINING = Hyperparameters(
+    model="docstring language model",
+    target_modules=(),
+    batch_size=64,
+    maximum_length=128,
+    learning_rate=4e-3,
+    steps=3000,
+    checkpoints=0,
+)
 
 
-@dataclass(frozen=True)
-class LanguageModelSettings:
-    """Shape and training of the language model."""
-
-    vocabulary: int = 2000
-    hidden_size: int = 64
-    layers: int = 3
-    heads: int = 4
-    steps: int = 3000
-    batch_size: int = 64
-    learning_rate: float = 4e-3
-    files_per_library: int | None = None
-
-
-def language_model_folder(
-    settings: LanguageModelSettings, cache: Path, show_progress: bool
-) -> Path:
-    """Find the language model in the cache, or train it and put it there."""
-    digest = hashlib.sha256(json.dumps(asdict(settings)).encode()).hexdigest()[:16]
-    folder = cache / f"docstring-language-model-{digest}"
+def language_model(options: TextRun) -> Path:
+    """Find the language model's folder in the cache, or train it and put it there."""
+    steps, files = options.language_model_steps or TRAINING.steps, options.files_per_library
+    settings = replace(TRAINING, steps=steps, warmup_steps=steps // 50)
+    known = json.dumps([asdict(settings), VOCABULARY, HIDDEN_SIZE, LAYERS, HEADS, files])
+    digest = hashlib.sha256(known.encode()).hexdigest()[:16]
+    folder = options.cache / f"docstring-language-model-{digest}"
     if not (folder / "config.json").exists():
-        named = (
-            read_named(library, 0, settings.files_per_library, show_progress)
-            for library in LIBRARIES
-        )
+        named = (read_named(library, 0, files, not options.quiet) for library in LIBRARIES)
         pools = [[one for one in answerable(pool) if not is_held_out(one)] for pool in named]
-        tokenizer = train_tokenizer(pools, settings.vocabulary)
-        model = train_language_model(settings, pools, tokenizer, show_progress)
+        tokenizer = train_tokenizer(pools, VOCABULARY)
+        model = train_language_model(settings, pools, tokenizer, not options.quiet)
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
     return folder
@@ -79,14 +73,10 @@ def train_tokenizer(pools: Sequence[Sequence[Named]], vocabulary: int) -> Any:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=UNKNOWN))
     tokenizer.normalizer = tokenizers.normalizers.Lowercase()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    parts = [SELECT, QUESTION, "Choices:", ANSWER, *LETTERS]
     tokenizer.add_special_tokens([PADDING, UNKNOWN])
-    tokenizer.add_tokens(
-        [
-            tokenizers.AddedToken(part, single_word=part in LETTERS, normalized=False)
-            for part in parts
-        ]
-    )
+    for part in (SELECT, QUESTION, "Choices:", ANSWER, *LETTERS):
+        single = part in LETTERS
+        tokenizer.add_tokens([tokenizers.AddedToken(part, single_word=single, normalized=False)])
     texts = (text for pool in pools for one in pool for text in (one.name, one.summary))
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[PADDING, UNKNOWN], show_progress=False
@@ -98,27 +88,23 @@ def train_tokenizer(pools: Sequence[Sequence[Named]], vocabulary: int) -> Any:
 
 
 def train_language_model(
-    settings: LanguageModelSettings,
-    pools: Sequence[Sequence[Named]],
-    tokenizer: Any,
-    show_progress: bool,
+    settings: Hyperparameters, pools: Sequence[Sequence[Named]], tokenizer: Any, show_progress: bool
 ) -> transformers.LlamaForCausalLM:
-    """Train the language model."""
+    """Train the language model; it is in evaluation mode afterwards."""
     transformers.set_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=settings.hidden_size,
-            intermediate_size=5 * settings.hidden_size // 2,
-            num_hidden_layers=settings.layers,
-            num_attention_heads=settings.heads,
-            num_key_value_heads=settings.heads,
-            max_position_embeddings=MAXIMUM_LENGTH,
-            # The default of 0.02 is for wide models; a narrow one starts with even attention.
-            initializer_range=settings.hidden_size**-0.5,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=5 * HIDDEN_SIZE // 2,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=settings.maximum_length,
+        # The default of 0.02 is for wide models; a narrow one starts with even attention.
+        initializer_range=HIDDEN_SIZE**-0.5,
+        pad_token_id=tokenizer.pad_token_id,
     )
+    model = transformers.LlamaForCausalLM(config)
     tokenizer.truncation_side = "left"  # a long question keeps its list
 
     def collate(examples: list[Example]) -> tuple[Any, list[Targets]]:
@@ -126,7 +112,7 @@ def train_language_model(
             [example.text for example in examples],
             padding=True,
             truncation=True,
-            max_length=MAXIMUM_LENGTH,
+            max_length=settings.maximum_length,
             return_tensors="pt",
             return_token_type_ids=False,
         )
@@ -139,24 +125,14 @@ def train_language_model(
         encoded, parts = batch
         hidden = model.model(**encoded).last_hidden_state
         # No part is drowned by another that has more tokens.
-        return torch.stack(
-            [cross_entropy(model.lm_head(hidden[part.where]), part.tokens) for part in parts]
-        ).sum()
+        losses = [cross_entropy(model.lm_head(hidden[part.where]), part.tokens) for part in parts]
+        return torch.stack(losses).sum()
 
     rng = random.Random(0)
-    batches = [
-        random_examples(step, pools, settings.batch_size, rng) for step in range(settings.steps)
-    ]
-    train(
-        model,
-        DataLoader(batches, batch_size=None, collate_fn=collate),  # pyright: ignore[reportArgumentType]
-        loss_of,
-        settings.steps,
-        settings.learning_rate,
-        warmup_steps=settings.steps // 50,
-        maximum_gradient_norm=1.0,
-        show_progress=show_progress,
-    )
+    steps = range(settings.steps)
+    batches: Any = [random_examples(step, pools, settings.batch_size, rng) for step in steps]
+    loader = DataLoader(batches, batch_size=None, collate_fn=collate)
+    train(model, loader, loss_of, settings, maximum_gradient_norm=1.0, show_progress=show_progress)
     return model
 
 
@@ -179,8 +155,7 @@ def verdicts_and_answers(
 ) -> list[Targets]:
     """Expect behind each choice whether it is right, and behind the whole prompt its letter."""
     letters = torch.tensor(tokenizer.convert_tokens_to_ids(list(LETTERS)))
-    first_tokens = (tokenizer(word)["input_ids"][0] for word in VERDICTS)
-    verdicts = torch.tensor(list(first_tokens))
+    verdicts = torch.tensor([tokenizer(word)["input_ids"][0] for word in VERDICTS])
     answers = input_ids == tokenizer.convert_tokens_to_ids(ANSWER)
     ends = torch.zeros_like(answers)
     ends[:, :-1] = (torch.isin(input_ids, letters[1:]) | answers)[:, 1:]
@@ -191,7 +166,11 @@ def verdicts_and_answers(
 def random_examples(
     step: int, pools: Sequence[Sequence[Named]], count: int, rng: random.Random
 ) -> list[Example]:
-    """Write texts of one kind, each about names and summaries of one library."""
+    """Write texts of one kind, each about names and summaries of one library.
+
+    The kinds take turns: summaries that are said twice, without a label; questions for a name
+    itself; questions of the task.
+    """
     pools = [pool for pool in pools if len({one.name for one in pool}) >= len(LETTERS)]
     examples = []
     weights = [len(pool) for pool in pools]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from benchmarks.options import TextOptions
+from benchmarks.options import TextRun
 from benchmarks.tasks.paper_prompts import LETTERS, four_choices
 from benchmarks.tasks.sources import LIBRARIES, SHIFTED_LIBRARY, masked, read_library
-from benchmarks.tasks.task import Example, Sizes, Task, split
+from benchmarks.tasks.task import Example, Sizes, Task
 
 # One function in so many is kept from the language model for the task that it is tested on.
 HELD_OUT = 4
@@ -73,7 +73,7 @@ def asked_for_choice(
 
 
 def draw(
-    options: TextOptions,
+    options: TextRun,
     seed: int,
     sizes: Sizes,
     ask: Callable[[list[Named], random.Random], Iterator[Example]],
@@ -94,4 +94,10 @@ def draw(
             f"The installed sources give {len(drawn)} texts for the task {task.name!r}; ask for "
             "fewer."
         )
-    return replace(task, **split(drawn, sizes), shifted={SHIFTED_LIBRARY: shifted})
+    return replace(
+        task,
+        train=drawn[: sizes.train],
+        test=drawn[sizes.train : (tested := sizes.train + sizes.test)],
+        validation=drawn[tested : tested + sizes.validation],
+        shifted={SHIFTED_LIBRARY: shifted},
+    )

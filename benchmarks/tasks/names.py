@@ -1,4 +1,4 @@
-"""The task names: does a docstring's summary describe a function of this name?"""
+"""The task names: whether a docstring's summary describes a function of this name."""
 
 import random
 from collections import defaultdict
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from benchmarks.models import encoder_folder
-from benchmarks.options import TextOptions
+from benchmarks.options import TextRun
 from benchmarks.tasks.docstrings import ENCODER
 from benchmarks.tasks.named import Named, draw
-from benchmarks.tasks.task import Example, Task, TaskSource, sizes_of
+from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
 
 CLASSES = ("another name", "its name")
 
@@ -31,10 +31,10 @@ def asked_for_match(pool: Sequence[Named], rng: random.Random) -> Iterator[Examp
             label = 1 - label
 
 
-def read(options: TextOptions, seed: int, validation: int) -> Task:
+def read(options: TextRun, seed: int, validation: int) -> Task:
     """Draw the pairs that the options ask for."""
     # Two classes need more texts than many, as in the comparisons of links.
-    sizes = sizes_of(options, validation, train=1000, test=500, shifted=200)
+    sizes = Sizes(1000, validation, 500, 200).asked(options)
     return draw(options, seed, sizes, asked_for_match, Task("names", CLASSES, False, (), ()))
 
 

@@ -1,13 +1,13 @@
 """The tasks of the Laplace-LoRA paper: data, filters, hyperparameters and distribution shifts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.options import TextOptions
+from benchmarks.options import TextRun
 from benchmarks.tasks import paper_prompts
-from benchmarks.tasks.paper_prompts import LETTERS, ToExample
+from benchmarks.tasks.paper_prompts import LETTERS
 from benchmarks.tasks.rows import Row, Source, read_sources
 from benchmarks.tasks.task import Example, Task, TaskSource
 from benchmarks.training import Hyperparameters
@@ -25,8 +25,10 @@ ENCODER_HYPERPARAMETERS = Hyperparameters(
     batch_size=32,
     maximum_length=256,
 )
-SUPER_GLUE = "aps/super_glue"
 FALSE_OR_TRUE = ("False", "True")
+
+# Makes an example of a row, or None of a row that the paper leaves out.
+ToExample = Callable[[Row], Example | None]
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class PaperTask:
     dataset: str
     configuration: str
     classes: tuple[str, ...]
-    is_prompt: bool
     to_example: ToExample
+    is_prompt: bool = False
     truncation_side: Literal["left", "right"] = "right"
 
     @property
@@ -58,92 +60,73 @@ class PaperTask:
         return Source(self.dataset, self.configuration, "validation")
 
 
-@dataclass(frozen=True)
-class PaperShift:
-    """Texts of another distribution than OpenBookQA's, from splits read one after the other."""
-
-    sources: tuple[Source, ...]
-    to_example: ToExample
-
-
-def _winogrande(configuration: str) -> PaperTask:
-    return PaperTask(
-        "allenai/winogrande", configuration, LETTERS[:2], True, paper_prompts.winogrande, "left"
-    )
-
-
-def _arc(configuration: str) -> PaperTask:
-    return PaperTask("allenai/ai2_arc", configuration, LETTERS, True, paper_prompts.arc, "left")
+def _choices(dataset: str, configuration: str, to_example: ToExample, count: int = 4) -> PaperTask:
+    return PaperTask(dataset, configuration, LETTERS[:count], to_example, True, "left")
 
 
 def _glue(
-    configuration: str,
-    classes: tuple[str, str],
-    to_example: ToExample = paper_prompts.sentence_pair,
-    dataset: str = "nyu-mll/glue",
+    configuration: str, classes: tuple[str, str], of: ToExample = paper_prompts.sentence_pair
 ) -> PaperTask:
-    return PaperTask(dataset, configuration, classes, False, to_example)
+    return PaperTask("nyu-mll/glue", configuration, classes, of)
+
+
+def _super_glue(configuration: str, of: ToExample, is_prompt: bool = False) -> PaperTask:
+    return PaperTask("aps/super_glue", configuration, FALSE_OR_TRUE, of, is_prompt)
 
 
 PAPER_TASKS: dict[str, PaperTask] = {
-    "winogrande_s": _winogrande("winogrande_s"),
-    "winogrande_m": _winogrande("winogrande_m"),
-    "arc_easy": _arc("ARC-Easy"),
-    "arc_challenge": _arc("ARC-Challenge"),
-    "obqa": PaperTask(
-        "allenai/openbookqa", "main", LETTERS, True, paper_prompts.openbookqa, "left"
+    "winogrande_s": _choices(
+        "allenai/winogrande", "winogrande_s", paper_prompts.winogrande, count=2
     ),
-    "boolq": PaperTask(SUPER_GLUE, "boolq", FALSE_OR_TRUE, True, paper_prompts.boolq),
+    "winogrande_m": _choices(
+        "allenai/winogrande", "winogrande_m", paper_prompts.winogrande, count=2
+    ),
+    "arc_easy": _choices("allenai/ai2_arc", "ARC-Easy", paper_prompts.arc),
+    "arc_challenge": _choices("allenai/ai2_arc", "ARC-Challenge", paper_prompts.arc),
+    "obqa": _choices("allenai/openbookqa", "main", paper_prompts.openbookqa),
+    "boolq": _super_glue("boolq", paper_prompts.boolq, is_prompt=True),
     "mrpc": _glue("mrpc", ("not_equivalent", "equivalent")),
     "rte": _glue("rte", ("entailment", "not_entailment")),
     "cola": _glue("cola", ("unacceptable", "acceptable"), paper_prompts.sentence),
-    "wic": _glue("wic", FALSE_OR_TRUE, dataset=SUPER_GLUE),
+    "wic": _super_glue("wic", paper_prompts.sentence_pair),
     "wnli": _glue("wnli", ("not_entailment", "entailment")),
-    "boolq_pairs": _glue("boolq", FALSE_OR_TRUE, paper_prompts.boolq_pair, SUPER_GLUE),
+    "boolq_pairs": _super_glue("boolq", paper_prompts.boolq_pair),
 }
 
-MMLU_SUBJECTS: dict[str, tuple[str, ...]] = {
-    "computer_science": (
-        "college_computer_science",
-        "computer_security",
-        "high_school_computer_science",
-        "machine_learning",
-    ),
-    "engineering": ("electrical_engineering",),
-    "law": ("international_law", "jurisprudence", "professional_law"),
-    "health": (
-        "anatomy",
-        "clinical_knowledge",
-        "college_medicine",
-        "human_aging",
-        "nutrition",
-        "professional_medicine",
-        "virology",
-    ),
+HEALTH = (
+    "anatomy clinical_knowledge college_medicine human_aging nutrition professional_medicine "
+    "virology"
+)
+COMPUTER_SCIENCE = (
+    "college_computer_science computer_security high_school_computer_science machine_learning"
+)
+MMLU_SUBJECTS: dict[str, list[str]] = {
+    "computer_science": COMPUTER_SCIENCE.split(),
+    "engineering": ["electrical_engineering"],
+    "law": ["international_law", "jurisprudence", "professional_law"],
+    "health": HEALTH.split(),
 }
 
 SHIFTED_TASK = "obqa"
-PAPER_SHIFTS: dict[str, PaperShift] = {
-    name: PaperShift((PAPER_TASKS[name].test_source,), PAPER_TASKS[name].to_example)
+# Texts of another distribution than OpenBookQA's, from splits read one after the other.
+PAPER_SHIFTS: dict[str, tuple[list[Source], ToExample]] = {
+    name: ([PAPER_TASKS[name].test_source], PAPER_TASKS[name].to_example)
     for name in ("arc_challenge", "arc_easy")
 } | {
-    subject: PaperShift(
-        tuple(Source("cais/mmlu", task, "test") for task in tasks), paper_prompts.mmlu
-    )
-    for subject, tasks in MMLU_SUBJECTS.items()
+    subject: ([Source("cais/mmlu", name, "test") for name in names], paper_prompts.mmlu)
+    for subject, names in MMLU_SUBJECTS.items()
 }
 
 
-def examples_of(rows: Sequence[Row], to_example: ToExample, source: Source) -> list[Example]:
+def examples_of(rows: Iterable[Row], to_example: ToExample, source: Source) -> list[Example]:
     """Make examples of the rows that the paper keeps."""
     try:
-        examples = [to_example(row) for row in rows]
+        return [example for row in rows if (example := to_example(row)) is not None]
     except KeyError as error:
         raise ValueError(
             f"A row of {source.dataset} ({source.configuration}), split {source.split}, has no "
             f"field {error}."
         ) from error
-    return [example for example in examples if example is not None]
 
 
 def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] = ()) -> Task:
@@ -158,27 +141,20 @@ def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] 
     MissingDataError
         Where data are missing; the message says in one line what to download and where to put it.
     """
-    if name not in PAPER_TASKS:
-        raise ValueError(f"Unknown task {name!r}; the paper's are {', '.join(PAPER_TASKS)}.")
     unknown = [shift for shift in shifted if shift not in PAPER_SHIFTS]
     if unknown:
-        raise ValueError(
-            f"Unknown shifted texts {', '.join(unknown)}; the paper's are "
-            f"{', '.join(PAPER_SHIFTS)}."
-        )
+        known = ", ".join(PAPER_SHIFTS)
+        raise ValueError(f"Unknown shifted texts {', '.join(unknown)}; the paper's are {known}.")
     if shifted and name != SHIFTED_TASK:
         raise ValueError(f"The paper's shifted texts go with the task {SHIFTED_TASK}, not {name}.")
 
     task = PAPER_TASKS[name]
-    shifts = {shift: PAPER_SHIFTS[shift] for shift in shifted}
-    schemas = {task.train_source: task.to_example, task.test_source: task.to_example} | {
-        source: shift.to_example for shift in shifts.values() for source in shift.sources
-    }
-    rows = read_sources(list(schemas), data)
-    examples = {
-        source: examples_of(split, schemas[source], source)
-        for source, split in zip(schemas, rows, strict=True)
-    }
+    schemas = dict.fromkeys((task.train_source, task.test_source), task.to_example)
+    for shift in shifted:
+        sources, to_example = PAPER_SHIFTS[shift]
+        schemas |= dict.fromkeys(sources, to_example)
+    splits = zip(schemas.items(), read_sources(list(schemas), data), strict=True)
+    examples = {source: examples_of(rows, schema, source) for (source, schema), rows in splits}
     return Task(
         name,
         task.classes,
@@ -186,14 +162,14 @@ def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] 
         train=examples[task.train_source],
         test=examples[task.test_source],
         shifted={
-            subject: [example for source in shift.sources for example in examples[source]]
-            for subject, shift in shifts.items()
+            shift: [example for source in PAPER_SHIFTS[shift][0] for example in examples[source]]
+            for shift in shifted
         },
         truncation_side=task.truncation_side,
     )
 
 
-def read(options: TextOptions, seed: int, validation: int) -> Task:
+def read(options: TextRun, seed: int, validation: int) -> Task:
     """Read a task and keep as many texts of it as the options ask for; no seed draws any."""
     task = read_paper_task(options.task, options.data, options.shifted)
     rest = len(task.train) - validation
@@ -208,7 +184,7 @@ def read(options: TextOptions, seed: int, validation: int) -> Task:
     )
 
 
-def model(options: TextOptions) -> str:
+def model(options: TextRun) -> str:
     """The paper's model, if no other one is asked for."""
     return options.model or PAPER_TASKS[options.task].hyperparameters.model
 

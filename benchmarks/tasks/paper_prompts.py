@@ -7,7 +7,7 @@ program, and so has none here. A full stop of the template is left out behind a 
 own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from benchmarks.tasks.rows import Row
 from benchmarks.tasks.task import Example
@@ -15,9 +15,6 @@ from benchmarks.tasks.task import Example
 LETTERS = ("A", "B", "C", "D")
 SELECT = "Select one of the choices that answers the following question:"
 TRUE_OR_FALSE = "Answer the question with only True or False:"
-
-# Makes an example of a row, or None of a row that the paper leaves out.
-ToExample = Callable[[Row], Example | None]
 
 
 def with_full_stop(text: str) -> str:
@@ -32,19 +29,13 @@ def winogrande(row: Row) -> Example:
     return Example(prompt, ("1", "2").index(row["answer"]))
 
 
-def listed(choices: Sequence[str]) -> str:
-    """List four choices behind their letters: "A. one. B. two. C. three. D. four."."""
-    return " ".join(
-        f"{letter}. {with_full_stop(choice)}"
-        for letter, choice in zip(LETTERS, choices, strict=True)
-    )
-
-
 def four_choices(question: str, choices: Sequence[str], label: int) -> Example | None:
     """Ask which of four choices is right; None for another number of choices."""
     if len(choices) != len(LETTERS):
         return None
-    return Example(f"{SELECT} {question} Choices: {listed(choices)} Answer:", label)
+    lettered = zip(LETTERS, map(with_full_stop, choices), strict=True)
+    listed = " ".join(f"{letter}. {choice}" for letter, choice in lettered)
+    return Example(f"{SELECT} {question} Choices: {listed} Answer:", label)
 
 
 def arc(row: Row) -> Example | None:
@@ -54,12 +45,10 @@ def arc(row: Row) -> Example | None:
 
 
 def openbookqa(row: Row) -> Example | None:
-    """Ask a question of OpenBookQA."""
     return arc({**row, "question": row["question_stem"]})
 
 
 def mmlu(row: Row) -> Example | None:
-    """Ask a question of MMLU."""
     return four_choices(row["question"], row["choices"], int(row["answer"]))
 
 

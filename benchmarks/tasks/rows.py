@@ -24,12 +24,12 @@ class Source(NamedTuple):
 
 def missing_data(sources: Sequence[Source], data: Path | None) -> MissingDataError:
     """Say in one line what to download and where to put it."""
-    folder = Path("FOLDER") if data is None else data
-    beginning = "The hub is out of reach" if data is None else f"The data in {data} are incomplete"
-    end = ", and give --data FOLDER" if data is None else ""
+    beginning, folder, end = f"The data in {data} are incomplete", data, ""
+    if data is None:
+        beginning, end = "The hub is out of reach", ", and give --data FOLDER"
     downloads = "; ".join(
         f"{source.dataset} ({source.configuration}), split {source.split}, as "
-        f"{source.file_in(folder)}"
+        f"{source.file_in(folder or Path('FOLDER'))}"
         for source in sources
     )
     return MissingDataError(
@@ -52,7 +52,7 @@ def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]
     if missing:
         raise missing_data(missing, data)
     texts = [source.file_in(data).read_text(encoding="utf-8") for source in sources]
-    return [[json.loads(line) for line in text.splitlines() if line.strip()] for text in texts]
+    return [[json.loads(line) for line in text.split("\n") if line.strip()] for text in texts]
 
 
 def read_from_hub(sources: Sequence[Source]) -> list[list[Row]]:
@@ -60,13 +60,13 @@ def read_from_hub(sources: Sequence[Source]) -> list[list[Row]]:
     from datasets import load_dataset
 
     rows = []
-    for place, source in enumerate(sources):
+    for place, (dataset, configuration, split) in enumerate(sources):
         try:
-            split = load_dataset(source.dataset, source.configuration, split=source.split)
+            loaded = load_dataset(dataset, configuration, split=split)
         # Without access datasets raises the first, or the second where it has stored another
         # configuration of the same data set.
         except (OSError, ValueError) as error:
             # The others are not tried: each would wait for the hub as long as this one did.
             raise missing_data(sources[place:], None) from error
-        rows.append([dict(row) for row in split])
+        rows.append([dict(row) for row in loaded])
     return rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from benchmarks.options import TextOptions
+from benchmarks.options import TextRun
 from benchmarks.training import Hyperparameters
 
 
@@ -42,6 +42,11 @@ class Sizes(NamedTuple):
     test: int
     shifted: int
 
+    def asked(self, options: TextRun) -> "Sizes":
+        """Those that the options ask for, and these where they ask for none."""
+        train, test = options.train_examples or self.train, options.test_examples or self.test
+        return Sizes(train, self.validation, test, options.shifted_examples or self.shifted)
+
 
 @dataclass(frozen=True)
 class TaskSource:
@@ -52,26 +57,6 @@ class TaskSource:
     """
 
     name: str
-    read: Callable[[TextOptions, int, int], Task]
-    model: Callable[[TextOptions], str | Path]
+    read: Callable[[TextRun, int, int], Task]
+    model: Callable[[TextRun], str | Path]
     hyperparameters: Hyperparameters
-
-
-def sizes_of(options: TextOptions, validation: int, train: int, test: int, shifted: int) -> Sizes:
-    """Numbers of texts that the options ask for, where not given the task's own."""
-    return Sizes(
-        options.train_examples or train,
-        validation,
-        options.test_examples or test,
-        options.shifted_examples or shifted,
-    )
-
-
-def split(drawn: Sequence[Any], sizes: Sizes) -> dict[str, Sequence[Any]]:
-    """Cut a list into training, test and validation examples, in this order."""
-    tested = sizes.train + sizes.test
-    return {
-        "train": drawn[: sizes.train],
-        "test": drawn[sizes.train : tested],
-        "validation": drawn[tested : tested + sizes.validation],
-    }
