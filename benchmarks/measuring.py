@@ -10,7 +10,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import get_all_start_methods, get_context
-from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
@@ -33,6 +32,7 @@ KNOWN_WARNINGS = (
     "Full backward hook is firing",  # bayesian-lora hooks layers whose inputs have no gradient
 )
 
+Job = Callable[[], object]
 Send = Callable[[str, Any], None]
 
 
@@ -47,10 +47,9 @@ def set_up(options: Run) -> None:
 class PeakMemory:
     """Context manager that measures the peak of this process's memory, over what was in use before.
 
-    On a CUDA device the peak is that of PyTorch's allocator. On a CPU it is the highest resident
-    set size that a thread sees which looks every two milliseconds. The operating system's own
-    high-water mark would not do: it includes the time before the block, and a process inherits it
-    from the one that started it.
+    On a CUDA device that of PyTorch's allocator, on a CPU the highest resident set size that a
+    thread sees every two milliseconds. The operating system's own high-water mark would not do: it
+    includes the time before the block, and a process inherits it from the one that started it.
     """
 
     def __init__(self, device: str) -> None:
@@ -64,23 +63,20 @@ class PeakMemory:
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats()
         self._before = self._peak = self._now()
-        if not self._on_cuda:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._on_cuda:
-            self._peak = torch.cuda.max_memory_allocated()
-        else:
-            self._done.set()
-            self._thread.join()
-        self.megabytes = (self._peak - self._before) / BYTES_PER_MEGABYTE
+        self._done.set()
+        self._thread.join()
+        peak = torch.cuda.max_memory_allocated() if self._on_cuda else self._peak
+        self.megabytes = (peak - self._before) / BYTES_PER_MEGABYTE
 
     def _now(self) -> int:
         return torch.cuda.memory_allocated() if self._on_cuda else self._process.memory_info().rss
 
     def _watch(self) -> None:
-        while not self._done.wait(SECONDS_BETWEEN_SAMPLES):
+        while not (self._on_cuda or self._done.wait(SECONDS_BETWEEN_SAMPLES)):
             self._peak = max(self._peak, self._now())
 
 
@@ -90,20 +86,19 @@ def megabytes_in_use(device: str) -> float:
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated() / BYTES_PER_MEGABYTE
     # Freed memory that the C library keeps would hide the peak of what comes next.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss / BYTES_PER_MEGABYTE
 
 
 def available_megabytes(device: str) -> float:
     """Memory of a device that a new process could have."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info()[0] / BYTES_PER_MEGABYTE
-    return psutil.virtual_memory().available / BYTES_PER_MEGABYTE
+    on_cuda = torch.device(device).type == "cuda"
+    free = torch.cuda.mem_get_info()[0] if on_cuda else psutil.virtual_memory().available
+    return free / BYTES_PER_MEGABYTE
 
 
-def seconds_of(job: Callable[[], object]) -> float:
+def seconds_of(job: Job) -> float:
     """Time until all of a call's work is done."""
     started = timer()
     job()
@@ -111,35 +106,24 @@ def seconds_of(job: Callable[[], object]) -> float:
 
 
 def repeated_seconds(
-    job: Callable[[], object],
-    repetitions: int,
-    limit: float | None = None,
-    first: float | None = None,
+    job: Job, repetitions: int, limit: float | None = None, first: float | None = None
 ) -> dict[str, Any]:
     """Time a call repeatedly, after one that warms up, of which the seconds may be given.
 
     A job so slow that its calls would take more than a quarter of the limit is called less often;
     `warmed_up` is false where the first call is the only one.
     """
-    if first is None:
-        first = seconds_of(job)
+    first = seconds_of(job) if first is None else first
     affordable = repetitions
     if limit is not None:
         affordable = min(repetitions, int(SHARE_OF_LIMIT * limit / max(first, 1e-9)))
     times = [seconds_of(job) for _ in range(affordable)] or [first]
-    return {
-        "median": statistics.median(times),
-        "minimum": min(times),
-        "maximum": max(times),
-        "repetitions": len(times),
-        "warmed_up": affordable > 0,
-        "seconds": times,
-    }
+    spread = {"median": statistics.median(times), "minimum": min(times), "maximum": max(times)}
+    calls = {"repetitions": len(times), "warmed_up": affordable > 0, "seconds": times}
+    return {**spread, **calls}
 
 
-def time_and_memory(
-    job: Callable[[], object], device: str, repetitions: int, limit: float
-) -> dict[str, Any]:
+def time_and_memory(job: Job, device: str, repetitions: int, limit: float) -> dict[str, Any]:
     """`repeated_seconds`, and `peak_megabytes` of the first call over what was in use before."""
     with PeakMemory(device) as memory:
         first = seconds_of(job)
@@ -150,8 +134,7 @@ def time_and_memory(
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:
     """Least-squares slope of costs against sizes, both as logarithms.
 
-    None of fewer than two sizes, and of costs that are not all above zero, as small differences
-    of noisy times may be.
+    None of fewer than two sizes, and where the noise of a difference makes a cost negative.
     """
     if len(set(sizes)) < 2 or min(costs) <= 0:
         return None
@@ -178,20 +161,16 @@ def run_limited(
     count. Returns all messages `(kind, content)`, also those before an end, and why the job did
     not come to its own end, if so.
     """
-    context: Any = get_context("spawn")
-    if "forkserver" in get_all_start_methods():
-        context = get_context("forkserver")
-        # The server imports the libraries once for all such processes.
+    has_server = "forkserver" in get_all_start_methods()
+    context: Any = get_context("forkserver" if has_server else "spawn")
+    if has_server:  # which imports the libraries once for all such processes
         context.set_forkserver_preload([job.__module__])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run_and_send, args=(job, sender, arguments), daemon=True)
     process.start()
     sender.close()
     messages: list[tuple[str, Any]] = []
-    started, reason = (
-        time.perf_counter(),
-        f"took longer than the limit of {limit:g} s" if limit else "",
-    )
+    started, reason = time.perf_counter(), f"took longer than the limit of {limit or 0:g} s"
     while receiver.poll(limit and max(0.0, started + limit - time.perf_counter())):
         try:
             kind, content = receiver.recv()
@@ -214,13 +193,7 @@ def run_limited(
 
 
 def run_alone(job: Callable[..., None], *arguments: Any) -> Any:
-    """Return the one thing that `job(send, *arguments)` sends, in a process of its own.
-
-    Raises
-    ------
-    RuntimeError
-        If it fails.
-    """
+    """Return the one thing that `job(send, *arguments)` sends, in a process of its own."""
     messages, reason = run_limited(job, arguments)
     if reason is not None:
         raise RuntimeError(reason)
@@ -228,7 +201,7 @@ def run_alone(job: Callable[..., None], *arguments: Any) -> Any:
     return result
 
 
-def _run_and_send(job: Callable[..., None], connection: Connection, arguments: tuple) -> None:
+def _run_and_send(job: Callable[..., None], connection: Any, arguments: tuple) -> None:
     reason = None
     try:
         job(lambda kind, content: connection.send((kind, content)), *arguments)

@@ -6,7 +6,7 @@ import platform
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,11 @@ PACKAGES = (
 # Options that figures don't depend on: where files are, and whether progress is shown.
 NO_SETTINGS = {"output", "cache", "data", "quiet"}
 TITLES = {
-    "label": "Method",
-    "name": "Method",
-    "nll": "NLL",
-    "ece": "ECE",
-    "calibrated_ece": "ECE if calibrated",
-    "away_from_map": "Away from MAP",
-    "shift_auroc": "AUROC of shift",
-    "fit_seconds": "Fit (s)",
-    "predict_seconds": "Predict (s)",
-    "prediction_batch_size": "Batch",
-    "peak_megabytes": "Peak memory (MB)",
+    **{"label": "Method", "name": "Method", "nll": "NLL", "ece": "ECE"},
+    **{"calibrated_ece": "ECE if calibrated", "away_from_map": "Away from MAP"},
+    **{"shift_auroc": "AUROC of shift", "prediction_batch_size": "Batch", "protocol": "Data"},
 }
+UNITS = {"seconds": "s", "gigabytes": "GB", "megabytes": "MB", "kilobytes": "kB", "percent": "%"}
 NOTHING = "-"
 TITLE_WIDTH = 36  # letters
 PANELS_PER_ROW = 4
@@ -47,15 +40,9 @@ Row = dict[str, Any]
 def provenance(options: Run, device: str) -> Figures:
     """Settings, machine and versions that figures were measured with."""
     settings = {key: value for key, value in asdict(options).items() if key not in NO_SETTINGS}
-    versions = {package: _version(package) for package in PACKAGES.split()}
+    installed = {each.name: each.version for each in distributions()}
+    versions = {package: installed.get(package) for package in PACKAGES.split()}
     return {"settings": settings, "machine": describe_machine(device), "versions": versions}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # used without being installed
-        return None
 
 
 def describe_machine(device: str) -> Figures:
@@ -91,11 +78,18 @@ def label(row: Row) -> str:
 def table(rows: Sequence[Row], columns: Sequence[str], titles: Mapping[str, str] = TITLES) -> str:
     """Some figures of each row as a Markdown table whose source is readable too."""
     cells = {
-        titles.get(key, key.replace("_", " ").capitalize()): [_cell(row.get(key)) for row in rows]
-        for key in columns
+        titles.get(key) or title_of(key): [_cell(row.get(key)) for row in rows] for key in columns
     }
     sides = ["left", *["right"] * (len(columns) - 1)]
     return pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True, colalign=sides)
+
+
+def title_of(key: str) -> str:
+    """A figure's key as a title, such as "Fit (s)" for "fit_seconds"."""
+    words = key.split("_")
+    unit = f" ({UNITS[words.pop()]})" if words[-1] in UNITS and words[1:] else ""
+    title = " ".join(words)
+    return title[:1].upper() + title[1:] + unit
 
 
 def _cell(value: Any) -> str:

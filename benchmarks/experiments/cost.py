@@ -1,27 +1,30 @@
 """What a posterior costs: time and memory against the width of the model, for every rival."""
 
+import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
-from benchmarks.experiments.contest import contest
+from benchmarks import measuring
 from benchmarks.experiments.cost_report import draw_costs, text_of
 from benchmarks.experiments.growth import growth
-from benchmarks.measuring import growth_exponent, set_up
-from benchmarks.methods import METHODS
+from benchmarks.methods import METHODS, posterior
 from benchmarks.models import device_of
 from benchmarks.options import CONTESTANTS, Cost
-from benchmarks.random_models import MEANING, Shape
+from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
 from benchmarks.report import Figures, Row, provenance, write
 
 INTERMEDIATE_RATIO = 2.7
 VOCABULARY = 1000
 HEAD_SIZE = 64
-HEADLINE_BATCH_SIZE = 8
+HEADLINE_BATCH_SIZE = 8  # whose memory the table shows
 WIDEST_WITH_LARGE_BATCHES = 1024
+# Rivals that hold the Jacobian of all weights take minutes and gigabytes for more.
+LARGEST_BATCH_OF_JACOBIANS = 8
 
 
 def run(options: Cost) -> Figures:
@@ -29,12 +32,11 @@ def run(options: Cost) -> Figures:
     started = time.perf_counter()
     device = device_of(options.device)
     _refuse(options)
-    set_up(options)
+    measuring.set_up(options)
     shapes = []
     for shape, batches in shapes_of(options, device):
         sizes = sorted(set(options.prediction_batch_sizes))
-        on_cuda = torch.device(device).type == "cuda"
-        if shape.hidden_size > WIDEST_WITH_LARGE_BATCHES and not on_cuda:
+        if shape.hidden_size > WIDEST_WITH_LARGE_BATCHES and torch.device(device).type != "cuda":
             sizes = [size for size in sizes if size <= max(HEADLINE_BATCH_SIZE, sizes[0])]
         rows = []
         for key in options.contestants:
@@ -43,11 +45,9 @@ def run(options: Cost) -> Figures:
                 print(text, file=sys.stderr)
             rows.append(contest(key, shape, batches, sizes, options, device))
         _add_ratios(rows)
-        # The batch size whose memory the table shows.
         headline = HEADLINE_BATCH_SIZE if HEADLINE_BATCH_SIZE in sizes else sizes[0]
         facts = {"batches": batches, "headline_batch_size": headline, "contestants": rows}
         shapes.append({**asdict(shape), **facts})
-
     figures = {
         "weights": MEANING,
         **provenance(options, device),
@@ -102,23 +102,115 @@ def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
             yield shape, count
 
 
+def contest(
+    key: str, shape: Shape, batches: int, sizes: list[int], options: Cost, device: str
+) -> Row:
+    """One method's figures for one shape, in a process of its own, and what of it has failed.
+
+    A fit sees so many batches; `sizes` are those of predictions' batches.
+    """
+    if _holds_jacobian(key):
+        sizes = [size for size in sizes if size <= max(LARGEST_BATCH_OF_JACOBIANS, min(sizes))]
+    row: Row = {"contestant": key, "name": METHODS[key].title, "fit": None}
+    row |= {"posterior_megabytes": None, "predict": [], "failures": []}
+    needed, available = needed_megabytes(key, shape, max(sizes)), options.memory_limit
+    if available is None:
+        available = measuring.available_megabytes(device)
+    if needed > available:
+        reason = f"needs at least {needed:.4g} MB of memory where {available:.4g} MB are free"
+        row["failures"].append({"what": "not run", "reason": reason})
+        return row
+    arguments = (key, shape, batches, sizes, options, device)
+    messages, reason = measuring.run_limited(measure, arguments, options.limit)
+    for kind, content in messages:
+        if isinstance(row.get(kind), list):
+            row[kind].append(content)
+        elif kind in row:
+            row[kind] = content
+    if reason is not None:
+        row["failures"].append({"what": "stopped", "reason": reason})
+    return row
+
+
+def measure(
+    send: measuring.Send,
+    key: str,
+    shape: Shape,
+    batches: int,
+    sizes: list[int],
+    options: Cost,
+    device: str,
+) -> None:
+    """Make a model, fit a method to it and predict; send figures, or what has failed and why."""
+    measuring.set_up(options)
+    logging.disable(logging.WARNING)
+    model = random_llama(shape, device, options.seed)
+    loader = random_loader(shape, batches, device, options.seed)
+    # What PyTorch loads and keeps at the first passes is no rival's own.
+    warm_up = posterior("bare").build(model)
+    warm_up.fit(random_loader(shape, 1, device, options.seed, batch_size=1))
+    before = measuring.megabytes_in_use(device)
+    send("ready", None)
+
+    la = posterior(key).build(model)
+    limits = (device, options.repetitions, options.limit)
+    figures = measuring.time_and_memory(lambda: la.fit(loader), *limits)
+    per_batch = {"batches": batches, "seconds_per_batch": figures["median"] / batches}
+    send("fit", {**figures, **per_batch})
+    send("posterior_megabytes", _bytes_of(la.state_dict()["H"]) / measuring.BYTES_PER_MEGABYTE)
+    for size in sizes:
+        (batch,) = random_loader(shape, 1, device, options.seed + 1, size)
+
+        def predict(batch: Any = batch) -> None:
+            la(batch, pred_type="glm", link_approx="probit")
+
+        try:
+            held = measuring.megabytes_in_use(device) - before
+            figures = measuring.time_and_memory(predict, *limits)
+            figures["peak_megabytes"] += held
+            send("predict", {**figures, "batch_size": size})
+        except Exception as error:
+            reason = measuring.reason_of(error)
+            send("failures", {"what": f"predictions, batch {size}", "reason": reason})
+
+
+def needed_megabytes(key: str, shape: Shape, batch_size: int) -> float:
+    """Estimate from below what a method must hold, from sizes alone.
+
+    The model; for rivals that hold it, the Jacobian of all LoRA weights for a batch; and the dense
+    factors of stock KFAC: as sums, as eigenvectors, and as what `eigh` works on.
+    """
+    sides = 2 * shape.layers * len(shape.target_modules)  # lora_A and lora_B
+    numbers = 0
+    if _holds_jacobian(key):
+        numbers += batch_size * shape.classes * sides * shape.rank * shape.hidden_size
+    if key.startswith("stock_kron"):
+        numbers += (2 * sides + 1) * shape.hidden_size**2
+    itemsize = getattr(torch, shape.dtype).itemsize
+    return (itemsize * shape.number_of_weights + 4 * numbers) / measuring.BYTES_PER_MEGABYTE
+
+
+def _holds_jacobian(key: str) -> bool:
+    return key.startswith("stock") or key == "bayesian_lora"
+
+
+def _bytes_of(content: Any) -> int:
+    """Bytes of all tensors in a nest of mappings and sequences."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    parts = content.values() if isinstance(content, Mapping) else content
+    return sum(map(_bytes_of, parts)) if isinstance(content, (Mapping, list, tuple)) else 0
+
+
 def _add_ratios(rows: list[Row]) -> None:
     """Divide every time by that of the bare loop, where there is one."""
-
-    def parts(row: Row) -> Iterator[tuple[int, Row]]:
-        """Figures of a fit and of predictions by their batch sizes, where there are any."""
-        yield from ((0, fit) for fit in (row["fit"],) if fit)
-        yield from ((prediction["batch_size"], prediction) for prediction in row["predict"])
-
-    bare = {
-        size: part["median"]
-        for row in rows
-        if row["contestant"] == "bare"
-        for size, part in parts(row)
-    }
-    for row in rows:
-        for size, part in parts(row):
-            part["in_bare_loops"] = part["median"] / bare[size] if size in bare else None
+    bare: dict[int, float] = {}
+    for is_bare in (True, False):
+        for row in (row for row in rows if (row["contestant"] == "bare") is is_bare):
+            for part in (*filter(None, [row["fit"]]), *row["predict"]):
+                size = part.get("batch_size", 0)  # none of a fit
+                seconds = bare.setdefault(size, part["median"]) if is_bare else bare.get(size)
+                part["in_bare_loops"] = part["median"] / seconds if seconds else None
 
 
 def _fit_growth(shapes: Sequence[Row], keys: Sequence[str]) -> list[Row]:
@@ -127,15 +219,15 @@ def _fit_growth(shapes: Sequence[Row], keys: Sequence[str]) -> list[Row]:
     The times are divided by the number of layers, of which wide models have fewer.
     """
     series = []
-    for key in keys:
+    for key in (key for key in keys if key != "bare"):
         added: dict[int, float] = {}
-        for shape in shapes:
+        for shape in (shape for shape in shapes if shape["dtype"] == shapes[0]["dtype"]):
             fits = {row["contestant"]: row["fit"] for row in shape["contestants"]}
-            if shape["dtype"] == shapes[0]["dtype"] and fits.get(key) and fits.get("bare"):
+            if fits.get(key) and fits.get("bare"):
                 difference = fits[key]["seconds_per_batch"] - fits["bare"]["seconds_per_batch"]
                 added[shape["hidden_size"]] = difference / shape["layers"]
         sizes, seconds = list(added), list(added.values())
         facts = {"hidden_sizes": sizes, "added_seconds_per_batch_and_layer": seconds}
         name = {"contestant": key, "name": METHODS[key].title}
-        series.append({**name, **facts, "exponent": growth_exponent(sizes, seconds)})
-    return [row for row in series if row["contestant"] != "bare"]
+        series.append({**name, **facts, "exponent": measuring.growth_exponent(sizes, seconds)})
+    return series

@@ -13,16 +13,13 @@ def text_of(figures: Figures) -> str:
     """Put all figures into words and tables."""
     settings = figures["settings"]
     parts = [
-        "Random weights in the shape of Llama, with LoRA layers of r "
-        f"{settings['rank']} on q_proj and v_proj: they stand for shapes and speed only.\n"
-        f"A fit sees batches of {settings['batch_size']} texts of "
-        f"{settings['length']} tokens, {settings['classes']} classes; its decomposition is "
-        "included.\nBare loops are the model's passes alone: one forward and C - 1 backward "
-        "passes for a fit, C for a prediction (probit);\nbayesian-lora fits by one sampled label "
-        "and one backward pass, at the last token alone.\nSeconds are medians (minimum to maximum; "
-        f"of {settings['repetitions']} calls after one that warms up, where no other number is "
-        "given).\nMegabytes are peaks over model and data; a prediction's include the posterior "
-        "in memory; rivals that hold whole Jacobians predict eight texts at most. "
+        f"Random weights in the shape of Llama: they stand for shapes and speed only. Batches of a "
+        f"fit have {settings['batch_size']} texts of {settings['length']} tokens, "
+        f"{settings['classes']} classes.\nBare loops are the model's passes alone: one forward and "
+        "C - 1 backward passes for a fit, C for a prediction (probit); bayesian-lora fits by one "
+        "sampled label and one backward pass.\nSeconds are medians (minimum to maximum; of "
+        f"{settings['repetitions']} calls after one that warms up, where no other number is given)."
+        " Megabytes are peaks over model and data, of predictions with the posterior.\n"
         f"{hardware_of(figures)}; {figures['seconds']:.0f} s in all."
     ]
     for shape in figures["shapes"]:
@@ -31,7 +28,7 @@ def text_of(figures: Figures) -> str:
             f"batches of a fit: {shape['batches']}"
         )
         cells = [_cells(row, shape, settings["repetitions"]) for row in shape["contestants"]]
-        parts.append(table(cells, pd.DataFrame(cells).columns))
+        parts.append(table(cells, list(cells[0])))
         failures = [
             f"- {row['name']}, {failure['what']}: {failure['reason']}"
             for row in shape["contestants"]
@@ -40,7 +37,7 @@ def text_of(figures: Figures) -> str:
         parts += ["\n".join(failures)] if failures else []
     parts.append(
         "Growth: exponents of least squares in logarithms. What a fit adds to the bare loop, for "
-        "a batch and a layer;\nthen the library's own part alone, and its stock counterpart."
+        "a batch and a layer; then the library's own part alone, and its stock counterpart."
     )
     series = _growth_rows(figures)
     return "\n\n".join([*parts, table(series, list(series[0]))])
@@ -72,7 +69,6 @@ def draw_costs(shapes: Sequence[Row], path: Path) -> None:
             panel.set_yscale("log")
             panel.set_xticks([shape["hidden_size"] for shape in drawn])
             panel.xaxis.set_major_formatter("{x:.0f}")
-            panel.set_xticks([], minor=True)
     save(figure, path, panels[0], columns=4)
 
 
@@ -84,7 +80,7 @@ def _cells(row: Row, shape: Row, repetitions: int) -> Row:
         "Fit (s a batch)": _spread(fit, repetitions, shape["batches"]),
         "Fit (bare loops)": fit.get("in_bare_loops"),
     }
-    every = (prediction for each in shape["contestants"] for prediction in each["predict"])
+    every = [prediction for each in shape["contestants"] for prediction in each["predict"]]
     for size in sorted({prediction["batch_size"] for prediction in every}):
         prediction = _prediction(row, size)
         cells[f"Predict {size} (s)"] = _spread(prediction, repetitions)
@@ -96,26 +92,23 @@ def _cells(row: Row, shape: Row, repetitions: int) -> Row:
 
 
 def _growth_rows(figures: Figures) -> list[Row]:
-    series = [
-        (f"{row['name']}, fit", "hidden size", row["hidden_sizes"], row["exponent"])
-        + (row["added_seconds_per_batch_and_layer"],)
-        for row in figures["fit_growth"]
-    ]
-    series += [
-        (row["name"], row["against"], row["sizes"], row["exponent"])
-        + ([figure["median"] for figure in row["figures"]],)
-        for row in figures["growth"]
-    ]
-    return [
-        {
+    def row(name: str, against: str, sizes: list[int], seconds: list[float], series: Row) -> Row:
+        return {
             "name": name,
-            "grows_with": against,
+            "grows with": against,
             "sizes": " ".join(map(str, sizes)) or NOTHING,
             "seconds": " ".join(f"{each:.2g}" for each in seconds) or NOTHING,
-            "exponent": exponent,
+            "exponent": series["exponent"],
         }
-        for name, against, sizes, exponent, seconds in series
-    ]
+
+    rows = []
+    for each in figures["fit_growth"]:
+        added = each["added_seconds_per_batch_and_layer"]
+        rows.append(row(f"{each['name']}, fit", "hidden size", each["hidden_sizes"], added, each))
+    for each in figures["growth"]:
+        medians = [figure["median"] for figure in each["figures"]]
+        rows.append(row(each["name"], each["against"], each["sizes"], medians, each))
+    return rows
 
 
 def _prediction(row: Row, batch_size: int) -> Row:
