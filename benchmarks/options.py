@@ -10,6 +10,7 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 RESULTS, CACHE = Path("benchmark_results"), Path("benchmark_cache")
+MANY: dict[str, Any] = {"nargs": "+"}
 STOCK = ("stock_kron", "stock_kron_asdl", "stock_diag")
 CONTESTANTS = ("bare", "lowrank_kron", "lowrank_kron_paper", *STOCK, "bayesian_lora")
 
@@ -27,11 +28,7 @@ def option(default: Any, text: str, **keywords: Any) -> Any:
 
 
 def number(default: Any, text: str, **keywords: Any) -> Any:
-    return option(default, text, type=positive, metavar="N", **keywords)
-
-
-def numbers(default: tuple[int, ...], text: str, type: Any = positive) -> Any:
-    return option(default, text, type=type, metavar="N", nargs="+")
+    return option(default, text, **{"type": positive, "metavar": "N", **keywords})
 
 
 def flag(text: str) -> Any:
@@ -43,6 +40,7 @@ class Run:
     output: Path = option(RESULTS, "folder for what the run writes", type=Path)
     threads: int | None = number(None, "PyTorch's threads; its own choice if not given")
     quiet: bool = flag("show no progress")
+    cache: Path = option(CACHE, "folder of trained models for later runs", type=Path)
 
 
 @dataclass(frozen=True)
@@ -51,38 +49,24 @@ class DeviceRun(Run):
 
 
 @dataclass(frozen=True)
-class CachedRun(Run):
-    cache: Path = option(CACHE, "folder of trained models for later runs", type=Path)
-
-
-@dataclass(frozen=True)
-class TextRun(CachedRun, DeviceRun):
+class TextRun(DeviceRun):
     """What is not given is the task's own choice."""
 
     task: str = option(
         "docstrings",
-        "docstrings, names (two classes) or choices (a causal language model), made of installed "
-        "sources; or one of the paper's: winogrande_s, winogrande_m, arc_easy, arc_challenge, obqa "
-        "and boolq for causal language models, mrpc, rte, cola, wic, wnli and boolq_pairs for "
-        "encoders",
+        "docstrings, names or choices (of installed sources; the last for a causal language model),"
+        " or one of the paper's: winogrande_s, winogrande_m, arc_easy, arc_challenge, obqa, boolq "
+        "(for causal language models), mrpc, rte, cola, wic, wnli, boolq_pairs (for encoders)",
     )
     train_examples: int | None = number(None, "texts to fine-tune on")
     test_examples: int | None = number(None, "texts on which every method is measured")
     shifted_examples: int | None = number(None, "texts of each other distribution")
-    files_per_library: int | None = number(
-        None, "source files of each library that are read, drawn at random; all if not given"
-    )
+    files_per_library: int | None = number(None, "source files of each library, drawn; all if not")
     data: Path | None = option(
-        None,
-        "JSON lines of the paper's tasks, DATA/dataset/configuration/split.jsonl; from the hub if "
-        "not given",
-        type=Path,
+        None, "the paper's tasks, DATA/dataset/configuration/split.jsonl; the hub if not", type=Path
     )
     shifted: tuple[str, ...] = option(
-        (),
-        "with the task obqa: arc_challenge, arc_easy, computer_science, engineering, law, health",
-        nargs="*",
-        metavar="NAME",
+        (), "of obqa: arc_challenge arc_easy computer_science engineering law health", nargs="*"
     )
     model: str | None = option(None, "of a paper's task: name on the hub or folder")
     dtype: str = option("float32", "of its weights", choices=DTYPES)
@@ -90,150 +74,127 @@ class TextRun(CachedRun, DeviceRun):
     batch_size: int | None = number(None, "texts in a batch of training, and of a posterior's fit")
     maximum_length: int | None = number(None, "tokens of a text kept")
     learning_rate: float | None = option(None, "the first, or after a warm-up", type=float)
-    language_model_steps: int | None = number(
-        None, "steps in which the task choices trains its language model"
-    )
+    language_model_steps: int | None = number(None, "of the task choices' own language model")
 
 
 @dataclass(frozen=True)
-class Compare(TextRun):
+class OneModel(TextRun):
+    train_examples: int | None = number(300, "texts to fine-tune on")
+    epochs: int = number(20, "passes over the training texts")
+    seed: int = option(0, "seed of data, training and sampling", type=int)
+    samples: int = number(10000, "samples of the logits for each text with the link mc")
+
+
+@dataclass(frozen=True)
+class Compare(OneModel):
     """The README's example beside what it is compared with.
 
-    Fine-tunes a small pretrained encoder with LoRA on real text from installed sources (which
-    library does a docstring document?), and compares the calibration and cost of Laplace-LoRA,
-    stock laplace-torch, temperature scaling and the bare model. Every figure is measured in the
-    run; nothing is downloaded. Writes figures.json, table.md and reliability.png, and takes up to
-    five minutes on two processor cores with its defaults.
+    Fine-tunes a pretrained encoder on docstrings, and compares the calibration and cost of
+    Laplace-LoRA, stock laplace-torch, temperature scaling and the bare model, in up to five minutes
+    on two processor cores. Writes figures.json, table.md and reliability.png.
     """
 
-    train_examples: int | None = number(300, "texts to fine-tune on")
     validation_examples: int = number(100, "texts on which a temperature is chosen")
     test_examples: int | None = number(400, "texts on which every method is measured")
     shifted_examples: int | None = number(100, "texts of another distribution")
-    epochs: int = number(20, "passes over the training texts")
-    seed: int = option(0, "seed of data, training and sampling", type=int)
     prior_structure: str = option(
-        "layerwise",
-        "prior precision that the evidence sets, in all rows but the example's",
-        choices=("scalar", "layerwise"),
+        "layerwise", "in all rows but the example's", choices=("scalar", "layerwise")
     )
-    link: str = option(
-        "probit",
-        "from Gaussian logits to probabilities, in all rows but the example's",
-        choices=("mc", "probit"),
-    )
-    every_row: bool = flag(
-        "measure this library's class also by the evidence, and under the paper's protocol: a "
-        "scalar prior precision, and the link mc"
-    )
-    samples: int = number(10000, "samples of the logits for each text with the link mc")
+    link: str = option("probit", "in all rows but the example's", choices=("mc", "probit"))
+    every_row: bool = flag("also lowrank_kron by the evidence, and both with a scalar prior and mc")
 
 
 @dataclass(frozen=True)
-class Tuning(TextRun):
+class Tuning(OneModel):
     """What choosing a prior precision costs and is worth.
 
-    Times every way of choosing a prior precision beside one prediction pass over the validation
-    texts and beside the stock class, and measures on the test texts what the choices are worth.
-    Writes tuning.json, tuning.md, tuning.png and variance_by_layer.png, and takes up to a quarter
-    of an hour on two processor cores with its defaults.
+    Times every way of choosing beside one prediction pass and the stock class, and measures on the
+    test texts what the choices are worth, in up to a quarter of an hour. Writes tuning.json,
+    tuning.md, tuning.png and variance_by_layer.png.
     """
 
-    train_examples: int | None = number(300, "texts to fine-tune on")
     validation_examples: int = number(200, "texts on which a prior precision is chosen")
     test_examples: int | None = number(1000, "texts on which every choice is measured")
-    epochs: int = number(20, "passes over the training texts")
-    seed: int = option(0, "seed of data, training and sampling", type=int)
     grid_size: int = number(100, "points of the grid")
     stock_grid_size: int = number(
-        4, "points of the stock class's grid, each of which costs it as much as any other"
+        4, "points of the stock class's grid, in which its cost is linear"
     )
     steps: int = number(1000, "steps of val_gd")
-    samples: int = number(10000, "samples of the logits for each text with the link mc")
 
 
 @dataclass(frozen=True)
 class Calibration(TextRun):
     """Calibration of every method of the paper, on its tasks or on embedded ones.
 
-    Fine-tunes a model with LoRA, and compares the bare model, MC dropout, ensembles, temperature
-    scaling and Laplace approximations over some or all LoRA weights, with prior precisions by the
-    evidence of the training set and by validation data, under every link approximation. Writes
-    calibration.json, calibration.md, calibration_reliability.png, selective_accuracy.png,
-    along_training.png and layers.png. A seed of the task docstrings takes up to an hour on one
-    busy processor core.
+    With prior precisions by the training set and by validation data, under every link; a seed of
+    docstrings takes up to an hour. Writes calibration.json, calibration.md, layers.png,
+    calibration_reliability.png, selective_accuracy.png and along_training.png.
     """
 
     steps: int | None = number(None, "training steps; the task's own number if not given")
     checkpoints: int | None = number(None, "checkpoints along the training, likewise")
     methods: tuple[str, ...] | None = option(
-        None,
-        "methods to measure beside MAP, by their keys or their names in the table; all if not "
-        "given. The deep ensemble alone takes half of the trainings",
-        nargs="+",
-        metavar="NAME",
+        None, "to measure beside MAP, by their keys or names in the table; all if not given", **MANY
     )
     samples: int = number(1000, "samples of the logits for each text with the link mc")
     curves: bool = flag("measure at the first seed's checkpoints too")
-    seeds: tuple[int, ...] = numbers((0,), "seeds of texts and fine-tuning", int)
+    seeds: tuple[int, ...] = number((0,), "seeds of texts and fine-tuning", type=int, **MANY)
 
 
 @dataclass(frozen=True)
-class Fidelity(CachedRun):
+class Fidelity(Run):
     """Error of each curvature against the exact one, and the memory that it keeps.
 
-    Trains small models on real text, computes the exact generalised Gauss-Newton matrix of their
-    LoRA weights in float64, and measures how close each curvature comes to it, at the exact
-    evidence's prior precision. Writes fidelity.json, fidelity.md and fidelity.png, and takes
-    twelve minutes on one busy processor core with its defaults.
+    Trains small models on real text, and compares every curvature of their LoRA weights with the
+    exact Gauss-Newton matrix, in twelve minutes. Writes fidelity.json, fidelity.md and
+    fidelity.png.
     """
 
     hidden_size: int = number(128, "width of the models, a multiple of 8")
-    ranks: tuple[int, ...] = numbers((4, 10, 32), "ranks of the large factors")
+    ranks: tuple[int, ...] = number((4, 10, 32), "ranks of the large factors", **MANY)
     base_examples: int = number(2000, "texts of the first training, in full")
     train_examples: int = number(200, "texts that LoRA weights and posteriors are fitted on")
     test_examples: int = number(100, "texts whose predictive covariances are compared")
     epochs: int = number(100, "passes of the LoRA training over its texts")
     files_per_library: int = number(200, "source files of each library that are read")
-    seeds: tuple[int, ...] = numbers((0, 1), "seeds of texts, weights and training", int)
+    seeds: tuple[int, ...] = number(
+        (0, 1), "seeds of texts, weights and training", type=int, **MANY
+    )
 
 
 @dataclass(frozen=True)
 class Cost(DeviceRun):
     """Time and memory of fits and predictions against the model's width.
 
-    Fits and predicts on random weights in the shape of Llama, with this library, with the stock
-    classes, with the package bayesian-lora if it is installed, and with the model's passes alone;
-    each in a process of its own. The weights stand for shapes and speed only. Writes cost.json,
-    cost.md and cost.png, and takes up to 20 minutes on one busy processor core with its defaults.
+    On random weights in the shape of Llama, with this library, the stock classes, the package
+    bayesian-lora and the model's passes alone, in up to 20 minutes. Writes cost.json, cost.md and
+    cost.png.
     """
 
-    hidden_sizes: tuple[int, ...] = numbers((256, 512, 1024, 2048, 4096), "of the models")
-    layers: tuple[int, ...] = numbers((4, 4, 2, 2, 1), "of each of them, or one number for all")
-    batches: tuple[int, ...] = numbers((8, 4, 4, 2, 1), "of a fit, likewise")
-    prediction_batch_sizes: tuple[int, ...] = numbers(
+    hidden_sizes: tuple[int, ...] = number((256, 512, 1024, 2048, 4096), "of the models", **MANY)
+    layers: tuple[int, ...] = number(
+        (4, 4, 2, 2, 1), "of each of them, or one number for all", **MANY
+    )
+    batches: tuple[int, ...] = number((8, 4, 4, 2, 1), "of a fit, likewise", **MANY)
+    prediction_batch_sizes: tuple[int, ...] = number(
         (1, 8, 32),
         "texts in a batch of a prediction; on a CPU, none above 8 for models wider than 1024",
+        **MANY,
     )
-    growth_widths: tuple[int, ...] = numbers((512, 1024, 2048, 4096, 8192), "of single blocks")
+    growth_widths: tuple[int, ...] = number(
+        (512, 1024, 2048, 4096, 8192), "of single blocks", **MANY
+    )
     dtypes: tuple[str, ...] = option(
-        ("float32", "bfloat16"),
-        "of the weights; on a CPU, all but the first for the smallest model alone",
-        nargs="+",
-        choices=DTYPES,
+        DTYPES[:2], "on a CPU, all but the first for the smallest model", choices=DTYPES, **MANY
     )
     batch_size: int = number(4, "texts in a batch of a fit")
     length: int = number(32, "tokens of a text")
     classes: int = number(4, "answers")
     rank: int = number(8, "r of the LoRA layers")
-    contestants: tuple[str, ...] = option(
-        CONTESTANTS, "methods to run, by their keys", nargs="+", metavar="NAME"
-    )
+    contestants: tuple[str, ...] = option(CONTESTANTS, "methods to run, by their keys", **MANY)
     repetitions: int = number(5, "calls that are timed, fewer of one that takes very long")
     limit: float = option(40.0, "seconds after which a contestant is ended", type=float)
-    memory_limit: float | None = option(
-        None, "MB; do not run what would need more; what is free if not given", type=float
-    )
+    memory_limit: float | None = option(None, "MB that may be needed; all if not", type=float)
     seed: int = option(0, "seed of weights and tokens", type=int)
 
 
@@ -241,9 +202,8 @@ class Cost(DeviceRun):
 class Table7b(DeviceRun):
     """The paper's table of costs, on random weights in the shape of Llama-2-7B; on a GPU.
 
-    Times training steps of LoRA and a Laplace fit after them, and measures the peak memory of
-    both, on random weights in the shape of Llama-2-7B. Needs a GPU that holds 13 GB of weights and
-    a batch's activations; a small shape runs on a CPU. Writes table7b.json and table7b.md.
+    Time and memory of LoRA's training and of a Laplace fit after it. Needs a GPU that holds 13 GB
+    of weights; a small shape runs on a CPU. Writes table7b.json and table7b.md.
     """
 
     hidden_size: int = number(4096, "hidden size")
@@ -254,7 +214,7 @@ class Table7b(DeviceRun):
     rank: int = number(8, "r of the LoRA layers")
     batch_size: int = number(4, "texts in a batch")
     length: int = number(300, "tokens of a text")
-    classes: tuple[int, ...] = numbers((2, 4), "answers, one row of the table each")
+    classes: tuple[int, ...] = number((2, 4), "answers, one row of the table each", **MANY)
     dtype: str = option("bfloat16", "of the weights", choices=DTYPES)
     steps: int = number(10, "training steps that are timed")
     batches: int = number(50, "batches of the Laplace fit")

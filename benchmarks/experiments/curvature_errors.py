@@ -4,24 +4,19 @@ The exact one comes by means that no library shares.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from laplace.utils.matrix import KronDecomposed
 from scipy.optimize import minimize_scalar
-from torch import nn
-
-from laplace_lora_ext import LowRankKronDecomposed
 
 BYTES_OF_A_NUMBER = 4
 LOG_PRECISION_BOUNDS = (math.log(1e-6), math.log(1e6))
 
-AnyCurvature = torch.Tensor | KronDecomposed | LowRankKronDecomposed
-
 
 def jacobians(
-    model: Callable[[Any], torch.Tensor], weights: Sequence[nn.Parameter], examples: Iterable[Any]
+    model: Callable[[Any], torch.Tensor], weights: Sequence[Any], examples: Iterable[Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Differentiate the logits of batches of one example each, one class at a time.
 
@@ -41,7 +36,6 @@ class DenseCurvature:
 
     def __init__(self, blocks: Sequence[torch.Tensor]) -> None:
         self.blocks = list(blocks)
-        self.sizes = [len(block) for block in self.blocks]
 
     @classmethod
     def of_softmax(
@@ -56,7 +50,8 @@ class DenseCurvature:
     def covariance(self, Js: torch.Tensor, prior_precision: float) -> torch.Tensor:
         """Covariance `(N, C, C)` of the linearised logits, `J (H + λ I)⁻¹ Jᵀ`."""
         total = torch.zeros(())
-        for root, J in zip(self._roots(prior_precision), Js.split(self.sizes, -1), strict=True):
+        parts = Js.split([len(block) for block in self.blocks], dim=-1)
+        for root, J in zip(self._roots(prior_precision), parts, strict=True):
             half = torch.linalg.solve_triangular(root, J.flatten(0, 1).mT, upper=False)
             half = half.mT.unflatten(0, J.shape[:2])
             total = total + half @ half.mT
@@ -67,7 +62,7 @@ class DenseCurvature:
         roots = self._roots(prior_precision)
         return sum(2 * root.diagonal().log().sum().item() for root in roots)
 
-    def _roots(self, prior_precision: float) -> Iterator[torch.Tensor]:
+    def _roots(self, prior_precision: float) -> Iterable[torch.Tensor]:
         """Cholesky factors of the blocks of `H + λ I`, one at a time."""
         for block in self.blocks:
             yield torch.linalg.cholesky(block + prior_precision * torch.eye(len(block)).to(block))
@@ -105,14 +100,11 @@ class PosteriorFacts(NamedTuple):
     own_prior_precision: float
 
 
-def exact_posterior(
-    curvature: DenseCurvature, Js: torch.Tensor, prior_precision: float
-) -> PosteriorFacts:
+def exact_posterior(curvature: DenseCurvature, Js: torch.Tensor, λ: float) -> PosteriorFacts:
     """Facts of an exact curvature, at the prior precision that its evidence chooses."""
-    covariance = curvature.covariance(Js, prior_precision)
-    log_det = curvature.log_det(prior_precision)
     kept = sum(block.numel() for block in curvature.blocks)
-    return PosteriorFacts(curvature.blocks, covariance, log_det, kept, prior_precision)
+    covariance, log_det = curvature.covariance(Js, λ), curvature.log_det(λ)
+    return PosteriorFacts(curvature.blocks, covariance, log_det, kept, λ)
 
 
 def approximate_posterior(
@@ -132,8 +124,8 @@ def approximate_posterior(
     return PosteriorFacts(blocks, la.functional_variance(Js), log_det, numbers_kept(la.H), own)
 
 
-def numbers_kept(H: AnyCurvature) -> int:
-    """Count the numbers in a fitted curvature's tensors."""
+def numbers_kept(H: Any) -> int:
+    """Count the numbers in the tensors of a fitted curvature: diagonal, the host's, or low-rank."""
     if isinstance(H, torch.Tensor):
         return H.numel()
     if isinstance(H, KronDecomposed):
@@ -144,10 +136,7 @@ def numbers_kept(H: AnyCurvature) -> int:
 
 
 def errors(
-    approximate: PosteriorFacts,
-    exact: PosteriorFacts,
-    full_covariance: torch.Tensor,
-    prior_precision: float,
+    found: PosteriorFacts, exact: PosteriorFacts, full_covariance: torch.Tensor, λ: float
 ) -> dict[str, float]:
     """Measure how far a posterior is from the exact ones: within blocks, and of all weights.
 
@@ -157,18 +146,17 @@ def errors(
     the exact figure; what is kept is counted in float32.
     """
     weights = sum(len(block) for block in exact.blocks)
-    difference = abs(approximate.log_det - exact.log_det)
-    gained = exact.log_det - weights * math.log(prior_precision)
+    difference = abs(found.log_det - exact.log_det)
     return {
-        "block_error": _distance(approximate.blocks, exact.blocks),
-        "covariance_error": _distance([approximate.covariance], [exact.covariance]),
-        "full_covariance_error": _distance([approximate.covariance], [full_covariance]),
+        "block_error": _distance(found.blocks, exact.blocks),
+        "covariance_error": _distance([found.covariance], [exact.covariance]),
+        "full_covariance_error": _distance([found.covariance], [full_covariance]),
         "log_det_error": difference / weights,
-        "log_det_relative_error": difference / gained,
-        "trace_ratio": _trace(approximate.blocks) / _trace(exact.blocks),
-        "covariance_trace_ratio": _trace(approximate.covariance) / _trace(exact.covariance),
-        "own_prior_precision_ratio": approximate.own_prior_precision / prior_precision,
-        "kilobytes": approximate.numbers_kept * BYTES_OF_A_NUMBER / 1000,
+        "log_det_relative_error": difference / (exact.log_det - weights * math.log(λ)),
+        "trace_ratio": _trace(found.blocks) / _trace(exact.blocks),
+        "covariance_trace_ratio": _trace(found.covariance) / _trace(exact.covariance),
+        "own_prior_precision_ratio": found.own_prior_precision / λ,
+        "kilobytes": found.numbers_kept * BYTES_OF_A_NUMBER / 1000,
     }
 
 

@@ -1,4 +1,4 @@
-"""What the fidelity experiment leaves behind: means, a front, tables, sentences and a plot."""
+"""What the fidelity experiment leaves behind: means, a front, tables, a verdict and a plot."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,19 +16,6 @@ GOAL_MEMORY_SHARE = 0.10
 MARKERS = {"gradient": "o", "expand": "s", "reduce": "^", "kron": "X", "diag": "P"}
 COLORS = {"gradient": "tab:blue", "expand": "tab:orange", "reduce": "tab:green"}
 IDENTITY = ["name", "structure", "is_default", "kfac_approx", "rank", "tail"]
-TITLES = {
-    "name": "Curvature",
-    "kilobytes": "Memory (kB)",
-    "covariance_error": "Covariance",
-    "full_covariance_error": "Covariance, from full",
-    "covariance_trace_ratio": "Variance ratio",
-    "block_error": "Blocks",
-    "trace_ratio": "Trace ratio",
-    "log_det_error": "Log-det (nats a weight)",
-    "log_det_relative_error": "Log-det, relative",
-    "own_prior_precision_ratio": "Own prior precision",
-    "on_front": "Front",
-}
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
@@ -37,10 +24,8 @@ def means(rows: Sequence[Row]) -> list[Row]:
     `on_front` is "yes" where no other one has a smaller covariance error without more memory.
     """
     frame = pd.DataFrame(rows).drop(columns=["model", "seed"], errors="ignore")
-    groups = frame.astype(dict.fromkeys(IDENTITY, object)).groupby(
-        IDENTITY, sort=False, dropna=False
-    )
-    averages = groups.mean().reset_index()
+    frame[IDENTITY] = frame[IDENTITY].astype(object)
+    averages = frame.groupby(IDENTITY, sort=False, dropna=False).mean().reset_index()
     points = averages[["kilobytes", "covariance_error"]].itertuples(index=False, name=None)
     front = pareto_front(list(points))
     averages["on_front"] = ["yes" if place in front else "" for place in averages.index]
@@ -78,9 +63,10 @@ def verdict(rows: Sequence[Row]) -> dict[str, Any]:
     errors = frame.pivot_table("covariance_error", ["model", repetition], "name", sort=False)
     by_model = errors.groupby(level="model", sort=False).agg(list)
     is_below = errors.lt(errors[default], axis=0).all()
-    memory = overall[default]["kilobytes"]
-    share = memory / overall[stock]["kilobytes"]
+    memory = {name: row["kilobytes"] for name, row in overall.items()}
+    share = memory[default] / memory[stock]
     beats_stock = bool((errors[default] < errors[stock]).all())
+    lighter = [name for name in memory if memory[name] <= memory[default]]
     return {
         "default": default,
         "errors": by_model[default].to_dict(),
@@ -89,60 +75,48 @@ def verdict(rows: Sequence[Row]) -> dict[str, Any]:
         "meets_error": bool((errors[default] <= GOAL_ERROR).all()),
         "meets_stock_kron": beats_stock and share < GOAL_MEMORY_SHARE,
         "on_front": bool(overall[default]["on_front"]),
-        "better": [
-            name for name, row in overall.items() if row["kilobytes"] <= memory and is_below[name]
-        ],
+        "better": [name for name in lighter if is_below[name]],
     }
 
 
 def sentences(judged: dict[str, Any]) -> str:
     """A verdict in words."""
-    own, stock = (
-        "; ".join(
-            f"{model} {' and '.join(f'{error:.3f}' for error in errors)}"
-            for model, errors in judged[key].items()
-        )
-        for key in ("errors", "stock_kron_errors")
-    )
     error, memory = (
         "met" if judged[key] else "MISSED" for key in ("meets_error", "meets_stock_kron")
     )
     return (
-        f"- The default is {judged['default']}. Its covariance errors, by seed: {own}. Goal, at "
-        f"most {GOAL_ERROR:.2f}: {error}.\n"
-        f"- Stock Kron's: {stock}. Goal, below each of these at less than {GOAL_MEMORY_SHARE:.2f} "
-        f"of its memory, which is {judged['memory_share']:.3f} here: {memory}.\n"
-        f"- The default is {'' if judged['on_front'] else 'NOT '}on the front of mean covariance "
-        "error against memory.\n- Smaller errors on every model and seed without more memory: "
-        f"{'; '.join(judged['better']) or 'none'}."
+        f"The default, {judged['default']}, has {judged['memory_share']:.3f} of stock Kron's memory"
+        f" and is {'' if judged['on_front'] else 'NOT '}on the front. Goals on every model and "
+        f"seed: an error of at most {GOAL_ERROR:.2f}, {error}; below stock Kron's, at less than "
+        f"{GOAL_MEMORY_SHARE:.2f} of its memory, {memory}. Smaller errors everywhere without more "
+        f"memory: {'; '.join(judged['better']) or 'none'}."
     )
 
 
 def text_of(figures: Figures, by_model: dict[str, list[Row]]) -> str:
     """All tables, with what they mean."""
     overall = figures["means"]
+    columns = [key for key in overall[0] if key not in IDENTITY[1:]]
     rows = [
         {"name": row["name"]}
         | {model: own[place]["covariance_error"] for model, own in by_model.items()}
         for place, row in enumerate(overall)
     ]
-    return "\n\n".join(
-        [
-            "The models. The prior precision is the scalar that maximises the evidence of the exact"
-            " block-diagonal GGN. All that follows is computed with it, in float64.",
-            table(figures["models"], list(figures["models"][0])),
-            "Means over all models and seeds. Errors are Frobenius norms of differences in units "
-            "of the norm of the exact one: of the covariance of the test texts' logits, and of the "
-            "curvature within blocks. Unless it says full, the exact one is block-diagonal. The "
-            "relative error of the posterior precision's log-determinant is in units of log det(I "
-            "+ H / prior precision). Prior precisions by their own evidence are in units of the "
-            "exact one's. Memory is that of what a fit keeps, in float32.",
-            table(overall, list(TITLES), TITLES),
-            "Error of the covariance from that of the exact block-diagonal GGN, means over seeds.",
-            table(rows, list(rows[0]), TITLES),
-            sentences(figures["verdict"]),
-        ]
-    )
+    parts = [
+        "The models. The prior precision is the scalar that maximises the evidence of the exact "
+        "block-diagonal GGN. All that follows is computed with it, in float64.",
+        table(figures["models"], list(figures["models"][0])),
+        "Means over all models and seeds. Errors are Frobenius norms of differences in units of "
+        "the norm of the exact one, of the covariance of the test texts' logits and of the "
+        "curvature within blocks. Unless it says full, the exact one is block-diagonal. The "
+        "relative error of the posterior's log-determinant is in units of log det(I + H / prior "
+        "precision). Memory is that of what a fit keeps, in float32.",
+        table(overall, columns),
+        "Error of the covariance from that of the exact block-diagonal GGN, means over seeds.",
+        table(rows, list(rows[0])),
+        sentences(figures["verdict"]),
+    ]
+    return "\n\n".join(parts)
 
 
 def draw(panels: dict[str, Sequence[Row]], path: Path) -> None:
@@ -158,24 +132,21 @@ def draw(panels: dict[str, Sequence[Row]], path: Path) -> None:
             axis.set_minor_formatter(NullFormatter())
     figure.supxlabel("Memory kept in float32, kB")
     figure.supylabel("Error of the predictive covariance")
-    save(figure, path, grid[0], columns=8)
+    save(figure, path, grid[0], columns=10)
 
 
 def _draw_panel(axes: Axes, rows: Sequence[Row]) -> None:
-    points = [(row["kilobytes"], row["covariance_error"]) for row in rows]
-    front = [points[place] for place in pareto_front(points)]
-    axes.plot(*zip(*front, strict=True), color="0.6", drawstyle="steps-post", label="front")
-    named = set()
-    for point, row in zip(points, rows, strict=True):
-        kind = row["kfac_approx"] or row["structure"]
-        name = kind if kind in COLORS else f"stock {kind}"
-        name += ", no tail" if row["tail"] is False else ""
+    frame = pd.DataFrame(rows).sort_values("kilobytes")
+    front = frame[frame["on_front"] == "yes"][["kilobytes", "covariance_error"]]
+    axes.plot(*front.values.T, color="0.6", drawstyle="steps-post", label="front")
+    kinds = frame["kfac_approx"].fillna("stock " + frame["structure"])
+    for (name, cut), alike in frame.groupby([kinds, frame["tail"] == False], sort=False):  # noqa: E712
+        kind = str(name).removeprefix("stock ")
         color = COLORS.get(kind, "black")
-        style = {"marker": MARKERS[kind], "color": color, "linestyle": "none"}
-        face = "none" if row["tail"] is False else color
-        label = "_" if name in named else name  # each kind is explained once
-        named.add(name)
-        axes.plot(*point, markerfacecolor=face, label=label, **style)
-        if row["is_default"]:
-            circle = {"markersize": 14, "markerfacecolor": "none", "linestyle": "none"}
-            axes.plot(*point, marker="o", color="red", label="default", **circle)
+        style: Any = {"linestyle": "none", "marker": MARKERS[kind], "color": color}
+        style |= {"markerfacecolor": "none" if cut else color}
+        label = f"{name}, no tail" if cut else name
+        axes.plot(alike["kilobytes"], alike["covariance_error"], label=label, **style)
+    default = frame[frame["is_default"]]
+    circle: Any = {"markersize": 14, "markerfacecolor": "none", "label": "default"}
+    axes.plot(default["kilobytes"], default["covariance_error"], "o", color="red", **circle)

@@ -9,22 +9,19 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
-from torch.utils.data import DataLoader
 
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, fine_tune, prepare
 from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import posterior
 from benchmarks.methods.priors import geometric_mean
 from benchmarks.metrics import quality
-from benchmarks.models import AdaptedModel
 from benchmarks.options import Tuning
 from benchmarks.report import Figures, Row, provenance, save, table, write
 from laplace_lora_ext import LinearizedModel, PredictiveStatistics, TuningHistory
 
 REPETITIONS = 3
 LINKS = ("probit", "mc", "mean_field")
-LINEARIZED = ("linearized_marglik", "linearized_loo")
-STRUCTURES = ("scalar", "layerwise")
+PRIORS = {structure: {"prior_structure": structure} for structure in ("scalar", "layerwise")}
 
 
 def run(options: Tuning) -> Figures:
@@ -33,22 +30,45 @@ def run(options: Tuning) -> Figures:
     pretrained = prepare(options, options.seed, options.validation_examples)
     pretrained = pretrained.for_epochs(options.epochs)
     model = fine_tune(pretrained, pretrained.data["train"], options.seed)
-    loader = pretrained.loader("validation", PREDICTION_BATCH_SIZE)
-    train_loader = pretrained.loader("train")
+    train = pretrained.loader("train")
+    validation = pretrained.loader("validation", PREDICTION_BATCH_SIZE)
     la = posterior("lowrank_kron").build(model)
-    la.fit(train_loader, progress_bar=not options.quiet)
-    seconds, statistics, linearized = _seconds(la, loader, train_loader, options)
+    la.fit(train, progress_bar=not options.quiet)
+
+    def predict() -> None:
+        for batch in validation:
+            la(batch, link_approx="probit")
+
+    predict()  # the first pass also warms up
+    seconds = {"One prediction pass": _median(predict)}
+    statistics = la.predictive_statistics(validation)
+    passing = _median(lambda: la.predictive_statistics(validation))
+    seconds["Predictive statistics, one pass"] = passing
+    linearized = la.linearize(train)
+    linearizing = _median(lambda: la.linearize(train))
+    seconds["Linearised model, one pass over the training texts"] = linearizing
+    searches = _searches(statistics, linearized, options)
+    grid = searches["gridsearch, probit"] | {"val_loader": validation}
+    searching = _median(lambda: la.optimize_prior_precision(**grid))
+    seconds["gridsearch, that pass included"] = searching
+    test = la.predictive_statistics(pretrained.loader(TEST, PREDICTION_BATCH_SIZE))
+    choices, histories, shares = _choices(la, searches, test, options)
+    for name in (name for name in searches if not name.endswith(LINKS[1:])):
+        search = searches[name]
+        seconds[name] = _median(lambda search=search: la.optimize_prior_precision(**search))
+
+    # The host's class predicts from one text at a time at the lowest cost.
+    stock = posterior("stock_kron").build(replace(model, model=copy.deepcopy(model.model)))
+    stock.fit(train, progress_bar=not options.quiet)
     points = options.stock_grid_size
-    stock = _stock_seconds(model, train_loader, pretrained.loader("validation", 1), options)
-    seconds[f"Stock Kron, gridsearch of {points}"] = stock
-    seconds[f"the same for {options.grid_size}, in proportion"] = stock * options.grid_size / points
-    one_pass = next(iter(seconds.values()))
+    grid |= {"val_loader": pretrained.loader("validation", 1), "grid_size": points}
+    taken = seconds_of(lambda: stock.optimize_prior_precision(**grid))
+    seconds[f"Stock Kron, gridsearch of {points}"] = taken
+    seconds[f"the same for {options.grid_size}, in proportion"] = taken * options.grid_size / points
+    one_pass = seconds["One prediction pass"]
     costs = [
         {"name": name, "seconds": each, "passes": each / one_pass} for name, each in seconds.items()
     ]
-    test = la.predictive_statistics(pretrained.loader(TEST, PREDICTION_BATCH_SIZE))
-    searches = _searches(statistics, linearized, options)
-    choices, histories, shares = _choices(la, searches, test, options)
     figures = {
         **provenance(options, pretrained.device),
         "data": pretrained.description,
@@ -59,11 +79,11 @@ def run(options: Tuning) -> Figures:
     }
     measured = [f"{link}_{key}" for link in LINKS for key in ("nll", "ece", "accuracy")]
     report = [
-        f"{len(statistics)} validation texts, {len(pretrained.task.classes)} classes, grid of "
-        f"{options.grid_size}, {options.steps} steps of val_gd.\n{statistics!r}",
-        table(costs, ["name", "seconds", "passes"], {"passes": "In prediction passes"}),
+        f"{len(statistics)} validation texts, grid of {options.grid_size}, {options.steps} steps of"
+        f" val_gd; searches have statistics or the linearised model given.\n{statistics!r}",
+        table(costs, ["name", "seconds", "passes"]),
         f"{len(test)} test texts; layerwise prior precisions as geometric means.",
-        table(choices, ["name", "prior_precision", *measured], {"name": "Chosen by"}),
+        table(choices, ["name", "prior_precision", *measured]),
     ]
     write(options.output, "tuning", figures, "\n\n".join(report))
     _draw_histories(histories, options.output / "tuning.png")
@@ -71,67 +91,23 @@ def run(options: Tuning) -> Figures:
     return figures
 
 
-def _seconds(
-    la: Any, loader: DataLoader, train_loader: DataLoader, options: Tuning
-) -> tuple[dict[str, float], PredictiveStatistics, LinearizedModel]:
-    """Time the searches, next to one prediction pass over the validation texts."""
-
-    def predict() -> None:
-        for batch in loader:
-            la(batch, link_approx="probit")
-
-    def search(**keywords: Any) -> float:
-        return _median_seconds(lambda: la.optimize_prior_precision(**keywords))
-
-    predict()  # the first pass also warms up
-    seconds = {"One prediction pass": _median_seconds(predict)}
-    statistics = la.predictive_statistics(loader)
-    passing = _median_seconds(lambda: la.predictive_statistics(loader))
-    seconds["Predictive statistics, one pass"] = passing
-    linearized = la.linearize(train_loader)
-    linearizing = _median_seconds(lambda: la.linearize(train_loader))
-    grid = {"method": "gridsearch", "grid_size": options.grid_size}
-    seconds["gridsearch, that pass included"] = search(val_loader=loader, **grid)
-    seconds["gridsearch, statistics given"] = search(val_loader=statistics, **grid)
-    texts: Any = train_loader.dataset
-    seconds[f"Linearised model, one pass over {len(texts)} training texts"] = linearizing
-    for structure in STRUCTURES:
-        prior: dict[str, Any] = {"prior_structure": structure}
-        descent = {"method": "val_gd", "val_loader": statistics, "n_steps": options.steps}
-        seconds[f"val_gd, {structure}, statistics given"] = search(**descent, **prior)
-        seconds[f"marglik, {structure}"] = search(**prior)
-        for method in LINEARIZED:
-            found = search(method=method, train_loader=linearized, **prior)
-            seconds[f"{method}, {structure}, model given"] = found
-    return seconds, statistics, linearized
-
-
-def _stock_seconds(
-    model: AdaptedModel, train_loader: DataLoader, loader: DataLoader, options: Tuning
-) -> float:
-    """Time the host's class, which predicts from one text at a time at the lowest cost."""
-    stock = posterior("stock_kron").build(replace(model, model=copy.deepcopy(model.model)))
-    stock.fit(train_loader, progress_bar=not options.quiet)
-    grid = {"method": "gridsearch", "grid_size": options.stock_grid_size}
-    keywords = {"val_loader": loader, "link_approx": "probit", "progress_bar": not options.quiet}
-    return seconds_of(lambda: stock.optimize_prior_precision(**grid, **keywords))
-
-
 def _searches(
     validation: PredictiveStatistics, linearized: LinearizedModel, options: Tuning
 ) -> dict[str, dict[str, Any]]:
     """Every way of choosing, as keywords of `optimize_prior_precision`."""
-    priors = {structure: {"prior_structure": structure} for structure in STRUCTURES}
-    searches = {f"marglik, {name}": {"method": "marglik", **p} for name, p in priors.items()}
-    for method in LINEARIZED:
-        for name, prior in priors.items():
-            search = {"method": method, "train_loader": linearized, **prior}
-            searches[f"{method}, {name}"] = search
+    searches: dict[str, dict[str, Any]] = {
+        f"marglik, {name}": {"method": "marglik", **prior} for name, prior in PRIORS.items()
+    }
+    for method in ("linearized_marglik", "linearized_loo"):
+        search = {"method": method, "train_loader": linearized}
+        searches |= {f"{method}, {name}": search | prior for name, prior in PRIORS.items()}
     for link in LINKS:
         data = {"val_loader": validation, "link_approx": link}
-        searches[f"gridsearch, {link}"] = {"method": "gridsearch", "n_samples": 1000, **data}
-        descent = {"method": "val_gd", "n_samples": 100, "n_steps": options.steps, **data}
-        searches |= {f"val_gd, {name}, {link}": {**descent, **p} for name, p in priors.items()}
+        grid = {"method": "gridsearch", "grid_size": options.grid_size, "n_samples": 1000}
+        descent = {"method": "val_gd", "n_steps": options.steps, "n_samples": 100}
+        searches[f"gridsearch, {link}"] = grid | data
+        for name, prior in PRIORS.items():
+            searches[f"val_gd, {name}, {link}"] = descent | data | prior
     return searches
 
 
@@ -142,7 +118,7 @@ def _choices(
     histories: dict[str, TuningHistory] = {}
     shares: dict[str, float] = {}
     rows: list[Row] = []
-    assert test.targets is not None
+    labels: Any = test.targets
     for name, search in searches.items():
         history = histories[name] = la.optimize_prior_precision(**search)
         if name == "marglik, layerwise":
@@ -157,32 +133,27 @@ def _choices(
         moments = test.moments(la.prior_precision)
         for link in LINKS:
             probabilities = la(moments, link_approx=link, n_samples=options.samples)
-            measured = quality(probabilities.cpu(), test.targets)
+            measured = quality(probabilities.cpu(), labels)
             row |= {f"{link}_{key}": value for key, value in measured.items()}
         rows.append(row)
-    measured = quality(test.f_mu.softmax(-1), test.targets)
+    measured = quality(test.f_mu.softmax(-1), labels)
     without = {f"{link}_{key}": value for link in LINKS for key, value in measured.items()}
     return [*rows, {"name": "MAP", "prior_precision": None, **without}], histories, shares
 
 
-def _median_seconds(job: Callable[[], object]) -> float:
+def _median(job: Callable[[], object]) -> float:
     return stdlib_statistics.median(seconds_of(job) for _ in range(REPETITIONS))
 
 
 def _draw_histories(histories: dict[str, TuningHistory], path: Path) -> None:
     """Draw the evidence, and the validation losses, along their searches."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for panel, kind, title in zip(
-        panels,
-        ("marglik", "val_gd"),
-        ("Log marginal likelihood, nats", "Validation NLL, nats"),
-        strict=True,
-    ):
+    panels = dict(zip(("marglik", "val_gd"), figure.subplots(1, 2), strict=True))
+    for kind, panel in panels.items():
         for name, history in histories.items():
             if kind in name:
                 panel.plot(history.step, history.objective, label=name)
-        panel.set(xlabel="Step", ylabel=title)
+        panel.set(xlabel="Step", ylabel=f"Objective of {kind}, nats")
         panel.legend(frameon=False)
     save(figure, path)
 
@@ -194,7 +165,6 @@ def _draw_shares(by_block: dict[str, float], path: Path) -> None:
     wide = shares.pivot_table("share", "module", "matrix", sort=False)
     figure = Figure(figsize=(8, 0.3 * len(wide) + 1.5), layout="constrained")
     panel = figure.subplots()
-    wide.plot.barh(ax=panel, width=0.8)
+    wide.plot.barh(ax=panel, width=0.8, ylabel="", xlabel="Share of the test logits' variance")
     panel.invert_yaxis()
-    panel.set(xlabel="Share of the variance of the test texts' logits", ylabel="")
     save(figure, path)
