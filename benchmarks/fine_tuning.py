@@ -1,7 +1,7 @@
 """The one fine-tuning: a task's model, LoRA layers on it, and their training with checkpoints."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.models import (
     AdaptedModel,
+    LogitsModel,
     device_of,
     load_model,
     load_tokenizer,
@@ -22,7 +23,7 @@ from benchmarks.models import (
 from benchmarks.options import TextRun
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.task import Example, Task
-from benchmarks.training import Hyperparameters, Records, train_or_read
+from benchmarks.training import Hyperparameters, Records, Weights, read_or_train, train
 
 MEMBER_SEEDS = 1000  # between the seeds of an ensemble's members
 PREDICTION_BATCH_SIZE = 8
@@ -131,7 +132,26 @@ class Pretrained:
     def for_epochs(self, epochs: int) -> "Pretrained":
         """To be trained for so many passes over the training texts, with one checkpoint."""
         settings = self.hyperparameters.for_epochs(epochs, len(self.task.train))
-        return replace(self, hyperparameters=replace(settings, checkpoints=1))
+        return replace(self, hyperparameters=settings)
+
+    def train_or_read(
+        self, model: LogitsModel, loader: DataLoader, settings: Hyperparameters, seed: int
+    ) -> dict[int, Weights]:
+        """Train on the likelihood of the classes, or read what the same training has left.
+
+        The seed is that of dropout and of the order of the loader's records.
+        """
+
+        def loss_of(batch: Any) -> torch.Tensor:
+            return cross_entropy(model(batch), batch["labels"])
+
+        key = [asdict(settings), loader.dataset, seed]
+        return read_or_train(
+            model.model,
+            key,
+            self.cache,
+            lambda: train(model.model, loader, loss_of, settings, self.show_progress),
+        )
 
 
 def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
@@ -179,14 +199,7 @@ def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> AdaptedMod
         initial={n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad},
         another=cache(lambda number: fine_tune(pretrained, records, seed + MEMBER_SEEDS * number)),
     )
-    checkpoints = train_or_read(
-        model,
-        pretrained.loader(records, generator=torch.Generator().manual_seed(seed)),
-        lambda batch: cross_entropy(adapted.logits_model(batch), batch["labels"]),
-        settings,
-        seed,
-        pretrained.cache,
-        pretrained.show_progress,
-    )
+    loader = pretrained.loader(records, generator=torch.Generator().manual_seed(seed))
+    checkpoints = pretrained.train_or_read(adapted.logits_model, loader, settings, seed)
     transformers.set_seed(seed)  # what follows does not depend on where the weights come from
     return replace(adapted, checkpoints=checkpoints)

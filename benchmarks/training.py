@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 Weights = dict[str, torch.Tensor]
 Records = list[dict[str, Any]]
-LossOf = Callable[[Any], torch.Tensor]  # of a batch
 
 
 @dataclass(frozen=True)
@@ -44,19 +43,19 @@ class Hyperparameters:
         count = min(self.checkpoints, self.steps)
         return [self.steps * number // count for number in range(1, count + 1)]
 
-    def for_epochs(self, epochs: int, texts: int) -> "Hyperparameters":
-        """Train for so many passes over the texts, with one step of twenty as a warm-up."""
+    def for_epochs(self, epochs: int, texts: int, warmup: float = 1 / 20) -> "Hyperparameters":
+        """Train for so many passes over the texts, with one checkpoint."""
         steps = epochs * math.ceil(texts / self.batch_size)
-        return replace(self, steps=steps, warmup_steps=steps // 20)
+        return replace(self, steps=steps, warmup_steps=int(warmup * steps), checkpoints=1)
 
 
 def train(
     model: torch.nn.Module,
     loader: DataLoader,
-    loss_of: LossOf,
+    loss_of: Callable[[Any], torch.Tensor],
     settings: Hyperparameters,
+    show_progress: bool,
     maximum_gradient_norm: float = math.inf,
-    show_progress: bool = True,
 ) -> dict[int, Weights]:
     """Train the parameters that require gradients, without weight decay.
 
@@ -65,14 +64,12 @@ def train(
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=settings.learning_rate, weight_decay=0.0)
-    schedule = transformers.get_linear_schedule_with_warmup(
-        optimizer, settings.warmup_steps, settings.steps
-    )
+    steps = (settings.warmup_steps, settings.steps)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, *steps)
     checkpoints = {}
     batches = _endless(loader)
     model.train()
-    steps = range(1, settings.steps + 1)
-    progress = tqdm(steps, desc="Training", disable=not show_progress, unit="step")
+    progress = tqdm(range(1, settings.steps + 1), desc="Training", disable=not show_progress)
     for step in progress:
         loss = loss_of(next(batches))
         loss.backward()
@@ -95,42 +92,28 @@ def _endless(loader: DataLoader) -> Iterator[Any]:
         yield from loader
 
 
-def train_or_read(
-    model: torch.nn.Module,
-    loader: DataLoader,
-    loss_of: LossOf,
-    settings: Hyperparameters,
-    seed: int,
-    cache: Path,
-    show_progress: bool,
+def read_or_train(
+    model: torch.nn.Module, key: Any, cache: Path, train: Callable[[], dict[int, Weights]]
 ) -> dict[int, Weights]:
-    """Train a model, or read the checkpoints that the same training has left in the cache.
+    """Read the checkpoints that the same training has left in the cache, or train.
 
-    The seed is that of dropout and of the order of the loader's records. The model is left in
-    evaluation mode, with the weights of the last step.
+    A training is known by the model's weights before it and by a key that JSON can hold, but not by
+    versions of packages. The model is left in evaluation mode, with the weights of the last step.
     """
-    device = next(model.parameters()).device
-    records: Any = loader.dataset
-    path = cache / f"fine-tuned-{training_digest(model, settings, records, seed)}.pt"
+    digest = hashlib.sha256(json.dumps(key).encode())
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    path = cache / f"fine-tuned-{digest.hexdigest()[:16]}.pt"
     if path.exists():
+        device = next(model.parameters()).device
         checkpoints = torch.load(path, map_location=device, weights_only=True)
-        model.load_state_dict(checkpoints[settings.steps], strict=False)
+        model.load_state_dict(checkpoints[max(checkpoints)], strict=False)
         model.eval()
         return checkpoints
-    checkpoints = train(model, loader, loss_of, settings, show_progress=show_progress)
+    checkpoints = train()
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")  # of a run that is cut off, nothing is read
     torch.save(checkpoints, unfinished)
     unfinished.replace(path)
     return checkpoints
-
-
-def training_digest(
-    model: torch.nn.Module, settings: Hyperparameters, records: Records, seed: int
-) -> str:
-    """Hash everything that a training's result depends on, but for versions of packages."""
-    digest = hashlib.sha256(json.dumps([asdict(settings), records, seed]).encode())
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -91,10 +91,10 @@ def _measure(
     """Train one model; return what it is like, and the errors of each curvature on it."""
     folder = encoder_folder()  # whose tokenizer is used, and not its weights
     settings = replace(LORA, model=architecture.name, target_modules=architecture.target_modules)
-    settings = settings.for_epochs(options.epochs, len(task.validation))
+    settings = settings.for_epochs(options.epochs, len(task.validation), warmup=0)
     small = SmallModel(
         task,
-        replace(settings, warmup_steps=0),
+        settings,
         load_tokenizer(folder),
         folder,
         DEVICE,

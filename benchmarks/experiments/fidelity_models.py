@@ -7,24 +7,16 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from benchmarks.fine_tuning import Pretrained
 from benchmarks.models import AdaptedModel
-from benchmarks.tasks.sources import LIBRARIES
-from benchmarks.training import Hyperparameters, train_or_read
+from benchmarks.tasks.docstrings import LIBRARIES
+from benchmarks.training import Hyperparameters
 
 LAYERS, HEADS = 2, 4
 ANSWERS = ["a", "b", "c", "d", "e"]
 BASE_EPOCHS = 4
-BASE = Hyperparameters(
-    model="random weights",
-    target_modules=(),
-    batch_size=32,
-    maximum_length=32,
-    learning_rate=1e-3,
-    checkpoints=1,
-)
+BASE = Hyperparameters("random weights", (), 32, 32, learning_rate=1e-3, checkpoints=1)
 LORA = replace(BASE, batch_size=16, learning_rate=5e-3, rank=4, alpha=16, dropout=0.0)
 
 
@@ -44,25 +36,26 @@ class MeanPooledDecoder(nn.Module):
         return self.head((states * weights).sum(1) / weights.sum(1))
 
 
-def _encoder(**shape: Any) -> nn.Module:
+def _encoder(shape: dict[str, Any], tokens: dict[str, int]) -> nn.Module:
     without = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     config = transformers.BertConfig(**shape, **without, num_labels=len(LIBRARIES))
     return transformers.BertForSequenceClassification(config)
 
 
-def _decoder(**shape: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+def _decoder(shape: dict[str, Any], tokens: dict[str, int]) -> nn.Module:
+    config = transformers.LlamaConfig(**shape, **tokens, tie_word_embeddings=True)
+    return transformers.LlamaForCausalLM(config)
 
 
-def _pooled_decoder(**shape: Any) -> nn.Module:
-    return MeanPooledDecoder(transformers.LlamaConfig(**shape))
+def _pooled_decoder(shape: dict[str, Any], tokens: dict[str, int]) -> nn.Module:
+    return MeanPooledDecoder(transformers.LlamaConfig(**shape, **tokens, tie_word_embeddings=True))
 
 
 class Architecture(NamedTuple):
     """One of the three ways from a text to logits; one answers with the tokens of `ANSWERS`."""
 
     name: str
-    build: Callable[..., nn.Module]
+    build: Callable[[dict[str, Any], dict[str, int]], nn.Module]
     target_modules: tuple[str, str]
 
 
@@ -84,9 +77,11 @@ class SmallModel(Pretrained):
     architecture: Architecture = ENCODER
     hidden_size: int = 0
     seed: int = 0
+    task_type = None  # of PEFT: the head is not trained with the LoRA weights
 
     def load(self) -> nn.Module:
         tokenizer = self.tokenizer
+        tokens = {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id}
         shape = {
             "hidden_size": self.hidden_size,
             "intermediate_size": 2 * self.hidden_size,
@@ -96,31 +91,15 @@ class SmallModel(Pretrained):
             "pad_token_id": tokenizer.pad_token_id,
             "max_position_embeddings": 64,
         }
-        if self.architecture is not ENCODER:
-            tokens = {"bos": tokenizer.cls_token_id, "eos": tokenizer.sep_token_id}
-            shape |= {f"{name}_token_id": token for name, token in tokens.items()}
-            shape["tie_word_embeddings"] = True
-        base = self.architecture.build(**shape)
+        base = self.architecture.build(shape, tokens)
         model = AdaptedModel(base, self.class_token_ids).logits_model
-        settings = BASE.for_epochs(BASE_EPOCHS, len(self.task.train))
+        settings = BASE.for_epochs(BASE_EPOCHS, len(self.task.train), warmup=0)
         order = torch.Generator().manual_seed(self.seed)
-        train_or_read(
-            model,
-            self.loader("train", settings.batch_size, order),
-            lambda batch: cross_entropy(model(batch), batch["labels"]),
-            replace(settings, warmup_steps=0),
-            self.seed,
-            self.cache,
-            self.show_progress,
-        )
+        loader = self.loader("train", settings.batch_size, order)
+        self.train_or_read(model, loader, settings, self.seed)
         return base
 
     @property
-    def task_type(self) -> None:
-        """The head is not trained with the LoRA weights."""
-
-    @property
     def class_token_ids(self) -> list[int] | None:
-        if self.architecture is not ANSWERING:
-            return None
-        return self.tokenizer.convert_tokens_to_ids(ANSWERS)
+        is_asked = self.architecture is ANSWERING
+        return self.tokenizer.convert_tokens_to_ids(ANSWERS) if is_asked else None

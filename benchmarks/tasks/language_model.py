@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from torch.utils.data import DataLoader
 
 from benchmarks.options import TextRun
+from benchmarks.tasks.docstrings import LIBRARIES
 from benchmarks.tasks.named import (
     QUESTION,
     Named,
@@ -32,7 +33,6 @@ from benchmarks.tasks.named import (
     read_named,
 )
 from benchmarks.tasks.paper_prompts import LETTERS, SELECT
-from benchmarks.tasks.sources import LIBRARIES
 from benchmarks.tasks.task import Example
 from benchmarks.training import Hyperparameters, train
 
@@ -132,7 +132,7 @@ def train_language_model(
     steps = range(settings.steps)
     batches: Any = [random_examples(step, pools, settings.batch_size, rng) for step in steps]
     loader = DataLoader(batches, batch_size=None, collate_fn=collate)
-    train(model, loader, loss_of, settings, maximum_gradient_norm=1.0, show_progress=show_progress)
+    train(model, loader, loss_of, settings, show_progress, maximum_gradient_norm=1.0)
     return model
 
 

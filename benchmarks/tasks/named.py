@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.options import TextRun
+from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY, masked, read_library
 from benchmarks.tasks.paper_prompts import LETTERS, four_choices
-from benchmarks.tasks.sources import LIBRARIES, SHIFTED_LIBRARY, masked, read_library
 from benchmarks.tasks.task import Example, Sizes, Task
 
 # One function in so many is kept from the language model for the task that it is tested on.
