@@ -12,14 +12,7 @@ from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_tr
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from benchmarks.models import (
-    AdaptedModel,
-    LogitsModel,
-    device_of,
-    load_model,
-    load_tokenizer,
-    padding_collator,
-)
+from benchmarks.models import AdaptedModel, LogitsModel, device_of, load_model, load_tokenizer
 from benchmarks.options import TextRun
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.task import Example, Task
@@ -61,16 +54,12 @@ class Pretrained:
         """Tokens of a causal language model's answers, as they follow a prompt."""
         if not self.task.is_prompt:
             return None
-        prompt = "Answer:"
-        start = len(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        tokens = []
-        for answer in self.task.classes:
-            identifiers = self.tokenizer(f"{prompt} {answer}", add_special_tokens=False)
-            (*_, token) = identifiers["input_ids"]
-            if len(identifiers["input_ids"]) != start + 1:
+        texts = ["Answer:", *(f"Answer: {answer}" for answer in self.task.classes)]
+        start, *answers = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for answer, tokens in zip(self.task.classes, answers, strict=True):
+            if len(tokens) != len(start) + 1:
                 raise ValueError(f"The answer {answer!r} is not one token of this model.")
-            tokens.append(token)
-        return tokens
+        return [tokens[-1] for tokens in answers]
 
     @cached_property
     def data(self) -> dict[str, Records]:
@@ -78,12 +67,12 @@ class Pretrained:
 
         The last two are sorted by length, so that batches in their order need little padding.
         """
-        task = self.task
-        data = {TEST: task.test, **task.shifted}
-        return {"train": self.records(task.train), "validation": self.records(task.validation)} | {
-            name: sorted(self.records(examples), key=lambda record: len(record["input_ids"]))
-            for name, examples in data.items()
-        }
+        sets = {TEST: self.task.test, **self.task.shifted}
+        data = {name: self.records(examples) for name, examples in sets.items()}
+        for records in data.values():
+            records.sort(key=lambda record: len(record["input_ids"]))
+        fitted = {"train": self.task.train, "validation": self.task.validation}
+        return data | {name: self.records(examples) for name, examples in fitted.items()}
 
     @property
     def description(self) -> dict[str, Any]:
@@ -95,21 +84,16 @@ class Pretrained:
 
     def records(self, examples: Sequence[Example]) -> Records:
         """Tokens of texts or pairs of texts, and their labels where there are any."""
-        if not examples:
-            return []
-        texts = [one.text if isinstance(one.text, tuple) else (one.text,) for one in examples]
-        encoded = self.tokenizer(
-            *(list(part) for part in zip(*texts, strict=True)),
-            truncation=True,
-            max_length=self.hyperparameters.maximum_length,
-            return_token_type_ids=False,
-        )
-        tokens = zip(encoded["input_ids"], encoded["attention_mask"], strict=True)
-        return [
-            {"input_ids": identifiers, "attention_mask": mask}
-            | ({} if example.label is None else {"labels": example.label})
-            for example, (identifiers, mask) in zip(examples, tokens, strict=True)
-        ]
+        records = []
+        for text, label in examples:
+            record = self.tokenizer(
+                *([text] if isinstance(text, str) else text),
+                truncation=True,
+                max_length=self.hyperparameters.maximum_length,
+                return_token_type_ids=False,
+            )
+            records.append({**record, **({} if label is None else {"labels": label})})
+        return records
 
     def loader(
         self,
@@ -119,14 +103,16 @@ class Pretrained:
     ) -> DataLoader:
         """Batches of records or of a data set: in their order, or shuffled by a generator.
 
-        They are of the training's size, if no other one is given.
+        They are of the training's size, if no other one is given. Stock Laplace classes leave
+        mappings where they are, so they are on the device.
         """
+        pad = transformers.DataCollatorWithPadding(self.tokenizer)
         return DataLoader(
             self.data[records] if isinstance(records, str) else records,  # pyright: ignore
             batch_size=batch_size or self.hyperparameters.batch_size,
             shuffle=generator is not None,
             generator=generator,
-            collate_fn=padding_collator(self.tokenizer, self.device),
+            collate_fn=lambda batch: transformers.BatchEncoding(pad(batch)).to(self.device),
         )
 
     def for_epochs(self, epochs: int) -> "Pretrained":
@@ -142,16 +128,14 @@ class Pretrained:
         The seed is that of dropout and of the order of the loader's records.
         """
 
+        def checkpoints() -> dict[int, Weights]:
+            return train(model.model, loader, loss_of, settings, self.show_progress)
+
         def loss_of(batch: Any) -> torch.Tensor:
             return cross_entropy(model(batch), batch["labels"])
 
         key = [asdict(settings), loader.dataset, seed]
-        return read_or_train(
-            model.model,
-            key,
-            self.cache,
-            lambda: train(model.model, loader, loss_of, settings, self.show_progress),
-        )
+        return read_or_train(model.model, key, self.cache, checkpoints)
 
 
 def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:

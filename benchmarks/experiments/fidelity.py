@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from benchmarks.experiments import curvature_errors as exactly
 from benchmarks.experiments.fidelity_models import ARCHITECTURES, LORA, Architecture, SmallModel
-from benchmarks.experiments.fidelity_report import draw, means, text_of, verdict
+from benchmarks.experiments.fidelity_report import draw, means, text_of
 from benchmarks.fine_tuning import fine_tune
 from benchmarks.measuring import set_up
 from benchmarks.methods import posterior
@@ -74,7 +74,6 @@ def run(options: Fidelity) -> Figures:
         "models": models,
         "curvatures": rows,
         "means": means(rows),
-        "verdict": verdict(rows),
     }
     by_model = {
         architecture.name: means([row for row in rows if row["model"] == architecture.name])

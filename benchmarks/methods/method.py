@@ -14,11 +14,6 @@ Probabilities = dict[str, torch.Tensor]  # (texts, classes) by the data set's na
 LogitsOf = Callable[[Any], torch.Tensor]  # from a batch to logits (texts, classes)
 
 
-def labels_of(loader: DataLoader) -> torch.Tensor:
-    """Classes (texts,) of a loader's records; a pass over its batches would draw random numbers."""
-    return torch.tensor([record["labels"] for record in loader.dataset])  # pyright: ignore
-
-
 @dataclass(frozen=True)
 class Method:
     """A line of the list: what options and figures call it, and what tables do."""
@@ -37,21 +32,19 @@ class Members:
     @torch.no_grad()
     def predict(self, loaders: Loaders) -> Probabilities:
         """Mean of the members' probabilities."""
-        draws = [
-            {
-                name: torch.cat([logits_of(batch).cpu() for batch in loader]).softmax(-1)
-                for name, loader in loaders.items()
-            }
-            for logits_of in self.logits()
-        ]
-        return {name: torch.stack([draw[name] for draw in draws]).mean(0) for name in loaders}
+        draws: dict[str, list[torch.Tensor]] = {name: [] for name in loaders}
+        for logits_of in self.logits():
+            for name, loader in loaders.items():
+                logits = torch.cat([logits_of(batch).cpu() for batch in loader])
+                draws[name].append(logits.softmax(-1))
+        return {name: torch.stack(of_set).mean(0) for name, of_set in draws.items()}
 
 
 @dataclass(frozen=True)
 class PointMethod(Method):
     """A method without a posterior: `fit` takes the model and, if need be, validation batches."""
 
-    fit: Callable[[AdaptedModel, DataLoader | None], Members]
+    fit: Callable[[AdaptedModel, DataLoader], Members]
     needs_validation: bool = False
 
 
@@ -66,3 +59,9 @@ class Posterior(Method):
 
     build: Callable[[AdaptedModel], Any]
     linearized: bool = False
+
+
+def labels_of(loader: DataLoader) -> torch.Tensor:
+    """Classes (texts,) of a loader's records; a pass over its batches would draw random numbers."""
+    records: Any = loader.dataset
+    return torch.tensor([record["labels"] for record in records])

@@ -15,35 +15,28 @@ CHECKPOINTS_IN_ENSEMBLE = 3
 ENSEMBLE_SIZE = 3
 
 
-def as_it_is(model: AdaptedModel, validation: DataLoader | None) -> Members:
-    """The model after training."""
+def as_it_is(model: AdaptedModel, validation: DataLoader) -> Members:
     return Members(lambda: iter([model.logits_model]))
 
 
-def with_dropout(model: AdaptedModel, validation: DataLoader | None) -> Members:
+def with_dropout(model: AdaptedModel, validation: DataLoader) -> Members:
     """Passes with the dropout of the training."""
 
     def passes() -> Iterator[LogitsOf]:
         model.model.train()
-        for _ in range(DROPOUT_PASSES):
-            yield model.logits_model
+        yield from [model.logits_model] * DROPOUT_PASSES
         model.model.eval()
 
     return Members(passes)
 
 
-def last_checkpoints(model: AdaptedModel, validation: DataLoader | None) -> Members:
+def last_checkpoints(model: AdaptedModel, validation: DataLoader) -> Members:
     """The last checkpoints of one training; the last one stays."""
-
-    def checkpoints() -> Iterator[LogitsOf]:
-        for step in list(model.checkpoints)[-CHECKPOINTS_IN_ENSEMBLE:]:
-            model.restore(step)
-            yield model.logits_model
-
-    return Members(checkpoints)
+    steps = list(model.checkpoints)[-CHECKPOINTS_IN_ENSEMBLE:]
+    return Members(lambda: (model.at(step).logits_model for step in steps))
 
 
-def other_seeds(model: AdaptedModel, validation: DataLoader | None) -> Members:
+def other_seeds(model: AdaptedModel, validation: DataLoader) -> Members:
     """Trainings that differ in their seeds, as far as this one has come."""
     assert model.another is not None
     step = max(model.checkpoints)
@@ -51,9 +44,8 @@ def other_seeds(model: AdaptedModel, validation: DataLoader | None) -> Members:
     return Members(lambda: iter([member.logits_model for member in (model, *others)]))
 
 
-def scaled(model: AdaptedModel, validation: DataLoader | None) -> Members:
+def scaled(model: AdaptedModel, validation: DataLoader) -> Members:
     """The model with its logits divided by the temperature that validation data prefer."""
-    assert validation is not None
     temperature = fit_temperature(model.logits(validation), labels_of(validation))
 
     def logits_of(batch: Any) -> torch.Tensor:
@@ -67,11 +59,11 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
     log_temperature = torch.zeros((), requires_grad=True)
     optimizer = torch.optim.LBFGS([log_temperature], max_iter=100, line_search_fn="strong_wolfe")
 
-    def closure() -> torch.Tensor:
+    def closure() -> Any:
         optimizer.zero_grad()
         loss = cross_entropy(logits / log_temperature.exp(), labels)
         loss.backward()
         return loss
 
-    optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+    optimizer.step(closure)
     return log_temperature.exp().item()
