@@ -4,7 +4,6 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from benchmarks.report import Figures, Row, provenance, write
 INTERMEDIATE_RATIO = 2.7
 VOCABULARY = 1000
 HEAD_SIZE = 64
-HEADLINE_BATCH_SIZE = 8  # whose memory the table shows
+LARGEST_BATCH_OF_WIDE_MODELS = 8  # on a CPU, for those wider than
 WIDEST_WITH_LARGE_BATCHES = 1024
 # Rivals that hold the Jacobian of all weights take minutes and gigabytes for more.
 LARGEST_BATCH_OF_JACOBIANS = 8
@@ -33,31 +32,30 @@ def run(options: Cost) -> Figures:
     device = device_of(options.device)
     _refuse(options)
     measuring.set_up(options)
-    shapes = []
+    measured, failures = [], []
     for shape, batches in shapes_of(options, device):
-        sizes = sorted(set(options.prediction_batch_sizes))
-        if shape.hidden_size > WIDEST_WITH_LARGE_BATCHES and torch.device(device).type != "cuda":
-            sizes = [size for size in sizes if size <= max(HEADLINE_BATCH_SIZE, sizes[0])]
-        rows = []
+        place = {"hidden_size": shape.hidden_size, "layers": shape.layers, "dtype": shape.dtype}
         for key in options.contestants:
             if not options.quiet:
                 text = f"{shape.hidden_size}, {shape.dtype}: {METHODS[key].title}"
                 print(text, file=sys.stderr)
-            rows.append(contest(key, shape, batches, sizes, options, device))
-        _add_ratios(rows)
-        headline = HEADLINE_BATCH_SIZE if HEADLINE_BATCH_SIZE in sizes else sizes[0]
-        facts = {"batches": batches, "headline_batch_size": headline, "contestants": rows}
-        shapes.append({**asdict(shape), **facts})
+            row = {**place, "contestant": key, "name": METHODS[key].title}
+            for kind, content in contest(key, shape, batches, options, device):
+                (failures if kind == "failed" else measured).append({**row, **content})
+    bare = {_place(row): row["median"] for row in measured if row["contestant"] == "bare"}
+    for row in measured:
+        seconds = bare.get(_place(row))
+        row["in_bare_loops"] = row["median"] / seconds if seconds else None
     figures = {
         "weights": MEANING,
         **provenance(options, device),
-        "shapes": shapes,
-        "fit_growth": _fit_growth(shapes, options.contestants),
-        "growth": growth(options, device),
+        "measurements": measured,
+        "failures": failures,
+        "growth": [*_fit_growth(measured, options.contestants), *growth(options, device)],
         "seconds": time.perf_counter() - started,
     }
     write(options.output, "cost", figures, text_of(figures))
-    draw_costs(shapes, options.output / "cost.png")
+    draw_costs(measured, options.output / "cost.png")
     return figures
 
 
@@ -103,33 +101,29 @@ def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
 
 
 def contest(
-    key: str, shape: Shape, batches: int, sizes: list[int], options: Cost, device: str
-) -> Row:
-    """One method's figures for one shape, in a process of its own, and what of it has failed.
+    key: str, shape: Shape, batches: int, options: Cost, device: str
+) -> Iterator[tuple[str, Row]]:
+    """Figures of a method's phases at one shape, in a process of its own; and "failed" ones.
 
-    A fit sees so many batches; `sizes` are those of predictions' batches.
+    A fit sees so many batches.
     """
-    if _holds_jacobian(key):
-        sizes = [size for size in sizes if size <= max(LARGEST_BATCH_OF_JACOBIANS, min(sizes))]
-    row: Row = {"contestant": key, "name": METHODS[key].title, "fit": None}
-    row |= {"posterior_megabytes": None, "predict": [], "failures": []}
+    sizes = sorted(set(options.prediction_batch_sizes))
+    limits = [LARGEST_BATCH_OF_JACOBIANS] if _holds_jacobian(key) else []
+    if shape.hidden_size > WIDEST_WITH_LARGE_BATCHES and torch.device(device).type != "cuda":
+        limits.append(LARGEST_BATCH_OF_WIDE_MODELS)
+    sizes = [size for size in sizes if all(size <= max(limit, sizes[0]) for limit in limits)]
     needed, available = needed_megabytes(key, shape, max(sizes)), options.memory_limit
     if available is None:
         available = measuring.available_megabytes(device)
     if needed > available:
         reason = f"needs at least {needed:.4g} MB of memory where {available:.4g} MB are free"
-        row["failures"].append({"what": "not run", "reason": reason})
-        return row
+        yield "failed", {"what": "not run", "reason": reason}
+        return
     arguments = (key, shape, batches, sizes, options, device)
     messages, reason = measuring.run_limited(measure, arguments, options.limit)
-    for kind, content in messages:
-        if isinstance(row.get(kind), list):
-            row[kind].append(content)
-        elif kind in row:
-            row[kind] = content
+    yield from (message for message in messages if message[0] != "ready")
     if reason is not None:
-        row["failures"].append({"what": "stopped", "reason": reason})
-    return row
+        yield "failed", {"what": "stopped", "reason": reason}
 
 
 def measure(
@@ -137,7 +131,7 @@ def measure(
     key: str,
     shape: Shape,
     batches: int,
-    sizes: list[int],
+    sizes: Sequence[int],
     options: Cost,
     device: str,
 ) -> None:
@@ -155,23 +149,22 @@ def measure(
     la = posterior(key).build(model)
     limits = (device, options.repetitions, options.limit)
     figures = measuring.time_and_memory(lambda: la.fit(loader), *limits)
-    per_batch = {"batches": batches, "seconds_per_batch": figures["median"] / batches}
-    send("fit", {**figures, **per_batch})
-    send("posterior_megabytes", _bytes_of(la.state_dict()["H"]) / measuring.BYTES_PER_MEGABYTE)
+    kept = _bytes_of(la.state_dict()["H"]) / measuring.BYTES_PER_MEGABYTE
+    send("fit", {"phase": "fit", **figures, "batches": batches, "posterior_megabytes": kept})
     for size in sizes:
         (batch,) = random_loader(shape, 1, device, options.seed + 1, size)
 
         def predict(batch: Any = batch) -> None:
             la(batch, pred_type="glm", link_approx="probit")
 
+        phase = f"predict {size}"
         try:
             held = measuring.megabytes_in_use(device) - before
             figures = measuring.time_and_memory(predict, *limits)
             figures["peak_megabytes"] += held
-            send("predict", {**figures, "batch_size": size})
+            send("predict", {"phase": phase, **figures, "batches": 1})
         except Exception as error:
-            reason = measuring.reason_of(error)
-            send("failures", {"what": f"predictions, batch {size}", "reason": reason})
+            send("failed", {"what": phase, "reason": measuring.reason_of(error)})
 
 
 def needed_megabytes(key: str, shape: Shape, batch_size: int) -> float:
@@ -202,32 +195,27 @@ def _bytes_of(content: Any) -> int:
     return sum(map(_bytes_of, parts)) if isinstance(content, (Mapping, list, tuple)) else 0
 
 
-def _add_ratios(rows: list[Row]) -> None:
-    """Divide every time by that of the bare loop, where there is one."""
-    bare: dict[int, float] = {}
-    for is_bare in (True, False):
-        for row in (row for row in rows if (row["contestant"] == "bare") is is_bare):
-            for part in (*filter(None, [row["fit"]]), *row["predict"]):
-                size = part.get("batch_size", 0)  # none of a fit
-                seconds = bare.setdefault(size, part["median"]) if is_bare else bare.get(size)
-                part["in_bare_loops"] = part["median"] / seconds if seconds else None
+def _place(row: Row) -> tuple:
+    return row["hidden_size"], row["layers"], row["dtype"], row["phase"]
 
 
-def _fit_growth(shapes: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+def _fit_growth(measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
     """How what a fit adds to the bare loop grows with the hidden size.
 
-    The times are divided by the number of layers, of which wide models have fewer.
+    The seconds are those of a batch and a layer, of which wide models have fewer.
     """
     series = []
     for key in (key for key in keys if key != "bare"):
-        added: dict[int, float] = {}
-        for shape in (shape for shape in shapes if shape["dtype"] == shapes[0]["dtype"]):
-            fits = {row["contestant"]: row["fit"] for row in shape["contestants"]}
-            if fits.get(key) and fits.get("bare"):
-                difference = fits[key]["seconds_per_batch"] - fits["bare"]["seconds_per_batch"]
-                added[shape["hidden_size"]] = difference / shape["layers"]
-        sizes, seconds = list(added), list(added.values())
-        facts = {"hidden_sizes": sizes, "added_seconds_per_batch_and_layer": seconds}
-        name = {"contestant": key, "name": METHODS[key].title}
-        series.append({**name, **facts, "exponent": measuring.growth_exponent(sizes, seconds)})
+        fits = [row for row in measured if row["contestant"] == key and row["phase"] == "fit"]
+        added = {
+            row["hidden_size"]: row["median"]
+            * (1 - 1 / row["in_bare_loops"])
+            / (row["batches"] * row["layers"])
+            for row in fits
+            if row["dtype"] == fits[0]["dtype"] and row["in_bare_loops"]
+        }
+        exponent = measuring.growth_exponent(list(added), list(added.values()))
+        name = {"name": f"{METHODS[key].title}, fit", "against": "hidden size"}
+        facts = {"sizes": list(added), "seconds": list(added.values()), "exponent": exponent}
+        series.append({**name, **facts})
     return series

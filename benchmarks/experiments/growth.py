@@ -44,8 +44,8 @@ def growth(options: Cost, device: str) -> list[Row]:
             repeated_seconds(job_of(size), options.repetitions, options.limit) for size in sizes
         ]
         row = {"name": name, "against": against, "sizes": list(sizes), "figures": figures}
-        exponent = growth_exponent(sizes, [figure["median"] for figure in figures])
-        rows.append({**row, "exponent": exponent})
+        seconds = [figure["median"] for figure in figures]
+        rows.append({**row, "seconds": seconds, "exponent": growth_exponent(sizes, seconds)})
     return rows
 
 
