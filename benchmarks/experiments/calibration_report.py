@@ -6,19 +6,10 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from benchmarks.experiments.calibration_trial import SPLIT, WHOLE
 from benchmarks.metrics import COVERAGES
-from benchmarks.report import (
-    TITLES,
-    Figures,
-    Row,
-    draw_reliability,
-    hardware_of,
-    label,
-    save,
-    table,
-)
+from benchmarks.report import Figures, Row, draw_reliability, hardware_of, label, save, table
 
+WHOLE, SPLIT = "whole training set", "80/20 split"
 IDENTITY = ["name", "protocol", "chosen_by", "link"]
 PREFERRED = "preferred"  # the link of a method that a seed's validation data prefer
 FIGURES = ["accuracy", "nll", "ece", "calibrated_ece", "brier", "away_from_map"]
@@ -44,12 +35,17 @@ def text_of(figures: Figures) -> str:
     rows, task = figures["methods"], figures["task"]
     seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
     shifted = ", ".join(f"{count} of {name}" for name, count in task["shifted"].items())
+    summary = summarize(rows)
+    cells = pd.DataFrame(index=summary.index)
+    for name in summary.columns.get_level_values(0).unique():
+        means, deviations = (summary[name, each].map("{:.3f}".format) for each in ("mean", "std"))
+        cells[name] = means + " ± " + deviations if "," in seeds else means
     parts = [
         f"Task {task['name']}: {figures['hyperparameters']['model']} with LoRA, {task['train']} "
         f"training texts, {task['test']} test texts, {len(task['classes'])} classes; shifted "
         f"texts: {shifted or 'none'}. Seeds: {seeds}; mean ± standard deviation of several. "
         f"{hardware_of(figures)}.",
-        _table(rows),
+        table(cells.reset_index().to_dict("records"), [*IDENTITY, *cells]),
         f"Test texts of seed {rows[0]['seed']}, from the smallest margin of the top logit to the "
         "largest, with the squared norm of the margin's Jacobian:",
         table(figures["jacobians_by_margin"], ["margin", "squared_norm", "accuracy"]),
@@ -74,17 +70,6 @@ def summarize(rows: Sequence[Row]) -> pd.DataFrame:
     return groups.agg(["mean", "std"]).fillna(0.0)
 
 
-def _table(rows: Sequence[Row]) -> str:
-    summary = summarize(rows)
-    several = len({row["seed"] for row in rows}) > 1
-    cells = pd.DataFrame(index=summary.index)
-    for name in summary.columns.get_level_values(0).unique():
-        means, deviations = (summary[name, each].map("{:.3f}".format) for each in ("mean", "std"))
-        cells[name] = means + " ± " + deviations if several else means
-    titles = {**TITLES, "protocol": "Data", **{name: name for name in cells if "AUROC" in name}}
-    return table(cells.reset_index().to_dict("records"), [*IDENTITY, *cells], titles)
-
-
 def draw(figures: Figures, folder: Path) -> None:
     """Draw the diagrams of the first seed."""
 
@@ -95,11 +80,15 @@ def draw(figures: Figures, folder: Path) -> None:
     rows, along = figures["methods"], drawn(figures["along_training"])
     first = drawn([row for row in rows if row["seed"] == rows[0]["seed"]])
     draw_reliability(first, folder / "calibration_reliability.png")
-    if rows[0]["shifted"]:
+    if first[0]["shifted"]:
         draw_selective_accuracy(first, folder / "selective_accuracy.png")
-    draw_shares(figures["variance_by_layer"], folder / "layers.png")
     if along:
         draw_along_training(along, folder / "along_training.png")
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    shares = pd.Series(figures["variance_by_layer"]).rename(lambda name: name.rpartition(".")[2])
+    axis = {"xlabel": "Layer", "ylabel": "Share of the test logits' variance"}
+    shares.plot.bar(ax=figure.subplots(), **axis)
+    save(figure, folder / "layers.png")
 
 
 def draw_selective_accuracy(rows: Sequence[Row], path: Path) -> None:
@@ -123,15 +112,5 @@ def draw_along_training(rows: Sequence[Row], path: Path) -> None:
     for panel, key in zip(panels, ("accuracy", "nll", "ece"), strict=True):
         for name, of_method in frame.groupby("label", sort=False):
             panel.plot(of_method["step"], of_method[key], marker="o", label=name)
-        panel.set(xlabel="Training steps", ylabel=TITLES.get(key, key.capitalize()))
+        panel.set(xlabel="Training steps", ylabel=key)
     save(figure, path, panels[0])
-
-
-def draw_shares(shares: dict[str, float], path: Path) -> None:
-    """Draw each layer's share in the variance of the logits."""
-    figure = Figure(figsize=(6, 0.3 * len(shares) + 1.2), layout="constrained")
-    panel = figure.subplots()
-    panel.barh([name.rpartition(".")[2] for name in shares], list(shares.values()))
-    panel.invert_yaxis()
-    panel.set(xlabel="Share of the variance of the test texts' logits", ylabel="Layer")
-    save(figure, path)

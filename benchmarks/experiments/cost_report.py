@@ -39,7 +39,10 @@ def text_of(figures: Figures) -> str:
     for shape, of_shape in shapes.items():
         columns = dict.fromkeys(key for cells in of_shape.values() for key in cells)
         parts += [shape, table(list(of_shape.values()), list(columns))]
-    failures = [f"- {row['name']}, {row['what']}: {row['reason']}" for row in figures["failures"]]
+    failures = [
+        f"- {row['name']} ({row['hidden_size']}, {row['dtype']}), {row['what']}: {row['reason']}"
+        for row in figures["failures"]
+    ]
     parts += ["\n".join(failures)] if failures else []
     parts.append(
         "Growth: exponents of least squares in logarithms. What a fit adds to the bare loop, for "

@@ -11,18 +11,12 @@ from benchmarks.models import AdaptedModel
 
 def over_lora(model: AdaptedModel, structure: str = "lowrank_kron", **keywords: Any) -> Any:
     """A structure of the curvature, this library's or the host's, through this library's class."""
-    return laplace_lora_ext.Laplace(
-        model.model,
-        "classification",
-        subset_of_weights="lora",
-        hessian_structure=structure,
-        class_token_ids=model.class_token_ids,
-        **keywords,
-    )
+    tokens = model.class_token_ids
+    what: Any = (model.model, "classification", "lora", structure)
+    return laplace_lora_ext.Laplace(*what, class_token_ids=tokens, **keywords)
 
 
 def with_paper_settings(model: AdaptedModel) -> Any:
-    """The paper's curvature."""
     return over_lora(model, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
 
 
@@ -30,12 +24,12 @@ def of_last_layer(model: AdaptedModel) -> Any:
     """LLLA: the output layer of a language model, the last transformer layer of an encoder."""
     if model.class_token_ids is not None:
         return over_lora(model, target_modules=["lm_head"])
-    return over_lora(model, layers_to_transform=[_number_of_layers(model) - 1])
+    return over_lora(model, layers_to_transform=_layers(model)[-1:])
 
 
 def of_first_half(model: AdaptedModel) -> Any:
-    """The first half of the transformer layers."""
-    return over_lora(model, layers_to_transform=list(range(_number_of_layers(model) // 2)))
+    layers = _layers(model)
+    return over_lora(model, layers_to_transform=layers[: len(layers) // 2])
 
 
 def with_mean_at_start(model: AdaptedModel) -> Any:
@@ -52,13 +46,7 @@ def stock(model: AdaptedModel, structure: str, **keywords: Any) -> Any:
     model.model.requires_grad_(False)
     for weight in model.lora_weights:
         weight.requires_grad_(True)
-    return Laplace(
-        model.logits_model,
-        "classification",
-        subset_of_weights="all",
-        hessian_structure=structure,
-        **keywords,
-    )
+    return Laplace(model.logits_model, "classification", "all", structure, **keywords)
 
 
 def stock_with_asdl(model: AdaptedModel) -> Any:
@@ -68,5 +56,6 @@ def stock_with_asdl(model: AdaptedModel) -> Any:
     return stock(model, "kron", backend=AsdlGGN)
 
 
-def _number_of_layers(model: AdaptedModel) -> int:
-    return model.model.config.num_hidden_layers  # pyright: ignore
+def _layers(model: AdaptedModel) -> list[int]:
+    config: Any = model.model.config
+    return list(range(config.num_hidden_layers))

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -57,48 +57,41 @@ class BayesianLoRA:
         except ImportError as error:
             raise RuntimeError(f"the package bayesian-lora cannot be imported ({error})") from error
         self._package: Any = bayesian_lora
-        self._model = model
-        self._rank = model.model.peft_config["default"].r  # pyright: ignore
+        self._model, self._inner = model, cast("Any", model.model)
+        self._rank = self._inner.peft_config["default"].r
         self._device = str(model.logits_model.device)
         self._factors: Any = None
-        # As `LogitsModel` does for the others: no cache, and the answer's logits alone.
-        known = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
-        options = {"use_cache": False, "logits_to_keep": 1}
-        self._options = {key: value for key, value in options.items() if key in known}
 
     def fit(self, batches: Iterable[Any]) -> None:
-        threshold = self._rank + 1
         factors = self._package.kfac.calculate_kronecker_factors(
-            self._model.model,
+            self._inner,
             lambda _, batch: self._model.logits_model(batch),
             batches,
             n_kfac=LARGE_FACTOR_RANK,
-            lr_threshold=threshold,
+            lr_threshold=self._rank + 1,
             target_module_keywords=["lora"],
         )
         self._factors = self._package.main.cholesky_decompose_small_factors(
-            factors, threshold, self._device, torch.float32
+            factors, self._rank + 1, self._device, torch.float32
         )
-        self._model.model.eval()
+        self._inner.eval()
 
     def __call__(self, batch: Any, **_: Any) -> torch.Tensor:
-        tokens = self._model.class_token_ids
-        assert tokens is not None
+        tokens = self._model.class_token_ids or []
         inputs = type(batch)({key: value for key, value in batch.items() if key != "labels"})
+        # As `LogitsModel` does for the others: no cache, and the answer's logits alone.
+        known = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+        options = {"use_cache": False, "logits_to_keep": 1}
+        options = {key: value for key, value in options.items() if key in known}
         jacobian, mean = self._package.main.jacobian_mean(
-            self._model.model,
-            type(batch)({**inputs, **self._options}),
+            self._inner,
+            type(batch)({**inputs, **options}),
             output_callback=lambda outputs: outputs.logits[:, -1, tokens],
         )
+        prior_variance = torch.ones((), device=self._device)
+        sizes = (len(tokens), self._rank, LARGE_FACTOR_RANK, self._device)
         covariance = self._package.main.variance(
-            inputs,
-            jacobian,
-            self._factors,
-            torch.ones((), device=self._device),
-            len(tokens),
-            self._rank,
-            LARGE_FACTOR_RANK,
-            self._device,
+            inputs, jacobian, self._factors, prior_variance, *sizes
         )
         scale = (1 + torch.pi / 8 * covariance.diagonal(dim1=-2, dim2=-1)).sqrt()
         return (mean / scale).softmax(-1)
