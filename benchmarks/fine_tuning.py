@@ -63,10 +63,7 @@ class Pretrained:
 
     @cached_property
     def data(self) -> dict[str, Records]:
-        """Tokenized texts by the data set's name: train, validation, test, and shifted ones.
-
-        The last two are sorted by length, so that batches in their order need little padding.
-        """
+        """Tokenized texts by the data set's name; test and shifted ones by length, to pad little."""
         sets = {TEST: self.task.test, **self.task.shifted}
         data = {name: self.records(examples) for name, examples in sets.items()}
         for records in data.values():
@@ -101,11 +98,7 @@ class Pretrained:
         batch_size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> DataLoader:
-        """Batches of records or of a data set: in their order, or shuffled by a generator.
-
-        They are of the training's size, if no other one is given. Stock Laplace classes leave
-        mappings where they are, so they are on the device.
-        """
+        """Batches of records or of a data set, on the device: stock classes leave mappings alone."""
         pad = transformers.DataCollatorWithPadding(self.tokenizer)
         return DataLoader(
             self.data[records] if isinstance(records, str) else records,  # pyright: ignore
@@ -123,10 +116,7 @@ class Pretrained:
     def train_or_read(
         self, model: LogitsModel, loader: DataLoader, settings: Hyperparameters, seed: int
     ) -> dict[int, Weights]:
-        """Train on the likelihood of the classes, or read what the same training has left.
-
-        The seed is that of dropout and of the order of the loader's records.
-        """
+        """Train on the likelihood of the classes, or read what the same training has left."""
 
         def checkpoints() -> dict[int, Weights]:
             return train(model.model, loader, loss_of, settings, self.show_progress)

@@ -108,10 +108,9 @@ def seconds_of(job: Job) -> float:
 def repeated_seconds(
     job: Job, repetitions: int, limit: float | None = None, first: float | None = None
 ) -> dict[str, Any]:
-    """Time a call repeatedly, after one that warms up, of which the seconds may be given.
+    """Time a call repeatedly, after a first one that warms up, of which the seconds may be given.
 
-    A job so slow that its calls would take more than a quarter of the limit is called less often;
-    `warmed_up` is false where the first call is the only one.
+    Less often if that would take more than a quarter of the limit; maybe the first call alone.
     """
     first = seconds_of(job) if first is None else first
     affordable = repetitions
@@ -132,10 +131,7 @@ def time_and_memory(job: Job, device: str, repetitions: int, limit: float) -> di
 
 
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:
-    """Least-squares slope of costs against sizes, both as logarithms.
-
-    None of fewer than two sizes, and where the noise of a difference makes a cost negative.
-    """
+    """Slope of costs against sizes, both as logarithms; None if noise makes a cost negative."""
     if len(set(sizes)) < 2 or min(costs) <= 0:
         return None
     x, y = torch.tensor([list(sizes), list(costs)], dtype=torch.float64).log().tolist()
@@ -155,11 +151,9 @@ def reason_of(error: BaseException) -> str:
 def run_limited(
     job: Callable[..., None], arguments: tuple[Any, ...], limit: float | None = None
 ) -> tuple[list[tuple[str, Any]], str | None]:
-    """Run `job(send, *arguments)` in a process of its own, and end it after so many seconds.
+    """Run `job(send, *arguments)` in a process of its own, and end it so many seconds after "ready".
 
-    The clock starts anew when the job sends the kind "ready", so that its preparations don't
-    count. Returns all messages `(kind, content)`, also those before an end, and why the job did
-    not come to its own end, if so.
+    Returns all messages `(kind, content)`, also those before an early end, and the reason of it.
     """
     has_server = "forkserver" in get_all_start_methods()
     context: Any = get_context("forkserver" if has_server else "spawn")

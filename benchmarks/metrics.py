@@ -17,10 +17,7 @@ COVERAGES = tuple(number / 20 for number in range(1, 21))
 
 
 def quality(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Accuracy, mean negative log-likelihood, expected calibration error and Brier score.
-
-    The last is the mean squared distance to the one-hot labels, from 0 to 2.
-    """
+    """Accuracy, mean negative log-likelihood, expected calibration error, Brier score (0 to 2)."""
     p, classes = _checked(probabilities), probabilities.shape[1]
     error = multiclass_calibration_error(p, labels, classes, n_bins=NUMBER_OF_BINS, norm="l1")
     return {
@@ -38,10 +35,9 @@ def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -
 
 
 def calibrated_ece(probabilities: torch.Tensor) -> float:
-    """ECE that these probabilities would have if they were right.
+    """ECE that these probabilities would have if they were right, from labels drawn from them.
 
     The bins of a finite set of texts are uneven by chance: calibration can't be seen to be better.
-    It is the mean over labels that are drawn from the probabilities, always the same.
     """
     draws = torch.Generator().manual_seed(0)
     labels = torch.multinomial(_checked(probabilities), CALIBRATED_DRAWS, True, generator=draws)
@@ -68,10 +64,7 @@ def entropy(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> list[dict[str, float | None]]:
-    """Share of the texts, mean confidence and accuracy in bins of equal width of the confidence.
-
-    The latter two are None where there is no text.
-    """
+    """Share of texts, mean confidence and accuracy in bins of the confidence; None if empty."""
     confidence, prediction = _checked(probabilities).max(-1)
     # Like torchmetrics, a bin includes its lower edge; the last one has both.
     place = (confidence * NUMBER_OF_BINS).long().clamp_max(NUMBER_OF_BINS - 1).numpy()
@@ -82,10 +75,7 @@ def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> list[dict[
 
 
 def selective_accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Accuracy on the most certain predictions alone, those of least entropy, at `COVERAGES`.
-
-    A label that is no class makes every prediction wrong.
-    """
+    """Accuracy on the predictions of least entropy alone, at `COVERAGES`; no class is wrong."""
     order = entropy(probabilities).argsort(stable=True)
     is_right = (probabilities.argmax(-1) == labels)[order].double()
     counts = [max(1, round(coverage * len(labels))) for coverage in COVERAGES]

@@ -25,18 +25,13 @@ class MissingDataError(SystemExit):
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """A model with LoRA layers, as every method gets it, and what is left of its training.
-
-    `class_token_ids` are a causal language model's answers. `initial` and `checkpoints` are what
-    was trained, before and by the number of steps. `another` repeats the training with the seed of
-    another member of an ensemble.
-    """
+    """A model with LoRA layers, as every method gets it, and what is left of its training."""
 
     model: nn.Module
-    class_token_ids: list[int] | None = None
-    initial: Weights = field(default_factory=dict)
-    checkpoints: dict[int, Weights] = field(default_factory=dict)
-    another: "Callable[[int], AdaptedModel] | None" = None
+    class_token_ids: list[int] | None = None  # a causal language model's answers
+    initial: Weights = field(default_factory=dict)  # what was trained, before it was
+    checkpoints: dict[int, Weights] = field(default_factory=dict)  # by the number of steps
+    another: "Callable[[int], AdaptedModel] | None" = None  # repeats it for an ensemble's member
 
     @cached_property
     def logits_model(self) -> LogitsModel:

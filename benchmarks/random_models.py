@@ -17,11 +17,7 @@ MEANING = "random: they stand for shapes and speed only"  # of the weights
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama with LoRA layers of r `rank`, and of its batches.
-
-    Each of the classes is one token. PEFT holds LoRA weights in float32 at least, whatever the
-    dtype.
-    """
+    """Sizes of a Llama with LoRA layers of r `rank`, and of its batches; a class is one token."""
 
     hidden_size: int
     layers: int
@@ -43,10 +39,9 @@ class Shape:
 
 
 def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
-    """Make a model in evaluation mode whose LoRA weights alone are trainable.
+    """Make a model whose LoRA weights alone are trainable, `lora_B` small noise as if trained.
 
     Its weights are drawn on the device in their final precision: nothing larger is held on the way.
-    Its `lora_B` weights are small noise, as if it had been trained.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -80,10 +75,7 @@ def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
 def random_loader(
     shape: Shape, batches: int, device: str, seed: int, batch_size: int | None = None
 ) -> DataLoader:
-    """Batches of random tokens with random labels, in a fixed order, none of them padded.
-
-    They are of the shape's size, if no other one is given.
-    """
+    """Batches of random tokens with random labels, in a fixed order, none of them padded."""
     batch_size = batch_size or shape.batch_size
     generator = torch.Generator().manual_seed(seed)
     texts = batches * batch_size

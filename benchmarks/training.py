@@ -19,11 +19,7 @@ Records = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """How a model is fine-tuned; the defaults are the paper's (its appendix "Hyperparameters").
-
-    The learning rate rises in the warm-up steps and then falls linearly to zero; checkpoints are
-    at equal distances.
-    """
+    """How a model is fine-tuned; the defaults are the paper's (its appendix "Hyperparameters")."""
 
     model: str
     target_modules: tuple[str, ...]
@@ -57,11 +53,7 @@ def train(
     show_progress: bool,
     maximum_gradient_norm: float = math.inf,
 ) -> dict[int, Weights]:
-    """Train the parameters that require gradients, without weight decay.
-
-    Returns copies of the trained parameters by the number of steps; the model is in evaluation
-    mode afterwards.
-    """
+    """Train what requires gradients, without weight decay; copies of it by the number of steps."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=settings.learning_rate, weight_decay=0.0)
     steps = (settings.warmup_steps, settings.steps)
@@ -97,8 +89,7 @@ def read_or_train(
 ) -> dict[int, Weights]:
     """Read the checkpoints that the same training has left in the cache, or train.
 
-    A training is known by the model's weights before it and by a key that JSON can hold, but not by
-    versions of packages. The model is left in evaluation mode, with the weights of the last step.
+    A training is known by the model's weights before it and by a key that JSON can hold.
     """
     digest = hashlib.sha256(json.dumps(key).encode())
     for name, parameter in model.named_parameters():

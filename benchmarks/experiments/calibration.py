@@ -104,10 +104,7 @@ class Trial:
         return rows
 
     def variance_by_layer(self) -> dict[str, float]:
-        """Shares of the layers in the variance of the test texts' logits.
-
-        Under the evidence's layerwise prior precision.
-        """
+        """Shares of the layers in the variance of the test texts' logits, by the evidence."""
         la, statistics = self._posterior_and_statistics
         la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
         return la.variance_by_layer(statistics).by_layer
@@ -115,9 +112,8 @@ class Trial:
     def jacobians_by_margin(self) -> list[dict[str, float]]:
         """How far the weights can move what the model prefers, where it is sure and where not.
 
-        The margin of a test text is the difference of its two largest logits. A variance grows with
-        the squared norm of the margin's Jacobian, whatever the posterior. Means over groups of as
-        many texts each, from the smallest margins to the largest.
+        Means over groups of test texts by their margins, the differences of their two largest
+        logits. A variance grows with the squared norm of a margin's Jacobian, for any posterior.
         """
         _, statistics = self._posterior_and_statistics
         f_mu, labels = statistics.f_mu, self._labels[TEST]

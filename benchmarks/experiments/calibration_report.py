@@ -54,10 +54,9 @@ def text_of(figures: Figures) -> str:
 
 
 def summarize(rows: Sequence[Row]) -> pd.DataFrame:
-    """Mean and standard deviation over the seeds of each method, way of choosing and link.
+    """Mean and standard deviation (0 of one) over the seeds of each method, choice and link.
 
-    With the link `PREFERRED`, also of what each seed's validation data prefer. The columns have
-    two levels: a figure, and "mean" or "std", which is 0 for a single seed.
+    With the link `PREFERRED`, also of what each seed's validation data prefer.
     """
     frame = pd.DataFrame(rows)
     aurocs = {f"AUROC of {name}": name for name in rows[0]["shifted"]}

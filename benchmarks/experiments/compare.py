@@ -34,10 +34,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table: a method's key, what chooses its prior precision, its link, and batches.
-
-    The batch size of a fit is that of the training, if none is given.
-    """
+    """A row of the table: a method's key, what chooses its prior precision, its link, and batches."""
 
     method: str
     chosen_by: str = ""

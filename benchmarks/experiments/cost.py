@@ -103,10 +103,7 @@ def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
 def contest(
     key: str, shape: Shape, batches: int, options: Cost, device: str
 ) -> Iterator[tuple[str, Row]]:
-    """Figures of a method's phases at one shape, in a process of its own; and "failed" ones.
-
-    A fit sees so many batches.
-    """
+    """Figures of a method's phases at one shape, in a process of its own; and "failed" ones."""
     sizes = sorted(set(options.prediction_batch_sizes))
     limits = [LARGEST_BATCH_OF_JACOBIANS] if _holds_jacobian(key) else []
     if shape.hidden_size > WIDEST_WITH_LARGE_BATCHES and torch.device(device).type != "cuda":
@@ -168,10 +165,9 @@ def measure(
 
 
 def needed_megabytes(key: str, shape: Shape, batch_size: int) -> float:
-    """Estimate from below what a method must hold, from sizes alone.
+    """Estimate from below what a method must hold: the model, a Jacobian, stock KFAC's factors.
 
-    The model; for rivals that hold it, the Jacobian of all LoRA weights for a batch; and the dense
-    factors of stock KFAC: as sums, as eigenvectors, and as what `eigh` works on.
+    The latter as sums, as eigenvectors, and as what `eigh` works on.
     """
     sides = 2 * shape.layers * len(shape.target_modules)  # lora_A and lora_B
     numbers = 0
@@ -200,10 +196,7 @@ def _place(row: Row) -> tuple:
 
 
 def _fit_growth(measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
-    """How what a fit adds to the bare loop grows with the hidden size.
-
-    The seconds are those of a batch and a layer, of which wide models have fewer.
-    """
+    """How what a fit adds to the bare loop, for a batch and a layer, grows with the hidden size."""
     series = []
     for key in (key for key in keys if key != "bare"):
         fits = [row for row in measured if row["contestant"] == key and row["phase"] == "fit"]

@@ -1,7 +1,4 @@
-"""The exact Gauss-Newton matrix of a small model, and how far a curvature is from it.
-
-The exact one comes by means that no library shares.
-"""
+"""The exact Gauss-Newton matrix, by means that no library shares, and how far others are from it."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +15,7 @@ LOG_PRECISION_BOUNDS = (math.log(1e-6), math.log(1e6))
 def jacobians(
     model: Callable[[Any], torch.Tensor], weights: Sequence[Any], examples: Iterable[Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Differentiate the logits of batches of one example each, one class at a time.
-
-    Returns the Jacobians `(N, C, P)` in the P numbers of the weights, and the logits `(N, C)`.
-    """
+    """Jacobians `(N, C, P)` and logits `(N, C)` of batches of one example, a class at a time."""
     rows, outputs = [], []
     for example in examples:
         logits = model(example)[0]
@@ -69,10 +63,7 @@ class DenseCurvature:
 
 
 def evidence_prior_precision(curvature: DenseCurvature, weights: torch.Tensor) -> float:
-    """Scalar prior precision that maximises the Laplace evidence, with the prior mean 0.
-
-    The λ with the least `log det(I + H / λ) + λ ‖w‖²`, for weights w where the loss is minimal.
-    """
+    """The λ that maximises the evidence: of least `log det(I + H / λ) + λ ‖w‖²` for weights w."""
     eigenvalues = torch.cat([torch.linalg.eigvalsh(block) for block in curvature.blocks])
     eigenvalues = eigenvalues.clamp_min(0)
     scatter = weights.square().sum()
@@ -86,18 +77,13 @@ def evidence_prior_precision(curvature: DenseCurvature, weights: torch.Tensor) -
 
 
 class PosteriorFacts(NamedTuple):
-    """What a curvature H says at a prior precision λ.
+    """What a curvature H says at a prior precision λ."""
 
-    The blocks `(p, p)` of H, one for each LoRA weight; the covariance `(N, C, C)` of the linearised
-    logits of the test texts; the log-determinant of `H + λ I` in nats; how many numbers are kept
-    for it after a fit, the weights themselves aside; the λ that its own evidence would choose.
-    """
-
-    blocks: Sequence[torch.Tensor]
-    covariance: torch.Tensor
-    log_det: float
-    numbers_kept: int
-    own_prior_precision: float
+    blocks: Sequence[torch.Tensor]  # (p, p), one for each LoRA weight
+    covariance: torch.Tensor  # (N, C, C), of the linearised logits of the test texts
+    log_det: float  # of H + λ I, in nats
+    numbers_kept: int  # after a fit, the weights themselves aside
+    own_prior_precision: float  # that its own evidence would choose
 
 
 def exact_posterior(curvature: DenseCurvature, Js: torch.Tensor, λ: float) -> PosteriorFacts:
@@ -110,10 +96,7 @@ def exact_posterior(curvature: DenseCurvature, Js: torch.Tensor, λ: float) -> P
 def approximate_posterior(
     la: Any, sizes: Sequence[int], Js: torch.Tensor, prior_precision: float
 ) -> PosteriorFacts:
-    """Facts of a fitted Laplace approximation, whose prior precision is changed.
-
-    `sizes` are the numbers in each LoRA weight, `Js` `(N, C, P)` the test texts' Jacobians.
-    """
+    """Facts of a fitted approximation, for sizes of the weights and the test texts' Jacobians."""
     la.optimize_prior_precision(method="marglik")
     own = la.prior_precision.item()
     la.prior_precision = prior_precision

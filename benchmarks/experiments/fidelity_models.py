@@ -69,9 +69,7 @@ ARCHITECTURES = (ENCODER, ANSWERING, POOLED)
 class SmallModel(Pretrained):
     """A model that is first trained in full, on the task's training texts, and then adapted.
 
-    The first training, of some ten seconds, takes the place of pretraining: without it the LoRA
-    weights would adapt noise. The second is to go on until its texts, the task's validation texts,
-    are nearly fit, as small training sets are in practice.
+    The first training takes the place of pretraining: without it LoRA weights would adapt noise.
     """
 
     architecture: Architecture = ENCODER

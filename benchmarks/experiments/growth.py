@@ -1,11 +1,10 @@
 """How the library's own part of a fit grows, next to its stock counterpart, without any model."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from benchmarks.measuring import growth_exponent, repeated_seconds
+from benchmarks.measuring import Job, growth_exponent, repeated_seconds
 from benchmarks.options import Cost
 from benchmarks.report import Row
 from laplace_lora_ext import LowRankKron
@@ -18,15 +17,9 @@ NUMBERS_OF_BLOCKS = (2, 4, 8, 16)
 BLOCK_WIDTH = 1024
 LARGE_FACTOR_RANK = 10
 
-Job = Callable[[], object]
-
 
 def growth(options: Cost, device: str) -> list[Row]:
-    """Time updates of blocks that are fed random inputs and output gradients.
-
-    Of each series: what is timed, the sizes it is timed at, figures of `repeated_seconds` for each,
-    and the exponent with which the medians grow.
-    """
+    """Time updates of blocks that are fed random inputs and output gradients, in series of sizes."""
     jobs = _Jobs(options, device)
     widths = list(options.growth_widths)
     stock_widths = [width for width in widths if width <= WIDEST_STOCK]
@@ -50,10 +43,7 @@ def growth(options: Cost, device: str) -> list[Row]:
 
 
 class _Jobs:
-    """What is timed, for a width d: a batch brings inputs `(B, T, d)` and gradients of r outputs.
-
-    The gradients are `(C - 1, B, T, r)`.
-    """
+    """What is timed: batches bring inputs `(B, T, d)` and output gradients `(C - 1, B, T, r)`."""
 
     def __init__(self, options: Cost, device: str) -> None:
         self._options = options

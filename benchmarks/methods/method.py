@@ -50,15 +50,13 @@ class PointMethod(Method):
 
 @dataclass(frozen=True)
 class Posterior(Method):
-    """A method that is fitted on training batches.
+    """A method that is fitted on training batches, and predicts as the host's classes do.
 
-    `build` makes what has the host's `fit(batches)`, `la(batch, link_approx=...)` and, of a Laplace
-    approximation, `optimize_prior_precision`. `linearized` says whether its prior precision is
-    chosen in the linearised model too.
+    `build` makes what has `fit(batches)` and `la(batch, link_approx=...)`.
     """
 
     build: Callable[[AdaptedModel], Any]
-    linearized: bool = False
+    linearized: bool = False  # whether its prior precision is chosen in the linearised model too
 
 
 def labels_of(loader: DataLoader) -> torch.Tensor:

@@ -44,18 +44,13 @@ LINKS_OF_DESCENT = ("mc", "probit", "mean field")
 
 
 class Prediction(NamedTuple):
-    """Class probabilities, and what they come from.
-
-    `chosen_by` is what the prior precision or temperature was chosen by, `chosen` the temperature
-    or the prior precisions' geometric mean, `is_choice` whether validation data prefer this link
-    to the method's other ones.
-    """
+    """Class probabilities, and what they come from."""
 
     probabilities: Probabilities
-    chosen_by: str = ""
+    chosen_by: str = ""  # what chose the prior precision or temperature
     link: str = ""
-    chosen: float | None = None
-    is_choice: bool = False
+    chosen: float | None = None  # temperature, or geometric mean of the prior precisions
+    is_choice: bool = False  # whether validation data prefer this link to the other ones
 
 
 class _Choice(NamedTuple):
@@ -68,10 +63,7 @@ class _Choice(NamedTuple):
 
 
 class Beliefs:
-    """Gaussian logits of a data set under any prior precision of a fitted approximation.
-
-    A low-rank one sees the data once, another one once for every call of `moments`.
-    """
+    """Gaussian logits of a data set under any prior precision; low-rank ones see the data once."""
 
     def __init__(self, la: Any, loader: DataLoader) -> None:
         self._la = la
@@ -102,10 +94,7 @@ def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
 def by_training(
     la: Any, train: DataLoader | None, loaders: Loaders, samples: int
 ) -> Iterator[Prediction]:
-    """Choose prior precisions of a fitted approximation by the training set.
-
-    By the evidence; and, where training batches are given, in the linearised model too.
-    """
+    """Choose prior precisions by the evidence and, given training batches, in the linearised model."""
     data = {} if train is None else {"train_loader": la.linearize(train)}
     choices = []
     for chosen_by, search in (EVIDENCES | LINEARIZED if data else EVIDENCES).items():
@@ -120,9 +109,8 @@ def by_validation(
 ) -> Iterator[Prediction]:
     """Choose prior precisions for each link, and mark the preferred link of each structure.
 
-    A scalar on a grid; where training batches are given, a factor of the linearised model's
-    evidence; and where statistics make that cheap, the paper's descent (its algorithm 3) with the
-    links that it is known for.
+    A scalar on a grid; given training batches, a factor of the linearised model's evidence; and
+    where statistics make that cheap, the paper's descent (its algorithm 3).
     """
     beliefs, labels = Beliefs(la, validation), labels_of(validation)
 

@@ -58,18 +58,14 @@ def source_files(library: str) -> list[Path]:
     """Find the Python files of an installed package, without its tests, in a fixed order."""
     specification = importlib.util.find_spec(library)
     if specification is None or not specification.submodule_search_locations:
-        raise ModuleNotFoundError(
-            f"The benchmark reads docstrings of {library}, which is not installed."
-        )
+        raise ModuleNotFoundError(f"The benchmark reads docstrings of {library}: install it.")
     root = Path(specification.submodule_search_locations[0])
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        inside = path.relative_to(root)
-        name = inside.stem
-        in_tests = any(part in TEST_FOLDERS for part in inside.parts[:-1])
-        if not (in_tests or name in TEST_FOLDERS or name.startswith("test_")):
-            files.append(path)
-    return files
+
+    def is_test(path: Path) -> bool:
+        parts = path.relative_to(root).with_suffix("").parts
+        return bool(TEST_FOLDERS.intersection(parts)) or path.stem.startswith("test_")
+
+    return [path for path in sorted(root.rglob("*.py")) if not is_test(path)]
 
 
 def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:
@@ -81,15 +77,11 @@ def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:
     while pending:
         parent = pending.pop()
         for node in ast.iter_child_nodes(parent):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                continue
-            if node.name.startswith("_"):
-                continue
-            if isinstance(node, ast.ClassDef):
-                pending.append(node)
-            docstring = ast.get_docstring(node)
-            if docstring:
-                yield node.name, docstring.split("\n\n", maxsplit=1)[0]
+            kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            if isinstance(node, kinds) and not node.name.startswith("_"):
+                pending += [node] if isinstance(node, ast.ClassDef) else []
+                if docstring := ast.get_docstring(node):
+                    yield node.name, docstring.split("\n\n", maxsplit=1)[0]
 
 
 def masked(summary: str) -> str:
@@ -100,11 +92,7 @@ def masked(summary: str) -> str:
 def read_library(
     library: str, seed: int, maximum_files: int | None, show_progress: bool
 ) -> list[Documented]:
-    """Collect the masked summaries of one installed library, in the order of the sources.
-
-    Of more source files than `maximum_files`, some are drawn. A summary that is there twice
-    (whatever its case) is listed once.
-    """
+    """Collect each masked summary of an installed library once, in the order of the sources."""
     found: dict[str, Documented] = {}
     files = source_files(library)
     if maximum_files is not None and len(files) > maximum_files:
@@ -139,19 +127,13 @@ def read_docstrings(
         for place in range(count):
             label = place % len(LIBRARIES)
             if not texts[label]:
-                raise ValueError(
-                    f"The installed {LIBRARIES[label]} has too few docstrings for these sizes; "
-                    "ask for fewer examples or more files."
-                )
+                raise ValueError(f"{LIBRARIES[label]} has too few docstrings; ask for fewer texts.")
             examples.append(Example(texts[label].pop(), label))
         return examples
 
     shifted = texts[-1]
     if len(shifted) < sizes.shifted:
-        raise ValueError(
-            f"The installed {SHIFTED_LIBRARY} has only {len(shifted)} texts; "
-            "ask for fewer of them or more files."
-        )
+        raise ValueError(f"{SHIFTED_LIBRARY} has only {len(shifted)} texts; ask for fewer.")
     train, validation, test = (draw(count) for count in (sizes.train, sizes.validation, sizes.test))
     return Task(
         "docstrings",

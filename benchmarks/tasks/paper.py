@@ -35,8 +35,7 @@ ToExample = Callable[[Row], Example | None]
 class PaperTask:
     """One of the paper's tasks, by its names on the hub.
 
-    The truncation side "left" keeps the choices and "Answer:", where the answer begins; "right"
-    keeps the question of a prompt that ends with a long passage.
+    Cut at the left, prompts keep the choices; at the right, the question before a long passage.
     """
 
     dataset: str
@@ -75,12 +74,8 @@ def _super_glue(configuration: str, of: ToExample, is_prompt: bool = False) -> P
 
 
 PAPER_TASKS: dict[str, PaperTask] = {
-    "winogrande_s": _choices(
-        "allenai/winogrande", "winogrande_s", paper_prompts.winogrande, count=2
-    ),
-    "winogrande_m": _choices(
-        "allenai/winogrande", "winogrande_m", paper_prompts.winogrande, count=2
-    ),
+    "winogrande_s": _choices("allenai/winogrande", "winogrande_s", paper_prompts.winogrande, 2),
+    "winogrande_m": _choices("allenai/winogrande", "winogrande_m", paper_prompts.winogrande, 2),
     "arc_easy": _choices("allenai/ai2_arc", "ARC-Easy", paper_prompts.arc),
     "arc_challenge": _choices("allenai/ai2_arc", "ARC-Challenge", paper_prompts.arc),
     "obqa": _choices("allenai/openbookqa", "main", paper_prompts.openbookqa),
@@ -130,17 +125,7 @@ def examples_of(rows: Iterable[Row], to_example: ToExample, source: Source) -> l
 
 
 def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] = ()) -> Task:
-    """Read every example of a task that the paper keeps, in the order of the data.
-
-    Shifted texts, keys of `PAPER_SHIFTS`, go with OpenBookQA alone.
-
-    Raises
-    ------
-    ValueError
-        For unknown names, for shifted texts of another task, or for rows of another schema.
-    MissingDataError
-        Where data are missing; the message says in one line what to download and where to put it.
-    """
+    """Read every example of a task that the paper keeps; shifted texts go with OpenBookQA alone."""
     unknown = [shift for shift in shifted if shift not in PAPER_SHIFTS]
     if unknown:
         known = ", ".join(PAPER_SHIFTS)

@@ -39,13 +39,7 @@ def missing_data(sources: Sequence[Source], data: Path | None) -> MissingDataErr
 
 
 def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]]:
-    """Read the rows of several splits from a folder, or from the hub where none is given.
-
-    Raises
-    ------
-    MissingDataError
-        Where a split is not there; its message names every split that is still to be downloaded.
-    """
+    """Read the rows of several splits from a folder, or from the hub where none is given."""
     if data is None:
         return read_from_hub(sources)
     missing = [source for source in sources if not source.file_in(data).is_file()]

@@ -18,11 +18,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What a model is fine-tuned on and measured with.
-
-    `classes` are in the order of the labels. Where texts are prompts of a causal language model,
-    they are the answers, of which each must be one token after the prompt.
-    """
+    """What a model is fine-tuned on and measured with; the classes of prompts are the answers."""
 
     name: str
     classes: Sequence[str]
