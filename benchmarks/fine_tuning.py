@@ -63,7 +63,7 @@ class Pretrained:
 
     @cached_property
     def data(self) -> dict[str, Records]:
-        """Tokenized texts by the data set's name; test and shifted ones by length, to pad little."""
+        """Tokenized texts by the data set's name; but for fitted ones by length, to pad little."""
         sets = {TEST: self.task.test, **self.task.shifted}
         data = {name: self.records(examples) for name, examples in sets.items()}
         for records in data.values():
@@ -98,7 +98,7 @@ class Pretrained:
         batch_size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> DataLoader:
-        """Batches of records or of a data set, on the device: stock classes leave mappings alone."""
+        """Batches of records or of a data set, on the device, where stock classes leave them."""
         pad = transformers.DataCollatorWithPadding(self.tokenizer)
         return DataLoader(
             self.data[records] if isinstance(records, str) else records,  # pyright: ignore

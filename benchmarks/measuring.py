@@ -151,7 +151,7 @@ def reason_of(error: BaseException) -> str:
 def run_limited(
     job: Callable[..., None], arguments: tuple[Any, ...], limit: float | None = None
 ) -> tuple[list[tuple[str, Any]], str | None]:
-    """Run `job(send, *arguments)` in a process of its own, and end it so many seconds after "ready".
+    """Run `job(send, *arguments)` in its own process, and end it so many seconds after "ready".
 
     Returns all messages `(kind, content)`, also those before an early end, and the reason of it.
     """

@@ -4,7 +4,7 @@ A dataclass for each experiment: its docstring describes it, its fields are the 
 """
 
 import argparse
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,14 @@ def flag(text: str) -> Any:
 @dataclass(frozen=True)
 class Run:
     output: Path = option(RESULTS, "folder for what the run writes", type=Path)
+    device: str | None = option(None, "cpu or cuda; cuda if there is one when not given")
     threads: int | None = number(None, "PyTorch's threads; its own choice if not given")
     quiet: bool = flag("show no progress")
     cache: Path = option(CACHE, "folder of trained models for later runs", type=Path)
 
 
 @dataclass(frozen=True)
-class DeviceRun(Run):
-    device: str | None = option(None, "cpu or cuda; cuda if there is one when not given")
-
-
-@dataclass(frozen=True)
-class TextRun(DeviceRun):
+class TextRun(Run):
     """What is not given is the task's own choice."""
 
     task: str = option(
@@ -163,7 +159,7 @@ class Fidelity(Run):
 
 
 @dataclass(frozen=True)
-class Cost(DeviceRun):
+class Cost(Run):
     """Time and memory of fits and predictions against the model's width.
 
     On random weights in the shape of Llama, with this library, the stock classes, the package
@@ -199,7 +195,7 @@ class Cost(DeviceRun):
 
 
 @dataclass(frozen=True)
-class Table7b(DeviceRun):
+class Table7b(Run):
     """The paper's table of costs, on random weights in the shape of Llama-2-7B; on a GPU.
 
     Time and memory of LoRA's training and of a Laplace fit after it. Needs a GPU that holds 13 GB
@@ -219,15 +215,3 @@ class Table7b(DeviceRun):
     steps: int = number(10, "training steps that are timed")
     batches: int = number(50, "batches of the Laplace fit")
     seed: int = option(0, "seed of weights and tokens", type=int)
-
-
-def add_options(parser: argparse.ArgumentParser, experiment: type[Run]) -> None:
-    """Add an argument for each field."""
-    for each in fields(experiment):
-        name = f"--{each.name.replace('_', '-')}"
-        parser.add_argument(name, default=each.default, **each.metadata)
-
-
-def options_of(experiment: type[Run], arguments: argparse.Namespace) -> Any:
-    """Make an experiment's options of parsed arguments."""
-    return experiment(**{each.name: getattr(arguments, each.name) for each in fields(experiment)})

@@ -42,11 +42,6 @@ def provenance(options: Run, device: str) -> Figures:
     settings = {key: value for key, value in asdict(options).items() if key not in NO_SETTINGS}
     installed = {each.name: each.version for each in distributions()}
     versions = {package: installed.get(package) for package in PACKAGES.split()}
-    return {"settings": settings, "machine": describe_machine(device), "versions": versions}
-
-
-def describe_machine(device: str) -> Figures:
-    """Describe what a run's times were measured on."""
     processor = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():
@@ -54,7 +49,7 @@ def describe_machine(device: str) -> Figures:
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         processor = next(iter(names), processor)
     on_cuda = torch.device(device).type == "cuda"
-    return {
+    machine = {
         "device": device,
         "processor": processor,
         "threads": torch.get_num_threads(),
@@ -62,6 +57,7 @@ def describe_machine(device: str) -> Figures:
         "system": platform.system(),
         "python": platform.python_version(),
     }
+    return {"settings": settings, "machine": machine, "versions": versions}
 
 
 def hardware_of(figures: Figures) -> str:

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def train(
     steps = (settings.warmup_steps, settings.steps)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, *steps)
     checkpoints = {}
-    batches = _endless(loader)
+    batches = chain.from_iterable(repeat(loader))
     model.train()
     progress = tqdm(range(1, settings.steps + 1), desc="Training", disable=not show_progress)
     for step in progress:
@@ -77,11 +78,6 @@ def train(
         raise RuntimeError("Training diverged; lower the learning rate.")
     model.eval()
     return checkpoints
-
-
-def _endless(loader: DataLoader) -> Iterator[Any]:
-    while True:
-        yield from loader
 
 
 def read_or_train(

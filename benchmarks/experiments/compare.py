@@ -34,7 +34,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table: a method's key, what chooses its prior precision, its link, and batches."""
+    """A row of the table: a method's key, what chooses its prior precision, its link, batches."""
 
     method: str
     chosen_by: str = ""
@@ -96,7 +96,16 @@ def run(options: Compare) -> Figures:
         "methods": rows,
         "seconds": {**seconds, "methods": finished - trained},
     }
-    report = f"{_summary(figures, pretrained)}\n\n{table(rows, COLUMNS.split())}"
+    data = pretrained.description
+    ((name, count),) = data["shifted"].items()
+    summary = (
+        f"{pretrained.hyperparameters.model} with LoRA, fine-tuned on {data['train']} texts of "
+        f"the task {data['name']} (training accuracy {known['accuracy']:.3f}, NLL "
+        f"{known['nll']:.4f}); measured on {data['test']} texts of {', '.join(data['classes'])};\n"
+        f"shifted texts: {count} of {name}. {hardware_of(figures)}; seed {options.seed}; "
+        f"{finished - started:.0f} s in all."
+    )
+    report = f"{summary}\n\n{table(rows, COLUMNS.split())}"
     write(options.output, "figures", figures, report, "table")
     draw_reliability([rows[0], rows[-1]], options.output / "reliability.png")
     return figures
@@ -149,17 +158,3 @@ def fitted(
         return torch.cat([probabilities(la, batch, line.link, samples) for batch in batches])
 
     return predict, {"prior_precision": la.prior_precision.tolist()}
-
-
-def _summary(figures: Figures, pretrained: Pretrained) -> str:
-    """Say in a few lines what the table's figures were measured on."""
-    data, training = figures["data"], figures["training"]
-    ((name, count),) = data["shifted"].items()
-    return (
-        f"{pretrained.hyperparameters.model} with LoRA, fine-tuned on {data['train']} texts of "
-        f"the task {data['name']} (training accuracy {training['train_accuracy']:.3f}, NLL "
-        f"{training['train_nll']:.4f});\nmeasured on {data['test']} texts of "
-        f"{len(data['classes'])} classes ({', '.join(data['classes'])})\nand, as shifted text, "
-        f"{count} of {name}. {hardware_of(figures)}; seed {figures['settings']['seed']}; "
-        f"{sum(figures['seconds'].values()):.0f} s in all."
-    )

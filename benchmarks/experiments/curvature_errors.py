@@ -1,4 +1,4 @@
-"""The exact Gauss-Newton matrix, by means that no library shares, and how far others are from it."""
+"""The exact Gauss-Newton matrix, by means that no library shares, and distances from it."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -56,6 +56,11 @@ class DenseCurvature:
         roots = self._roots(prior_precision)
         return sum(2 * root.diagonal().log().sum().item() for root in roots)
 
+    def facts(self, Js: torch.Tensor, λ: float) -> "PosteriorFacts":
+        """What it says at the prior precision that its evidence chooses."""
+        kept = sum(block.numel() for block in self.blocks)
+        return PosteriorFacts(self.blocks, self.covariance(Js, λ), self.log_det(λ), kept, λ)
+
     def _roots(self, prior_precision: float) -> Iterable[torch.Tensor]:
         """Cholesky factors of the blocks of `H + λ I`, one at a time."""
         for block in self.blocks:
@@ -84,13 +89,6 @@ class PosteriorFacts(NamedTuple):
     log_det: float  # of H + λ I, in nats
     numbers_kept: int  # after a fit, the weights themselves aside
     own_prior_precision: float  # that its own evidence would choose
-
-
-def exact_posterior(curvature: DenseCurvature, Js: torch.Tensor, λ: float) -> PosteriorFacts:
-    """Facts of an exact curvature, at the prior precision that its evidence chooses."""
-    kept = sum(block.numel() for block in curvature.blocks)
-    covariance, log_det = curvature.covariance(Js, λ), curvature.log_det(λ)
-    return PosteriorFacts(curvature.blocks, covariance, log_det, kept, λ)
 
 
 def approximate_posterior(
@@ -128,25 +126,24 @@ def errors(
     relative one in units of `log det(I + H / λ)`, the term of the evidence. Ratios are in units of
     the exact figure; what is kept is counted in float32.
     """
+
+    def distance(parts: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+        squares = sum((a - b).square().sum().item() for a, b in zip(parts, exact, strict=True))
+        return math.sqrt(squares / sum(b.square().sum().item() for b in exact))
+
+    def trace(matrices: Iterable[torch.Tensor]) -> float:
+        return sum(matrix.trace().item() for matrix in matrices)
+
     weights = sum(len(block) for block in exact.blocks)
     difference = abs(found.log_det - exact.log_det)
     return {
-        "block_error": _distance(found.blocks, exact.blocks),
-        "covariance_error": _distance([found.covariance], [exact.covariance]),
-        "full_covariance_error": _distance([found.covariance], [full_covariance]),
+        "block_error": distance(found.blocks, exact.blocks),
+        "covariance_error": distance([found.covariance], [exact.covariance]),
+        "full_covariance_error": distance([found.covariance], [full_covariance]),
         "log_det_error": difference / weights,
         "log_det_relative_error": difference / (exact.log_det - weights * math.log(λ)),
-        "trace_ratio": _trace(found.blocks) / _trace(exact.blocks),
-        "covariance_trace_ratio": _trace(found.covariance) / _trace(exact.covariance),
+        "trace_ratio": trace(found.blocks) / trace(exact.blocks),
+        "covariance_trace_ratio": trace(found.covariance) / trace(exact.covariance),
         "own_prior_precision_ratio": found.own_prior_precision / λ,
         "kilobytes": found.numbers_kept * BYTES_OF_A_NUMBER / 1000,
     }
-
-
-def _distance(parts: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    squares = sum((a - b).square().sum().item() for a, b in zip(parts, exact, strict=True))
-    return math.sqrt(squares / sum(b.square().sum().item() for b in exact))
-
-
-def _trace(matrices: Iterable[torch.Tensor]) -> float:
-    return sum(matrix.trace().item() for matrix in matrices)

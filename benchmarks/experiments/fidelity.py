@@ -19,7 +19,7 @@ from benchmarks.measuring import set_up
 from benchmarks.methods import posterior
 from benchmarks.methods.approximations import over_lora
 from benchmarks.methods.method import Posterior
-from benchmarks.models import encoder_folder, load_tokenizer
+from benchmarks.models import device_of, encoder_folder, load_tokenizer
 from benchmarks.options import Fidelity
 from benchmarks.report import Figures, Row, provenance, write
 from benchmarks.tasks.docstrings import read_docstrings
@@ -27,7 +27,6 @@ from benchmarks.tasks.task import Sizes, Task
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.statistics import KFAC_APPROX
 
-DEVICE = "cpu"
 KEYWORDS = ("kfac_approx", "rank", "tail")
 _PARAMETERS = inspect.signature(LowRankKronInterface).parameters
 DEFAULTS: dict[str, Any] = {keyword: _PARAMETERS[keyword].default for keyword in KEYWORDS}
@@ -69,7 +68,7 @@ def run(options: Fidelity) -> Figures:
             models.append(labels | facts)
             rows += [labels | row for row in measured]
     figures = {
-        **provenance(options, DEVICE),
+        **provenance(options, device_of(options.device)),
         "classes": list(task.classes),
         "models": models,
         "curvatures": rows,
@@ -96,7 +95,7 @@ def _measure(
         settings,
         load_tokenizer(folder),
         folder,
-        DEVICE,
+        device_of(options.device),
         options.cache,
         not options.quiet,
         architecture=architecture,
@@ -122,7 +121,7 @@ def _measure(
     curvature = exactly.DenseCurvature.of_softmax(Js, logits, sizes)
     flat = torch.cat([weight.detach().flatten() for weight in weights])
     prior_precision = exactly.evidence_prior_precision(curvature, flat)
-    exact = exactly.exact_posterior(curvature, test_Js, prior_precision)
+    exact = curvature.facts(test_Js, prior_precision)
     full = exactly.DenseCurvature.of_softmax(Js, logits, [sum(sizes)])
     exact_figures = (exact, full.covariance(test_Js, prior_precision), prior_precision)
     rows = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,13 +43,8 @@ def _encoder(shape: dict[str, Any], tokens: dict[str, int]) -> nn.Module:
     return transformers.BertForSequenceClassification(config)
 
 
-def _decoder(shape: dict[str, Any], tokens: dict[str, int]) -> nn.Module:
-    config = transformers.LlamaConfig(**shape, **tokens, tie_word_embeddings=True)
-    return transformers.LlamaForCausalLM(config)
-
-
-def _pooled_decoder(shape: dict[str, Any], tokens: dict[str, int]) -> nn.Module:
-    return MeanPooledDecoder(transformers.LlamaConfig(**shape, **tokens, tie_word_embeddings=True))
+def _decoder(kind: type, shape: dict[str, Any], tokens: dict[str, int]) -> nn.Module:
+    return kind(transformers.LlamaConfig(**shape, **tokens, tie_word_embeddings=True))
 
 
 class Architecture(NamedTuple):
@@ -60,8 +56,9 @@ class Architecture(NamedTuple):
 
 
 ENCODER = Architecture("encoder, CLS", _encoder, ("query", "value"))
-ANSWERING = Architecture("decoder, answers", _decoder, ("q_proj", "v_proj"))
-POOLED = Architecture("decoder, mean", _pooled_decoder, ("q_proj", "v_proj"))
+DECODERS = [partial(_decoder, kind) for kind in (transformers.LlamaForCausalLM, MeanPooledDecoder)]
+ANSWERING = Architecture("decoder, answers", DECODERS[0], ("q_proj", "v_proj"))
+POOLED = Architecture("decoder, mean", DECODERS[1], ("q_proj", "v_proj"))
 ARCHITECTURES = (ENCODER, ANSWERING, POOLED)
 
 

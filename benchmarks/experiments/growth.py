@@ -19,7 +19,7 @@ LARGE_FACTOR_RANK = 10
 
 
 def growth(options: Cost, device: str) -> list[Row]:
-    """Time updates of blocks that are fed random inputs and output gradients, in series of sizes."""
+    """Time updates of blocks that are fed random inputs and output gradients, by their sizes."""
     jobs = _Jobs(options, device)
     widths = list(options.growth_widths)
     stock_widths = [width for width in widths if width <= WIDEST_STOCK]

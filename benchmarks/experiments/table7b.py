@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def run(options: Table7b) -> Figures:
-    """Measure the table, each row in a process of its own, whose memory no other one has touched."""
+    """Measure the table, each row in a process of its own, whose memory is not yet touched."""
     of_shape = {field.name for field in fields(Shape)}
     known = {key: value for key, value in asdict(options).items() if key in of_shape}
     known["target_modules"] = ("q_proj", "v_proj", "lm_head")

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, fine_tune, prepare
 from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import posterior
-from benchmarks.methods.priors import geometric_mean
 from benchmarks.metrics import quality
 from benchmarks.options import Tuning
 from benchmarks.report import Figures, Row, provenance, save, table, write
@@ -125,7 +124,7 @@ def _choices(
             shares = la.variance_by_layer(test).by_block
         row: Row = {
             "name": name,
-            "prior_precision": geometric_mean(la.prior_precision),
+            "prior_precision": la.prior_precision.log().mean().exp().item(),
             "prior_precisions": la.prior_precision.tolist(),
             "objective": history.objective.tolist(),
             "step": history.step.tolist(),

@@ -6,6 +6,7 @@ from benchmarks.methods import approximations as laplace
 from benchmarks.methods import loops, points
 from benchmarks.methods.method import Method, PointMethod, Posterior
 
+MEAN_AT_START = "lowrank_kron, prior mean at start"
 METHODS: dict[str, Method] = {
     method.key: method
     for method in (
@@ -24,14 +25,9 @@ METHODS: dict[str, Method] = {
         Posterior("stock_kron_asdl", "Stock Kron (ASDL)", laplace.stock_with_asdl),
         Posterior("bayesian_lora", "bayesian-lora", loops.BayesianLoRA),
         Posterior("bare", "Bare loops", loops.BareLoops),
-        Posterior("lowrank_kron_paper", "lowrank_kron (paper)", laplace.with_paper_settings),
+        Posterior("lowrank_kron_paper", "lowrank_kron (paper)", laplace.of_paper),
         Posterior("lowrank_kron", "lowrank_kron", laplace.over_lora, linearized=True),
-        Posterior(
-            "mean_at_start",
-            "lowrank_kron, prior mean at start",
-            laplace.with_mean_at_start,
-            linearized=True,
-        ),
+        Posterior("mean_at_start", MEAN_AT_START, laplace.with_mean_at_start, linearized=True),
     )
 }
 

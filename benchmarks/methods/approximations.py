@@ -1,5 +1,6 @@
 """Laplace approximations over LoRA weights: this library's, and laplace-torch's own."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ def over_lora(model: AdaptedModel, structure: str = "lowrank_kron", **keywords: 
     return laplace_lora_ext.Laplace(*what, class_token_ids=tokens, **keywords)
 
 
-def with_paper_settings(model: AdaptedModel) -> Any:
-    return over_lora(model, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
+of_paper = partial(over_lora, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
 
 
 def of_last_layer(model: AdaptedModel) -> Any:

@@ -94,7 +94,7 @@ def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
 def by_training(
     la: Any, train: DataLoader | None, loaders: Loaders, samples: int
 ) -> Iterator[Prediction]:
-    """Choose prior precisions by the evidence and, given training batches, in the linearised model."""
+    """Choose prior precisions by the evidence and, given batches, in the linearised model too."""
     data = {} if train is None else {"train_loader": la.linearize(train)}
     choices = []
     for chosen_by, search in (EVIDENCES | LINEARIZED if data else EVIDENCES).items():
@@ -152,9 +152,5 @@ def _predictions(
             for name, of_set in moments.items()
         }
         is_choice = choice.loss == min(rivals)  # never, if not chosen by validation
-        chosen = geometric_mean(choice.prior_precision)
+        chosen = choice.prior_precision.log().mean().exp().item()
         yield Prediction(predicted, choice.chosen_by, choice.link, chosen, is_choice)
-
-
-def geometric_mean(values: torch.Tensor) -> float:
-    return values.log().mean().exp().item()

@@ -166,7 +166,7 @@ def verdicts_and_answers(
 def random_examples(
     step: int, pools: Sequence[Sequence[Named]], count: int, rng: random.Random
 ) -> list[Example]:
-    """Write texts by turns: summaries said twice, questions for a name itself, and for a summary."""
+    """Write texts by turns: summaries said twice, questions for a name itself, or for a summary."""
     pools = [pool for pool in pools if len({one.name for one in pool}) >= len(LETTERS)]
     examples = []
     weights = [len(pool) for pool in pools]

@@ -1,6 +1,6 @@
 """The tasks of the Laplace-LoRA paper: data, filters, hyperparameters and distribution shifts."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -113,17 +113,6 @@ PAPER_SHIFTS: dict[str, tuple[list[Source], ToExample]] = {
 }
 
 
-def examples_of(rows: Iterable[Row], to_example: ToExample, source: Source) -> list[Example]:
-    """Make examples of the rows that the paper keeps."""
-    try:
-        return [example for row in rows if (example := to_example(row)) is not None]
-    except KeyError as error:
-        raise ValueError(
-            f"A row of {source.dataset} ({source.configuration}), split {source.split}, has no "
-            f"field {error}."
-        ) from error
-
-
 def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] = ()) -> Task:
     """Read every example of a task that the paper keeps; shifted texts go with OpenBookQA alone."""
     unknown = [shift for shift in shifted if shift not in PAPER_SHIFTS]
@@ -138,8 +127,14 @@ def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] 
     for shift in shifted:
         sources, to_example = PAPER_SHIFTS[shift]
         schemas |= dict.fromkeys(sources, to_example)
-    splits = zip(schemas.items(), read_sources(list(schemas), data), strict=True)
-    examples = {source: examples_of(rows, schema, source) for (source, schema), rows in splits}
+    examples = {}
+    for source, rows in zip(schemas, read_sources(list(schemas), data), strict=True):
+        try:
+            kept = [schemas[source](row) for row in rows]
+        except KeyError as error:
+            where = f"{source.dataset} ({source.configuration}), split {source.split}"
+            raise ValueError(f"A row of {where}, has no field {error}.") from error
+        examples[source] = [example for example in kept if example is not None]
     return Task(
         name,
         task.classes,
