@@ -9,31 +9,25 @@ from inspect import cleandoc
 
 from benchmarks import options
 
-# The module in `benchmarks.experiments` that runs each experiment, and its options.
-COMMANDS: dict[str, type[options.Run]] = {
-    "tuning": options.Tuning,
-    "calibration": options.Calibration,
-    "fidelity": options.Fidelity,
-    "cost": options.Cost,
-    "table7b": options.Table7b,
-}
+# A module in `benchmarks.experiments` of the same name runs each.
+COMMANDS = (options.Tuning, options.Calibration, options.Fidelity, options.Cost, options.Table7b)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Describe the command line; no heavy import is needed to ask for help."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    _describe(parser, "compare", options.Compare)
+    _describe(parser, options.Compare)
     commands = parser.add_subparsers(title="other benchmarks", metavar="COMMAND")
-    for name, experiment in COMMANDS.items():
+    for experiment in COMMANDS:
         summary = cleandoc(experiment.__doc__ or "").partition("\n")[0]
-        _describe(commands.add_parser(name, help=summary), name, experiment)
+        _describe(commands.add_parser(experiment.__name__.lower(), help=summary), experiment)
     return parser
 
 
-def _describe(parser: argparse.ArgumentParser, name: str, experiment: type[options.Run]) -> None:
+def _describe(parser: argparse.ArgumentParser, experiment: type[options.Run]) -> None:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.description = experiment.__doc__
-    parser.set_defaults(name=name, experiment=experiment)
+    parser.set_defaults(experiment=experiment)
     for each in fields(experiment):
         option = f"--{each.name.replace('_', '-')}"
         parser.add_argument(option, default=each.default, **each.metadata)
@@ -42,7 +36,8 @@ def _describe(parser: argparse.ArgumentParser, name: str, experiment: type[optio
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark that the command line asks for."""
     arguments = vars(build_parser().parse_args(argv))
-    name, experiment = arguments.pop("name"), arguments.pop("experiment")
+    experiment = arguments.pop("experiment")
+    name = experiment.__name__.lower()
     if name in ("compare", "tuning"):
         # OpenMP's threads spin while they wait for each other. Where other work keeps the processor
         # busy, that makes a run several times slower. OpenMP reads this when PyTorch is imported.

@@ -17,8 +17,8 @@ from benchmarks.experiments.fidelity_report import draw, means, text_of
 from benchmarks.fine_tuning import fine_tune
 from benchmarks.measuring import set_up
 from benchmarks.methods import posterior
-from benchmarks.methods.approximations import over_lora
 from benchmarks.methods.method import Posterior
+from benchmarks.methods.posteriors import over_lora
 from benchmarks.models import device_of, encoder_folder, load_tokenizer
 from benchmarks.options import Fidelity
 from benchmarks.report import Figures, Row, provenance, write

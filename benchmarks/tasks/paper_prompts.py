@@ -8,9 +8,11 @@ own.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-from benchmarks.tasks.rows import Row
 from benchmarks.tasks.task import Example
+
+Row = dict[str, Any]
 
 LETTERS = ("A", "B", "C", "D")
 SELECT = "Select one of the choices that answers the following question:"
