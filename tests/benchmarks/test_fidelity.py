@@ -1,6 +1,5 @@
-"""The fidelity benchmark at its smallest, and its parts on cases with known answers."""
+"""The experiment on fidelity at its smallest, and its parts on cases with known answers."""
 
-import json
 import math
 import warnings
 
@@ -8,21 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import fidelity, fidelity_models
-from benchmarks.__main__ import build_parser
-from benchmarks.exact_curvature import DenseCurvature, evidence_prior_precision, jacobians
-from benchmarks.fidelity_contestants import (
-    DEFAULTS,
-    Contestant,
-    all_contestants,
+from benchmarks.experiments import fidelity_models
+from benchmarks.experiments.curvature_errors import (
+    DenseCurvature,
     approximate_posterior,
     errors,
-    exact_posterior,
-    fitted,
+    evidence_prior_precision,
+    jacobians,
     numbers_kept,
 )
-from benchmarks.fidelity_report import means, pareto_front, sentences, verdict
-from laplace_lora_ext.logits_model import LogitsModel
+from benchmarks.experiments.fidelity import DEFAULTS, all_curvatures
+from benchmarks.experiments.fidelity_report import means, pareto_front
+from benchmarks.methods import posterior
+from benchmarks.models import AdaptedModel
+from tests.benchmarks.support import is_picture, run
 from tests.tiny_models import lora_model, ragged_batches
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -36,31 +34,27 @@ ERRORS = (
 RATIOS = ("trace_ratio", "covariance_trace_ratio", "own_prior_precision_ratio")
 
 
-def test_the_benchmark_writes_tables_figures_and_plot(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fidelity, "FILES_PER_LIBRARY", 40)
-    output = tmp_path / "results"
-    sizes = "--hidden-size 16 --ranks 2 --base-examples 20 --train-examples 15 --test-examples 5"
-    options = ["fidelity", *sizes.split(), "--seeds", "0", "--epochs", "3", "--quiet"]
-    arguments = build_parser().parse_args([*options, "--output", str(output)])
-    figures = fidelity.fidelity(arguments)
-    printed = capsys.readouterr().out
-    assert json.loads((output / "fidelity.json").read_text()) == json.loads(json.dumps(figures))
-    assert (output / "fidelity.md").read_text().strip() == printed.strip()
-    assert (output / "fidelity.png").read_bytes().startswith(b"\x89PNG")
-    names = [contestant.name for contestant in all_contestants([2], 16)]
+def test_the_benchmark_writes_tables_figures_and_plot(tmp_path, capsys):
+    sizes = {"base_examples": 20, "train_examples": 15, "test_examples": 5, "epochs": 3}
+    models = {"hidden_size": 16, "ranks": 2, "files_per_library": 40, "seeds": 0}
+    folder = tmp_path / "results"
+    options = {**sizes, **models, "cache": tmp_path / "cache"}
+    figures, printed, _ = run(capsys, folder, "fidelity", "--quiet", **options)
+    assert is_picture(folder / "fidelity.png")
+    names = [method.title for method, _ in all_curvatures([2], 16)]
     assert len(names) == 3 * (2 * 2 + 1) + 2
     assert [row["name"] for row in figures["means"]] == names
+    assert all(name in printed for name in names)
     assert len(figures["curvatures"]) == 3 * len(names)
-    assert figures["verdict"]["default"] in printed
     for model in figures["models"]:
         assert model["weights"] == 8 * 4 * 16
         assert 0 < model["prior_precision"] < 1e6
     for row in figures["curvatures"]:
         assert all(math.isfinite(row[key]) for key in (*ERRORS, *RATIOS))
-        if row["name"].startswith("gradient") and "tail" in row["name"]:
+        has_tail = row["kfac_approx"] == "gradient" and row["tail"]
+        if has_tail or row["structure"] == "diag":
             assert row["trace_ratio"] == pytest.approx(1, abs=1e-6)
-        if row["name"] == "stock diag":
-            assert row["trace_ratio"] == pytest.approx(1, abs=1e-6)
+        if row["structure"] == "diag":
             assert row["kilobytes"] == 8 * 4 * 16 * 4 / 1000
 
 
@@ -110,13 +104,13 @@ def test_the_evidence_of_an_isotropic_curvature_has_a_known_maximum():
 def test_the_exact_curvature_has_no_errors_and_a_doubled_one_has():
     layer, x, ggn = linear_softmax()
     Js, _ = jacobians(layer, [layer.weight], x.split(1))
-    exact = exact_posterior(DenseCurvature([ggn]), Js, 0.5)
+    exact = DenseCurvature([ggn]).facts(Js, 0.5)
     figures = errors(exact, exact, exact.covariance, 0.5)
     assert all(figures[key] == 0 for key in ERRORS)
     assert all(figures[key] == 1 for key in RATIOS)
     assert figures["kilobytes"] == 12 * 12 * 4 / 1000
     # (2 H + 2 λ)⁻¹ is half of (H + λ)⁻¹, and its log-determinant P log 2 larger.
-    doubled = exact_posterior(DenseCurvature([2 * ggn + 0.5 * torch.eye(12)]), Js, 0.5)
+    doubled = DenseCurvature([2 * ggn + 0.5 * torch.eye(12)]).facts(Js, 0.5)
     figures = errors(doubled, exact, exact.covariance, 0.5)
     assert figures["covariance_error"] == pytest.approx(0.5)
     assert figures["full_covariance_error"] == pytest.approx(0.5)
@@ -124,68 +118,67 @@ def test_the_exact_curvature_has_no_errors_and_a_doubled_one_has():
     assert figures["log_det_error"] == pytest.approx(math.log(2))
     gained = DenseCurvature([ggn]).log_det(0.5) - 12 * math.log(0.5)
     assert figures["log_det_relative_error"] == pytest.approx(12 * math.log(2) / gained)
-    twice = exact_posterior(DenseCurvature([2 * ggn]), Js, 0.5)
+    twice = DenseCurvature([2 * ggn]).facts(Js, 0.5)
     figures = errors(twice, exact, exact.covariance, 0.5)
     assert figures["block_error"] == pytest.approx(1)
     assert figures["trace_ratio"] == pytest.approx(2)
 
 
+def fitted(method, model, batches):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The posterior is over lora_A and lora_B")
+        la = method.build(model)
+        la.fit(batches)
+    return la
+
+
 def test_the_gradient_form_is_exact_for_one_example_of_one_token_and_two_classes():
     """Its Fisher has rank one, and so have the gradients of the weights."""
-    model = LogitsModel(lora_model("bert", n_labels=2))
+    model = AdaptedModel(lora_model("bert", n_labels=2).eval())
     batch = ragged_batches(lengths=[1], batch_size=1, padded_to=1, n_classes=2)[0]
-    weights = [p for name, p in model.named_parameters() if "lora_" in name]
+    weights = model.lora_weights
     sizes = [weight.numel() for weight in weights]
-    with model.prepared(weights):
-        Js, logits = jacobians(model, weights, [batch])
+    Js, logits = jacobians(model.logits_model, weights, [batch])
     curvature = DenseCurvature.of_softmax(Js, logits, sizes)
     precision = 0.1 * max(block.trace().item() for block in curvature.blocks)
-    exact = exact_posterior(curvature, Js, precision)
-    contestants = {each.name: each for each in all_contestants([2], 12)}
+    exact = curvature.facts(Js, precision)
     figures = {}
-    for name in ("gradient, rank 2", "stock diag"):
-        la = _fitted(contestants[name], model, [batch])
-        posterior = approximate_posterior(la, sizes, Js, precision)
-        figures[name] = errors(posterior, exact, exact.covariance, precision)
+    for method, _ in all_curvatures([2], 12):
+        if method.title in ("gradient, rank 2", "Stock diag"):
+            la = fitted(method, model, [batch])
+            found = approximate_posterior(la, sizes, Js, precision)
+            figures[method.title] = errors(found, exact, exact.covariance, precision)
     for key in ERRORS:
         assert figures["gradient, rank 2"][key] == pytest.approx(0, abs=1e-6)
-        assert figures["stock diag"][key] > 1e-3
-    chosen = evidence_prior_precision(
-        curvature, torch.cat([weight.detach().flatten() for weight in weights])
-    )
+        assert figures["Stock diag"][key] > 1e-3
+    flat = torch.cat([weight.detach().flatten() for weight in weights])
     own = precision * figures["gradient, rank 2"]["own_prior_precision_ratio"]
-    assert own == pytest.approx(chosen, rel=0.02)
+    assert own == pytest.approx(evidence_prior_precision(curvature, flat), rel=0.02)
 
 
 def test_numbers_kept_are_those_of_the_factors():
-    model = LogitsModel(lora_model("bert"))
-    batches = ragged_batches()
     expected = {
         "gradient, rank 2, tail": (2 * 2 + 2 + 1) + (12 * 2 + 2 + 1),
-        "stock Kron": (2 * 2 + 2) + (12 * 12 + 12),
-        "stock diag": 2 * 12,
+        "Stock Kron": (2 * 2 + 2) + (12 * 12 + 12),
+        "Stock diag": 2 * 12,
     }
-    for contestant in all_contestants([2], 12):
-        if contestant.name in expected:
-            kept = numbers_kept(_fitted(contestant, model, batches).H)
-            assert kept == 8 * expected[contestant.name]
+    for method, _ in all_curvatures([2], 12):
+        if method.title in expected:
+            la = fitted(method, AdaptedModel(lora_model("bert")), ragged_batches())
+            assert numbers_kept(la.H) == 8 * expected[method.title]
 
 
-def test_the_default_is_the_librarys_and_is_always_among_the_contestants():
-    defaults = [each for each in all_contestants([3], 12) if each.is_default]
-    assert [each.settings for each in defaults] == [DEFAULTS]
-    la = _fitted(
-        Contestant("no settings", "lowrank_kron", {}),
-        LogitsModel(lora_model("bert")),
-        ragged_batches(),
-    )
+def test_the_default_is_the_librarys_and_is_always_among_the_curvatures():
+    defaults = [settings for _, settings in all_curvatures([3], 12) if settings == DEFAULTS]
+    assert len(defaults) == 1
+    la = fitted(posterior("lowrank_kron"), AdaptedModel(lora_model("bert")), ragged_batches())
     assert la.backend.rank == DEFAULTS["rank"]
     assert la.backend.tail == DEFAULTS["tail"]
 
 
 def test_padding_is_no_part_of_the_mean():
     torch.manual_seed(0)
-    config = fidelity_models.LlamaConfig(
+    config = fidelity_models.transformers.LlamaConfig(
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
@@ -213,62 +206,36 @@ def test_the_front_of_a_known_list(points, front):
     assert pareto_front(points) == front
 
 
-RIVAL = Contestant("rival", "lowrank_kron", {**DEFAULTS, "kfac_approx": "reduce"})
-DEFAULT = Contestant("ours", "lowrank_kron", DEFAULTS)
-STOCK = Contestant("stock", "kron", {})
-
-
 def judged(ours, rival, stock, memory=(10.0, 10.0, 200.0)):
-    """The verdict on covariance errors: of two seeds of model a, and of one of model b."""
-    contestants = [DEFAULT, RIVAL, STOCK]
+    """Means by name, of covariance errors of two seeds of model a, and of one of model b."""
+    kinds = {
+        "ours": {"structure": "lowrank_kron", "is_default": True, **DEFAULTS},
+        "rival": {"structure": "lowrank_kron", "is_default": False, **DEFAULTS, "rank": 4},
+        "stock": {"structure": "kron", "is_default": False, **dict.fromkeys(DEFAULTS)},
+    }
     rows = [
-        {"model": model, "name": each.name, "kilobytes": kept, "covariance_error": error}
-        for each, errors, kept in zip(contestants, (ours, rival, stock), memory, strict=True)
-        for model, error in zip("aab", errors, strict=True)
+        {"name": name, **kind, "model": model, "kilobytes": kept, "covariance_error": error}
+        for (name, kind), of_kind, kept in zip(
+            kinds.items(), (ours, rival, stock), memory, strict=True
+        )
+        for model, error in zip("aab", of_kind, strict=True)
     ]
-    return verdict(rows, contestants, means(rows, contestants))
+    return {row["name"]: row for row in means(rows)}
 
 
-def test_the_verdict_on_known_errors():
+def test_means_compare_a_curvature_with_the_default_and_with_stock_kron():
     good = judged(ours=(0.05, 0.04, 0.10), rival=(0.02, 0.03, 0.2), stock=(0.3, 0.3, 0.2))
-    assert good["meets_error"]
-    assert good["meets_stock_kron"]
-    assert good["on_front"]
-    assert good["better"] == []
-    assert good["memory_share"] == pytest.approx(0.05)
-    assert good["errors"] == {"a": [0.05, 0.04], "b": [0.10]}
-    assert "MISSED" not in sentences(good)
+    assert list(good) == ["ours", "rival", "stock"]
+    assert good["ours"]["covariance_error"] == pytest.approx(0.19 / 3)
+    assert good["ours"]["worst_covariance_error"] == 0.10
+    assert good["ours"]["share_of_stock_kron"] == pytest.approx(0.05)
+    assert good["ours"]["below_stock_kron"]
+    assert good["ours"]["on_front"]
+    assert not good["rival"]["below_default"]
+    assert good["stock"]["rank"] is None
 
     beaten = judged(ours=(0.04, 0.11, 0.05), rival=(0.02, 0.1, 0.04), stock=(0.3, 0.1, 0.2))
-    assert not beaten["meets_error"]
-    assert not beaten["meets_stock_kron"]
-    assert not beaten["on_front"]
-    assert beaten["better"] == ["rival"]
-    assert sentences(beaten).count("MISSED") == 2
-    assert "NOT on the front" in sentences(beaten)
-
-    large = judged(
-        ours=(0.04, 0.04, 0.1),
-        rival=(0.02, 0.02, 0.05),
-        stock=(0.3, 0.3, 0.2),
-        memory=(20.0, 21.0, 200.0),
-    )
-    assert not large["meets_stock_kron"]
-    assert large["better"] == []
-
-
-def test_means_are_those_of_each_contestant():
-    rows = [
-        {"name": name, "kilobytes": 1.0, "covariance_error": error}
-        for name, error in [("ours", 1.0), ("rival", 5.0), ("ours", 2.0)]
-    ]
-    averages = means(rows, [RIVAL, DEFAULT])
-    assert [row["name"] for row in averages] == ["rival", "ours"]
-    assert [row["covariance_error"] for row in averages] == [5.0, 1.5]
-    assert [row["on_front"] for row in averages] == ["", "yes"]
-
-
-def _fitted(contestant, model, batches):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The posterior is over lora_A and lora_B")
-        return fitted(contestant, model, batches)
+    assert beaten["ours"]["worst_covariance_error"] == 0.11
+    assert not beaten["ours"]["below_stock_kron"]
+    assert not beaten["ours"]["on_front"]
+    assert beaten["rival"]["below_default"]

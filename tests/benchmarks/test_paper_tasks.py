@@ -1,6 +1,5 @@
 """The paper's tasks, each read from a few made-up rows of its schema."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,109 +7,37 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.calibration.paper_tasks import (
+from benchmarks.models import MissingDataError
+from benchmarks.tasks.paper import (
     CAUSAL_HYPERPARAMETERS,
     ENCODER_HYPERPARAMETERS,
     MMLU_SUBJECTS,
     PAPER_SHIFTS,
     PAPER_TASKS,
+    read,
     read_paper_task,
 )
-from benchmarks.calibration.task_data import MissingDataError
-
-SELECT = "Select one of the choices that answers the following question:"
-FRUIT = ["a pear", "a stone", "a spoon", "a lamp"]
-
-
-def labelled(texts, labels="ABCD"):
-    return {"text": texts, "label": list(labels[: len(texts)])}
-
-
-WINOGRANDE_ROWS = [
-    {"sentence": "As _ was low it fell.", "option1": "cup", "option2": "shelf", "answer": answer}
-    for answer in "21"
-]
-WINOGRANDE_PROMPT = f"{SELECT} As _ was low it fell. Choices: A. cup. B shelf. Answer:"
-ARC_ROWS = [
-    {"id": "1", "question": "What grows?", "choices": labelled(FRUIT), "answerKey": "C"},
-    {"id": "2", "question": "What grows?", "choices": labelled(FRUIT, "1234"), "answerKey": "2"},
-    {"id": "3", "question": "Three?", "choices": labelled(FRUIT[:3]), "answerKey": "A"},
-    {
-        "id": "4",
-        "question": "Five?",
-        "choices": labelled([*FRUIT, "ice"], "ABCDE"),
-        "answerKey": "E",
-    },
-]
-FRUIT_PROMPT = (
-    f"{SELECT} What grows? Choices: A. a pear. B. a stone. C. a spoon. D. a lamp. Answer:"
+from tests.benchmarks.support import (
+    ARC_ROWS,
+    FRUIT_PROMPT,
+    MMLU_ROW,
+    PROMPTS,
+    ROWS,
+    parsed,
+    write_rows,
+    write_task,
 )
-OPENBOOKQA_ROWS = [
-    {
-        "id": "5",
-        "question_stem": "To sleep one",
-        "choices": labelled(["runs.", "lies", "eats", "sits"]),
-        "answerKey": "B",
-    }
-]
-OPENBOOKQA_PROMPT = f"{SELECT} To sleep one Choices: A. runs. B. lies. C. eats. D. sits. Answer:"
-BOOLQ_ROWS = [
-    {"question": "is ice cold", "passage": "Ice is frozen water.", "label": 1, "idx": 0},
-    {"question": "is ice cold", "passage": "Ice is frozen water", "answer": False},
-]
-BOOLQ_PROMPT = (
-    "Answer the question with only True or False: is ice cold Context: Ice is frozen water."
-)
-PROMPTS = (WINOGRANDE_PROMPT, FRUIT_PROMPT, OPENBOOKQA_PROMPT, BOOLQ_PROMPT)
-PAIR_ROWS = [
-    {"sentence1": "It rains.", "sentence2": "It is wet.", "label": label, "idx": label}
-    for label in (1, 0)
-]
-PAIRS = [(("It rains.", "It is wet."), 1), (("It rains.", "It is wet."), 0)]
-WIC_FIELDS = {"word": "rain", "start1": 3, "start2": 0, "end1": 8, "end2": 2}
-
-# For each task its rows, and what the paper keeps of them.
-TASKS = {
-    "winogrande_s": (WINOGRANDE_ROWS, [(WINOGRANDE_PROMPT, 1), (WINOGRANDE_PROMPT, 0)]),
-    "winogrande_m": (WINOGRANDE_ROWS, [(WINOGRANDE_PROMPT, 1), (WINOGRANDE_PROMPT, 0)]),
-    "arc_easy": (ARC_ROWS, [(FRUIT_PROMPT, 2), (FRUIT_PROMPT, 1)]),
-    "arc_challenge": (ARC_ROWS, [(FRUIT_PROMPT, 2), (FRUIT_PROMPT, 1)]),
-    "obqa": (OPENBOOKQA_ROWS, [(OPENBOOKQA_PROMPT, 1)]),
-    "boolq": (BOOLQ_ROWS, [(BOOLQ_PROMPT, 1), (BOOLQ_PROMPT, 0)]),
-    "mrpc": (PAIR_ROWS, PAIRS),
-    "rte": (PAIR_ROWS, PAIRS),
-    "cola": ([{"sentence": "Him sleeps.", "label": 0, "idx": 3}], [("Him sleeps.", 0)]),
-    "wic": ([row | WIC_FIELDS for row in PAIR_ROWS], PAIRS),
-    "wnli": (PAIR_ROWS, PAIRS),
-    "boolq_pairs": (
-        BOOLQ_ROWS,
-        [(("Ice is frozen water.", "is ice cold"), 1), (("Ice is frozen water", "is ice cold"), 0)],
-    ),
-}
-MMLU_ROW = {"question": "What grows?", "subject": "made up", "choices": FRUIT, "answer": 3}
-
-
-def write_rows(source, data, rows):
-    file = source.file_in(data)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "\n", encoding="utf-8")
-
-
-def write_task(name, data):
-    rows, _ = TASKS[name]
-    write_rows(PAPER_TASKS[name].train_source, data, rows)
-    write_rows(PAPER_TASKS[name].test_source, data, rows[:1])
 
 
 def test_every_task_has_rows_here():
-    assert list(TASKS) == list(PAPER_TASKS)
+    assert list(ROWS) == list(PAPER_TASKS)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ROWS)
 def test_rows_become_the_papers_prompts_and_pairs(name, tmp_path):
     write_task(name, tmp_path)
     task = read_paper_task(name, tmp_path)
-    _, expected = TASKS[name]
+    _, expected = ROWS[name]
     assert task.train == expected
     assert task.test == expected[:1]
     assert task.name == name
@@ -119,9 +46,9 @@ def test_rows_become_the_papers_prompts_and_pairs(name, tmp_path):
     assert all(0 <= label < len(task.classes) for _, label in task.train)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ROWS)
 def test_the_hub_is_asked_by_its_own_names(name, monkeypatch):
-    rows, expected = TASKS[name]
+    rows, expected = ROWS[name]
     asked = []
 
     def load_dataset(dataset, configuration, split):
@@ -153,12 +80,20 @@ def test_what_is_cut_of_a_long_prompt_is_not_where_the_answer_comes_from():
         assert task.truncation_side == ("left" if ends_with_choices else "right")
 
 
+def test_so_many_texts_are_kept_as_asked_for(tmp_path):
+    write_task("mrpc", tmp_path)
+    write_rows(PAPER_TASKS["mrpc"].train_source, tmp_path, ROWS["mrpc"][0] * 3)
+    options = parsed("--quiet", task="mrpc", data=tmp_path, train_examples=3)
+    task = read(options, 0, 2)
+    assert [len(part) for part in (task.train, task.validation, task.test)] == [3, 2, 1]
+
+
 def test_shifted_texts_are_the_other_tasks_tests(tmp_path):
     write_task("obqa", tmp_path)
     write_rows(PAPER_TASKS["arc_easy"].test_source, tmp_path, ARC_ROWS)
     write_rows(PAPER_TASKS["arc_challenge"].test_source, tmp_path, ARC_ROWS[:1])
     for subject in MMLU_SUBJECTS:
-        for place, source in enumerate(PAPER_SHIFTS[subject].sources):
+        for place, source in enumerate(PAPER_SHIFTS[subject][0]):
             write_rows(source, tmp_path, [MMLU_ROW] * (place + 1))
     task = read_paper_task("obqa", tmp_path, shifted=tuple(PAPER_SHIFTS))
     counts = {name: len(examples) for name, examples in task.shifted.items()}
@@ -171,7 +106,7 @@ def test_shifted_texts_are_the_other_tasks_tests(tmp_path):
 def test_the_papers_table_of_mmlu_subjects():
     counts = {subject: len(tasks) for subject, tasks in MMLU_SUBJECTS.items()}
     assert counts == {"computer_science": 4, "engineering": 1, "law": 3, "health": 7}
-    assert PAPER_SHIFTS["engineering"].sources == (("cais/mmlu", "electrical_engineering", "test"),)
+    assert PAPER_SHIFTS["engineering"][0] == [("cais/mmlu", "electrical_engineering", "test")]
 
 
 def test_hyperparameters_are_the_papers():
@@ -190,12 +125,8 @@ def test_without_access_one_line_says_what_to_download(tmp_path):
     program = """
 import os, socket
 socket.getaddrinfo = socket.socket.connect = lambda *_, **__: os._exit(3)
-from benchmarks.calibration.paper_tasks import read_paper_task
-from benchmarks.calibration.task_data import MissingDataError
-try:
-    read_paper_task("winogrande_s")
-except MissingDataError as error:
-    print(error)
+from benchmarks.tasks.paper import read_paper_task
+read_paper_task("winogrande_s")
 """
     run = subprocess.run(
         [sys.executable, "-c", program],
@@ -203,13 +134,14 @@ except MissingDataError as error:
         text=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
     )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == (
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1] == (
         "The hub is out of reach: download from https://huggingface.co/datasets, and save as JSON "
         "lines, allenai/winogrande (winogrande_s), split train, as "
         "FOLDER/allenai/winogrande/winogrande_s/train.jsonl; allenai/winogrande (winogrande_s), "
         "split validation, as FOLDER/allenai/winogrande/winogrande_s/validation.jsonl, and give "
-        "--data FOLDER.\n"
+        "--data FOLDER."
     )
 
 
@@ -226,9 +158,7 @@ def test_every_missing_file_is_named_at_once(tmp_path):
     )
 
 
-def test_unknown_names_are_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match=f"'imdb'.*{', '.join(PAPER_TASKS)}"):
-        read_paper_task("imdb", tmp_path)
+def test_unknown_shifts_are_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ValueError, match=f"history.*{', '.join(PAPER_SHIFTS)}"):
         read_paper_task("obqa", tmp_path, shifted=("law", "history"))
     with pytest.raises(ValueError, match="obqa, not rte"):
