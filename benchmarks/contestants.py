@@ -20,7 +20,7 @@ import laplace_lora_ext
 from benchmarks.memory import PeakMemory
 from benchmarks.minilm import load_fine_tuned, load_tokenizer, padding_collator, predict_logits
 from benchmarks.temperature import fit_temperature
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 PREDICTION_BATCH_SIZE = 8
 

@@ -32,7 +32,7 @@ from benchmarks.fidelity_models import (
 from benchmarks.fidelity_report import draw, means, report, verdict
 from benchmarks.minilm import load_tokenizer, padding_collator, tokenize
 from benchmarks.report import describe_machine, package_versions, settings_of, write_figures
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 DEVICE = "cpu"
 FILES_PER_LIBRARY = 200

@@ -15,7 +15,7 @@ from benchmarks.exact_curvature import DenseCurvature
 from laplace_lora_ext import LowRankKronDecomposed
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.statistics import KFAC_APPROX
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 KEYWORDS = ("kfac_approx", "rank", "tail")
 _PARAMETERS = inspect.signature(LowRankKronInterface).parameters

@@ -19,7 +19,7 @@ from transformers import (
 
 from benchmarks import training
 from benchmarks.docstrings import LIBRARIES
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 LAYERS = 2
 HEADS = 4

@@ -8,8 +8,8 @@ import torch
 from benchmarks.measuring import growth_exponent, repeated_seconds
 from laplace_lora_ext.curvature.statistics import KFAC_APPROX
 from laplace_lora_ext.curvature.streaming import StreamingUpdates
-from laplace_lora_ext.kronecker_block import KroneckerBlock
-from laplace_lora_ext.matrix import LowRankKron
+from laplace_lora_ext.curvature.block import KroneckerBlock
+from laplace_lora_ext.curvature.matrix import LowRankKron
 
 WIDTHS = (512, 1024, 2048, 4096, 8192)
 WIDEST_STOCK = 2048

@@ -18,7 +18,7 @@ from benchmarks.measuring import Send, megabytes_in_use, reason_of, time_and_mem
 from benchmarks.memory import BYTES_PER_MEGABYTE
 from benchmarks.random_models import Shape, lora_weights, random_llama, random_loader
 from laplace_lora_ext.curvature.fisher import exact_seeds
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 # The paper's rank of large Kronecker factors, and this library's default.
 LARGE_FACTOR_RANK = 10

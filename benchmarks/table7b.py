@@ -27,7 +27,7 @@ from benchmarks.report import (
     settings_of,
     write_figures,
 )
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 STEPS_OF_TRAINING = 10_000
 LEARNING_RATE = 5e-5

@@ -28,7 +28,7 @@ from benchmarks.report import (
     write_figures,
 )
 from laplace_lora_ext import LinearizedModel, PredictiveStatistics, TuningHistory
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 REPETITIONS = 3
 LINKS = ("probit", "mc", "mean_field")

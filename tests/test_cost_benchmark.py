@@ -21,7 +21,7 @@ from benchmarks.measuring import (
 )
 from benchmarks.random_models import Shape, lora_weights, random_llama, random_loader
 from benchmarks.rivals import NAMES, RIVALS, Trial, bare_loop, needed_megabytes
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 SMALL = {
     "--hidden-sizes": 32,

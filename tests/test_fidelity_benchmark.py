@@ -22,7 +22,7 @@ from benchmarks.fidelity_contestants import (
     numbers_kept,
 )
 from benchmarks.fidelity_report import means, pareto_front, sentences, verdict
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.tiny_models import lora_model, ragged_batches
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}

@@ -15,7 +15,7 @@ from benchmarks.calibration.text_task import Example, TextTask
 from benchmarks.calibration.training_cache import cached, training_digest
 from benchmarks.minilm import padding_collator
 from benchmarks.training import Weights, train
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 Records = list[dict[str, Any]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from laplace_lora_ext.factors import DenseFactor, Factor, LowRankFactor, add_rows
+from laplace_lora_ext.curvature.factors import DenseFactor, Factor, LowRankFactor, add_rows
 
 
 class StreamingUpdates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace
+from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, ParametricLaplace
 from laplace.curvature import CurvatureInterface
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from laplace.utils.matrix import Kron, KronDecomposed
@@ -27,14 +27,23 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
                 f'{backend.__name__} keeps low-rank factors: use hessian_structure="lowrank_kron".'
             )
 
-    def _summed_curvature(self) -> Kron:
+    def _zeros(self) -> Kron:
+        weights: Any = self.params
+        return Kron.init_from_model(weights, self._device, self._dtype)
+
+    def _sums(self) -> Kron:
         assert self.H_facs is not None
         return _with_scaled_inputs(self.H_facs, self.n_data)
 
     @without_autocast
-    def _adopt_curvature(self, n_data: int) -> None:
-        assert isinstance(self.H, Kron)
-        self.H_facs = _with_scaled_inputs(self.H, 1 / n_data)
+    def _adopt(self, H: Kron, n_data: int) -> None:
+        means = _with_scaled_inputs(H, 1 / n_data)
+        self.H_facs, self.H = means, means.decompose(damping=self.damping)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._check_weights(state_dict)
+        ParametricLaplace.load_state_dict(self, state_dict)
+        self.H_facs = Kron(state_dict["H"])
         self.H = self.H_facs.decompose(damping=self.damping)
 
     @property
@@ -51,9 +60,8 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
     _key = ("lora", "diag")
     _default_backend = LowRankKronGGN
 
-    @staticmethod
-    def _diagonal(H: torch.Tensor) -> torch.Tensor:
-        return H
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self.n_params, device=self._device, dtype=self._dtype)
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
@@ -67,6 +75,9 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     _key = ("lora", "full")
     # The host's default needs forward-mode derivatives, which fused attention does not have.
     _default_backend = LowRankKronGGN
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self.n_params, self.n_params, device=self._device, dtype=self._dtype)
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:

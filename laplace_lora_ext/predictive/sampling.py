@@ -1,4 +1,4 @@
-"""A square root of covariances that need not be invertible."""
+"""Samples of Gaussian logits, whose covariances need not be invertible."""
 
 from __future__ import annotations
 
@@ -50,3 +50,32 @@ def square_root(covariance: torch.Tensor) -> torch.Tensor:
         `(..., C, C)`
     """
     return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]
+
+
+def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Reparametrised samples of logits.
+
+    Parameters
+    ----------
+    f_mu : torch.Tensor
+        `(B, C)`
+    f_var : torch.Tensor
+        `(B, C, C)`
+    noise : torch.Tensor
+        `(S, B, C)` standard normal numbers, or `(S, 1, C)` that all examples share
+
+    Returns
+    -------
+    torch.Tensor
+        `(S, B, C)`
+    """
+    noise = noise.to(f_mu.device).expand(-1, len(f_mu), -1)
+    return f_mu + torch.einsum("bck,sbk->sbc", square_root(f_var), noise)
+
+
+def standard_normal(
+    shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Standard normal numbers of the dtype of `like`, drawn where the generator is."""
+    device = like.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=device, dtype=like.dtype)

@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.factors import DenseFactor, Eigendecomposition, Factor, LowRankFactor
+from laplace_lora_ext.curvature.factors import (
+    DenseFactor,
+    Eigendecomposition,
+    Factor,
+    LowRankFactor,
+)
 
 
 class KroneckerBlock:
@@ -153,28 +158,29 @@ class DecomposedBlock:
             return leading, torch.ones_like(small)  # of no direction at all
         return leading, small * tail + delta
 
+    def oriented(self, weights: torch.Tensor) -> torch.Tensor:
+        """`(..., m, n)` weights as `(..., r, d)`, small side first, and back."""
+        return weights if self.small_output else weights.mT
+
     def project(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Coordinates of `(..., m, n)` weights on `Q ⊗ U`, `(..., r, k)`, and what is left.
+        """Coordinates of `(..., r, d)` weights on `Q ⊗ U`, `(..., r, k)`, and what is left.
 
         The remainder, `(..., r, d)`, is orthogonal to U, and in the basis Q.
         """
-        if not self.small_output:
-            weights = weights.mT
         rotated = self.small.vectors.mT @ weights
         leading = rotated @ self.large.vectors
         return leading, rotated - leading @ self.large.vectors.mT
 
     def bmm(self, weights: torch.Tensor, delta: torch.Tensor, exponent: float) -> torch.Tensor:
-        """`(block + delta I) ** exponent` times each of the `(..., m, n)` weights."""
+        """`(block + delta I) ** exponent` times each of the `(..., r, d)` weights."""
         leading, remainder = self.project(weights)
         on_leading, on_remainder = (e.pow(exponent) for e in self.eigenvalues(delta))
-        product = self.small.vectors @ (
+        return self.small.vectors @ (
             (leading * on_leading) @ self.large.vectors.mT + remainder * on_remainder[:, None]
         )
-        return product if self.small_output else product.mT
 
     def inv_square_form(self, weights: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """`W_a (block + delta I)⁻¹ W_bᵀ` of all pairs: `(..., K, m, n)` to `(..., K, K)`.
+        """`W_a (block + delta I)⁻¹ W_bᵀ` of all pairs: `(..., K, r, d)` to `(..., K, K)`.
 
         The two parts are sums of squares, so the result is positive semi-definite and nothing
         cancels, however small `delta` is.
@@ -191,10 +197,10 @@ class DecomposedBlock:
         small, large = self.small.vectors.square(), self.large.vectors.square()
         diagonal = small @ on_leading @ large.mT
         diagonal = diagonal + torch.outer(small @ on_remainder, 1 - large.sum(1))
-        return (diagonal if self.small_output else diagonal.mT).flatten()
+        return self.oriented(diagonal).flatten()
 
     def to_matrix(self, delta: torch.Tensor, exponent: float) -> torch.Tensor:
         """Dense `(m * n, m * n)` matrix of `(block + delta I) ** exponent`. For tests."""
-        m, n = self.shape
-        identity = torch.eye(m * n).to(self.small.vectors).reshape(m * n, m, n)
-        return self.bmm(identity, delta, exponent).reshape(m * n, m * n)
+        identity = torch.eye(self.n_params).to(self.small.vectors).unflatten(1, self.shape)
+        product = self.bmm(self.oriented(identity), delta, exponent)
+        return self.oriented(product).flatten(1)

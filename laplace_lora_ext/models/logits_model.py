@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,14 +10,15 @@ from math import prod
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from laplace_lora_ext.positions import Positions
+from laplace_lora_ext.models.answers import AnswerTokens
+from laplace_lora_ext.models.positions import Positions
 
 _LABEL_KEYS = ("label", "labels")
-_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class LogitsModel(nn.Module):
@@ -61,8 +61,11 @@ class LogitsModel(nn.Module):
         self.dict_key_y = dict_key_y
         self.output_size = 0
         self._transformer = (find_transformer(model),)  # in a tuple: no second child module
-        self._check_class_tokens(class_token_ids)
-        self.class_token_ids = None if class_token_ids is None else list(class_token_ids)
+        self._answers = self._find_answers(class_token_ids)
+
+    @property
+    def class_token_ids(self) -> list[int] | None:
+        return None if self._answers is None else self._answers.ids
 
     def forward(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
         """Logits of a batch.
@@ -87,10 +90,11 @@ class LogitsModel(nn.Module):
             If what it returns is not `(B, C)`.
         """
         inputs = self._inputs(batch)
-        if self.class_token_ids is not None:
-            logits = self._answer_logits(inputs, model_kwargs)
-        else:
+        if self._answers is None:
             logits = logits_of(self._call(inputs, **model_kwargs))
+        else:
+            options = self._answers.options(inputs) | model_kwargs
+            logits = self._answers.select(logits_of(self._call(inputs, **options)), inputs)
         if logits.ndim != 2:
             raise ValueError(
                 f"Expected logits of shape (batch, outputs) and got {tuple(logits.shape)}. Wrap "
@@ -209,56 +213,16 @@ class LogitsModel(nn.Module):
             return self.model(**inputs, **kwargs)
         return self.model(inputs, **kwargs)
 
-    def _answer_logits(self, inputs: Any, model_kwargs: dict[str, Any]) -> torch.Tensor:
-        """Logits of the class tokens after the last real token of each row."""
-        last = _last_real_position(inputs)
-        options = self._decoder_options(inputs, last) | model_kwargs
-        output = logits_of(self._call(inputs, **options))
-        if output.ndim != 3:
+    def _find_answers(self, class_token_ids: Sequence[int] | None) -> AnswerTokens | None:
+        transformer = self._transformer[0]
+        if class_token_ids is not None:
+            return AnswerTokens(class_token_ids, transformer)
+        if transformer is not None and transformer.can_generate():
             raise ValueError(
-                "class_token_ids need logits of shape (batch, positions, vocabulary), not "
-                f"{tuple(output.shape)}."
+                f"{type(transformer).__name__} is a language model: pass class_token_ids, the "
+                "tokens of the answers, such as tokenizer.convert_tokens_to_ids."
             )
-        if output.shape[1] > 1:
-            output = output.take_along_dim(last[:, None, None], dim=1)
-        return output[:, 0, self.class_token_ids]
-
-    def _decoder_options(self, inputs: Any, last: torch.Tensor) -> dict[str, Any]:
-        """Keyword arguments that a decoder understands and the batch does not have yet."""
-        transformer = self._transformer[0]
-        if transformer is None:
-            return {}
-        accepted = inspect.signature(transformer.forward).parameters
-        options: dict[str, Any] = {"use_cache": False}
-        given = inputs if isinstance(inputs, Mapping) else {}
-        mask = given.get("attention_mask")
-        # Newer decoders compute logits for one position a row, older ones for the last few of all.
-        if hasattr(inspect.getmodule(transformer.forward), "slice_logits_to_keep"):
-            options["logits_to_keep"] = last[:, None]
-        elif mask is None or mask[:, -1].all():
-            options["logits_to_keep"] = options["num_logits_to_keep"] = 1
-        if mask is not None and not mask[:, 0].all():
-            # Learned positions count from the first real token, not from the padding before it.
-            options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
-        return {key: v for key, v in options.items() if key in accepted and key not in given}
-
-    def _check_class_tokens(self, class_token_ids: Sequence[int] | None) -> None:
-        transformer = self._transformer[0]
-        if class_token_ids is None:
-            if transformer is not None and transformer.can_generate():
-                raise ValueError(
-                    f"{type(transformer).__name__} is a language model: pass class_token_ids, "
-                    "the tokens of the answers, such as tokenizer.convert_tokens_to_ids."
-                )
-            return
-        if transformer is not None and transformer.config.is_encoder_decoder:
-            raise NotImplementedError("class_token_ids are for causal language models only.")
-        vocabulary = getattr(getattr(transformer, "config", None), "vocab_size", None)
-        ids = list(class_token_ids)
-        if len(ids) < 2 or len(set(ids)) < len(ids):
-            raise ValueError(f"class_token_ids must be two or more distinct tokens, not {ids}.")
-        if min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary):
-            raise ValueError(f"class_token_ids {ids} are not all in the vocabulary.")
+        return None
 
 
 def find_transformer(model: nn.Module) -> PreTrainedModel | None:
@@ -266,11 +230,11 @@ def find_transformer(model: nn.Module) -> PreTrainedModel | None:
     while not isinstance(model, PreTrainedModel):
         if isinstance(model, PeftModel):
             inner = model.get_base_model()
-        elif isinstance(model, _PARALLEL):
-            inner = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            inner = model._orig_mod  # accelerate's function puts this wrapper back
         else:
-            inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
+            inner = extract_model_from_parallel(model)
+        if inner is model or not isinstance(inner, nn.Module):
             return None
         model = inner
     return model
@@ -302,14 +266,3 @@ def _n_positions(inputs: Any) -> int | None:
     is_tokens = not inputs.is_floating_point()
     positions = inputs.shape[1:] if is_tokens else inputs.shape[1:-1]
     return prod(positions) if positions else None
-
-
-def _last_real_position(inputs: Any) -> torch.Tensor:
-    """`(B,)` index of the last position that is not padding, on whichever side that is."""
-    if not isinstance(inputs, Mapping):
-        return torch.full((len(inputs),), inputs.shape[1] - 1, device=inputs.device)
-    mask = inputs.get("attention_mask")
-    if mask is None:
-        tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
-        return torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device)
-    return (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)

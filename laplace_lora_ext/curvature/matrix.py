@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.factors import Factor, LowRankFactor
-from laplace_lora_ext.kronecker_block import DecomposedBlock, KroneckerBlock
-from laplace_lora_ext.spectrum import Spectrum
+from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
+from laplace_lora_ext.curvature.factors import Factor, LowRankFactor
+from laplace_lora_ext.curvature.spectrum import Spectrum
 
 
 class LowRankKron:
@@ -187,7 +187,8 @@ class LowRankKronDecomposed:
         """
         self._check_invertible(exponent)
         products = [
-            block.bmm(part, delta, exponent).flatten(-2) for block, delta, part in self._split(W)
+            block.oriented(block.bmm(part, delta, exponent)).flatten(-2)
+            for block, delta, part in self._split(W)
         ]
         return torch.cat(products, dim=-1)
 
@@ -225,12 +226,12 @@ class LowRankKronDecomposed:
             raise ValueError("The matrix is singular: add a positive prior precision first.")
 
     def _split(self, W: torch.Tensor) -> list[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
-        """Each block with its delta and its part of `W`, `(..., m, n)`."""
+        """Each block with its delta and its part of `W`, `(..., r, d)`."""
         sizes = [block.n_params for block in self.blocks]
         if W.shape[-1] != sum(sizes):
             raise ValueError(f"Expected {sum(sizes)} parameters in the last dimension of W.")
         parts = W.split(sizes, dim=-1)
         return [
-            (block, delta, part.unflatten(-1, block.shape))
+            (block, delta, block.oriented(part.unflatten(-1, block.shape)))
             for block, delta, part in zip(self.blocks, self.deltas, parts, strict=True)
         ]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 import tqdm
 
-from laplace_lora_ext.linearized_model import EvidenceAtMode
-from laplace_lora_ext.tuning_history import REACH, Recorder, TuningHistory
+from laplace_lora_ext.linearized.model import EvidenceAtMode
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.tuning.history import REACH, Recorder, TuningHistory
 
 _WINDOW = 10  # steps over which the evidence must be steady
 _WORST_MODE = 0.1  # nats that the evidence may lack because of an inexact mode
@@ -73,10 +73,9 @@ def maximize_evidence(
             logarithm.detach().clamp_(*REACH)
     else:
         if tolerance > 0:
-            warnings.warn(
+            warn(
                 f"The evidence has not converged in {n_steps} steps: it varied by {spread:.3g} "
-                "nats over the last ten. Raise n_steps or lr.",
-                stacklevel=4,
+                "nats over the last ten. Raise n_steps or lr."
             )
     return recorder.history()
 
@@ -164,14 +163,10 @@ def _ascend(
         prior_precision = updated.log().clamp(*REACH).exp()
     else:
         if tolerance > 0:
-            warnings.warn(
+            warn(
                 f"The linearized evidence has not converged in {n_steps} steps: the last one "
-                f"changed it by {change:.3g} nats. Raise n_steps.",
-                stacklevel=5,
+                f"changed it by {change:.3g} nats. Raise n_steps."
             )
     if error > _WORST_MODE:
-        warnings.warn(
-            f"The linearized model's mode is inexact: its evidence may lack {error:.3g} nats.",
-            stacklevel=5,
-        )
+        warn(f"The linearized model's mode is inexact: its evidence may lack {error:.3g} nats.")
     return recorder.history()

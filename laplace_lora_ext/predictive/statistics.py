@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from laplace_lora_ext.spectrum import Spectrum
+from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
+from laplace_lora_ext.curvature.spectrum import Spectrum
+from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.passes import visit_jacobians
+from laplace_lora_ext.predictive.moments import Moments
 
 # Numbers of projections that are weighted at once: their copy is all that moments need beyond
 # the statistics themselves.
 _CHUNK = 2**22
-
-
-class Moments(NamedTuple):
-    """Mean and covariance of the logits of N examples under the linearised model.
-
-    A Laplace approximation takes them in place of a batch, with `pred_type="glm"`.
-
-    Attributes
-    ----------
-    f_mu : torch.Tensor
-        `(N, C)`
-    f_var : torch.Tensor
-        `(N, C, C)`
-    """
-
-    f_mu: torch.Tensor
-    f_var: torch.Tensor
-
-    def to(self, *args: object, **kwargs: object) -> Moments:
-        """Convert both as `torch.Tensor.to` does."""
-        return Moments(self.f_mu.to(*args, **kwargs), self.f_var.to(*args, **kwargs))  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    def split(self, sizes: list[int]) -> Iterator[Moments]:
-        """Consecutive examples in parts of the given sizes."""
-        pairs = zip(self.f_mu.split(sizes), self.f_var.split(sizes), strict=True)
-        return (Moments(f_mu, f_var) for f_mu, f_var in pairs)
 
 
 class PredictiveStatistics:
@@ -117,6 +97,16 @@ class PredictiveStatistics:
             torch.cat(targets) if targets else None,
             [len(part) for part in parts],
         )
+
+    def check_fit(self, spectrum: Spectrum) -> None:
+        """Refuse a fit with other eigenvalues than those here.
+
+        Raises
+        ------
+        ValueError
+        """
+        if not torch.equal(self.spectrum.leading, spectrum.leading):
+            raise ValueError("The statistics are those of another fit: gather them again.")
 
     def __len__(self) -> int:
         return len(self.f_mu)
@@ -231,6 +221,56 @@ class PredictiveStatistics:
         weighted = projections * leading.sqrt()
         triangles = (inner_products.mT @ remaining[:, None]).squeeze(-1)
         return weighted @ weighted.mT + from_triangle(triangles, self.f_mu.shape[1])
+
+
+def statistics_of_batch(
+    model: LogitsModel,
+    blocks: Sequence[Block],
+    likelihood: Likelihood,
+    H: LowRankKronDecomposed,
+    scale: torch.Tensor,
+    batch: tuple[Any, torch.Tensor | None],
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> PredictiveStatistics:
+    """One pass over a batch: each block's Jacobian is projected as soon as it is known.
+
+    Parameters
+    ----------
+    model, blocks, likelihood
+        what was fitted
+    H : LowRankKronDecomposed
+        the curvature, without a prior
+    scale : torch.Tensor
+        `()`, what it is multiplied with
+    batch : tuple
+        inputs, and targets or None
+    device, dtype
+        where and in which precision the statistics are kept
+    """
+    X, y = batch
+    projections = [torch.empty(0)] * len(blocks)
+    inner_products = [torch.empty(0)] * len(blocks)
+
+    def project(index: int, jacobian: torch.Tensor) -> None:
+        block = H.blocks[index]
+        leading, remainder = block.project(jacobian)
+        remainder = remainder.transpose(1, 2)[:, : None if block.n_left_out else 0]
+        projections[index] = leading.flatten(2).to(device, dtype)
+        inner_products[index] = upper_triangle(remainder @ remainder.mT).to(device, dtype)
+
+    with torch.autocast(blocks[0].weight.device.type, enabled=False):
+        f_mu = visit_jacobians(model, blocks, X, project)
+    if y is not None:
+        y = likelihood.check_targets(y, f_mu).to(device)
+    return PredictiveStatistics(
+        f_mu.to(device, dtype),
+        torch.cat(projections, dim=2),
+        torch.cat(inner_products, dim=1),
+        H.spectrum,
+        scale,
+        y,
+    )
 
 
 def upper_triangle(matrices: torch.Tensor) -> torch.Tensor:

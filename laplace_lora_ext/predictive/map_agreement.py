@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from laplace_lora_ext.messages import warn
 
 _ENOUGH_ROWS = 100
 # On the tasks of `python -m benchmarks calibration`, up to 8 % have cost half a point of accuracy
@@ -57,10 +58,9 @@ class MapAgreement:
         self._counts = False
         better = "mean_field"
         link = "" if link_approx == better else f'link_approx="{better}" may agree more often; '
-        warnings.warn(
+        warn(
             f"{self._away} of {self._rows} predictions have another most probable class than the "
             f"model itself, which costs accuracy: the posterior is broad. {link}a larger "
             "prior_precision narrows it, such as one that optimize_prior_precision chooses by "
-            'method="linearized_loo" on the training data, or by "gridsearch" on others.',
-            stacklevel=4,
+            'method="linearized_loo" on the training data, or by "gridsearch" on others.'
         )

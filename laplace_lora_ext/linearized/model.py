@@ -6,10 +6,9 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import cross_entropy
 
-from laplace_lora_ext.curvature.fisher import Seeds, exact_seeds
-from laplace_lora_ext.predictive_statistics import Moments
+from laplace_lora_ext.likelihoods import LIKELIHOODS, Seeds
+from laplace_lora_ext.predictive.moments import Moments
 
 _MOST_ITERATIONS = 1000  # of L-BFGS for a mode
 _CURVATURE_PAIRS = 20  # that L-BFGS remembers
@@ -93,9 +92,9 @@ class LinearizedModel:
         self._block = feature_block
         self._offset = offset
         self.targets = targets
-        self._likelihood = likelihood
-        self.loss = self._loss(f_mu).item()
-        self._root = self._curvature_root(exact_seeds(f_mu, likelihood))
+        self._likelihood = LIKELIHOODS[likelihood]
+        self.loss = self._likelihood.loss(f_mu, targets).item()
+        self._root = self._curvature_root(self._likelihood.exact_seeds(f_mu))
         self._start = features.new_zeros(features.shape[-1])
 
     def __len__(self) -> int:
@@ -127,6 +126,22 @@ class LinearizedModel:
             evidence.item(), self._by_block(determined), self._by_block(squares), error
         )
 
+    def check_training_data(self, n_data: int, loss: float) -> None:
+        """Refuse a posterior that was fitted on other data.
+
+        Raises
+        ------
+        ValueError
+            If its number of data or its loss differ from those here.
+        """
+        # The same texts in other batches differ a little, in half precision above all.
+        if len(self) == n_data and abs(self.loss - loss) <= 0.1 * (self.loss + loss):
+            return
+        raise ValueError(
+            f"The posterior was fitted on {n_data} examples with a loss of {loss:.4g}; these "
+            f"are {len(self)} with {self.loss:.4g}: pass the training data of this fit."
+        )
+
     def leave_one_out(self, prior_precision: torch.Tensor, scale: float = 1.0) -> Moments:
         """Gaussian logits of each example under the posterior of all the others.
 
@@ -152,12 +167,12 @@ class LinearizedModel:
         """
         by_feature = self._by_feature(prior_precision)
         f_mu = self._logits(self._mode(by_feature, scale)[0])
-        seeds = exact_seeds(f_mu.double(), self._likelihood)
+        seeds = self._likelihood.exact_seeds(f_mu.double())
         rows = self._curvature_root(seeds) * (scale / by_feature).sqrt()
         cholesky = _cholesky_with_identity(rows)
-        vectors = seeds.vectors * seeds.weights[..., None]
-        curvature = scale * torch.einsum("sbc,sbd->bcd", vectors, vectors)
-        slope = scale * self._slope(f_mu.double())
+        columns = seeds.dense()
+        curvature = scale * torch.einsum("sbc,sbd->bcd", columns, columns)
+        slope = scale * self._likelihood.slope(f_mu.double(), self.targets)
         parts = []
         for features, H in zip(self._features.split(_CHUNK), curvature.split(_CHUNK), strict=True):
             whitened = features.double() / by_feature.sqrt()
@@ -192,7 +207,7 @@ class LinearizedModel:
 
         def objective() -> torch.Tensor:
             optimizer.zero_grad()
-            value = scale * self._loss(self._logits(v * deviation)) + v.square().sum() / 2
+            value = scale * self._loss(v * deviation) + v.square().sum() / 2
             value.backward()
             return value
 
@@ -201,29 +216,19 @@ class LinearizedModel:
         assert v.grad is not None
         error = v.grad.double().square().sum().item() / 2
         self._start = mode = (v * deviation).detach()  # nearby for the next prior precision
-        return mode, self._loss(self._logits(mode)).double(), error
+        return mode, self._loss(mode).double(), error
 
     def _curvature_root(self, seeds: Seeds) -> torch.Tensor:
         """R, `(rows, F)` in float64, with no more rows than features: `RᵀR = Φᵀ H Φ`."""
-        vectors, weights = seeds
-        vectors = (vectors * weights[..., None]).to(self._features)
+        vectors = seeds.dense().to(self._features)
         rows = torch.einsum("sbc,bcf->sbf", vectors, self._features).flatten(0, 1).double()
         return torch.linalg.qr(rows, mode="r").R if len(rows) > rows.shape[1] else rows
 
     def _logits(self, u: torch.Tensor) -> torch.Tensor:
         return self._offset + self._features @ u
 
-    def _loss(self, f: torch.Tensor) -> torch.Tensor:
-        """Of the training set, as the posterior's fit counts it."""
-        if self._likelihood == "regression":
-            return (f - self.targets).square().sum() / 2
-        return cross_entropy(f, self.targets, reduction="sum")
-
-    def _slope(self, f: torch.Tensor) -> torch.Tensor:
-        """Gradient of the loss in the logits, `(N, C)`."""
-        if self._likelihood == "regression":
-            return f - self.targets
-        return f.softmax(-1) - torch.nn.functional.one_hot(self.targets, f.shape[-1])
+    def _loss(self, u: torch.Tensor) -> torch.Tensor:
+        return self._likelihood.loss(self._logits(u), self.targets)
 
     def _by_feature(self, prior_precision: torch.Tensor) -> torch.Tensor:
         return prior_precision.detach().double().expand(self.n_blocks)[self._block]

@@ -27,23 +27,29 @@ class Positions(NamedTuple):
     length: int | None
     mask: torch.Tensor | None
 
-    def arrange(self, rows: torch.Tensor) -> torch.Tensor:
+    def arrange(self, rows: torch.Tensor, n_leading: int = 0) -> torch.Tensor:
         """Reshape what a layer has seen or returned, `(..., d)`, to `(B, positions, d)`.
+
+        Parameters
+        ----------
+        rows : torch.Tensor
+        n_leading : int, default=0
+            dimensions before those of the rows, such as one of seeds, which stay
 
         Raises
         ------
         NotImplementedError
             If the leading dimensions are not those of the batch.
         """
-        leading = rows.shape[:-1]
+        leading = rows.shape[n_leading:-1]
         per_row = len(leading) >= 1 and leading[0] in {self.n_examples, self.n_rows}
         flat = self.length is not None and leading == (self.n_rows * self.length,)
         if not (per_row or flat):
             raise NotImplementedError(
-                f"its rows, {tuple(rows.shape)}, cannot be told apart by example in a batch of "
-                f"{self.n_examples}"
+                f"its rows, {tuple(rows.shape[n_leading:])}, cannot be told apart by example in a "
+                f"batch of {self.n_examples}"
             )
-        return rows.reshape(self.n_examples, -1, rows.shape[-1])
+        return rows.reshape(*rows.shape[:n_leading], self.n_examples, -1, rows.shape[-1])
 
     def valid(self, n_positions: int) -> torch.Tensor | None:
         """`(B, n_positions)` mask of a layer that sees as many positions of each example.

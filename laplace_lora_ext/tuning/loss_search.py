@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 
 import torch
 import tqdm
 from scipy.optimize import minimize_scalar
 
-from laplace_lora_ext.predictive_statistics import PredictiveStatistics
-from laplace_lora_ext.tuning_history import REACH, Recorder, TuningHistory
-from laplace_lora_ext.validation_losses import NegativeLogLikelihood
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.tuning.history import REACH, Recorder, TuningHistory
+
+NegativeLogLikelihood = Callable[[Moments, torch.Tensor, "torch.Generator | None"], torch.Tensor]
+"""Of N examples with their targets, `(N,)`; the generator seeds what is sampled."""
 
 _CHECKPOINTS = 20  # of the validation loss along a descent
 _ACCURACY = 5e-3  # relative, of the logarithm of a prior precision that a line search ends with
@@ -40,10 +43,9 @@ def search_grid(
     if not any(map(math.isfinite, recorder.objectives)):
         raise ValueError("The validation loss is finite at no point of the grid.")
     if len(recorder.objectives) > 1 and len(set(recorder.objectives)) == 1:
-        warnings.warn(
+        warn(
             "The validation loss is the same at every point of the grid. Pass a loss that depends "
-            "on the predictive variance: the mean squared error of the linearised mean does not.",
-            stacklevel=4,
+            "on the predictive variance: the mean squared error of the linearised mean does not."
         )
     return recorder.history()
 
@@ -100,11 +102,10 @@ def search_line(
         raise ValueError("The loss does not depend on the prior precision.")
     best = history.prior_precision[history.objective.argmin()]
     if abs((best / prior_precision).log().mean()) > 0.99 * farthest:
-        warnings.warn(
+        warn(
             "The leave-one-out loss has no minimum in reach: it is least at prior precisions from "
             f"{best.min().item():.3g} to {best.max().item():.3g}. Is the adapter untrained, or the "
-            "prior mean at its weights?",
-            stacklevel=4,
+            "prior mean at its weights?"
         )
     return history
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,8 @@ from peft import LoraConfig
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
+
+from laplace_lora_ext.messages import warn
 
 _LISTED = 8
 
@@ -51,11 +52,20 @@ class Block:
         return self.name.split(".")[-2]
 
     @property
+    def matrix(self) -> str:
+        """Which of the two it is: "lora_A" or "lora_B"."""
+        return self.name.split(".")[-3]
+
+    @property
     def transformer_layer(self) -> str:
         """Name up to the layer's number, such as "model.layers.3"; else the module's name."""
         name = re.sub(r"^(base_model\.model\.)?", "", self.name)
         numbered = re.match(r".*?\.\d+(?=\.)", name)
         return numbered.group() if numbered else re.sub(r"\.lora_[AB]\..*", "", name)
+
+    def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
+        """`(..., m, n)` weights as `(..., r, d)`, and back."""
+        return weights if self.small_output else weights.mT
 
     @property
     def statistics_dtype(self) -> torch.dtype:
@@ -115,11 +125,10 @@ def find_blocks(
 
 def warn_if_untrained(blocks: Sequence[Block]) -> None:
     """Warn where every `lora_B` is 0, as PEFT initialises it."""
-    if not any(block.weight.any() for block in blocks if not block.small_output):
-        warnings.warn(
+    if not any(block.weight.any() for block in blocks if block.matrix == "lora_B"):
+        warn(
             "Every lora_B weight is 0: the adapter looks untrained, and the curvature of every "
-            "lora_A is 0.",
-            stacklevel=3,
+            "lora_A is 0."
         )
 
 
@@ -131,10 +140,9 @@ def warn_of_other_trainable(model: nn.Module) -> None:
         if parameter.requires_grad and not re.search(r"\.lora_[AB]\..*\.weight$", name)
     ]
     if names:
-        warnings.warn(
+        warn(
             "The posterior is over lora_A and lora_B weights alone. Held at their MAP value, "
-            f"though trainable: {_listed(names)}.",
-            stacklevel=3,
+            f"though trainable: {_listed(names)}."
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.logits_model import LogitsModel, logits_of
+from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
 
 
 class PreferenceModel(LogitsModel):

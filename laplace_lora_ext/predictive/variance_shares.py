@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from laplace_lora_ext.lora_layers import Block
+from laplace_lora_ext.models.lora_layers import Block
 
 
 @dataclass(frozen=True)
@@ -48,5 +48,5 @@ class VarianceShares:
         return cls(
             by_block=grouped(lambda block: block.name),
             by_layer=grouped(lambda block: block.transformer_layer),
-            by_matrix=grouped(lambda block: "lora_A" if block.small_output else "lora_B"),
+            by_matrix=grouped(lambda block: block.matrix),
         )

@@ -1,0 +1,249 @@
+"""The likelihoods: what is back-propagated from the logits, the loss, and checks of targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torchmetrics
+from laplace.utils import RunningNLLMetric
+from torch.nn.functional import cross_entropy, nll_loss, one_hot
+
+Link = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From mean `(N, C)` and covariance `(N, C, C)` of logits to log-probabilities `(N, C)`."""
+
+
+class Seeds(NamedTuple):
+    """The Fisher at the logits of sample b is `Σ_s (w_sb v_sb) (w_sb v_sb)ᵀ`.
+
+    The vectors have entries of order one, so that none underflows in a half-precision backward
+    pass. The weights, which may be tiny for a confident sample, scale the gradients afterwards.
+
+    Attributes
+    ----------
+    vectors : torch.Tensor
+        `(S, B, C)`, v
+    weights : torch.Tensor
+        `(S, B)`, w
+    """
+
+    vectors: torch.Tensor
+    weights: torch.Tensor
+
+    def dense(self) -> torch.Tensor:
+        """The columns `w v` themselves, `(S, B, C)`."""
+        return self.vectors * self.weights[..., None]
+
+
+class Likelihood(Protocol):
+    """What training, curvature and tuning need to know of a likelihood.
+
+    Attributes
+    ----------
+    name : str
+        as the host calls it
+    is_gaussian : bool
+        whether predictions are moments of the outputs, and no link turns them into probabilities
+    """
+
+    name: str
+    is_gaussian: bool
+
+    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
+        """Seeds of the exact (type-2) Fisher at logits `(B, C)`."""
+        ...
+
+    def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
+        """Gradients of the loss at targets drawn from the model, by torch's global random state."""
+        ...
+
+    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        """Gradients of the loss at the targets, one a sample."""
+        ...
+
+    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Negative log-likelihood summed over samples, up to a constant."""
+        ...
+
+    def slope(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Gradient of `loss` in the logits, `(B, C)`."""
+        ...
+
+    def predictive_loss(
+        self,
+        link: Link,
+        f_mu: torch.Tensor,
+        f_var: torch.Tensor,
+        y: torch.Tensor,
+        sigma_noise: torch.Tensor,
+    ) -> torch.Tensor:
+        """Negative log-density of each target under Gaussian logits, `(N,)`."""
+        ...
+
+    def metric(self, n_outputs: int) -> torchmetrics.Metric:
+        """The host's default loss of a grid search."""
+        ...
+
+    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Targets in the shape and type that losses take; their fit is not checked."""
+        ...
+
+    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Targets as losses take them, on the logits' device.
+
+        Parameters
+        ----------
+        y : torch.Tensor
+            `(B,)` class indices; for regression `(B, C)`, or `(B,)` where C is 1
+        logits : torch.Tensor
+            `(B, C)`
+
+        Raises
+        ------
+        ValueError
+            If their shape, type or range does not fit, or there is only one class.
+        """
+        ...
+
+
+class Classification:
+    """Softmax and cross-entropy."""
+
+    name = "classification"
+    is_gaussian = False
+
+    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
+        """C - 1 seeds a sample.
+
+        `H = diag(p) - p pᵀ = diag(q) (I - q qᵀ) diag(q)` with `q = √p`, and the projection
+        `I - q qᵀ` is spanned by C - 1 columns of the Householder reflection that maps q onto the
+        coordinate axis of the most probable class m. Column j of the factor has the weight q_j and
+        the vector `v_j = 1 - p_j / (1 + q_m)`, `v_i = -p_i / (1 + q_m)`, `v_m = -q_m`: no
+        subtraction cancels, however confident the sample is.
+        """
+        n_samples, n_outputs = logits.shape
+        log_p = logits.log_softmax(-1)
+        p, q = log_p.exp(), (log_p / 2).exp()
+        top = q.argmax(-1, keepdim=True)
+        q_top = q.gather(-1, top)
+        is_top = one_hot(top.squeeze(-1), n_outputs).bool()
+        shared = torch.where(is_top, -q_top, -p / (1 + q_top))
+        # All classes but the most probable, for each sample in increasing order.
+        others = (~is_top).nonzero()[:, 1].reshape(n_samples, n_outputs - 1)
+        vectors = shared[:, None] + torch.eye(n_outputs).to(logits)[others]
+        return Seeds(vectors.transpose(0, 1), q.gather(-1, others).T)
+
+    def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
+        y = torch.distributions.Categorical(logits=logits).sample((num_samples,))
+        vectors, weights = _gradients_at(logits, y)
+        return Seeds(vectors, weights / num_samples**0.5)
+
+    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        return _gradients_at(logits, y[None])
+
+    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits, y, reduction="sum")
+
+    def slope(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return logits.softmax(-1) - one_hot(y, logits.shape[-1])
+
+    def predictive_loss(
+        self,
+        link: Link,
+        f_mu: torch.Tensor,
+        f_var: torch.Tensor,
+        y: torch.Tensor,
+        sigma_noise: torch.Tensor,
+    ) -> torch.Tensor:
+        return nll_loss(link(f_mu, f_var), y, reduction="none")
+
+    def metric(self, n_outputs: int) -> torchmetrics.Metric:
+        return RunningNLLMetric()
+
+    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return y.long()
+
+    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        n_outputs = logits.shape[-1]
+        if n_outputs < 2:
+            raise ValueError("classification needs two outputs or more, and the model has one")
+        if y.shape != logits.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
+            raise ValueError(
+                f"labels must be class indices of shape {tuple(logits.shape[:1])}, not "
+                f"{tuple(y.shape)} of {y.dtype}"
+            )
+        if len(y) and (y.min() < 0 or y.max() >= n_outputs):
+            raise ValueError(f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}")
+        return self.as_targets(y.to(logits.device), logits.dtype)
+
+
+class Regression:
+    """Gaussian noise of variance 1; the posterior scales it by `sigma_noise`."""
+
+    name = "regression"
+    is_gaussian = True
+
+    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
+        """C seeds a sample: the identity."""
+        n_samples, n_outputs = logits.shape
+        identity = torch.eye(n_outputs).to(logits)
+        vectors = identity[:, None].expand(n_outputs, n_samples, n_outputs)
+        return Seeds(vectors, logits.new_ones(n_outputs, n_samples))
+
+    def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
+        vectors = torch.randn(num_samples, *logits.shape, device=logits.device, dtype=logits.dtype)
+        return Seeds(vectors, logits.new_ones(num_samples, len(logits)) / num_samples**0.5)
+
+    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        return Seeds((logits - y)[None], logits.new_ones(1, len(logits)))
+
+    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (logits - y).square().sum() / 2
+
+    def slope(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return logits - y
+
+    def predictive_loss(
+        self,
+        link: Link,
+        f_mu: torch.Tensor,
+        f_var: torch.Tensor,
+        y: torch.Tensor,
+        sigma_noise: torch.Tensor,
+    ) -> torch.Tensor:
+        noise = sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
+        predictive = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
+        return -predictive.log_prob(y.to(f_mu))
+
+    def metric(self, n_outputs: int) -> torchmetrics.Metric:
+        return torchmetrics.MeanSquaredError(num_outputs=n_outputs)
+
+    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (y[:, None] if y.ndim == 1 else y).to(dtype)
+
+    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        targets = self.as_targets(y.to(logits.device), logits.dtype)
+        if targets.shape != logits.shape:
+            raise ValueError(f"targets {tuple(y.shape)} for outputs {tuple(logits.shape)}")
+        if not torch.isfinite(targets).all():
+            raise ValueError("non-finite targets")
+        return targets
+
+
+LIKELIHOODS: dict[str, Likelihood] = {
+    "classification": Classification(),
+    "regression": Regression(),
+}
+
+
+def _gradients_at(logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+    """`p - onehot(y)` for `(S, B)` labels, as a vector of order one and a weight.
+
+    The largest entry is that of the label, `-(1 - p_y)`. Both it and its ratio to the other
+    entries are computed without cancellation, from the log-probabilities of the other classes.
+    """
+    log_p = logits.log_softmax(-1)
+    is_label = one_hot(y, logits.shape[-1]).bool()
+    others = log_p.expand(is_label.shape).masked_fill(is_label, -torch.inf)
+    return Seeds(others.softmax(-1) - is_label.to(logits.dtype), others.logsumexp(-1).exp())

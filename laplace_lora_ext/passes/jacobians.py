@@ -1,0 +1,104 @@
+"""Jacobians of the logits in LoRA weights, one block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.passes.recording import Rows, record
+
+
+def visit_jacobians(
+    model: LogitsModel,
+    blocks: Sequence[Block],
+    x: Any,
+    visit: Callable[[int, torch.Tensor], None],
+    enable_backprop: bool = False,
+) -> torch.Tensor:
+    """One forward and one batched backward pass that give Jacobians block by block.
+
+    Parameters
+    ----------
+    model : LogitsModel
+    blocks : sequence of Block
+    x : Mapping or torch.Tensor
+        inputs of B examples
+    visit : callable
+        receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where the
+        logits don't depend on the block. Only one block's is held at a time
+    enable_backprop : bool, default=False
+        whether Jacobians and logits are differentiable in the inputs
+
+    Returns
+    -------
+    torch.Tensor
+        logits, `(B, C)`
+
+    Raises
+    ------
+    ValueError, RuntimeError
+        As `record`, and where a gradient is not finite.
+    """
+    unreached = set(range(len(blocks)))
+
+    def take(rows: Rows) -> None:
+        unreached.discard(rows.index)
+        jacobian = per_sample_gradients(rows.a, rows.g).transpose(0, 1)
+        if not torch.isfinite(jacobian.sum()):
+            raise ValueError("non-finite numbers")
+        visit(rows.index, blocks[rows.index].small_side_first(jacobian))
+
+    with record(model, blocks, x) as recording:
+        recording.backward_every_output(take, enable_backprop)
+        for index in unreached:
+            block = blocks[index]
+            shape = block.small_side_first(block.weight).shape
+            zeros = block.weight.new_zeros(
+                *recording.logits.shape, *shape, dtype=block.statistics_dtype
+            )
+            visit(index, zeros)
+        return recording.logits if enable_backprop else recording.logits.detach()
+
+
+def jacobians(
+    model: LogitsModel, blocks: Sequence[Block], x: Any, enable_backprop: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Jacobians of the logits in all blocks' weights at once.
+
+    Returns
+    -------
+    Js : torch.Tensor
+        `(B, C, parameters)`, in the order of the blocks and of their weights' numbers
+    f : torch.Tensor
+        `(B, C)`
+    """
+    parts: dict[int, torch.Tensor] = {}
+    device = blocks[0].weight.device
+
+    def keep(index: int, jacobian: torch.Tensor) -> None:
+        parts[index] = blocks[index].small_side_first(jacobian).flatten(-2).to(device)
+
+    f = visit_jacobians(model, blocks, x, keep, enable_backprop)
+    return torch.cat([parts[index] for index in range(len(blocks))], dim=-1), f
+
+
+def per_sample_gradients(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """Gradients of a linear layer's weight for each seed and sample, `Σ_t g_t a_tᵀ`.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        inputs, `(B, T, n)`
+    g : torch.Tensor
+        output gradients, `(S, B, T, m)`
+
+    Returns
+    -------
+    torch.Tensor
+        `(S, B, m, n)`
+    """
+    return torch.einsum("bti,sbto->sboi", a, g)
