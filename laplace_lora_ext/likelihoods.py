@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torchmetrics
 from laplace.utils import RunningNLLMetric
 from torch.nn.functional import cross_entropy, nll_loss, one_hot
 
+Moments = tuple[torch.Tensor, torch.Tensor]
+"""Mean `(B, C)` and covariance `(B, C, C)` of logits."""
+
 Link = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From mean `(N, C)` and covariance `(N, C, C)` of logits to log-probabilities `(N, C)`."""
+"""From these two to log-probabilities `(B, C)`."""
 
 
 class Seeds(NamedTuple):
@@ -36,8 +39,8 @@ class Seeds(NamedTuple):
         return self.vectors * self.weights[..., None]
 
 
-class Likelihood(Protocol):
-    """What training, curvature and tuning need to know of a likelihood.
+class Classification:
+    """Softmax and cross-entropy. Logits are `(B, C)`, targets `(B,)` class indices.
 
     Attributes
     ----------
@@ -47,74 +50,11 @@ class Likelihood(Protocol):
         whether predictions are moments of the outputs, and no link turns them into probabilities
     """
 
-    name: str
-    is_gaussian: bool
-
-    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
-        """Seeds of the exact (type-2) Fisher at logits `(B, C)`."""
-        ...
-
-    def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
-        """Gradients of the loss at targets drawn from the model, by torch's global random state."""
-        ...
-
-    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
-        """Gradients of the loss at the targets, one a sample."""
-        ...
-
-    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Negative log-likelihood summed over samples, up to a constant."""
-        ...
-
-    def slope(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Gradient of `loss` in the logits, `(B, C)`."""
-        ...
-
-    def predictive_loss(
-        self,
-        link: Link,
-        f_mu: torch.Tensor,
-        f_var: torch.Tensor,
-        y: torch.Tensor,
-        sigma_noise: torch.Tensor,
-    ) -> torch.Tensor:
-        """Negative log-density of each target under Gaussian logits, `(N,)`."""
-        ...
-
-    def metric(self, n_outputs: int) -> torchmetrics.Metric:
-        """The host's default loss of a grid search."""
-        ...
-
-    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Targets in the shape and type that losses take; their fit is not checked."""
-        ...
-
-    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Targets as losses take them, on the logits' device.
-
-        Parameters
-        ----------
-        y : torch.Tensor
-            `(B,)` class indices; for regression `(B, C)`, or `(B,)` where C is 1
-        logits : torch.Tensor
-            `(B, C)`
-
-        Raises
-        ------
-        ValueError
-            If their shape, type or range does not fit, or there is only one class.
-        """
-        ...
-
-
-class Classification:
-    """Softmax and cross-entropy."""
-
     name = "classification"
     is_gaussian = False
 
     def exact_seeds(self, logits: torch.Tensor) -> Seeds:
-        """C - 1 seeds a sample.
+        """Seeds of the exact (type-2) Fisher, C - 1 a sample.
 
         `H = diag(p) - p pᵀ = diag(q) (I - q qᵀ) diag(q)` with `q = √p`, and the projection
         `I - q qᵀ` is spanned by C - 1 columns of the Householder reflection that maps q onto the
@@ -135,36 +75,45 @@ class Classification:
         return Seeds(vectors.transpose(0, 1), q.gather(-1, others).T)
 
     def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
+        """Slopes of the loss at targets drawn from the model, by torch's global random state."""
         y = torch.distributions.Categorical(logits=logits).sample((num_samples,))
         vectors, weights = _gradients_at(logits, y)
         return Seeds(vectors, weights / num_samples**0.5)
 
     def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        """Slopes of the loss at the targets, one a sample."""
         return _gradients_at(logits, y[None])
 
     def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Negative log-likelihood, summed over samples, up to a constant."""
         return cross_entropy(logits, y, reduction="sum")
 
     def slope(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Gradient of `loss` in the logits."""
         return logits.softmax(-1) - one_hot(y, logits.shape[-1])
 
     def predictive_loss(
-        self,
-        link: Link,
-        f_mu: torch.Tensor,
-        f_var: torch.Tensor,
-        y: torch.Tensor,
-        sigma_noise: torch.Tensor,
+        self, link: Link, moments: Moments, y: torch.Tensor, sigma_noise: torch.Tensor
     ) -> torch.Tensor:
-        return nll_loss(link(f_mu, f_var), y, reduction="none")
+        """Negative log-density of each target under Gaussian logits, `(B,)`."""
+        return nll_loss(link(*moments), y, reduction="none")
 
     def metric(self, n_outputs: int) -> torchmetrics.Metric:
+        """The host's default loss of a grid search."""
         return RunningNLLMetric()
 
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Targets in the shape and type that losses take, unchecked."""
         return y.long()
 
     def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Targets as losses take them, on the logits' device.
+
+        Raises
+        ------
+        ValueError
+            If their shape, type or range does not fit, or there is only one class.
+        """
         n_outputs = logits.shape[-1]
         if n_outputs < 2:
             raise ValueError("classification needs two outputs or more, and the model has one")
@@ -179,13 +128,15 @@ class Classification:
 
 
 class Regression:
-    """Gaussian noise of variance 1; the posterior scales it by `sigma_noise`."""
+    """Gaussian noise of variance 1, which the posterior scales by `sigma_noise`.
+
+    The methods are those of `Classification`; outputs are `(B, C)`, targets too, or `(B,)` for one.
+    """
 
     name = "regression"
     is_gaussian = True
 
     def exact_seeds(self, logits: torch.Tensor) -> Seeds:
-        """C seeds a sample: the identity."""
         n_samples, n_outputs = logits.shape
         identity = torch.eye(n_outputs).to(logits)
         vectors = identity[:, None].expand(n_outputs, n_samples, n_outputs)
@@ -205,13 +156,9 @@ class Regression:
         return logits - y
 
     def predictive_loss(
-        self,
-        link: Link,
-        f_mu: torch.Tensor,
-        f_var: torch.Tensor,
-        y: torch.Tensor,
-        sigma_noise: torch.Tensor,
+        self, link: Link, moments: Moments, y: torch.Tensor, sigma_noise: torch.Tensor
     ) -> torch.Tensor:
+        f_mu, f_var = moments
         noise = sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
         predictive = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
         return -predictive.log_prob(y.to(f_mu))
@@ -230,6 +177,8 @@ class Regression:
             raise ValueError("non-finite targets")
         return targets
 
+
+Likelihood = Classification | Regression
 
 LIKELIHOODS: dict[str, Likelihood] = {
     "classification": Classification(),

@@ -22,7 +22,7 @@ from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.linearized.data import linearize
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.messages import naming, warn
-from laplace_lora_ext.models.adapters import find_peft_model, write_adapter
+from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
     Block,
@@ -34,12 +34,7 @@ from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.passes import jacobians
 from laplace_lora_ext.passes.checks import inspected
 from laplace_lora_ext.precision import without_autocast
-from laplace_lora_ext.predictive.links import (
-    mean_field,
-    probit,
-    sampled_alike,
-    shared_noise,
-)
+from laplace_lora_ext.predictive.links import mean_field, probit, sampled_alike, shared_noise
 from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.sampling import gaussian_samples
@@ -386,10 +381,6 @@ class LoRALaplace(ParametricLaplace):
             of the random features
         progress_bar : bool, default=False
 
-        Returns
-        -------
-        LinearizedModel
-
         Raises
         ------
         ValueError
@@ -418,21 +409,16 @@ class LoRALaplace(ParametricLaplace):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Posterior predictive on a batch, as the host's; `generator` seeds all that is sampled.
 
-        "mean_field" (Lu, Ie & Sha, 2020) joins the host's links: like "mc" it depends on the
-        covariance of the logits' differences, and unlike it draws no samples.
-
         Parameters
         ----------
         x : Mapping, torch.Tensor or Moments
             inputs of B examples; labels in a mapping are ignored. With "glm" their `Moments` will
             do, which have a prior precision of their own
-        pred_type : {"glm", "nn"}
-        joint : bool, default=False
-            regression only: covariance between all examples
+        pred_type, joint, n_samples, diagonal_output, generator
+            as the host's
         link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}
-        n_samples : int, default=100
-        diagonal_output : bool, default=False
-        generator : torch.Generator, optional
+            the host's, and "mean_field" (Lu, Ie & Sha, 2020): like "mc" it knows the covariance of
+            the logits' differences, and unlike it draws no samples
         fitting : bool, default=False
             reward modeling only: probabilities of preferences instead of rewards
         **model_kwargs
@@ -479,20 +465,9 @@ class LoRALaplace(ParametricLaplace):
     def predictive_moments(
         self, x: Any, *, joint: bool = False
     ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
-        """Mean and covariance of the logits, without a link or noise.
+        """Mean `(B, C)` and covariance `(B, C, C)` of a batch's logits, without a link or noise.
 
-        Parameters
-        ----------
-        x : Mapping or torch.Tensor
-            inputs of B examples
-        joint : bool, default=False
-            also covariances between examples
-
-        Returns
-        -------
-        Moments
-            `(B, C)` and `(B, C, C)`; with `joint` a pair of tensors, `(B * C,)` and
-            `(B * C, B * C)`
+        With `joint` a pair of tensors, `(B * C,)` and `(B * C, B * C)`.
         """
         moments = self._glm_predictive_distribution(x, joint)
         return moments if joint else Moments(*moments)
@@ -640,16 +615,10 @@ class LoRALaplace(ParametricLaplace):
         ValueError
             If the model holds no `PeftModel`.
         """
-        model = find_peft_model(self.model)
-        digits = len(str(n_samples - 1))
-        folders = [Path(directory) / f"sample_{index:0{digits}}" for index in range(n_samples)]
-        for folder in folders:
-            if folder.exists():
-                raise FileExistsError(f"{folder} exists: remove it or name another directory.")
-        adapter = self.blocks[0].adapter
+        model, adapter = find_peft_model(self.model), self.blocks[0].adapter
         return [
             write_adapter(model, adapter, self._sampled_weights(generator), folder, **kwargs)
-            for folder in folders
+            for folder in new_folders(directory, n_samples)
         ]
 
     # --- state ---------------------------------------------------------------------------------

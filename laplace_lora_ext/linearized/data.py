@@ -29,24 +29,8 @@ def linearize(
 ) -> LinearizedModel:
     """Random features of the Jacobians at the trained weights, and the logits there.
 
-    Parameters
-    ----------
-    model, blocks, likelihood
-        what was fitted
-    distance : torch.Tensor
-        `(parameters,)`, the trained weights less the prior mean
-    loader : iterable
-        training batches
-    n_features : int
-        about how many numbers stand for the Jacobian of an output
-    generator : torch.Generator or None
-        of the random features
-    progress_bar : bool
-
-    Raises
-    ------
-    ValueError
-        If there is no data, or a batch does not fit; the message names the batch.
+    `distance`, `(parameters,)`, is that of the trained weights from the prior mean; the other
+    arguments, and what is raised, are those of `LoRALaplace.linearize`.
     """
     if n_features < 1:
         raise ValueError(f"n_features must be at least 1, not {n_features}.")

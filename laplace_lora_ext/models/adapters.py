@@ -28,6 +28,22 @@ def find_peft_model(model: nn.Module) -> PeftModel:
     )
 
 
+def new_folders(directory: str | Path, n_samples: int) -> list[Path]:
+    """Names of one folder a sample, none of which is there yet.
+
+    Raises
+    ------
+    FileExistsError
+        If one is.
+    """
+    digits = len(str(n_samples - 1))
+    folders = [Path(directory) / f"sample_{index:0{digits}}" for index in range(n_samples)]
+    for folder in folders:
+        if folder.exists():
+            raise FileExistsError(f"{folder} exists: remove it or name another directory.")
+    return folders
+
+
 def write_adapter(
     model: PeftModel,
     adapter: str,
@@ -35,24 +51,11 @@ def write_adapter(
     directory: Path,
     **kwargs: Any,
 ) -> Path:
-    """Save an adapter with other values for some of its weights; the model is not changed.
+    """Save an adapter with other values for some of its weights, and return its folder.
 
-    Parameters
-    ----------
-    model : PeftModel
-    adapter : str
-        its name in the model
-    weights : mapping of int to torch.Tensor
-        values by the `id` of the parameter that they stand for
-    directory : Path
-    **kwargs
-        of `PeftModel.save_pretrained`
-
-    Returns
-    -------
-    Path
-        the folder of the adapter's files: PEFT gives any but "default" one of its own
+    The values come by the `id` of the parameter that they stand for; the model is not changed.
     """
+    # PEFT gives any adapter but "default" a folder of its own.
     state = model.state_dict()
     for name, parameter in model.named_parameters():
         if id(parameter) in weights:

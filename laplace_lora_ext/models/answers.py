@@ -13,11 +13,7 @@ from transformers import PreTrainedModel
 class AnswerTokens:
     """The tokens of a causal language model's answers, one a class.
 
-    Parameters
-    ----------
-    class_token_ids : sequence of int
-    transformer : PreTrainedModel or None
-        None for a model of another kind that maps tokens to logits of a vocabulary
+    `transformer` is None for another kind of model that returns logits of a vocabulary.
 
     Raises
     ------

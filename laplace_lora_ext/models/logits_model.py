@@ -68,19 +68,7 @@ class LogitsModel(nn.Module):
         return None if self._answers is None else self._answers.ids
 
     def forward(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
-        """Logits of a batch.
-
-        Parameters
-        ----------
-        batch : Mapping or torch.Tensor
-            is moved to the model's device; labels in it are left out
-        **model_kwargs
-            passed on to the model
-
-        Returns
-        -------
-        torch.Tensor
-            `(B, C)`
+        """Logits `(B, C)` of a batch, which is moved to the model's device, without its labels.
 
         Raises
         ------
@@ -104,16 +92,7 @@ class LogitsModel(nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """Inputs and labels of a training batch, the labels on the model's device.
-
-        Parameters
-        ----------
-        batch : Mapping, or (X, y)
-
-        Returns
-        -------
-        X : Mapping or torch.Tensor
-        y : torch.Tensor
+        """Inputs and labels of a training batch, a mapping or a pair `(X, y)`.
 
         Raises
         ------

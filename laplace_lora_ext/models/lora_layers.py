@@ -175,7 +175,10 @@ def _adapters(layer: lora.LoraLayer) -> set[str]:
 
 
 def _active_adapter(layers: dict[str, lora.LoraLayer]) -> str:
-    """The one adapter that runs in a forward pass."""
+    """The one adapter that runs in a forward pass.
+
+    `peft.get_layer_status` says as much of a model, from PEFT 0.12 on only.
+    """
     merged = [name for name, layer in layers.items() if layer.merged]
     if merged:
         raise ValueError(f"Merged into {_listed(merged)}: call model.unmerge_adapter() first.")

@@ -18,13 +18,7 @@ from laplace_lora_ext.models.lora_layers import Block
 
 
 def check_called(blocks: Sequence[Block], n_calls: Sequence[int]) -> None:
-    """Refuse a forward pass that went around LoRA layers.
-
-    Raises
-    ------
-    RuntimeError
-        If some layer was called 0 times.
-    """
+    """Refuse a forward pass that went around LoRA layers."""
     silent = [block.name for block, calls in zip(blocks, n_calls, strict=True) if not calls]
     if silent:
         raise RuntimeError(
@@ -35,24 +29,13 @@ def check_called(blocks: Sequence[Block], n_calls: Sequence[int]) -> None:
 
 
 def check_activations(block: Block, *tensors: torch.Tensor) -> None:
-    """Refuse inputs or outputs of a layer that are not finite.
-
-    Raises
-    ------
-    ValueError
-        It names the layer.
-    """
+    """Refuse inputs or outputs of a layer that are not finite."""
     if not all(torch.isfinite(tensor).all() for tensor in tensors):
         raise ValueError(f"LoRA layer {block.name}: non-finite activations")
 
 
 def check_logits(logits: torch.Tensor) -> None:
-    """Refuse logits that are not finite, or that no gradient can start from.
-
-    Raises
-    ------
-    ValueError, RuntimeError
-    """
+    """Refuse logits that are not finite, or that no gradient can start from."""
     if not torch.isfinite(logits).all():
         raise ValueError("non-finite logits, though every LoRA layer's activations are finite")
     if not logits.requires_grad:
@@ -69,25 +52,15 @@ def inspected(
     x: Any,
     check_targets: Callable[[torch.Tensor], object],
 ) -> Iterator[None]:
-    """Check the passes of somebody else on a batch, and remove the hooks that they leave behind.
+    """Check passes that the host makes on a batch `x`, and remove hooks that it leaves behind.
 
-    Parameters
-    ----------
-    model : LogitsModel
-    blocks : sequence of Block
-        whose layers each pass must call
-    x : Mapping or torch.Tensor
-        the batch. Where the passes fail for a reason of their own, it is passed once more, to
-        name the reason
-    check_targets : callable
-        raises where logits `(B, C)` don't fit the targets
+    Each pass must call the layers of all blocks; what it returns goes to `check_targets`. Where the
+    host fails for a reason of its own, one more pass names the reason.
 
     Raises
     ------
-    RuntimeError
-        If a layer was not called, or the logits carry no gradient.
-    ValueError
-        If an activation or a logit is not finite; the message names the layer.
+    RuntimeError, ValueError
+        As `record`.
     """
     with _hooks_restored(model):
         try:

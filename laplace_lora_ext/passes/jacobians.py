@@ -87,18 +87,8 @@ def jacobians(
 
 
 def per_sample_gradients(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """Gradients of a linear layer's weight for each seed and sample, `Σ_t g_t a_tᵀ`.
+    """Gradients `Σ_t g_t a_tᵀ` of a linear layer's weight, `(S, B, m, n)`.
 
-    Parameters
-    ----------
-    a : torch.Tensor
-        inputs, `(B, T, n)`
-    g : torch.Tensor
-        output gradients, `(S, B, T, m)`
-
-    Returns
-    -------
-    torch.Tensor
-        `(S, B, m, n)`
+    Of inputs a, `(B, T, n)`, and output gradients g, `(S, B, T, m)`.
     """
     return torch.einsum("bti,sbto->sboi", a, g)

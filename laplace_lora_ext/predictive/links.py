@@ -1,4 +1,4 @@
-"""Links: from Gaussian logits to the logarithms of probabilities."""
+"""Links: from mean m `(B, C)` and covariance S `(B, C, C)` of logits to log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,40 +14,15 @@ _PROBIT = math.pi / 8
 
 
 def probit(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
-    """Shrink each logit by its own variance: `softmax(m_k / √(1 + π/8 S_kk))`.
-
-    Parameters
-    ----------
-    f_mu : torch.Tensor
-        `(B, C)`, m
-    f_var : torch.Tensor
-        `(B, C, C)`, S
-
-    Returns
-    -------
-    torch.Tensor
-        `(B, C)` log-probabilities
-    """
+    """Shrink each logit by its own variance: `softmax(m_k / √(1 + π/8 S_kk))`."""
     variances = f_var.diagonal(dim1=-2, dim2=-1)
     return (f_mu / (1 + _PROBIT * variances).sqrt()).log_softmax(-1)
 
 
 def monte_carlo(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Mean probability over reparametrised samples of the logits, which is the exact integral.
+    """Mean probability over samples of the logits, which tends to the exact integral.
 
-    Parameters
-    ----------
-    f_mu : torch.Tensor
-        `(B, C)`
-    f_var : torch.Tensor
-        `(B, C, C)`
-    noise : torch.Tensor
-        `(S, B, C)` standard normal numbers, or `(S, 1, C)` that all examples share
-
-    Returns
-    -------
-    torch.Tensor
-        `(B, C)` log-probabilities
+    `noise` are standard normal numbers as for `gaussian_samples`.
     """
     log_p = gaussian_samples(f_mu, f_var, noise).log_softmax(-1)
     return log_p.logsumexp(0) - math.log(len(noise))
@@ -65,18 +40,6 @@ def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
     What all logits of an example share drops out, as in the exact integral. For two
     classes this is the probit approximation itself, and keeps the most probable class; without
     variance it is the softmax.
-
-    Parameters
-    ----------
-    f_mu : torch.Tensor
-        `(B, C)`, m
-    f_var : torch.Tensor
-        `(B, C, C)`, S
-
-    Returns
-    -------
-    torch.Tensor
-        `(B, C)`, normalised
 
     References
     ----------

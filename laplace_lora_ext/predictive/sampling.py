@@ -53,21 +53,9 @@ def square_root(covariance: torch.Tensor) -> torch.Tensor:
 
 
 def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Reparametrised samples of logits.
+    """Reparametrised samples `(S, B, C)` of logits.
 
-    Parameters
-    ----------
-    f_mu : torch.Tensor
-        `(B, C)`
-    f_var : torch.Tensor
-        `(B, C, C)`
-    noise : torch.Tensor
-        `(S, B, C)` standard normal numbers, or `(S, 1, C)` that all examples share
-
-    Returns
-    -------
-    torch.Tensor
-        `(S, B, C)`
+    `noise` are standard normal numbers, `(S, B, C)` or, shared by all examples, `(S, 1, C)`.
     """
     noise = noise.to(f_mu.device).expand(-1, len(f_mu), -1)
     return f_mu + torch.einsum("bck,sbk->sbc", square_root(f_var), noise)

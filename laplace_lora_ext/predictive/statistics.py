@@ -233,20 +233,10 @@ def statistics_of_batch(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> PredictiveStatistics:
-    """One pass over a batch: each block's Jacobian is projected as soon as it is known.
+    """One pass over a batch, inputs and perhaps targets.
 
-    Parameters
-    ----------
-    model, blocks, likelihood
-        what was fitted
-    H : LowRankKronDecomposed
-        the curvature, without a prior
-    scale : torch.Tensor
-        `()`, what it is multiplied with
-    batch : tuple
-        inputs, and targets or None
-    device, dtype
-        where and in which precision the statistics are kept
+    Each block's Jacobian is projected as soon as it is known. `H` is the curvature without a
+    prior, and `scale`, `()`, what it is multiplied with.
     """
     X, y = batch
     projections = [torch.empty(0)] * len(blocks)

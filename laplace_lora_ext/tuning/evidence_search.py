@@ -26,31 +26,13 @@ def maximize_evidence(
 ) -> TuningHistory:
     """Ascend the evidence in the logarithms of a prior precision, and of a noise if there is one.
 
-    The evidence is smooth, free of noise and, for a layerwise prior, a sum of functions of one
-    variable each: a case for Rprop, which adapts each variable's step to the signs of its slopes.
-
-    Parameters
-    ----------
-    evidence : callable
-        log marginal likelihood as a function of what `logarithms` are the logarithms of
-    logarithms : sequence of torch.Tensor
-        leaves that are changed in place, that of the prior precision first; they are kept
-        within the range of float32
-    n_steps : int
-        at most
-    lr : float
-        first step
-    tolerance : float
-        stop when the evidence has varied by less over ten steps, in nats; 0 takes all steps
-    progress_bar : bool, default=False
-
-    Returns
-    -------
-    TuningHistory
+    The logarithms are leaves that are changed in place, that of the prior precision first; the
+    other arguments are those of `Marglik`. The evidence is smooth, free of noise and, for a
+    layerwise prior, a sum of functions of one variable each: a case for Rprop, which adapts each
+    variable's step to the signs of its slopes.
 
     References
     ----------
-    Yang et al. (ICLR 2024), algorithm 2, for the objective.
     Riedmiller & Braun, "A direct adaptive method for faster backpropagation learning: the RPROP
     algorithm", ICNN 1993.
     """
@@ -98,25 +80,8 @@ def maximize_linearized_evidence(
     blocks' ratios ρ = λ / λ₀, and a step takes λ = (γ + κ) / (‖u‖² + κ / λ₀): as if the data had
     determined κ more directions of each block, as far from the prior mean as λ₀ expects.
 
-    Parameters
-    ----------
-    evidence : callable
-        of a prior precision
-    prior_precision : torch.Tensor
-        `(1,)` or `(blocks,)`, where to start; with pooling, its geometric mean is where the search
-        for λ₀ starts, and λ₀ where that for the rest does
-    n_steps : int
-        at most, of each search
-    tolerance : float
-        stop when a step has changed the objective by less, in nats; 0 takes all steps
-    pooling : float, default=0.0
-        κ, which a scalar does not need
-    progress_bar : bool, default=False
-
-    Returns
-    -------
-    TuningHistory
-        of the last search; its last row is the result
+    The search for λ₀ starts at the geometric mean of the prior precision, `(1,)` or `(blocks,)`,
+    and that for the blocks at λ₀. The history is that of the last search, its last row the result.
 
     References
     ----------

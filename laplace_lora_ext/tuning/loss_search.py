@@ -58,20 +58,8 @@ def search_line(
 ) -> TuningHistory:
     """Find the factor of a prior precision at which a smooth loss is least, by Brent's method.
 
-    Parameters
-    ----------
-    loss : callable
-        of a prior precision
-    prior_precision : torch.Tensor
-        `(1,)` or `(blocks,)`, where to start; all of it is multiplied with one factor
-    n_steps : int
-        at most, once the minimum lies between two points
-    progress_bar : bool, default=False
-
-    Returns
-    -------
-    TuningHistory
-        of all points; the result is the one of least loss
+    The prior precision, `(1,)` or `(blocks,)`, is multiplied with one factor. Once the minimum lies
+    between two points, `n_steps` more are tried at most.
 
     Raises
     ------
@@ -124,31 +112,8 @@ def minimize_validation_loss(
 
     Unlike the paper's constant step size, this one falls to 0 along half a cosine, so that the
     last steps average over minibatches. The loss of the whole set is measured before the first
-    step and 20 times on the way, always with the same draws.
-
-    Parameters
-    ----------
-    statistics : PredictiveStatistics
-        with targets
-    log_prior_precision : torch.Tensor
-        leaf `(1,)` or `(blocks,)`, changed in place: to the best of the measured ones
-    negative_log_likelihood : callable
-    n_steps : int
-    lr : float
-        Adam's step size at the start
-    batch_size : int
-        examples in a minibatch
-    generator : torch.Generator, optional
-        draws minibatches and what is sampled
-    progress_bar : bool, default=False
-
-    Returns
-    -------
-    TuningHistory
-
-    References
-    ----------
-    Yang et al. (ICLR 2024), algorithm 3.
+    step and 20 times on the way, always with the same draws. The leaf `log_prior_precision` is
+    changed in place, to the best of the measured ones; the other arguments are those of `ValGD`.
     """
     targets = statistics.targets
     assert targets is not None

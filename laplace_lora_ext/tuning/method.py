@@ -52,11 +52,7 @@ class Tunable(Protocol):
     ) -> torch.Tensor: ...
 
     def linearize(
-        self,
-        train_loader: Any,
-        *,
-        generator: torch.Generator | None = None,
-        progress_bar: bool = False,
+        self, train_loader: Any, *, generator: Any = None, progress_bar: bool = False
     ) -> LinearizedModel: ...
 
     def validation_statistics(
@@ -84,18 +80,7 @@ class TuningMethod:
     progress_bar: bool = False
 
     def __call__(self, la: Tunable) -> TuningHistory:
-        """Choose `la.prior_precision`; if anything goes wrong, it stays as it was.
-
-        Parameters
-        ----------
-        la : LoRALaplace
-            fitted
-
-        Returns
-        -------
-        TuningHistory
-            evidence or loss along the way
-        """
+        """Choose the prior precision of a fitted `LoRALaplace`; an error leaves it as it was."""
         with la.trying():
             return self._search(la)
 
@@ -109,16 +94,10 @@ class TuningMethod:
 
     def _start(self, la: Tunable) -> torch.Tensor:
         """Where the search starts: `(1,)`, `(blocks,)` or `(parameters,)`, in float64."""
-        start = torch.as_tensor(self.init_prior_prec).detach()
+        start: Any = torch.as_tensor(self.init_prior_prec).detach()
         if start.numel() == 1 and self.prior_structure != "scalar":
-            sizes = la.n_layers, la.n_params
-            start = fix_prior_prec_structure(
-                start,  # pyright: ignore[reportArgumentType]
-                self.prior_structure,
-                *sizes,
-                la._device,
-                la._dtype,
-            )
+            sizes = la.n_layers, la.n_params, la._device, la._dtype
+            start = fix_prior_prec_structure(start, self.prior_structure, *sizes)
         la.prior_precision = start  # refuses a structure that the curvature does not have
         if not (la.prior_precision > 0).all():
             raise ValueError("init_prior_prec must be above 0.")

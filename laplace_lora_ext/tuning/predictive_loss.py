@@ -46,6 +46,6 @@ def predictive_loss(la: Tunable, link_approx: str, n_samples: int) -> NegativeLo
         moments: Moments, targets: torch.Tensor, generator: torch.Generator | None
     ) -> torch.Tensor:
         link = _SMOOTH.get(link_approx) or sampled(n_samples, generator)
-        return la.trained_likelihood.predictive_loss(link, *moments, targets, sigma_noise)
+        return la.trained_likelihood.predictive_loss(link, moments, targets, sigma_noise)
 
     return loss
