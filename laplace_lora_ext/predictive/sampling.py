@@ -57,8 +57,10 @@ def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tenso
 
     `noise` are standard normal numbers, `(S, B, C)` or, shared by all examples, `(S, 1, C)`.
     """
-    noise = noise.to(f_mu.device).expand(-1, len(f_mu), -1)
-    return f_mu + torch.einsum("bck,sbk->sbc", square_root(f_var), noise)
+    root, noise = square_root(f_var), noise.to(f_mu.device)
+    if noise.shape[1] == 1:  # one product an example for all samples
+        return f_mu + torch.einsum("bck,ks->sbc", root, noise[:, 0].T)
+    return f_mu + (root @ noise[..., None]).squeeze(-1)
 
 
 def standard_normal(
