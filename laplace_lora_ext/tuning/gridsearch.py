@@ -17,7 +17,7 @@ from laplace_lora_ext.tuning.loss_search import search_grid
 from laplace_lora_ext.tuning.method import Tunable, TuningMethod
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class GridSearch(TuningMethod):
     """Take the best of a grid of scalars, or of factors of `init_prior_prec`, on validation data.
 

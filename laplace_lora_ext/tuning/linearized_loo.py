@@ -20,7 +20,7 @@ from laplace_lora_ext.tuning.method import Tunable, TuningMethod
 from laplace_lora_ext.tuning.predictive_loss import check_link, predictive_loss
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LinearizedLOO(TuningMethod):
     """Minimise the negative log-likelihood of each training example given all the others.
 

@@ -16,7 +16,7 @@ from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.method import Tunable, TuningMethod
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LinearizedMarglik(TuningMethod):
     """Maximise the evidence of the linearised model at its own mode.
 

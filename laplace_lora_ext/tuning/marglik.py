@@ -12,7 +12,7 @@ from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.method import Tunable, TuningMethod
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Marglik(TuningMethod):
     """Maximise the evidence (log marginal likelihood) of the training data; needs no data.
 

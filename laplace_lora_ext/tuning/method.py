@@ -62,7 +62,7 @@ class Tunable(Protocol):
     def trying(self) -> AbstractContextManager[None]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TuningMethod:
     """A way to choose the prior precision: options as fields, called with a fitted posterior.
 

@@ -15,7 +15,7 @@ from laplace_lora_ext.tuning.method import Tunable, TuningMethod
 from laplace_lora_ext.tuning.predictive_loss import check_link, predictive_loss
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ValGD(TuningMethod):
     """Follow the gradient of the validation data's negative log-likelihood, for "lowrank_kron".
 
