@@ -101,21 +101,7 @@ class LowRankKronInterface(CurvatureInterface):
         )
 
     def accumulate(self, H: LowRankKron, x: Any, y: torch.Tensor) -> torch.Tensor:
-        """Add the curvature of a batch to `H`.
-
-        Parameters
-        ----------
-        H : LowRankKron
-            changed in place
-        x : Mapping or torch.Tensor
-            inputs of B examples
-        y : torch.Tensor
-            their labels
-
-        Returns
-        -------
-        torch.Tensor
-            `()`, the batch's negative log-likelihood, up to the host's constants
+        """Add the curvature of a batch to `H`, and return the batch's negative log-likelihood.
 
         Raises
         ------

@@ -19,22 +19,9 @@ from laplace_lora_ext.passes.jacobians import per_sample_gradients
 
 
 class KfacApprox:
-    """What a batch's inputs and gradients add to the blocks of a curvature.
+    """What a batch's inputs and gradients add to the blocks of a curvature, which are changed."""
 
-    Parameters
-    ----------
-    blocks : sequence of KroneckerBlock
-        changed in place
-    updates : StreamingUpdates
-        takes the rows on to the factors
-
-    Attributes
-    ----------
-    uses_inputs : bool
-        whether inputs count by themselves, and not only together with their gradients
-    """
-
-    uses_inputs: ClassVar[bool] = True
+    uses_inputs: ClassVar[bool] = True  # by themselves, and not only together with their gradients
 
     def __init__(self, blocks: Sequence[KroneckerBlock], updates: StreamingUpdates) -> None:
         self.blocks = blocks

@@ -11,12 +11,7 @@ class StreamingUpdates:
     """Adds rows to Kronecker factors, those of large factors many factors at a time.
 
     The update of a large factor is a dozen operations on small matrices, whose number and not
-    whose size costs time. Rows wait until they take as much memory as the factors themselves do.
-
-    Parameters
-    ----------
-    limit : int
-        bytes of rows that may wait
+    whose size costs time. Up to `limit` bytes of rows wait for each other.
     """
 
     def __init__(self, limit: int) -> None:

@@ -127,13 +127,7 @@ class LinearizedModel:
         )
 
     def check_training_data(self, n_data: int, loss: float) -> None:
-        """Refuse a posterior that was fitted on other data.
-
-        Raises
-        ------
-        ValueError
-            If its number of data or its loss differ from those here.
-        """
+        """Refuse a posterior whose data are others in number or loss."""
         # The same texts in other batches differ a little, in half precision above all.
         if len(self) == n_data and abs(self.loss - loss) <= 0.1 * (self.loss + loss):
             return

@@ -12,17 +12,8 @@ class Sketch:
 
     With Ω of s columns of independent normal numbers of variance 1 / s, `E[Ω Ωᵀ] = I`, so that
     `⟨G Ω, G' Ω⟩` has the expectation `⟨G, G'⟩`. A large side of no more than s rows stays as it is.
-
-    Parameters
-    ----------
-    shapes : sequence of (int, int)
-        `(r, d)` of the blocks, the small side first
-    n_features : int
-        about how many numbers are left of the Jacobian of an output
-    device, dtype
-        of the blocks' Jacobians
-    generator : torch.Generator, optional
-        draws the matrices
+    The blocks have the shapes `(r, d)`, and about `n_features` numbers are left of the Jacobian of
+    an output in all of them.
     """
 
     def __init__(
@@ -46,19 +37,6 @@ class Sketch:
         self.feature_block = torch.arange(len(shapes)).repeat_interleave(sizes)
 
     def __call__(self, index: int, jacobian: torch.Tensor) -> torch.Tensor:
-        """Features of a block's Jacobians.
-
-        Parameters
-        ----------
-        index : int
-            of the block
-        jacobian : torch.Tensor
-            `(B, C, r, d)`
-
-        Returns
-        -------
-        torch.Tensor
-            `(B, C, features)`
-        """
+        """Features `(B, C, features)` of a block's Jacobians `(B, C, r, d)`."""
         matrix = self._matrices[index]
         return (jacobian if matrix is None else jacobian @ matrix).flatten(2)

@@ -29,13 +29,7 @@ def find_peft_model(model: nn.Module) -> PeftModel:
 
 
 def new_folders(directory: str | Path, n_samples: int) -> list[Path]:
-    """Names of one folder a sample, none of which is there yet.
-
-    Raises
-    ------
-    FileExistsError
-        If one is.
-    """
+    """Names of one folder a sample, none of which is there yet."""
     digits = len(str(n_samples - 1))
     folders = [Path(directory) / f"sample_{index:0{digits}}" for index in range(n_samples)]
     for folder in folders:

@@ -30,11 +30,7 @@ class Positions(NamedTuple):
     def arrange(self, rows: torch.Tensor, n_leading: int = 0) -> torch.Tensor:
         """Reshape what a layer has seen or returned, `(..., d)`, to `(B, positions, d)`.
 
-        Parameters
-        ----------
-        rows : torch.Tensor
-        n_leading : int, default=0
-            dimensions before those of the rows, such as one of seeds, which stay
+        So many leading dimensions, such as one of seeds, stay as they are.
 
         Raises
         ------

@@ -21,22 +21,9 @@ def visit_jacobians(
 ) -> torch.Tensor:
     """One forward and one batched backward pass that give Jacobians block by block.
 
-    Parameters
-    ----------
-    model : LogitsModel
-    blocks : sequence of Block
-    x : Mapping or torch.Tensor
-        inputs of B examples
-    visit : callable
-        receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where the
-        logits don't depend on the block. Only one block's is held at a time
-    enable_backprop : bool, default=False
-        whether Jacobians and logits are differentiable in the inputs
-
-    Returns
-    -------
-    torch.Tensor
-        logits, `(B, C)`
+    `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where the
+    logits don't depend on the block; only one is held at a time. Returned are the logits `(B, C)`.
+    With `enable_backprop` all are differentiable in the inputs.
 
     Raises
     ------
@@ -67,15 +54,7 @@ def visit_jacobians(
 def jacobians(
     model: LogitsModel, blocks: Sequence[Block], x: Any, enable_backprop: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Jacobians of the logits in all blocks' weights at once.
-
-    Returns
-    -------
-    Js : torch.Tensor
-        `(B, C, parameters)`, in the order of the blocks and of their weights' numbers
-    f : torch.Tensor
-        `(B, C)`
-    """
+    """Jacobians `(B, C, parameters)` of the logits in all blocks' weights, and the logits."""
     parts: dict[int, torch.Tensor] = {}
     device = blocks[0].weight.device
 

@@ -208,13 +208,7 @@ class Recording:
 def record(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[Recording]:
     """Run the model on a batch and record the calls of the blocks' layers.
 
-    Parameters
-    ----------
-    model : LogitsModel
-        is in evaluation mode within the `with` block, with no parameter requiring grad
-    blocks : sequence of Block
-    x : Mapping or torch.Tensor
-        inputs of B examples
+    Within the `with` block the model is in evaluation mode, and no parameter requires grad.
 
     Raises
     ------

@@ -99,12 +99,7 @@ class PredictiveStatistics:
         )
 
     def check_fit(self, spectrum: Spectrum) -> None:
-        """Refuse a fit with other eigenvalues than those here.
-
-        Raises
-        ------
-        ValueError
-        """
+        """Refuse a fit with other eigenvalues than those here."""
         if not torch.equal(self.spectrum.leading, spectrum.leading):
             raise ValueError("The statistics are those of another fit: gather them again.")
 

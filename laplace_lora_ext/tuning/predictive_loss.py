@@ -15,12 +15,7 @@ _SAMPLED = "mc"
 
 
 def check_link(link_approx: str) -> None:
-    """Refuse a link whose loss is not known.
-
-    Raises
-    ------
-    ValueError
-    """
+    """Refuse a link whose loss is not known."""
     if link_approx not in (*_SMOOTH, _SAMPLED):
         raise ValueError(
             'method="val_gd" and "linearized_loo" know the links "mc", "probit" and "mean_field", '
@@ -29,17 +24,7 @@ def check_link(link_approx: str) -> None:
 
 
 def predictive_loss(la: Tunable, link_approx: str, n_samples: int) -> NegativeLogLikelihood:
-    """Negative log-density of each target under Gaussian logits and a link.
-
-    Parameters
-    ----------
-    la : Tunable
-        whose likelihood and noise count
-    link_approx : {"mc", "probit", "mean_field"}
-        without a meaning for regression
-    n_samples : int
-        of the logits, with "mc"
-    """
+    """Negative log-density of each target under Gaussian logits and, but for regression, a link."""
     sigma_noise = torch.as_tensor(la.sigma_noise)
 
     def loss(
