@@ -5,26 +5,37 @@ structures "lowrank_kron", "kron", "diag" and "full".
 """
 
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronEF, LowRankKronGGN
-from laplace_lora_ext.hessian_structures import (
+from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
+from laplace_lora_ext.laplace import Laplace
+from laplace_lora_ext.linearized.model import LinearizedModel
+from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.predictive.variance_shares import VarianceShares
+from laplace_lora_ext.structures import (
     DiagLoRALaplace,
     FullLoRALaplace,
     KronLoRALaplace,
 )
-from laplace_lora_ext.laplace import Laplace
-from laplace_lora_ext.linearized_model import LinearizedModel
-from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
-from laplace_lora_ext.matrix import LowRankKron, LowRankKronDecomposed
-from laplace_lora_ext.predictive_statistics import Moments, PredictiveStatistics
-from laplace_lora_ext.tuning_history import TuningHistory
-from laplace_lora_ext.variance_shares import VarianceShares
+from laplace_lora_ext.tuning import (
+    GridSearch,
+    LinearizedLOO,
+    LinearizedMarglik,
+    Marglik,
+    TuningHistory,
+    ValGD,
+)
 
 __all__ = [
     "PAPER_SETTINGS",
     "DiagLoRALaplace",
     "FullLoRALaplace",
+    "GridSearch",
     "KronLoRALaplace",
     "Laplace",
+    "LinearizedLOO",
+    "LinearizedMarglik",
     "LinearizedModel",
     "LoRALaplace",
     "LowRankKron",
@@ -32,8 +43,10 @@ __all__ = [
     "LowRankKronEF",
     "LowRankKronGGN",
     "LowRankKronLoRALaplace",
+    "Marglik",
     "Moments",
     "PredictiveStatistics",
     "TuningHistory",
+    "ValGD",
     "VarianceShares",
 ]

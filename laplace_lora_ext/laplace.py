@@ -8,7 +8,7 @@ import laplace
 from laplace.baselaplace import BaseLaplace
 from torch import nn
 
-from laplace_lora_ext.logits_model import find_transformer
+from laplace_lora_ext.models.logits_model import find_transformer
 
 _LIKELIHOODS = {
     "single_label_classification": "classification",

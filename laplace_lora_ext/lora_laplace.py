@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
+import torchmetrics
 import tqdm
+from laplace.baselaplace import ParametricLaplace
 from laplace.curvature import CurvatureInterface
 from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext.curvature.backend import LowRankKronInterface, check_targets
-from laplace_lora_ext.curvature.passes import forward_pass
-from laplace_lora_ext.errors import naming
-from laplace_lora_ext.logits_model import LogitsModel
-from laplace_lora_ext.lora_layers import find_blocks, warn_if_untrained, warn_of_other_trainable
-from laplace_lora_ext.map_agreement import MapAgreement
-from laplace_lora_ext.preference_model import PreferenceModel
-from laplace_lora_ext.tuning import LoRATuning
+from laplace_lora_ext.curvature.backend import LowRankKronInterface
+from laplace_lora_ext.likelihoods import LIKELIHOODS
+from laplace_lora_ext.linearized.data import linearize
+from laplace_lora_ext.linearized.model import LinearizedModel
+from laplace_lora_ext.messages import naming, warn
+from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import (
+    Block,
+    find_blocks,
+    warn_if_untrained,
+    warn_of_other_trainable,
+)
+from laplace_lora_ext.models.preference_model import PreferenceModel
+from laplace_lora_ext.passes import jacobians
+from laplace_lora_ext.passes.checks import inspected
+from laplace_lora_ext.precision import without_autocast
+from laplace_lora_ext.predictive.links import mean_field, probit, sampled_alike, shared_noise
+from laplace_lora_ext.predictive.map_agreement import MapAgreement
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.sampling import gaussian_samples
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.tuning import TuningHistory, TuningMethod, build
 
 
-class LoRALaplace(LoRATuning):
+class LoRALaplace(ParametricLaplace):
     """What all Laplace approximations over LoRA weights share.
 
     The posterior is over the `lora_A` and `lora_B` weights of the active adapter. Everything else
-    in the model, a trainable head included, is held at its MAP value. Every method leaves the
-    model exactly as it was.
+    in the model, a trainable head included, stays at its MAP value. Every method leaves the model
+    exactly as it was.
 
     Parameters
     ----------
@@ -45,14 +65,25 @@ class LoRALaplace(LoRATuning):
     **kwargs
         of the host's class for the same structure
 
+    Attributes
+    ----------
+    model : LogitsModel
+    blocks : list of Block
+        the LoRA weights that the posterior is over
+    trained_likelihood : Likelihood
+        that of the training data; rewards are learnt from preferences, which are two classes
+
     Raises
     ------
     ValueError, NotImplementedError
-        See `laplace_lora_ext.lora_layers.find_blocks` and `LogitsModel`.
+        See `laplace_lora_ext.models.lora_layers.find_blocks` and `LogitsModel`.
     """
 
     _default_backend: type[CurvatureInterface]
+    model: LogitsModel
+    blocks: list[Block]
     mean: torch.Tensor
+    H: Any
 
     def __init__(
         self,
@@ -78,8 +109,11 @@ class LoRALaplace(LoRATuning):
         self.blocks = find_blocks(model, target_modules, layers_to_transform)
         warn_of_other_trainable(model)
         warn_if_untrained(self.blocks)
-        adapted = PreferenceModel if likelihood == "reward_modeling" else LogitsModel
+        rewards = likelihood == "reward_modeling"
+        adapted = PreferenceModel if rewards else LogitsModel
         self.model = adapted(model, class_token_ids, dict_key_y)
+        self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
+        self._predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
         self._agreement = MapAgreement()
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
@@ -99,8 +133,56 @@ class LoRALaplace(LoRATuning):
                 **kwargs,
             )
 
+    # --- what the structures say ---------------------------------------------------------------
+
+    def _init_H(self) -> None:  # noqa: N802
+        self.H = None  # there is no curvature before a fit, where the host has zeros
+
     def _check_backend(self, backend: type[CurvatureInterface]) -> None:
         """Refuse a backend that has not what the structure needs."""
+
+    def _zeros(self) -> Any:
+        """Curvature of no data."""
+        raise NotImplementedError
+
+    def _add_batch(self, H: Any, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Loss of a batch, and the sum of its curvature and `H`."""
+        targets = self.trained_likelihood.as_targets(y.clone(), self._dtype)
+        check = partial(self.trained_likelihood.check_targets, y)
+        with self._prepared(), torch.enable_grad(), inspected(self.model, self.blocks, X, check):
+            loss, of_batch = self._curv_closure(X, targets, N=1)
+        for block, part in zip(self.blocks, _diagonal(of_batch).split(self._sizes), strict=True):
+            if not torch.isfinite(part).all():
+                raise ValueError(f"LoRA layer {block.name}: non-finite curvature")
+        return loss, H + of_batch
+
+    def _sums(self) -> Any:
+        """What the sums of another run can be added to."""
+        return self.H
+
+    def _adopt(self, H: Any, n_data: int) -> None:
+        """Keep what the sums over `n_data` data come to."""
+        self.H = H
+
+    # --- fit -----------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return self.blocks[0].weight.device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.blocks[0].statistics_dtype
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [block.weight.numel() for block in self.blocks]
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """The model in evaluation mode, with gradients for the LoRA weights alone."""
+        with self.model.prepared([block.weight for block in self.blocks]):
+            yield
 
     @property
     def backend(self) -> CurvatureInterface:
@@ -110,6 +192,7 @@ class LoRALaplace(LoRATuning):
         with self._prepared():
             return super().backend
 
+    @torch.inference_mode(False)  # what is kept must not be inference tensors
     def fit(
         self,
         train_loader: DataLoader | Iterable[Any],
@@ -136,78 +219,38 @@ class LoRALaplace(LoRATuning):
         RuntimeError
             If LoRA layers are bypassed in the forward pass.
         """
-        before = dict(vars(self))
-        known = self._summed_curvature() if self.n_data and not override else None
-        try:
-            self._init_H()
-            loss, n_data = self._sum_curvature(train_loader, progress_bar)
-            if known is not None:
-                self.H = known + self.H
-                loss, n_data = loss + before["loss"], n_data + before["n_data"]
-            self._adopt_curvature(n_data)
-        except BaseException:
-            vars(self).clear()
-            vars(self).update(before)
-            raise
+        H = self._zeros()
+        loss, n_data = torch.zeros((), device=self._device, dtype=torch.float64), 0
+        batches = tqdm.tqdm(train_loader, desc="[Computing Hessian]", disable=not progress_bar)
+        for index, batch in enumerate(batches):
+            with naming(f"batch {index}"):
+                X, y = self.model.split(batch)
+                loss_of_batch, H = self._add_batch(H, X, y)
+            loss += loss_of_batch.to(loss)
+            n_data += len(y)
+        if not n_data:
+            raise ValueError("The training loader has no data.")
+        data_set = getattr(train_loader, "dataset", None)
+        if isinstance(data_set, Sized) and len(data_set) != n_data:
+            warn(
+                f"Fitted on the {n_data} examples that the loader gave; its data set has "
+                f"{len(data_set)}."
+            )
+        if self.n_data and not override:
+            H, loss, n_data = self._sums() + H, loss + self.loss, n_data + self.n_data
+        self._adopt(H, n_data)
         self.loss, self.n_data = loss, n_data
         self.n_outputs = self.model.output_size
         self.mean = self._weights()
         self._posterior_scale = None
         self._agreement = MapAgreement()
 
-    def _sum_curvature(
-        self, train_loader: DataLoader | Iterable[Any], progress_bar: bool
-    ) -> tuple[torch.Tensor, int]:
-        """Add all batches to `self.H`; return the loss, in float64, and the number of data."""
-        loss, n_data = torch.zeros((), device=self._device, dtype=torch.float64), 0
-        batches = tqdm.tqdm(train_loader, desc="[Computing Hessian]", disable=not progress_bar)
-        with self._prepared():
-            for index, batch in enumerate(batches):
-                with naming(f"batch {index}"):
-                    X, y = self.model.split(batch)
-                    loss += self._add_batch(X, y).to(loss)
-                n_data += len(y)
-        if not n_data:
-            raise ValueError("The training loader has no data.")
-        data_set = getattr(train_loader, "dataset", None)
-        if isinstance(data_set, Sized) and len(data_set) != n_data:
-            warnings.warn(
-                f"Fitted on the {n_data} examples that the loader gave; its data set has "
-                f"{len(data_set)}.",
-                stacklevel=3,
-            )
-        return loss, n_data
-
-    def _add_batch(self, X: Any, y: torch.Tensor) -> torch.Tensor:
-        """Add a batch to `self.H` and return its loss."""
-        # What the host's backends would not notice, this pass does.
-        with forward_pass(self.model, self.blocks, X) as recorded:
-            logits = recorded.logits.detach()
-        y = check_targets(y, logits, self._training_likelihood)
-        with torch.inference_mode(False), torch.enable_grad():
-            loss, H = self._curv_closure(X, y.clone(), N=1)  # no inference tensor
-        for block, part in zip(self.blocks, self._diagonal(H).split(self._sizes), strict=True):
-            if not torch.isfinite(part).all():
-                raise ValueError(f"LoRA layer {block.name}: non-finite curvature")
-        self.H = self.H + H
-        return loss
-
-    @staticmethod
-    def _diagonal(H: Any) -> torch.Tensor:
-        """Diagonal of a batch's curvature, `(parameters,)`."""
-        return H.diag()
-
-    def _summed_curvature(self) -> Any:
-        """What the sums of another run can be added to."""
-        return self.H
-
-    def _adopt_curvature(self, n_data: int) -> None:
-        """Turn the sums in `self.H`, over `n_data` data, into what predictions use."""
-
     def _weights(self) -> torch.Tensor:
         """A copy of the LoRA weights as one vector, `(parameters,)`."""
         weights = [block.weight.detach().flatten() for block in self.blocks]
         return torch.cat([weight.to(self._device, self._dtype) for weight in weights])
+
+    # --- evidence and prior --------------------------------------------------------------------
 
     @property
     def log_det_prior_precision(self) -> torch.Tensor:
@@ -227,6 +270,359 @@ class LoRALaplace(LoRATuning):
         by_block = torch.stack([part.sum() for part in squares.split(self._sizes)])
         return (by_block * precision).sum()
 
+    def optimize_prior_precision(
+        self,
+        pred_type: str = "glm",
+        method: str | TuningMethod = "marglik",
+        n_steps: int = 1000,
+        lr: float = 0.1,
+        init_prior_prec: float | torch.Tensor = 1.0,
+        prior_structure: str = "scalar",
+        val_loader: DataLoader | Iterable[Any] | PredictiveStatistics | None = None,
+        loss: torchmetrics.Metric | Callable[..., torch.Tensor] | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: str | None = None,
+        n_samples: int = 100,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        *,
+        tolerance: float = 1e-3,
+        optimize_sigma_noise: bool = False,
+        batch_size: int = 4,
+        generator: torch.Generator | None = None,
+        train_loader: DataLoader | Iterable[Any] | LinearizedModel | None = None,
+        pooling: float = 3.0,
+    ) -> TuningHistory:
+        """Choose the prior precision; if anything goes wrong, it stays as it was.
+
+        Parameters
+        ----------
+        method : str or TuningMethod
+            how. "marglik", "linearized_marglik" and "linearized_loo" need no validation data,
+            "gridsearch" and "val_gd" do. Each name stands for an object of
+            `laplace_lora_ext.tuning`, which says what it does and what its options mean; such an
+            object can be given instead
+        verbose : bool, default=False
+            print the result
+        **options
+            all other arguments are the object's. One that it lacks is refused, unless it has its
+            default value
+
+        Returns
+        -------
+        TuningHistory
+            evidence or loss along the way
+
+        Raises
+        ------
+        ValueError
+            If an option or the data that a method needs are missing or don't suit it, or if the
+            objective is not a number.
+        NotImplementedError
+            For "val_gd" with another structure than "lowrank_kron".
+
+        Notes
+        -----
+        "marglik" tends to choose a smaller prior precision than validation data would, that is a
+        broader posterior. "linearized_marglik" comes closer, and "linearized_loo" closest; both
+        need the training data once more. `benchmarks/README.md` has the figures.
+        """
+        options = {
+            name: value
+            for name, value in locals().items()
+            if name in _TUNING_DEFAULTS and not _is_default(value, _TUNING_DEFAULTS[name])
+        }
+        history = build(method, options)(self)
+        if verbose:
+            print(f"Optimized prior precision is {self.prior_precision}.")
+        return history
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Try prior precisions within: predictions are not counted, and an error undoes all."""
+        before = self._prior_precision, self._sigma_noise
+        try:
+            with self._agreement.paused():
+                yield
+        except BaseException:
+            self._prior_precision, self._sigma_noise = before
+            self._posterior_scale = None
+            raise
+        self._agreement = MapAgreement()
+
+    def validation_statistics(
+        self, val_loader: Any, progress_bar: bool
+    ) -> PredictiveStatistics | None:
+        """Statistics of validation data, with targets, where the structure has such."""
+        return None
+
+    @without_autocast
+    def linearize(
+        self,
+        train_loader: DataLoader | Iterable[Any],
+        n_features: int = 4096,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> LinearizedModel:
+        """One pass over the training set, for "linearized_marglik" and "linearized_loo".
+
+        Parameters
+        ----------
+        train_loader : DataLoader or iterable
+            the data of the fit
+        n_features : int, default=4096
+            about how many random features stand for the Jacobian of an output: N examples with C
+            outputs take `4 N C n_features` bytes of main memory. As many as there are LoRA
+            weights are exact
+        generator : torch.Generator, optional
+            of the random features
+        progress_bar : bool, default=False
+
+        Raises
+        ------
+        ValueError
+            If the loader has no data or not those of the fit, labels don't fit, or a number is
+            not finite; the message names the batch.
+        """
+        distance = self.mean - self.prior_mean
+        fitted = self.model, self.blocks, self.trained_likelihood
+        model = linearize(*fitted, distance, train_loader, n_features, generator, progress_bar)
+        model.check_training_data(self.n_data, float(self.loss))
+        return model
+
+    # --- predictions ---------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        joint: bool = False,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Posterior predictive on a batch, as the host's; `generator` seeds all that is sampled.
+
+        Parameters
+        ----------
+        x : Mapping, torch.Tensor or Moments
+            inputs of B examples; labels in a mapping are ignored. With "glm" their `Moments` will
+            do, which have a prior precision of their own
+        pred_type, joint, n_samples, diagonal_output, generator
+            as the host's
+        link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}
+            the host's, and "mean_field" (Lu, Ie & Sha, 2020): like "mc" it knows the covariance of
+            the logits' differences, and unlike it draws no samples
+        fitting : bool, default=False
+            reward modeling only: probabilities of preferences instead of rewards
+        **model_kwargs
+            passed on to the model, with `pred_type="nn"`
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            probabilities `(B, C)`; for regression and rewards the mean `(B, C)` and covariance
+            `(B, C, C)`
+
+        Warns
+        -----
+        UserWarning
+            With "glm", if more than 8 % of the predictions so far, of 100 or more, have another
+            most probable class than the model itself.
+        """
+        predicted = self.trained_likelihood if fitting else self._predicted_likelihood
+        links = {
+            "probit": probit,
+            "mean_field": mean_field,
+            "mc": sampled_alike(n_samples, generator),
+        }
+        if predicted.is_gaussian and link_approx == "mean_field":
+            link_approx = "probit"  # neither has a meaning, and the host knows this one
+        if pred_type == "nn" and generator is not None:
+            samples = self._nn_functional_samples(x, n_samples, generator, **model_kwargs)
+            if predicted.is_gaussian:
+                return samples.mean(0), samples.var(0)
+            return samples.softmax(-1).mean(0)
+        if pred_type == "glm" and not predicted.is_gaussian and link_approx in links:
+            f_mu, f_var = self._glm_predictive_distribution(x)
+            if diagonal_output and link_approx == "mc":
+                f_var = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
+            with torch.autocast(self._device.type, enabled=False):
+                output = links[link_approx](f_mu, f_var).exp()
+        else:
+            options = joint, link_approx, n_samples, diagonal_output, generator, fitting
+            output = super().__call__(x, pred_type, *options, **model_kwargs)
+        if pred_type == "glm" and isinstance(output, torch.Tensor):
+            self._agreement.add(output, link_approx)
+        return output
+
+    def predictive_moments(
+        self, x: Any, *, joint: bool = False
+    ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
+        """Mean `(B, C)` and covariance `(B, C, C)` of a batch's logits, without a link or noise.
+
+        With `joint` a pair of tensors, `(B * C,)` and `(B * C, B * C)`.
+        """
+        moments = self._glm_predictive_distribution(x, joint)
+        return moments if joint else Moments(*moments)
+
+    def _glm_predictive_distribution(
+        self, X: Any, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(X, Moments):
+            if joint:
+                raise ValueError("Moments hold no covariance between examples: pass the inputs.")
+            # Some links change them in place.
+            f_mu, f_var = X.to(self._device, self._dtype, copy=True)
+        else:
+            with torch.set_grad_enabled(self.enable_backprop):
+                f_mu, f_var = self._moments(X, joint)
+        if not torch.isfinite(f_var).all():
+            raise ValueError("The predictive covariance is not finite: is the prior precision?")
+        self._agreement.expect(f_mu)
+        if joint:
+            f_mu = f_mu.flatten()
+        elif diagonal_output:
+            f_var = f_var.diagonal(dim1=-2, dim2=-1)
+        return f_mu, f_var
+
+    def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean `(B, C)`, and covariance `(B, C, C)` or, joint, `(B * C, B * C)`."""
+        Js, f_mu = jacobians(self.model, self.blocks, X, self.enable_backprop)
+        return f_mu, self.functional_covariance(Js) if joint else self.functional_variance(Js)
+
+    @without_autocast
+    def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
+        return super().functional_variance(Js)
+
+    @without_autocast
+    def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
+        return super().functional_covariance(Js)
+
+    @without_autocast
+    def square_norm(self, value: torch.Tensor) -> torch.Tensor:
+        return super().square_norm(value)
+
+    @without_autocast
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        return super().sample(n_samples, generator)
+
+    @without_autocast
+    def _glm_functional_samples(
+        self,
+        f_mu: torch.Tensor,
+        f_var: torch.Tensor,
+        n_samples: int,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        if diagonal_output:
+            f_var = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
+        # Unlike the host's Cholesky factor, a symmetric root exists where a covariance is singular.
+        return gaussian_samples(f_mu, f_var, shared_noise(f_mu, n_samples, generator))
+
+    def _glm_predictive_samples(
+        self,
+        f_mu: torch.Tensor,
+        f_var: torch.Tensor,
+        n_samples: int,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        if f_mu.shape[-1] == 1:  # a single reward is a number, and no probability
+            return self._glm_functional_samples(f_mu, f_var, n_samples, diagonal_output, generator)
+        return super()._glm_predictive_samples(f_mu, f_var, n_samples, diagonal_output, generator)
+
+    def _nn_functional_samples(
+        self,
+        X: Any,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        draws = range(n_samples)
+        return torch.stack([self._sampled_logits(X, generator, model_kwargs) for _ in draws])
+
+    def _nn_predictive_classification(
+        self, X: Any, n_samples: int = 100, **model_kwargs: Any
+    ) -> torch.Tensor:
+        probs = torch.zeros(())
+        for _ in range(n_samples):  # one draw's logits held at a time
+            probs = probs + self._sampled_logits(X, None, model_kwargs).softmax(-1) / n_samples
+        return probs
+
+    def _sampled_logits(
+        self, X: Any, generator: torch.Generator | None, model_kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Logits `(B, C)` of the model with one draw of its LoRA weights."""
+        if isinstance(X, Moments):
+            raise ValueError('Moments hold no inputs: pass these for pred_type="nn".')
+        drawn = self._sampled_weights(generator)
+        weights = {
+            name: drawn[id(p)] for name, p in self.model.named_parameters() if id(p) in drawn
+        }
+        with self.model.prepared(), torch.set_grad_enabled(self.enable_backprop):
+            return torch.func.functional_call(self.model, weights, (X,), model_kwargs)
+
+    def _sampled_weights(self, generator: torch.Generator | None) -> dict[int, torch.Tensor]:
+        """One draw of the LoRA weights, by the `id` of the parameters that they stand for."""
+        parts = self.sample(1, generator)[0].split(self._sizes)
+        return {
+            id(block.weight): part.reshape(block.weight.shape).to(block.weight)
+            for block, part in zip(self.blocks, parts, strict=True)
+        }
+
+    def sample_adapters(
+        self,
+        n_samples: int,
+        directory: str | Path,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> list[Path]:
+        """Write draws from the posterior as LoRA adapters, such as for a multi-adapter server.
+
+        The mean of their softmax probabilities is the prediction of `pred_type="nn"` with as many
+        samples and a generator in the same state. LoRA weights outside the posterior, and trained
+        modules such as a head, are saved with their MAP values.
+
+        Parameters
+        ----------
+        n_samples : int
+        directory : str or Path
+            gets one folder a draw, "sample_0" and so on, with a configuration and safetensors
+            that `PeftModel.from_pretrained` loads
+        generator : torch.Generator, optional
+        **kwargs
+            of `PeftModel.save_pretrained`, such as `save_embedding_layers`
+
+        Returns
+        -------
+        list of Path
+            the folders
+
+        Raises
+        ------
+        FileExistsError
+            If one of the folders is there already; nothing is written then.
+        ValueError
+            If the model holds no `PeftModel`.
+        """
+        model, adapter = find_peft_model(self.model), self.blocks[0].adapter
+        return [
+            write_adapter(model, adapter, self._sampled_weights(generator), folder, **kwargs)
+            for folder in new_folders(directory, n_samples)
+        ]
+
+    # --- state ---------------------------------------------------------------------------------
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a posterior that was fitted around the model's present weights.
 
@@ -244,3 +640,19 @@ class LoRALaplace(LoRATuning):
             raise ValueError(
                 "The posterior was fitted around other LoRA weights than the model has now."
             )
+
+
+def _diagonal(H: Any) -> torch.Tensor:
+    """Diagonal of a batch's curvature, `(parameters,)`; a diagonal curvature is its own."""
+    return H if isinstance(H, torch.Tensor) and H.ndim == 1 else H.diag()
+
+
+_TUNING_DEFAULTS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in signature(LoRALaplace.optimize_prior_precision).parameters.items()
+    if name not in ("self", "method", "verbose")
+}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (isinstance(value, str | int | float) and value == default)

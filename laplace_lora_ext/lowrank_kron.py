@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,19 +11,14 @@ from laplace.baselaplace import KronLaplace, ParametricLaplace
 from laplace.curvature import CurvatureInterface
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext.curvature.backend import (
-    LowRankKronGGN,
-    LowRankKronInterface,
-    check_targets,
-)
-from laplace_lora_ext.curvature.passes import visit_jacobians
-from laplace_lora_ext.errors import naming
-from laplace_lora_ext.kronecker_block import DecomposedBlock
+from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
+from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.matrix import LowRankKron
+from laplace_lora_ext.messages import naming
+from laplace_lora_ext.passes import visit_jacobians
 from laplace_lora_ext.precision import without_autocast
-from laplace_lora_ext.predictive_statistics import PredictiveStatistics, upper_triangle
-from laplace_lora_ext.variance_shares import VarianceShares
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics, statistics_of_batch
+from laplace_lora_ext.predictive.variance_shares import VarianceShares
 
 
 class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
@@ -38,6 +33,13 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (False); the paper's
         choice is `laplace_lora_ext.PAPER_SETTINGS`
 
+    Attributes
+    ----------
+    H : LowRankKronDecomposed or None
+        the curvature, without a prior; None before `fit`
+    H_facs : LowRankKron or None
+        the sums that it comes from, to which those of another run can be added
+
     References
     ----------
     Yang et al., "Bayesian low-rank adaptation for large language models", ICLR 2024.
@@ -45,8 +47,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     _key = ("lora", "lowrank_kron")
     _default_backend = LowRankKronGGN
-    H: Any  # LowRankKron while data are summed, LowRankKronDecomposed afterwards
-    H_facs: Any  # LowRankKron, to which the data of another run can be added
+    H_facs: Any
 
     def _check_backend(self, backend: type[CurvatureInterface]) -> None:
         if not issubclass(backend, LowRankKronInterface):
@@ -62,18 +63,24 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return backend
 
     def _init_H(self) -> None:  # noqa: N802
-        self.H = self.backend.zeros()
+        super()._init_H()
+        self.backend  # noqa: B018 - refuses wrong `backend_kwargs` now, and not in `fit`
 
-    def _add_batch(self, X: Any, y: torch.Tensor) -> torch.Tensor:
-        return self.backend.accumulate(self.H, X, y)
+    def _zeros(self) -> LowRankKron:
+        return self.backend.zeros()
 
-    def _summed_curvature(self) -> LowRankKron:
+    def _add_batch(
+        self, H: LowRankKron, X: Any, y: torch.Tensor
+    ) -> tuple[torch.Tensor, LowRankKron]:
+        return self.backend.accumulate(H, X, y), H
+
+    def _sums(self) -> LowRankKron:
         return self.H_facs
 
     @without_autocast
-    def _adopt_curvature(self, n_data: int) -> None:
-        self.H_facs = self.H.cut()
-        self.H = self.H_facs.decompose()
+    def _adopt(self, H: LowRankKron, n_data: int) -> None:
+        sums = H.cut()
+        self.H_facs, self.H = sums, sums.decompose()
 
     def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
         precision: Any = self.posterior_precision
@@ -127,8 +134,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         parts = []
         for index, batch in enumerate(batches):
             with naming(f"batch {index}"):
-                X, y = self.model.split_if_labelled(batch)
-                parts.append(self._statistics_of_batch(X, y, device, dtype))
+                labelled = self.model.split_if_labelled(batch)
+                parts.append(self._statistics(labelled, device, dtype))
         return PredictiveStatistics.concatenate(parts)
 
     def variance_by_layer(self, x: Any) -> VarianceShares:
@@ -148,46 +155,20 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         VarianceShares
             by block, by transformer layer, and of the A and the B matrices
         """
+        self._check_H_init()
         if isinstance(x, PredictiveStatistics):
-            self._check_same_fit(x)
+            x.check_fit(self.H.spectrum)
             statistics = x
         else:
-            self._check_H_init()
-            statistics = self._statistics_of_batch(x, None, self._device, self._dtype)
+            statistics = self._statistics((x, None), self._device, self._dtype)
         prior_precision = torch.as_tensor(self.prior_precision)
         variances = statistics.variance_by_block(prior_precision, self._H_factor)
         return VarianceShares.of(self.blocks, variances.mean(0))
 
-    @without_autocast
-    def _statistics_of_batch(
-        self, X: Any, y: torch.Tensor | None, device: torch.device | str, dtype: torch.dtype
-    ) -> PredictiveStatistics:
-        """Project each block's Jacobian as soon as it is known."""
-        curvature: list[DecomposedBlock] = self.H.blocks
-        projections = [torch.empty(0)] * len(curvature)
-        inner_products = [torch.empty(0)] * len(curvature)
-
-        def project(index: int, jacobian: torch.Tensor) -> None:
-            leading, remainder = curvature[index].project(jacobian)
-            remainder = remainder.transpose(1, 2)[:, : None if curvature[index].n_left_out else 0]
-            projections[index] = leading.flatten(2).to(device, dtype)
-            inner_products[index] = upper_triangle(remainder @ remainder.mT).to(device, dtype)
-
-        f_mu = visit_jacobians(self.model, self.blocks, X, project)
-        if y is not None:
-            y = check_targets(y, f_mu, self._training_likelihood).to(device)
-        return PredictiveStatistics(
-            f_mu.to(device, dtype),
-            torch.cat(projections, dim=2),
-            torch.cat(inner_products, dim=1),
-            self.H.spectrum,
-            self._H_factor.detach(),
-            y,
-        )
-
-    def _validation_statistics(self, val_loader: Any, progress_bar: bool) -> PredictiveStatistics:
+    def validation_statistics(self, val_loader: Any, progress_bar: bool) -> PredictiveStatistics:
         if isinstance(val_loader, PredictiveStatistics):
-            self._check_same_fit(val_loader)
+            self._check_H_init()
+            val_loader.check_fit(self.H.spectrum)
             statistics = val_loader
         else:
             statistics = self.predictive_statistics(val_loader, progress_bar)
@@ -195,26 +176,14 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             raise ValueError("Validation data need labels, and the loader gives none.")
         return statistics
 
-    def _scored_batches(
-        self, val_loader: Any, pred_type: str, progress_bar: bool
-    ) -> Callable[[], Iterable[Any]]:
-        if pred_type != "glm":
-            return super()._scored_batches(val_loader, pred_type, progress_bar)
-        statistics = self._validation_statistics(val_loader, progress_bar)
-        sizes, targets = statistics.batch_sizes, statistics.targets
-        assert targets is not None
-
-        def batches() -> Iterable[Any]:
-            prior_precision = torch.as_tensor(self.prior_precision)
-            moments = statistics.moments(prior_precision, self._H_factor)
-            return zip(moments.split(sizes), targets.split(sizes), strict=True)
-
-        return batches
-
-    def _check_same_fit(self, statistics: PredictiveStatistics) -> None:
-        self._check_H_init()
-        if not torch.equal(statistics.spectrum.leading, self.H.spectrum.leading):
-            raise ValueError("The statistics are those of another fit: gather them again.")
+    def _statistics(
+        self,
+        batch: tuple[Any, torch.Tensor | None],
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> PredictiveStatistics:
+        fitted = self.model, self.blocks, self.trained_likelihood, self.H, self._H_factor.detach()
+        return statistics_of_batch(*fitted, batch, device, dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """State as the host's, with tensors and numbers alone for the curvature."""

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import laplace_lora_ext
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 from tests import dense_oracle
 from tests.tiny_models import laplace_keywords, lora_model, ragged_batches
 

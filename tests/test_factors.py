@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laplace_lora_ext.curvature import streaming
+from laplace_lora_ext.curvature.block import KroneckerBlock
+from laplace_lora_ext.curvature.factors import DenseFactor, LowRankFactor, add_rows
 from laplace_lora_ext.curvature.statistics import Expand
 from laplace_lora_ext.curvature.streaming import StreamingUpdates
-from laplace_lora_ext.factors import DenseFactor, LowRankFactor, add_rows
-from laplace_lora_ext.kronecker_block import KroneckerBlock
+from laplace_lora_ext.models.positions import Positions
+from laplace_lora_ext.passes import Rows
 
 
 def low_rank(rows: torch.Tensor, rank: int, tail: bool = True, batch: int = 7) -> LowRankFactor:
@@ -113,7 +115,8 @@ def test_positions_without_a_gradient_change_nothing():
         sizes = (20, 3), False, 4, True, rows.device, rows.dtype
         block, updates = KroneckerBlock.zeros(*sizes), StreamingUpdates(limit=0)
         a = torch.ones(1, len(rows), 3, dtype=rows.dtype)
-        Expand.add_gradients(block, a, rows[None, None], lambda: None, updates)
+        seen = Rows(0, a, rows[None, None], 1, Positions(1, 1, len(rows), None))
+        Expand([block], updates).add_gradients(seen)
         return block.output_factor.to_matrix()
 
     torch.testing.assert_close(output_factor(padded), output_factor(gradients))

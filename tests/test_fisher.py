@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from laplace_lora_ext.curvature.fisher import empirical_seeds, exact_seeds, sampled_seeds
+from laplace_lora_ext.likelihoods import LIKELIHOODS, Classification, Regression
 
 
 def fisher(seeds) -> torch.Tensor:
@@ -27,7 +27,7 @@ def formula(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1, 10, 20])
 def test_exact_seeds_keep_float32_accuracy_on_confident_samples(n_classes, scale):
     logits = scale * torch.randn(500, n_classes, generator=torch.Generator().manual_seed(0))
-    seeds = exact_seeds(logits, "classification")
+    seeds = Classification().exact_seeds(logits)
     assert seeds.vectors.shape == (n_classes - 1, 500, n_classes)
     expected = formula(logits)
     error = (fisher(seeds) - expected).abs().amax((1, 2)) / expected.abs().amax((1, 2))
@@ -37,9 +37,9 @@ def test_exact_seeds_keep_float32_accuracy_on_confident_samples(n_classes, scale
 def test_seed_vectors_are_of_order_one():
     logits = torch.tensor([[60.0, 0.0, -60.0], [0.0, 0.0, 0.0]])
     for seeds in (
-        exact_seeds(logits, "classification"),
-        empirical_seeds(logits, "classification", torch.tensor([0, 1])),
-        sampled_seeds(logits, "classification", 2),
+        Classification().exact_seeds(logits),
+        Classification().empirical_seeds(logits, torch.tensor([0, 1])),
+        Classification().sampled_seeds(logits, 2),
     ):
         largest = seeds.vectors.abs().amax(-1)
         assert (largest <= 1.0 + 1e-6).all()
@@ -48,11 +48,11 @@ def test_seed_vectors_are_of_order_one():
 
 def test_exact_seeds_of_tied_classes():
     logits = torch.zeros(2, 4)
-    torch.testing.assert_close(fisher(exact_seeds(logits, "classification")), formula(logits))
+    torch.testing.assert_close(fisher(Classification().exact_seeds(logits)), formula(logits))
 
 
 def test_regression_seeds_are_the_identity():
-    seeds = exact_seeds(torch.randn(5, 3), "regression")
+    seeds = Regression().exact_seeds(torch.randn(5, 3))
     torch.testing.assert_close(fisher(seeds), torch.eye(3).double().expand(5, 3, 3))
 
 
@@ -63,11 +63,11 @@ def test_empirical_seeds_are_gradients_of_the_loss():
     (gradient,) = torch.autograd.grad(
         torch.nn.functional.cross_entropy(precise, y, reduction="sum"), precise
     )
-    seeds = empirical_seeds(logits, "classification", y)
+    seeds = Classification().empirical_seeds(logits, y)
     scaled = seeds.vectors[0].double() * seeds.weights[0].double()[:, None]
     # p_y - 1 itself cannot be had in float64 by subtraction; the other entries are p.
     torch.testing.assert_close(scaled, gradient, rtol=1e-4, atol=1e-15)
-    regression = empirical_seeds(logits, "regression", torch.zeros(50, 4))
+    regression = Regression().empirical_seeds(logits, torch.zeros(50, 4))
     torch.testing.assert_close(regression.vectors[0] * regression.weights[0][:, None], logits)
 
 
@@ -75,7 +75,7 @@ def test_empirical_seeds_are_gradients_of_the_loss():
 def test_sampled_seeds_are_unbiased(likelihood):
     torch.manual_seed(0)
     logits = torch.tensor([[1.0, 0.0, -0.5]])
-    estimate = fisher(sampled_seeds(logits, likelihood, 40_000))[0]
+    estimate = fisher(LIKELIHOODS[likelihood].sampled_seeds(logits, 40_000))[0]
     expected = formula(logits)[0] if likelihood == "classification" else torch.eye(3).double()
     torch.testing.assert_close(estimate, expected, rtol=0, atol=0.03)  # 4 standard errors
 
@@ -85,5 +85,5 @@ def test_sampled_seeds_follow_the_global_random_state():
     draws = []
     for _ in range(2):
         torch.manual_seed(3)
-        draws.append(sampled_seeds(logits, "classification", 2).vectors)
+        draws.append(Classification().sampled_seeds(logits, 2).vectors)
     assert torch.equal(*draws)

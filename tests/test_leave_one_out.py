@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from laplace_lora_ext import LinearizedModel
-from laplace_lora_ext.loss_search import search_line
-from laplace_lora_ext.mean_field import mean_field_log_softmax
+from laplace_lora_ext.predictive.links import mean_field as mean_field_log_softmax
+from laplace_lora_ext.tuning.loss_search import search_line
 from tests.dense_oracle import softmax_fisher
 from tests.test_host_api import plain_regression
 from tests.test_linearized_evidence import linearized, posterior_and_dense
@@ -210,8 +210,8 @@ def test_a_search_without_a_minimum_says_so():
     ("arguments", "message"),
     [
         ({"link_approx": "bridge"}, "links"),
-        ({"pred_type": "nn"}, "alone"),
-        ({"loss": torch.nn.functional.cross_entropy}, "alone"),
+        ({"pred_type": "nn"}, "no option pred_type"),
+        ({"loss": torch.nn.functional.cross_entropy}, "no option loss"),
         ({"train_loader": None}, "pass train_loader"),
     ],
 )

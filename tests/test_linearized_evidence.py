@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_lora_ext.curvature.sketch import Sketch
-from laplace_lora_ext.evidence_search import maximize_linearized_evidence
+from laplace_lora_ext.linearized.sketch import Sketch
+from laplace_lora_ext.tuning.evidence_search import maximize_linearized_evidence
 from tests.dense_oracle import jacobian, logits_of, softmax_fisher, unpadded
 from tests.test_host_api import plain_regression
 from tests.test_predictive_statistics import count_forward_passes, fitted, some_precision
@@ -310,13 +310,13 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         )
 
 
-def test_arguments_that_play_no_part_are_named():
+def test_options_that_a_method_lacks_are_refused():
     la = fitted()
-    with pytest.warns(UserWarning, match="val_loader plays no part"):
+    with pytest.raises(ValueError, match=r"no option val_loader; its options are .*pooling"):
         la.optimize_prior_precision(
             method=METHOD, train_loader=ragged_batches(), val_loader=ragged_batches()
         )
-    with pytest.warns(UserWarning, match="train_loader plays no part"):
+    with pytest.raises(ValueError, match="no option train_loader"):
         la.optimize_prior_precision(method="marglik", train_loader=ragged_batches())
 
 
@@ -332,7 +332,7 @@ def test_a_search_that_is_cut_short_says_so():
 
 
 def test_a_mode_that_is_inexact_is_reported(monkeypatch):
-    monkeypatch.setattr("laplace_lora_ext.linearized_model._MOST_ITERATIONS", 1)
+    monkeypatch.setattr("laplace_lora_ext.linearized.model._MOST_ITERATIONS", 1)
     la = fitted()
     model = linearized(la, ragged_batches())
     with pytest.warns(UserWarning, match="mode is inexact"):

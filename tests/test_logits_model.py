@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import laplace_lora_ext
-from laplace_lora_ext.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.tiny_models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,

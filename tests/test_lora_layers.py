@@ -22,7 +22,7 @@ from peft import (
 from torch import nn
 
 import laplace_lora_ext
-from laplace_lora_ext.lora_layers import Block, find_blocks
+from laplace_lora_ext.models.lora_layers import Block, find_blocks
 from tests.tiny_models import TwoLinear, base_model, laplace_keywords, lora_model, ragged_batches
 
 QUERY_AND_VALUE = [

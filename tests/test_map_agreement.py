@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from laplace_lora_ext import Laplace, Moments
-from laplace_lora_ext.map_agreement import MapAgreement
+from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from tests.tiny_models import lora_model, ragged_batches
 
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laplace_lora_ext.factors import DenseFactor, LowRankFactor
-from laplace_lora_ext.kronecker_block import KroneckerBlock
-from laplace_lora_ext.matrix import LowRankKron
+from laplace_lora_ext.curvature.block import KroneckerBlock
+from laplace_lora_ext.curvature.factors import DenseFactor, LowRankFactor
+from laplace_lora_ext.curvature.matrix import LowRankKron
 
 EXPONENTS = [-1, -0.5, 0.5, 1]
 TIGHT = {"rtol": 1e-8, "atol": 1e-9}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from laplace_lora_ext import Moments
-from laplace_lora_ext.mean_field import mean_field_log_softmax
+from laplace_lora_ext.predictive.links import mean_field as mean_field_log_softmax
 from tests.test_host_api import plain_regression
 from tests.test_predictive_statistics import fitted
 from tests.tiny_models import lora_model, ragged_batches

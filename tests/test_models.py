@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call, jacrev
 
 import laplace_lora_ext  # noqa: F401
-from laplace_lora_ext.curvature import passes
+from laplace_lora_ext.passes import recording as passes
 from tests.tiny_models import VOCABULARY, TwoLinear, laplace_keywords, lora_model, ragged_batches
 
 STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]

@@ -10,7 +10,7 @@ from torch import nn
 
 import laplace_lora_ext
 from laplace_lora_ext import Moments
-from laplace_lora_ext.predictive_statistics import from_triangle, upper_triangle
+from laplace_lora_ext.predictive.statistics import from_triangle, upper_triangle
 from tests.tiny_models import laplace_keywords, lora_model, ragged_batches
 
 PRECISIONS = ["scalar", "layerwise"]
@@ -86,7 +86,7 @@ def test_moments_are_the_same_however_many_examples_are_weighted_at_once(monkeyp
     la = fitted()
     statistics = la.predictive_statistics(ragged_batches())
     expected = statistics.moments(0.5)
-    monkeypatch.setattr("laplace_lora_ext.predictive_statistics._CHUNK", 1)
+    monkeypatch.setattr("laplace_lora_ext.predictive.statistics._CHUNK", 1)
     torch.testing.assert_close(statistics.moments(0.5), expected)
 
 

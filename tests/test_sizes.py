@@ -8,13 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from laplace_lora_ext.curvature import passes
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
-from laplace_lora_ext.curvature.passes import forward_pass
-from laplace_lora_ext.factors import LowRankFactor
-from laplace_lora_ext.kronecker_block import KroneckerBlock
-from laplace_lora_ext.lora_layers import find_blocks
-from laplace_lora_ext.matrix import LowRankKron
+from laplace_lora_ext.curvature.block import KroneckerBlock
+from laplace_lora_ext.curvature.factors import LowRankFactor
+from laplace_lora_ext.curvature.matrix import LowRankKron
+from laplace_lora_ext.likelihoods import Seeds
+from laplace_lora_ext.models.lora_layers import find_blocks
+from laplace_lora_ext.passes import record
+from laplace_lora_ext.passes import recording as passes
 from tests.tiny_models import N_CLASSES, laplace_keywords, lora_model, ragged_batches
 
 WIDTH = 52
@@ -148,17 +149,17 @@ def test_passes_take_several_seeds_where_few_rows_go_through_the_layers(
     }
     backend = LowRankKronGGN(model, "classification")
     sizes = []
-    with forward_pass(backend.model, backend.blocks, batch) as recorded:
+    with record(backend.model, backend.blocks, batch) as recorded:
         seeds = torch.ones(3, texts, N_CLASSES)
         scales = torch.arange(3.0)[:, None].expand(3, texts)
         scaled = []
 
-        def visit(index, a, g, valid):
-            if index == 0:
-                sizes.append(len(g))
-                scaled.append(g.flatten(1).sum(1))
+        def visit(rows):
+            if rows.index == 0:
+                sizes.append(len(rows.g))
+                scaled.append(rows.g.flatten(1).sum(1))
 
-        recorded.backward(seeds, scales, visit)
+        recorded.backward(Seeds(seeds, scales), visit)
     assert sizes == {3: [3], 2: [2, 1], 1: [1, 1, 1]}[at_once]
     sums = torch.cat(scaled)
     torch.testing.assert_close(sums, sums[1] * torch.arange(3.0))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from laplace_lora_ext.square_root import square_root
+from laplace_lora_ext.predictive.sampling import square_root
 
 
 def covariances(rank: int, size: int = 4) -> torch.Tensor:

@@ -10,12 +10,7 @@ import torchmetrics
 from laplace.utils.metrics import RunningNLLMetric
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_lora_ext.validation_losses import (
-    gaussian_loss,
-    mean_field_categorical_loss,
-    probit_categorical_loss,
-    sampled_categorical_loss,
-)
+from laplace_lora_ext.tuning.predictive_loss import predictive_loss
 from tests.test_host_api import plain_regression
 from tests.test_predictive_statistics import count_forward_passes, fitted, some_precision
 from tests.tiny_models import lora_model, ragged_batches
@@ -144,18 +139,14 @@ def test_gradient_of_the_validation_loss(kind, structure):
     if kind == "gaussian":
         la, X = plain_regression()
         statistics = la.predictive_statistics([(X, X[:, :2])], dtype=torch.float64)
-        loss = gaussian_loss(la.sigma_noise)
+        loss = predictive_loss(la, "mc", 6)
     else:
         la = fitted()
         statistics = la.predictive_statistics(ragged_batches(seed=7), dtype=torch.float64)
         if "singular" in kind:  # one class is always as likely as another
             statistics.projections[:, 1] = statistics.projections[:, 0]
             statistics.inner_products[:] = 0
-        deterministic = {
-            "probit": probit_categorical_loss,
-            "mean field": mean_field_categorical_loss,
-        }
-        loss = deterministic.get(kind, sampled_categorical_loss(6))
+        loss = predictive_loss(la, "mc" if "mc" in kind else kind.replace(" ", "_"), 6)
     precision = some_precision(la, structure).log().requires_grad_()
 
     def validation_loss(logarithm):
@@ -169,15 +160,13 @@ def test_validation_losses_are_those_of_the_predictions(validation):
     la = fitted(dtype=torch.float32, prior_precision=0.3)
     statistics = la.predictive_statistics(validation)
     moments, targets = statistics.moments(0.3), statistics.targets
-    for link, loss in (
-        ("probit", probit_categorical_loss),
-        ("mean_field", mean_field_categorical_loss),
-    ):
+    for link in ("probit", "mean_field"):
+        loss = predictive_loss(la, link, 1)
         expected = -la(moments, link_approx=link).log().gather(1, targets[:, None])[:, 0]
-        torch.testing.assert_close(loss(moments, targets), expected)
+        torch.testing.assert_close(loss(moments, targets, None), expected)
     mc = -la(moments, link_approx="mc", n_samples=100_000).log()
     expected = mc.gather(1, targets[:, None])[:, 0]
-    sampled = sampled_categorical_loss(100_000)(moments, targets, generator())
+    sampled = predictive_loss(la, "mc", 100_000)(moments, targets, generator())
     torch.testing.assert_close(sampled, expected, rtol=0.02, atol=0.02)
 
     la, X = plain_regression()
@@ -186,7 +175,7 @@ def test_validation_losses_are_those_of_the_predictions(validation):
     P = torch.linalg.inv(moments.f_var + 0.25 * torch.eye(2).double())
     error = (y - moments.f_mu)[:, None]
     log_density = -0.5 * (error @ P @ error.mT).flatten() + 0.5 * (P / (2 * torch.pi)).logdet()
-    torch.testing.assert_close(gaussian_loss(la.sigma_noise)(moments, y, None), -log_density)
+    torch.testing.assert_close(predictive_loss(la, "mc", 1)(moments, y, None), -log_density)
 
 
 @pytest.mark.parametrize("tail", [True, False])
@@ -209,7 +198,7 @@ def test_val_gd_finds_the_best_scalar(dtype, tail):
 def test_val_gd_with_samples_ends_near_the_best_scalar():
     la, validation = overconfident()
     statistics = la.predictive_statistics(validation)
-    loss = sampled_categorical_loss(20_000)
+    loss = predictive_loss(la, "mc", 20_000)
 
     def measure(point):
         return loss(statistics.moments(point), statistics.targets, generator()).mean().item()
@@ -358,11 +347,12 @@ def test_other_structures_are_tuned_by_the_evidence_too(structure):
         ({"method": "newton"}, "none of"),
         ({"method": "gridsearch"}, "pass val_loader"),
         ({"method": "val_gd"}, "pass val_loader"),
-        ({"method": "val_gd", "val_loader": [], "link_approx": "bridge"}, "no data"),
+        ({"method": "val_gd", "val_loader": []}, "no data"),
         ({"method": "gridsearch", "val_loader": []}, "no data"),
         ({"method": "gridsearch", "val_loader": [], "pred_type": "nn"}, "no data"),
         ({"method": "val_gd", "val_loader": "batches", "link_approx": "bridge"}, "links"),
-        ({"method": "val_gd", "val_loader": "batches", "pred_type": "nn"}, "alone"),
+        ({"method": "val_gd", "val_loader": "batches", "pred_type": "nn"}, "no option pred_type"),
+        ({"method": "gridsearch", "val_loader": "batches", "pooling": 1.0}, "no option pooling"),
         ({"method": "val_gd", "val_loader": "unlabelled"}, "need labels"),
         ({"method": "gridsearch", "val_loader": "unlabelled"}, "need labels"),
         ({"method": "val_gd", "val_loader": "batches", "init_prior_prec": -1.0}, "above 0"),
@@ -400,14 +390,15 @@ def test_val_gd_is_for_low_rank_factors(validation):
 def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
     la = fitted()
     capfd.readouterr()
-    arguments = {"val_loader": validation, "n_steps": 3, "grid_size": 2}
+    grid = {"method": "gridsearch", "val_loader": validation, "grid_size": 2}
+    descent = {"method": "val_gd", "val_loader": validation, "n_steps": 3}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        la.optimize_prior_precision(method="gridsearch", **arguments)
-        la.optimize_prior_precision(method="val_gd", **arguments)
+        la.optimize_prior_precision(**grid)
+        la.optimize_prior_precision(**descent)
     assert capfd.readouterr() == ("", "")
-    la.optimize_prior_precision(method="gridsearch", progress_bar=True, **arguments)
-    la.optimize_prior_precision(method="val_gd", progress_bar=True, verbose=True, **arguments)
+    la.optimize_prior_precision(progress_bar=True, **grid)
+    la.optimize_prior_precision(progress_bar=True, verbose=True, **descent)
     la.optimize_prior_precision(n_steps=2, tolerance=0, progress_bar=True)
     out, err = capfd.readouterr()
     assert "Optimized prior precision" in out

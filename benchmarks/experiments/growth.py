@@ -8,9 +8,9 @@ from benchmarks.measuring import Job, growth_exponent, repeated_seconds
 from benchmarks.options import Cost
 from benchmarks.report import Row
 from laplace_lora_ext import LowRankKron
+from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.statistics import KFAC_APPROX
 from laplace_lora_ext.curvature.streaming import StreamingUpdates
-from laplace_lora_ext.kronecker_block import KroneckerBlock
 
 WIDEST_STOCK = 2048
 NUMBERS_OF_BLOCKS = (2, 4, 8, 16)

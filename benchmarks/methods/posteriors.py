@@ -14,7 +14,7 @@ from laplace import Laplace
 
 import laplace_lora_ext
 from benchmarks.models import AdaptedModel
-from laplace_lora_ext.curvature.fisher import exact_seeds
+from laplace_lora_ext.likelihoods import Classification
 
 # The paper's rank of large Kronecker factors, and this library's default.
 LARGE_FACTOR_RANK = 10
@@ -84,7 +84,7 @@ class BareLoops:
     def fit(self, batches: Iterable[Any]) -> None:
         for batch in batches:
             logits = self._model.logits_model(batch)
-            seeds = exact_seeds(logits.detach(), "classification").vectors
+            seeds = Classification().exact_seeds(logits.detach()).vectors
             self._differentiate(logits, seeds)
 
     def __call__(self, batch: Any, **_: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from benchmarks.methods.method import Loaders, Probabilities, labels_of
 from benchmarks.metrics import negative_log_likelihood
 from laplace_lora_ext import Moments
-from laplace_lora_ext.curvature.passes import jacobians
+from laplace_lora_ext.passes import jacobians
 
 # Links and searches, in the words of a table and as keywords of the host's.
 LINKS: dict[str, dict[str, Any]] = {

@@ -1,28 +1,22 @@
-"""The host's curvature interface for LoRA weights: hooks bring (a, g), statistics sum them."""
+"""The host's curvature interface for LoRA weights: passes bring (a, g), statistics sum them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
 from torch import nn
 
-from laplace_lora_ext.curvature.fisher import (
-    Seeds,
-    empirical_seeds,
-    exact_seeds,
-    sampled_seeds,
-)
-from laplace_lora_ext.curvature.passes import forward_pass, jacobians
-from laplace_lora_ext.curvature.statistics import KFAC_APPROX, Valid
+from laplace_lora_ext.curvature.block import KroneckerBlock
+from laplace_lora_ext.curvature.matrix import LowRankKron
+from laplace_lora_ext.curvature.statistics import KFAC_APPROX
 from laplace_lora_ext.curvature.streaming import StreamingUpdates
-from laplace_lora_ext.kronecker_block import KroneckerBlock
-from laplace_lora_ext.logits_model import LogitsModel
-from laplace_lora_ext.lora_layers import Block, find_blocks
-from laplace_lora_ext.matrix import LowRankKron
+from laplace_lora_ext.likelihoods import LIKELIHOODS, Seeds
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block, find_blocks
+from laplace_lora_ext.passes import jacobians, record
 
 PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
 """`backend_kwargs` of Yang et al. (ICLR 2024): KFAC-expand, rank 10, no tail."""
@@ -83,6 +77,7 @@ class LowRankKronInterface(CurvatureInterface):
         self.blocks = find_blocks(model.model) if blocks is None else list(blocks)
         self.rank = rank
         self.kfac_approx = KFAC_APPROX[kfac_approx]
+        self._likelihood = LIKELIHOODS[likelihood]
         self.tail = tail
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
@@ -106,21 +101,7 @@ class LowRankKronInterface(CurvatureInterface):
         )
 
     def accumulate(self, H: LowRankKron, x: Any, y: torch.Tensor) -> torch.Tensor:
-        """Add the curvature of a batch to `H`.
-
-        Parameters
-        ----------
-        H : LowRankKron
-            changed in place
-        x : Mapping or torch.Tensor
-            inputs of B examples
-        y : torch.Tensor
-            their labels
-
-        Returns
-        -------
-        torch.Tensor
-            `()`, the batch's negative log-likelihood, up to the host's constants
+        """Add the curvature of a batch to `H`, and return the batch's negative log-likelihood.
 
         Raises
         ------
@@ -132,50 +113,22 @@ class LowRankKronInterface(CurvatureInterface):
         RuntimeError
             If LoRA layers were bypassed in the forward pass.
         """
-        with forward_pass(self.model, self.blocks, x) as recorded:
-            logits = recorded.logits.detach()
-            y = check_targets(y, logits, self.likelihood)
+        with record(self.model, self.blocks, x) as recording:
+            logits = recording.logits.detach()
+            y = self._likelihood.check_targets(y, logits)
             updates = StreamingUpdates(H.nbytes)
-            if self.kfac_approx.uses_inputs:
-                recorded.visit_inputs(partial(self._add_inputs, H, updates))
-            recorded.backward(*self.seeds(logits, y), partial(self._add_gradients, H, updates))
+            statistics = self.kfac_approx(H.blocks, updates)
+            if statistics.uses_inputs:
+                recording.visit_inputs(statistics.add_inputs)
+            recording.backward(self.seeds(logits, y), statistics.add_gradients)
             with torch.autocast(logits.device.type, enabled=False):
                 updates.finish()
-            return self.factor * self.lossfunc(logits, y)
-
-    def _add_inputs(
-        self,
-        H: LowRankKron,
-        updates: StreamingUpdates,
-        indices: list[int],
-        a: torch.Tensor,
-        valid: Valid,
-    ) -> None:
-        """Sum an input that several blocks share once, into a factor that they share."""
-        first, *others = (H.blocks[index] for index in indices)
-        sharing = [block for block in others if block.has_inputs_of(first)]
-        self.kfac_approx.add_inputs(first, a, valid, updates)
-        for block in others:
-            if block in sharing:
-                block.input_factor, block.normalizer = first.input_factor, first.normalizer
-            else:
-                self.kfac_approx.add_inputs(block, a, valid, updates)
-
-    def _add_gradients(
-        self,
-        H: LowRankKron,
-        updates: StreamingUpdates,
-        index: int,
-        a: torch.Tensor,
-        g: torch.Tensor,
-        valid: Valid,
-    ) -> None:
-        self.kfac_approx.add_gradients(H.blocks[index], a, g, valid, updates)
+            return self._likelihood.loss(logits, y)
 
     def kron(
         self, x: Any, y: torch.Tensor, N: int | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, LowRankKron]:
-        """Curvature of one batch; `N` plays no part, since sums normalise themselves.
+        """Curvature of one batch; `N` is not used: sums normalise themselves.
 
         Returns
         -------
@@ -192,11 +145,10 @@ class LowRankKronInterface(CurvatureInterface):
     def gradients(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of each example's loss, `(B, parameters)`, and the loss of the batch."""
         Js, f = self.jacobians(x)
-        y = check_targets(y, f, self.likelihood)
-        vectors, weights = empirical_seeds(f, self.likelihood, y)
+        y = self._likelihood.check_targets(y, f)
         # The host's loss is 1 / factor times the negative log-likelihood.
-        seeds = vectors[0] * weights[0][:, None] / self.factor
-        return torch.einsum("bc,bcp->bp", seeds, Js), self.lossfunc(f, y)
+        slope = self._likelihood.empirical_seeds(f, y).dense()[0] / self.factor
+        return torch.einsum("bc,bcp->bp", slope, Js), self.lossfunc(f, y)
 
 
 class LowRankKronGGN(LowRankKronInterface, GGNInterface):
@@ -230,55 +182,12 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
         if self.stochastic:
-            return sampled_seeds(logits, self.likelihood, self.num_samples)
-        return exact_seeds(logits, self.likelihood)
+            return self._likelihood.sampled_seeds(logits, self.num_samples)
+        return self._likelihood.exact_seeds(logits)
 
 
 class LowRankKronEF(LowRankKronInterface, EFInterface):
     """The empirical Fisher: gradients at the labels, one forward and one backward pass."""
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
-        return empirical_seeds(logits, self.likelihood, y)
-
-
-def check_targets(y: torch.Tensor, logits: torch.Tensor, likelihood: str) -> torch.Tensor:
-    """Labels as the loss wants them.
-
-    Parameters
-    ----------
-    y : torch.Tensor
-        `(B,)` class indices; for regression `(B, C)`, or `(B,)` where C is 1
-    logits : torch.Tensor
-        `(B, C)`
-    likelihood : {"classification", "regression"}
-
-    Returns
-    -------
-    torch.Tensor
-        on the logits' device
-
-    Raises
-    ------
-    ValueError
-        If their shape, type or range does not fit, or there is but one class.
-    """
-    y = y.to(logits.device)
-    n_outputs = logits.shape[-1]
-    if likelihood == "regression":
-        if y.ndim == 1 and n_outputs == 1:
-            y = y[:, None]
-        if y.shape != logits.shape:
-            raise ValueError(f"targets {tuple(y.shape)} for outputs {tuple(logits.shape)}")
-        if not torch.isfinite(y).all():
-            raise ValueError("non-finite targets")
-        return y.to(logits.dtype)
-    if n_outputs < 2:
-        raise ValueError("classification needs two outputs or more, and the model has one")
-    if y.shape != logits.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
-        raise ValueError(
-            f"labels must be class indices of shape {tuple(logits.shape[:1])}, not "
-            f"{tuple(y.shape)} of {y.dtype}"
-        )
-    if len(y) and (y.min() < 0 or y.max() >= n_outputs):
-        raise ValueError(f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}")
-    return y.long()
+        return self._likelihood.empirical_seeds(logits, y)

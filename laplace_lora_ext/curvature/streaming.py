@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from laplace_lora_ext.factors import DenseFactor, Factor, LowRankFactor, add_rows
+from laplace_lora_ext.curvature.factors import DenseFactor, Factor, LowRankFactor, add_rows
 
 
 class StreamingUpdates:
     """Adds rows to Kronecker factors, those of large factors many factors at a time.
 
     The update of a large factor is a dozen operations on small matrices, whose number and not
-    whose size costs time. Rows wait until they take as much memory as the factors themselves do.
-
-    Parameters
-    ----------
-    limit : int
-        bytes of rows that may wait
+    whose size costs time. Up to `limit` bytes of rows wait for each other.
     """
 
     def __init__(self, limit: int) -> None:

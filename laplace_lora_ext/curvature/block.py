@@ -1,0 +1,206 @@
+"""Curvature of one LoRA weight: a Kronecker product of a small and a large factor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.curvature.factors import (
+    DenseFactor,
+    Eigendecomposition,
+    Factor,
+    LowRankFactor,
+)
+
+
+class KroneckerBlock:
+    """Curvature of one LoRA weight `(m, n)` in sum form: `F_out ⊗ F_in / normalizer`.
+
+    Parameters
+    ----------
+    output_factor : DenseFactor or LowRankFactor
+        F_out, `(m, m)`, from output gradients
+    input_factor : DenseFactor or LowRankFactor
+        F_in, `(n, n)`, from inputs; exactly one of the two is a `LowRankFactor`
+    normalizer : torch.Tensor
+        `()`, float64: what the product of two sums over the data must be divided by
+    """
+
+    def __init__(
+        self, output_factor: Factor, input_factor: Factor, normalizer: torch.Tensor
+    ) -> None:
+        self.output_factor = output_factor
+        self.input_factor = input_factor
+        self.normalizer = normalizer
+
+    @classmethod
+    def zeros(
+        cls,
+        shape: tuple[int, int],
+        small_output: bool,
+        rank: int,
+        tail: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> KroneckerBlock:
+        """Empty sums for a weight of the given shape, of which one side is the LoRA rank."""
+        small, large = shape if small_output else shape[::-1]
+        dense = DenseFactor.zeros(small, device, dtype)
+        low_rank = LowRankFactor.zeros(large, rank, device, dtype, tail)
+        factors = (dense, low_rank) if small_output else (low_rank, dense)
+        return cls(*factors, torch.zeros((), device=device, dtype=torch.float64))
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> KroneckerBlock:
+        """Rebuild what `state_dict` has returned."""
+        output, input_ = (
+            DenseFactor(**factor) if "matrix" in factor else LowRankFactor(**factor)
+            for factor in (state["output_factor"], state["input_factor"])
+        )
+        return cls(output, input_, state["normalizer"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers, ready for `torch.save`."""
+        return {
+            "output_factor": dict(vars(self.output_factor)),
+            "input_factor": dict(vars(self.input_factor)),
+            "normalizer": self.normalizer,
+        }
+
+    def has_inputs_of(self, other: KroneckerBlock) -> bool:
+        """Whether both have seen the same inputs so far: one factor for both, or nothing yet."""
+        same = self.input_factor is other.input_factor
+        return same or not (self.normalizer or other.normalizer)
+
+    def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
+        return KroneckerBlock(
+            self.output_factor + other.output_factor,  # pyright: ignore[reportOperatorIssue]
+            self.input_factor + other.input_factor,  # pyright: ignore[reportOperatorIssue]
+            self.normalizer + other.normalizer,
+        )
+
+    def __mul__(self, scalar: float | torch.Tensor) -> KroneckerBlock:
+        root = scalar**0.5
+        return KroneckerBlock(self.output_factor * root, self.input_factor * root, self.normalizer)
+
+    def cut(self) -> KroneckerBlock:
+        """The same block with no more columns of the large factor than its rank."""
+        return KroneckerBlock(self.output_factor.cut(), self.input_factor.cut(), self.normalizer)
+
+    def decompose(self) -> DecomposedBlock:
+        """Eigendecompose both factors."""
+        output, input_ = (
+            self.output_factor.eigendecomposition(),
+            self.input_factor.eigendecomposition(),
+        )
+        small_output = isinstance(self.output_factor, DenseFactor)
+        small, large = (output, input_) if small_output else (input_, output)
+        # A block that no gradient has reached has no curvature: 0 / 0 is 0 here.
+        scale = torch.where(self.normalizer > 0, 1 / self.normalizer, self.normalizer)
+        small = small._replace(values=(small.values * scale).to(small.values.dtype))
+        return DecomposedBlock(small, large, small_output)
+
+
+class DecomposedBlock:
+    """Curvature of one LoRA weight in the eigenbasis of its two factors.
+
+    With the small factor `Q diag(l) Qᵀ` and the large one `U diag(s) Uᵀ + δ (I - U Uᵀ)`, the
+    matrix `λ I + F_small ⊗ F_large` has the eigenvalues `λ + l_i s_j` on `Q_i ⊗ U_j` and
+    `λ + l_i δ` on `Q_i ⊗ (complement of U)`, so every power costs `O(r d k)`. This is the
+    Woodbury identity of the paper's appendix E with a diagonal inner matrix.
+
+    Parameters
+    ----------
+    small, large : Eigendecomposition
+        of the factor of the LoRA rank's size, and of the other one
+    small_output : bool
+        whether the small factor is that of the outputs (`lora_A`) or of the inputs (`lora_B`)
+    """
+
+    def __init__(
+        self, small: Eigendecomposition, large: Eigendecomposition, small_output: bool
+    ) -> None:
+        self.small = small
+        self.large = large
+        self.small_output = small_output
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(m, n)` of the weight."""
+        small, large = len(self.small.vectors), len(self.large.vectors)
+        return (small, large) if self.small_output else (large, small)
+
+    @property
+    def n_params(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def n_left_out(self) -> int:
+        """Directions of the large factor that the rank leaves out."""
+        return len(self.large.vectors) - len(self.large.values)
+
+    def __mul__(self, scalar: float | torch.Tensor) -> DecomposedBlock:
+        small = self.small._replace(values=self.small.values * scalar)
+        return DecomposedBlock(small, self.large, self.small_output)
+
+    def eigenvalues(self, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(r, k)` eigenvalues on `Q ⊗ U` and `(r,)` on its complement, with `delta` added.
+
+        They have the precision of `delta` where that is higher than the block's.
+        """
+        small, large, tail = (
+            numbers.to(torch.promote_types(numbers.dtype, delta.dtype))
+            for numbers in (self.small.values, self.large.values, self.large.tail)
+        )
+        leading = torch.outer(small, large) + delta
+        if not self.n_left_out:
+            return leading, torch.ones_like(small)  # of no direction at all
+        return leading, small * tail + delta
+
+    def oriented(self, weights: torch.Tensor) -> torch.Tensor:
+        """`(..., m, n)` weights as `(..., r, d)`, small side first, and back."""
+        return weights if self.small_output else weights.mT
+
+    def project(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Coordinates of `(..., r, d)` weights on `Q ⊗ U`, `(..., r, k)`, and what is left.
+
+        The remainder, `(..., r, d)`, is orthogonal to U, and in the basis Q.
+        """
+        rotated = self.small.vectors.mT @ weights
+        leading = rotated @ self.large.vectors
+        return leading, rotated - leading @ self.large.vectors.mT
+
+    def bmm(self, weights: torch.Tensor, delta: torch.Tensor, exponent: float) -> torch.Tensor:
+        """`(block + delta I) ** exponent` times each of the `(..., r, d)` weights."""
+        leading, remainder = self.project(weights)
+        on_leading, on_remainder = (e.pow(exponent) for e in self.eigenvalues(delta))
+        return self.small.vectors @ (
+            (leading * on_leading) @ self.large.vectors.mT + remainder * on_remainder[:, None]
+        )
+
+    def inv_square_form(self, weights: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """`W_a (block + delta I)⁻¹ W_bᵀ` of all pairs: `(..., K, r, d)` to `(..., K, K)`.
+
+        The two parts are sums of squares, so the result is positive semi-definite and nothing
+        cancels, however small `delta` is.
+        """
+        on_leading, on_remainder = (e.rsqrt() for e in self.eigenvalues(delta))
+        leading, remainder = self.project(weights)
+        leading = (leading * on_leading).flatten(-2)
+        remainder = (remainder * on_remainder[:, None]).flatten(-2)
+        return leading @ leading.mT + remainder @ remainder.mT
+
+    def diag(self, delta: torch.Tensor, exponent: float) -> torch.Tensor:
+        """Diagonal of `(block + delta I) ** exponent`, `(m * n,)`."""
+        on_leading, on_remainder = (e.pow(exponent) for e in self.eigenvalues(delta))
+        small, large = self.small.vectors.square(), self.large.vectors.square()
+        diagonal = small @ on_leading @ large.mT
+        diagonal = diagonal + torch.outer(small @ on_remainder, 1 - large.sum(1))
+        return self.oriented(diagonal).flatten()
+
+    def to_matrix(self, delta: torch.Tensor, exponent: float) -> torch.Tensor:
+        """Dense `(m * n, m * n)` matrix of `(block + delta I) ** exponent`. For tests."""
+        identity = torch.eye(self.n_params).to(self.small.vectors).unflatten(1, self.shape)
+        product = self.bmm(self.oriented(identity), delta, exponent)
+        return self.oriented(product).flatten(1)

@@ -1,0 +1,237 @@
+"""Block-diagonal curvature with Kronecker factors of which the large ones are low-rank.
+
+`LowRankKron` is what data are summed into, `LowRankKronDecomposed` what a prior is added to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
+from laplace_lora_ext.curvature.factors import Factor, LowRankFactor
+from laplace_lora_ext.curvature.spectrum import Spectrum
+
+
+class LowRankKron:
+    """Sum form of a block-diagonal curvature, one Kronecker-factored block a LoRA weight.
+
+    It speaks the language of `laplace.utils.matrix.Kron`; operations that need eigenvalues
+    decompose it first.
+
+    Parameters
+    ----------
+    blocks : sequence of KroneckerBlock
+    """
+
+    def __init__(self, blocks: Sequence[KroneckerBlock]) -> None:
+        self.blocks = list(blocks)
+
+    @classmethod
+    def from_state_dict(cls, state: list[dict[str, Any]]) -> LowRankKron:
+        """Rebuild what `state_dict` has returned."""
+        return cls([KroneckerBlock.from_state_dict(block) for block in state])
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Tensors and numbers of each block, ready for `torch.save`."""
+        return [block.state_dict() for block in self.blocks]
+
+    @property
+    def kfacs(self) -> list[tuple[Factor, Factor]]:
+        """Output and input factor of each block, before division by its normalizer."""
+        return [(block.output_factor, block.input_factor) for block in self.blocks]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the large factors take once they have all their columns."""
+        large = {
+            factor for pair in self.kfacs for factor in pair if isinstance(factor, LowRankFactor)
+        }
+        return sum(f.size * f.width * f.columns.element_size() for f in large)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __add__(self, other: LowRankKron) -> LowRankKron:
+        """Add factors as if all data had been seen in one run."""
+        if not isinstance(other, LowRankKron):
+            raise ValueError("Can only add LowRankKron to LowRankKron.")
+        return LowRankKron([a + b for a, b in zip(self.blocks, other.blocks, strict=True)])
+
+    def __mul__(self, scalar: float | torch.Tensor) -> LowRankKron:
+        return LowRankKron([block * scalar for block in self.blocks])
+
+    __rmul__ = __mul__
+
+    def cut(self) -> LowRankKron:
+        """The same curvature without the columns beyond the rank that a longer run would use."""
+        return LowRankKron([block.cut() for block in self.blocks])
+
+    def decompose(self) -> LowRankKronDecomposed:
+        """Eigendecompose every factor, in float64."""
+        return LowRankKronDecomposed([block.decompose() for block in self.blocks])
+
+    def logdet(self) -> torch.Tensor:
+        """Log-determinant; `-inf` where a direction has no curvature."""
+        return self.decompose().logdet()
+
+    def bmm(self, W: torch.Tensor, exponent: float = 1) -> torch.Tensor:
+        """`self ** exponent` times `W`; see `LowRankKronDecomposed.bmm`."""
+        return self.decompose().bmm(W, exponent)
+
+    def inv_square_form(self, W: torch.Tensor) -> torch.Tensor:
+        """`W self⁻¹ Wᵀ`; see `LowRankKronDecomposed.inv_square_form`."""
+        return self.decompose().inv_square_form(W)
+
+    def diag(self, exponent: float = 1) -> torch.Tensor:
+        """Diagonal of `self ** exponent`, `(parameters,)`."""
+        return self.decompose().diag(exponent)
+
+    def to_matrix(self, exponent: float = 1) -> torch.Tensor:
+        """Dense matrix of `self ** exponent`. For tests."""
+        return self.decompose().to_matrix(exponent)
+
+
+class LowRankKronDecomposed:
+    """Decomposed form of `LowRankKron`, to which a scalar or layerwise prior can be added.
+
+    Parameters
+    ----------
+    blocks : sequence of DecomposedBlock
+    deltas : torch.Tensor, optional
+        `(blocks,)`, multiple of the identity added to each block; 0 if omitted
+    """
+
+    def __init__(
+        self, blocks: Sequence[DecomposedBlock], deltas: torch.Tensor | None = None
+    ) -> None:
+        self.blocks = list(blocks)
+        values = self.blocks[0].small.values
+        self.deltas = values.new_zeros(len(self.blocks)) if deltas is None else deltas
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @cached_property
+    @torch.inference_mode(False)  # what is kept must not be an inference tensor
+    def spectrum(self) -> Spectrum:
+        """Eigenvalues of all blocks in float64, without what was added to them."""
+        device = self.deltas.device
+        leading, remaining, multiplicity = [], [], []
+        for block in self.blocks:
+            small, large, tail = (
+                numbers.to(device).double()
+                for numbers in (block.small.values, block.large.values, block.large.tail)
+            )
+            leading.append(torch.outer(small, large).flatten())
+            remaining.append((small * tail)[: None if block.n_left_out else 0])
+            multiplicity.append(torch.full_like(remaining[-1], block.n_left_out))
+
+        def owners(parts: list[torch.Tensor]) -> torch.Tensor:
+            sizes = torch.tensor([len(part) for part in parts])
+            return torch.arange(len(parts)).repeat_interleave(sizes).to(device)
+
+        return Spectrum(
+            torch.cat(leading),
+            owners(leading),
+            torch.cat(remaining),
+            owners(remaining),
+            torch.cat(multiplicity),
+            len(self.blocks),
+        )
+
+    def __add__(self, deltas: torch.Tensor) -> LowRankKronDecomposed:
+        """Add a multiple of the identity: a scalar, or `(blocks,)` one for each block.
+
+        Raises
+        ------
+        ValueError
+            If `deltas` is no tensor of one of these shapes.
+        """
+        if not isinstance(deltas, torch.Tensor) or deltas.shape not in {
+            (),
+            (1,),
+            (len(self),),
+        }:
+            raise ValueError(f"Add a tensor with one number, or {len(self)} for as many blocks.")
+        return LowRankKronDecomposed(self.blocks, self.deltas + deltas)
+
+    def __mul__(self, scalar: float | torch.Tensor) -> LowRankKronDecomposed:
+        """Scale the curvature, and not what was added to it (as the host does)."""
+        return LowRankKronDecomposed([block * scalar for block in self.blocks], self.deltas)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def logdet(self) -> torch.Tensor:
+        """Log-determinant, in float64, differentiable in what was added."""
+        return self.spectrum.logdet(1, self.deltas)
+
+    def bmm(self, W: torch.Tensor, exponent: float = -1) -> torch.Tensor:
+        """`self ** exponent` times each row of `W`.
+
+        Parameters
+        ----------
+        W : torch.Tensor
+            `(..., parameters)`
+        exponent : float
+            any; a negative one needs positive eigenvalues
+
+        Returns
+        -------
+        torch.Tensor
+            of the shape of `W`
+        """
+        self._check_invertible(exponent)
+        products = [
+            block.oriented(block.bmm(part, delta, exponent)).flatten(-2)
+            for block, delta, part in self._split(W)
+        ]
+        return torch.cat(products, dim=-1)
+
+    def inv_square_form(self, W: torch.Tensor) -> torch.Tensor:
+        """`W self⁻¹ Wᵀ` for `W` of shape `(batch, outputs, parameters)`.
+
+        Returns
+        -------
+        torch.Tensor
+            `(batch, outputs, outputs)`
+        """
+        self._check_invertible(-1)
+        forms = [block.inv_square_form(part, delta) for block, delta, part in self._split(W)]
+        return torch.stack(forms).sum(0)
+
+    def diag(self, exponent: float = 1) -> torch.Tensor:
+        """Diagonal of `self ** exponent`, `(parameters,)`."""
+        self._check_invertible(exponent)
+        pairs = zip(self.blocks, self.deltas, strict=True)
+        return torch.cat([block.diag(delta, exponent) for block, delta in pairs])
+
+    def to_matrix(self, exponent: float = 1) -> torch.Tensor:
+        """Dense matrix of `self ** exponent`. For tests."""
+        self._check_invertible(exponent)
+        pairs = zip(self.blocks, self.deltas, strict=True)
+        return torch.block_diag(*(block.to_matrix(delta, exponent) for block, delta in pairs))
+
+    def _check_invertible(self, exponent: float) -> None:
+        if exponent < 0 and any(
+            eigenvalues.min() <= 0
+            for block, delta in zip(self.blocks, self.deltas, strict=True)
+            for eigenvalues in block.eigenvalues(delta)
+            if eigenvalues.numel()
+        ):
+            raise ValueError("The matrix is singular: add a positive prior precision first.")
+
+    def _split(self, W: torch.Tensor) -> list[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
+        """Each block with its delta and its part of `W`, `(..., r, d)`."""
+        sizes = [block.n_params for block in self.blocks]
+        if W.shape[-1] != sum(sizes):
+            raise ValueError(f"Expected {sum(sizes)} parameters in the last dimension of W.")
+        parts = W.split(sizes, dim=-1)
+        return [
+            (block, delta, block.oriented(part.unflatten(-1, block.shape)))
+            for block, delta, part in zip(self.blocks, self.deltas, parts, strict=True)
+        ]

@@ -1,0 +1,198 @@
+"""The likelihoods: what is back-propagated from the logits, the loss, and checks of targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torchmetrics
+from laplace.utils import RunningNLLMetric
+from torch.nn.functional import cross_entropy, nll_loss, one_hot
+
+Moments = tuple[torch.Tensor, torch.Tensor]
+"""Mean `(B, C)` and covariance `(B, C, C)` of logits."""
+
+Link = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From these two to log-probabilities `(B, C)`."""
+
+
+class Seeds(NamedTuple):
+    """The Fisher at the logits of sample b is `Σ_s (w_sb v_sb) (w_sb v_sb)ᵀ`.
+
+    The vectors have entries of order one, so that none underflows in a half-precision backward
+    pass. The weights, which may be tiny for a confident sample, scale the gradients afterwards.
+
+    Attributes
+    ----------
+    vectors : torch.Tensor
+        `(S, B, C)`, v
+    weights : torch.Tensor
+        `(S, B)`, w
+    """
+
+    vectors: torch.Tensor
+    weights: torch.Tensor
+
+    def dense(self) -> torch.Tensor:
+        """The columns `w v` themselves, `(S, B, C)`."""
+        return self.vectors * self.weights[..., None]
+
+
+class Classification:
+    """Softmax and cross-entropy. Logits are `(B, C)`, targets `(B,)` class indices.
+
+    Attributes
+    ----------
+    name : str
+        as the host calls it
+    is_gaussian : bool
+        whether predictions are moments of the outputs, and no link turns them into probabilities
+    """
+
+    name = "classification"
+    is_gaussian = False
+
+    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
+        """Seeds of the exact (type-2) Fisher, C - 1 a sample.
+
+        `H = diag(p) - p pᵀ = diag(q) (I - q qᵀ) diag(q)` with `q = √p`, and the projection
+        `I - q qᵀ` is spanned by C - 1 columns of the Householder reflection that maps q onto the
+        coordinate axis of the most probable class m. Column j of the factor has the weight q_j and
+        the vector `v_j = 1 - p_j / (1 + q_m)`, `v_i = -p_i / (1 + q_m)`, `v_m = -q_m`: no
+        subtraction cancels, however confident the sample is.
+        """
+        n_samples, n_outputs = logits.shape
+        log_p = logits.log_softmax(-1)
+        p, q = log_p.exp(), (log_p / 2).exp()
+        top = q.argmax(-1, keepdim=True)
+        q_top = q.gather(-1, top)
+        is_top = one_hot(top.squeeze(-1), n_outputs).bool()
+        shared = torch.where(is_top, -q_top, -p / (1 + q_top))
+        # All classes but the most probable, for each sample in increasing order.
+        others = (~is_top).nonzero()[:, 1].reshape(n_samples, n_outputs - 1)
+        vectors = shared[:, None] + torch.eye(n_outputs).to(logits)[others]
+        return Seeds(vectors.transpose(0, 1), q.gather(-1, others).T)
+
+    def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
+        """Slopes of the loss at targets drawn from the model, by torch's global random state."""
+        y = torch.distributions.Categorical(logits=logits).sample((num_samples,))
+        vectors, weights = _gradients_at(logits, y)
+        return Seeds(vectors, weights / num_samples**0.5)
+
+    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        """Slopes of the loss at the targets, one a sample."""
+        return _gradients_at(logits, y[None])
+
+    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Negative log-likelihood, summed over samples, up to a constant."""
+        return cross_entropy(logits, y, reduction="sum")
+
+    def slope(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Gradient of `loss` in the logits."""
+        return logits.softmax(-1) - one_hot(y, logits.shape[-1])
+
+    def predictive_loss(
+        self, link: Link, moments: Moments, y: torch.Tensor, sigma_noise: torch.Tensor
+    ) -> torch.Tensor:
+        """Negative log-density of each target under Gaussian logits, `(B,)`."""
+        return nll_loss(link(*moments), y, reduction="none")
+
+    def metric(self, n_outputs: int) -> torchmetrics.Metric:
+        """The host's default loss of a grid search."""
+        return RunningNLLMetric()
+
+    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Targets in the shape and type that losses take, unchecked."""
+        return y.long()
+
+    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Targets as losses take them, on the logits' device.
+
+        Raises
+        ------
+        ValueError
+            If their shape, type or range does not fit, or there is only one class.
+        """
+        n_outputs = logits.shape[-1]
+        if n_outputs < 2:
+            raise ValueError("classification needs two outputs or more, and the model has one")
+        if y.shape != logits.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
+            raise ValueError(
+                f"labels must be class indices of shape {tuple(logits.shape[:1])}, not "
+                f"{tuple(y.shape)} of {y.dtype}"
+            )
+        if len(y) and (y.min() < 0 or y.max() >= n_outputs):
+            raise ValueError(f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}")
+        return self.as_targets(y.to(logits.device), logits.dtype)
+
+
+class Regression:
+    """Gaussian noise of variance 1, which the posterior scales by `sigma_noise`.
+
+    The methods are those of `Classification`; outputs are `(B, C)`, targets too, or `(B,)` for one.
+    """
+
+    name = "regression"
+    is_gaussian = True
+
+    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
+        n_samples, n_outputs = logits.shape
+        identity = torch.eye(n_outputs).to(logits)
+        vectors = identity[:, None].expand(n_outputs, n_samples, n_outputs)
+        return Seeds(vectors, logits.new_ones(n_outputs, n_samples))
+
+    def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
+        vectors = torch.randn(num_samples, *logits.shape, device=logits.device, dtype=logits.dtype)
+        return Seeds(vectors, logits.new_ones(num_samples, len(logits)) / num_samples**0.5)
+
+    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        return Seeds((logits - y)[None], logits.new_ones(1, len(logits)))
+
+    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (logits - y).square().sum() / 2
+
+    def slope(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return logits - y
+
+    def predictive_loss(
+        self, link: Link, moments: Moments, y: torch.Tensor, sigma_noise: torch.Tensor
+    ) -> torch.Tensor:
+        f_mu, f_var = moments
+        noise = sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
+        predictive = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
+        return -predictive.log_prob(y.to(f_mu))
+
+    def metric(self, n_outputs: int) -> torchmetrics.Metric:
+        return torchmetrics.MeanSquaredError(num_outputs=n_outputs)
+
+    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (y[:, None] if y.ndim == 1 else y).to(dtype)
+
+    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        targets = self.as_targets(y.to(logits.device), logits.dtype)
+        if targets.shape != logits.shape:
+            raise ValueError(f"targets {tuple(y.shape)} for outputs {tuple(logits.shape)}")
+        if not torch.isfinite(targets).all():
+            raise ValueError("non-finite targets")
+        return targets
+
+
+Likelihood = Classification | Regression
+
+LIKELIHOODS: dict[str, Likelihood] = {
+    "classification": Classification(),
+    "regression": Regression(),
+}
+
+
+def _gradients_at(logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+    """`p - onehot(y)` for `(S, B)` labels, as a vector of order one and a weight.
+
+    The largest entry is that of the label, `-(1 - p_y)`. Both it and its ratio to the other
+    entries are computed without cancellation, from the log-probabilities of the other classes.
+    """
+    log_p = logits.log_softmax(-1)
+    is_label = one_hot(y, logits.shape[-1]).bool()
+    others = log_p.expand(is_label.shape).masked_fill(is_label, -torch.inf)
+    return Seeds(others.softmax(-1) - is_label.to(logits.dtype), others.logsumexp(-1).exp())

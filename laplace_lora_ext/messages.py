@@ -1,0 +1,35 @@
+"""Errors that say where, and warnings that point at the user's own line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_OURS = ("laplace_lora_ext", "laplace", "torch", "contextlib")
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Put a place before the message of this library's errors that are raised within.
+
+    Parameters
+    ----------
+    where : str
+        such as "batch 3" or "LoRA layer encoder.layer.0"
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        if type(error) not in {ValueError, NotImplementedError}:
+            raise  # a subclass may carry more than a message
+        raise type(error)(f"{where}: {error}") from error
+
+
+def warn(message: str) -> None:
+    """Warn of the first line on the stack that is not this library's, the host's or torch's."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

@@ -1,0 +1,247 @@
+"""Everything that is known about models and batches: a batch in, logits of its classes out."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from laplace_lora_ext.models.answers import AnswerTokens
+from laplace_lora_ext.models.positions import Positions
+
+_LABEL_KEYS = ("label", "labels")
+
+
+class LogitsModel(nn.Module):
+    """A model that maps a batch to the logits of its classes, `(B, C)`, in float32 or better.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A transformers model, bare or within PEFT's, DistributedDataParallel's or torch.compile's
+        wrapper, is called with a batch's keys as keyword arguments. Any other module is called
+        with the batch itself, a mapping or a tensor, as laplace-torch does.
+    class_token_ids : sequence of int, optional
+        For a causal language model: tokens of the answers. The logits are those of these tokens
+        after the last real token of each row.
+    dict_key_y : str, default="labels"
+        Key of the labels in a mapping; never passed on to the model.
+
+    Attributes
+    ----------
+    output_size : int
+        C, known after the first forward pass
+
+    Raises
+    ------
+    ValueError
+        If `class_token_ids` is missing for a causal language model, repeats a token, has fewer
+        than two or one outside the vocabulary.
+    NotImplementedError
+        If `class_token_ids` is given for an encoder-decoder.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        class_token_ids: Sequence[int] | None = None,
+        dict_key_y: str = "labels",
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.dict_key_y = dict_key_y
+        self.output_size = 0
+        self._transformer = (find_transformer(model),)  # in a tuple: no second child module
+        self._answers = self._find_answers(class_token_ids)
+
+    @property
+    def class_token_ids(self) -> list[int] | None:
+        return None if self._answers is None else self._answers.ids
+
+    def forward(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
+        """Logits `(B, C)` of a batch, which is moved to the model's device, without its labels.
+
+        Raises
+        ------
+        TypeError
+            If the model returns neither logits nor a tensor, nor a sequence of tensors.
+        ValueError
+            If what it returns is not `(B, C)`.
+        """
+        inputs = self._inputs(batch)
+        if self._answers is None:
+            logits = logits_of(self._call(inputs, **model_kwargs))
+        else:
+            options = self._answers.options(inputs) | model_kwargs
+            logits = self._answers.select(logits_of(self._call(inputs, **options)), inputs)
+        if logits.ndim != 2:
+            raise ValueError(
+                f"Expected logits of shape (batch, outputs) and got {tuple(logits.shape)}. Wrap "
+                "the model in a module that returns one row of logits an example."
+            )
+        self.output_size = logits.shape[-1]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
+        """Inputs and labels of a training batch, a mapping or a pair `(X, y)`.
+
+        Raises
+        ------
+        TypeError
+            If the batch is neither a mapping nor a pair.
+        ValueError
+            If a mapping has no labels.
+        """
+        if isinstance(batch, Mapping):
+            if self.dict_key_y not in batch:
+                raise ValueError(
+                    f"No labels {self.dict_key_y!r} in the batch, which has "
+                    f"{sorted(map(str, batch))}: name their key as dict_key_y."
+                )
+            X, y = batch, batch[self.dict_key_y]
+        elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+            X, y = batch
+        else:
+            raise TypeError(
+                "A training batch is a mapping with labels or a pair (X, y), not "
+                f"{type(batch).__name__}."
+            )
+        return X, torch.as_tensor(y).to(self.device)
+
+    def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
+        """As `split`; of a mapping without labels or a bare tensor, the inputs and None."""
+        if isinstance(batch, torch.Tensor):
+            return batch, None
+        if isinstance(batch, Mapping) and self.dict_key_y not in batch:
+            return batch, None
+        return self.split(batch)
+
+    def positions(self, batch: Any, n_examples: int) -> Positions:
+        """How rows at a layer belong to the examples of a batch with `n_examples` logits."""
+        if not isinstance(batch, Mapping):
+            return Positions(n_examples, n_examples, _n_positions(batch), None)
+        mask = batch.get("attention_mask")
+        if mask is not None and mask.ndim >= 2:
+            shape = mask.shape
+        elif batch.get("input_ids") is not None:
+            mask, shape = None, batch["input_ids"].shape
+        else:
+            return Positions(n_examples, n_examples, None, None)
+        n_rows = prod(shape[:-1])
+        if mask is not None:
+            mask = mask.to(self.device).bool().reshape(n_examples, -1)
+            mask = None if mask.all() else mask
+        return Positions(n_examples, n_rows, shape[-1], mask)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go: the device of the model's first parameter."""
+        return next(self.model.parameters()).device
+
+    @contextmanager
+    def prepared(self, trainable: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+        """The model in evaluation mode, with gradients for the given parameters alone.
+
+        On leaving, also by an exception, every module's mode, and every parameter's
+        `requires_grad` and `.grad` are as they were.
+        """
+        modes = [(module, module.training) for module in self.modules()]
+        parameters = [(p, p.requires_grad, p.grad) for p in self.parameters()]
+        wanted = {id(parameter) for parameter in trainable}
+        try:
+            self.eval()
+            for parameter, _, _ in parameters:
+                if parameter.requires_grad != (id(parameter) in wanted):
+                    parameter.requires_grad_(id(parameter) in wanted)
+                parameter.grad = None
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for parameter, requires_grad, grad in parameters:
+                parameter.requires_grad_(requires_grad)
+                parameter.grad = grad
+
+    def _inputs(self, batch: Any) -> Any:
+        """The batch on the model's device, without labels, of the type that it had."""
+        if isinstance(batch, torch.Tensor):
+            return batch.to(self.device)
+        if not isinstance(batch, Mapping):
+            return batch
+        # A shallow copy of another kind of mapping might share its contents with the user's.
+        inputs = copy.copy(batch) if isinstance(batch, (dict, UserDict)) else dict(batch)
+        for key in (self.dict_key_y, *_LABEL_KEYS):
+            if key in inputs:
+                del inputs[key]
+        for key, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                inputs[key] = value.to(self.device)
+        return inputs
+
+    def _call(self, inputs: Any, **kwargs: Any) -> Any:
+        if isinstance(inputs, Mapping) and self._transformer[0] is not None:
+            return self.model(**inputs, **kwargs)
+        return self.model(inputs, **kwargs)
+
+    def _find_answers(self, class_token_ids: Sequence[int] | None) -> AnswerTokens | None:
+        transformer = self._transformer[0]
+        if class_token_ids is not None:
+            return AnswerTokens(class_token_ids, transformer)
+        if transformer is not None and transformer.can_generate():
+            raise ValueError(
+                f"{type(transformer).__name__} is a language model: pass class_token_ids, the "
+                "tokens of the answers, such as tokenizer.convert_tokens_to_ids."
+            )
+        return None
+
+
+def find_transformer(model: nn.Module) -> PreTrainedModel | None:
+    """The transformers model within PEFT's, DistributedDataParallel's or torch.compile's."""
+    while not isinstance(model, PreTrainedModel):
+        if isinstance(model, PeftModel):
+            inner = model.get_base_model()
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            inner = model._orig_mod  # accelerate's function puts this wrapper back
+        else:
+            inner = extract_model_from_parallel(model)
+        if inner is model or not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return model
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The tensor of logits in what a model returns.
+
+    Raises
+    ------
+    TypeError
+        If there is none.
+    """
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, (tuple, list)) and logits:
+        logits = logits[0]
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(
+            "The model must return logits: an output with .logits, a tensor, or a tuple that "
+            f"begins with one, not {type(output).__name__}."
+        )
+    return logits
+
+
+def _n_positions(inputs: Any) -> int | None:
+    """Positions of a row of tokens `(B, T)` or of features `(B, ..., d)`, where there are any."""
+    if not isinstance(inputs, torch.Tensor):
+        return None
+    is_tokens = not inputs.is_floating_point()
+    positions = inputs.shape[1:] if is_tokens else inputs.shape[1:-1]
+    return prod(positions) if positions else None

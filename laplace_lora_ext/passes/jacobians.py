@@ -1,0 +1,73 @@
+"""Jacobians of the logits in LoRA weights, one block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.passes.recording import Rows, record
+
+
+def visit_jacobians(
+    model: LogitsModel,
+    blocks: Sequence[Block],
+    x: Any,
+    visit: Callable[[int, torch.Tensor], None],
+    enable_backprop: bool = False,
+) -> torch.Tensor:
+    """One forward and one batched backward pass that give Jacobians block by block.
+
+    `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where the
+    logits don't depend on the block; only one is held at a time. Returned are the logits `(B, C)`.
+    With `enable_backprop` all are differentiable in the inputs.
+
+    Raises
+    ------
+    ValueError, RuntimeError
+        As `record`, and where a gradient is not finite.
+    """
+    unreached = set(range(len(blocks)))
+
+    def take(rows: Rows) -> None:
+        unreached.discard(rows.index)
+        jacobian = per_sample_gradients(rows.a, rows.g).transpose(0, 1)
+        if not torch.isfinite(jacobian.sum()):
+            raise ValueError("non-finite numbers")
+        visit(rows.index, blocks[rows.index].small_side_first(jacobian))
+
+    with record(model, blocks, x) as recording:
+        recording.backward_every_output(take, enable_backprop)
+        for index in unreached:
+            block = blocks[index]
+            shape = block.small_side_first(block.weight).shape
+            zeros = block.weight.new_zeros(
+                *recording.logits.shape, *shape, dtype=block.statistics_dtype
+            )
+            visit(index, zeros)
+        return recording.logits if enable_backprop else recording.logits.detach()
+
+
+def jacobians(
+    model: LogitsModel, blocks: Sequence[Block], x: Any, enable_backprop: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Jacobians `(B, C, parameters)` of the logits in all blocks' weights, and the logits."""
+    parts: dict[int, torch.Tensor] = {}
+    device = blocks[0].weight.device
+
+    def keep(index: int, jacobian: torch.Tensor) -> None:
+        parts[index] = blocks[index].small_side_first(jacobian).flatten(-2).to(device)
+
+    f = visit_jacobians(model, blocks, x, keep, enable_backprop)
+    return torch.cat([parts[index] for index in range(len(blocks))], dim=-1), f
+
+
+def per_sample_gradients(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """Gradients `Σ_t g_t a_tᵀ` of a linear layer's weight, `(S, B, m, n)`.
+
+    Of inputs a, `(B, T, n)`, and output gradients g, `(S, B, T, m)`.
+    """
+    return torch.einsum("bti,sbto->sboi", a, g)

@@ -1,0 +1,1 @@
+"""From mean and covariance of the logits to probabilities."""

@@ -1,0 +1,81 @@
+"""Links: from mean m `(B, C)` and covariance S `(B, C, C)` of logits to log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from laplace_lora_ext.likelihoods import Link
+from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
+
+# A logistic function has the slope of a normal distribution's of variance 8 / π.
+_PROBIT = math.pi / 8
+
+
+def probit(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
+    """Shrink each logit by its own variance: `softmax(m_k / √(1 + π/8 S_kk))`."""
+    variances = f_var.diagonal(dim1=-2, dim2=-1)
+    return (f_mu / (1 + _PROBIT * variances).sqrt()).log_softmax(-1)
+
+
+def monte_carlo(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Mean probability over samples of the logits, which tends to the exact integral.
+
+    `noise` are standard normal numbers as for `gaussian_samples`.
+    """
+    log_p = gaussian_samples(f_mu, f_var, noise).log_softmax(-1)
+    return log_p.logsumexp(0) - math.log(len(noise))
+
+
+def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the mean softmax of Gaussian logits, by a mean-field approximation.
+
+    A softmax is one over a sum of exponentials of differences of logits:
+    `p_k = 1 / Σ_j exp(-(f_k - f_j))`. Each difference is Gaussian, and is taken at its mean, shrunk
+    by its own variance as the probit approximation shrinks the one logit of two classes:
+
+        p_k ∝ 1 / Σ_j exp(-(m_k - m_j) / √(1 + π/8 (S_kk + S_jj - 2 S_kj)))
+
+    What all logits of an example share drops out, as in the exact integral. For two
+    classes this is the probit approximation itself, and keeps the most probable class; without
+    variance it is the softmax.
+
+    References
+    ----------
+    Lu, Ie & Sha, "Mean-field approximation to Gaussian-softmax integral with application to
+    uncertainty estimation", arXiv:2006.07584 (2020).
+    MacKay, "The evidence framework applied to classification networks", Neural Computation 4
+    (1992), for two classes.
+    """
+    own = f_var.diagonal(dim1=-2, dim2=-1)
+    variance = own[..., :, None] + own[..., None, :] - f_var - f_var.mT
+    difference = f_mu[..., :, None] - f_mu[..., None, :]
+    shrunk = difference / (1 + _PROBIT * variance.clamp_min(0)).sqrt()
+    return (-torch.logsumexp(-shrunk, dim=-1)).log_softmax(-1)
+
+
+def sampled(n_samples: int, generator: torch.Generator | None) -> Link:
+    """`monte_carlo` with noise of each example's own, drawn anew at every call."""
+
+    def link(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
+        noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
+        return monte_carlo(f_mu, f_var, noise)
+
+    return link
+
+
+def sampled_alike(n_samples: int, generator: torch.Generator | None) -> Link:
+    """`monte_carlo` with noise that all examples of a batch share, as the host draws it."""
+
+    def link(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
+        return monte_carlo(f_mu, f_var, shared_noise(f_mu, n_samples, generator))
+
+    return link
+
+
+def shared_noise(
+    f_mu: torch.Tensor, n_samples: int, generator: torch.Generator | None
+) -> torch.Tensor:
+    """`(S, 1, C)` standard normal numbers, in the host's order."""
+    return standard_normal((f_mu.shape[-1], n_samples), f_mu, generator).T[:, None]

@@ -1,0 +1,34 @@
+"""Gaussian logits: all that a posterior says of a batch before a link makes probabilities of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+
+class Moments(NamedTuple):
+    """Mean and covariance of the logits of N examples under the linearised model.
+
+    A Laplace approximation takes them in place of a batch, with `pred_type="glm"`.
+
+    Attributes
+    ----------
+    f_mu : torch.Tensor
+        `(N, C)`
+    f_var : torch.Tensor
+        `(N, C, C)`
+    """
+
+    f_mu: torch.Tensor
+    f_var: torch.Tensor
+
+    def to(self, *args: object, **kwargs: object) -> Moments:
+        """Convert both as `torch.Tensor.to` does."""
+        return Moments(self.f_mu.to(*args, **kwargs), self.f_var.to(*args, **kwargs))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    def split(self, sizes: list[int]) -> Iterator[Moments]:
+        """Consecutive examples in parts of the given sizes."""
+        pairs = zip(self.f_mu.split(sizes), self.f_var.split(sizes), strict=True)
+        return (Moments(f_mu, f_var) for f_mu, f_var in pairs)

@@ -1,0 +1,71 @@
+"""Samples of Gaussian logits, whose covariances need not be invertible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+class _SymmetricRoot(torch.autograd.Function):
+    """The root S solves `S S = V`; its differential solves `S dS + dS S = dV`.
+
+    In the eigenbasis of S this divides by sums of its eigenvalues. Unlike the derivative of an
+    eigendecomposition, which divides by differences, it is finite where eigenvalues coincide.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, covariance: torch.Tensor) -> torch.Tensor:
+        values, vectors = torch.linalg.eigh(covariance.double())
+        # What is left of 0 by rounding would be magnified by its root.
+        noise = covariance.shape[-1] * torch.finfo(covariance.dtype).eps * values[..., -1:]
+        roots = torch.where(values > noise, values, 0).sqrt()
+        ctx.save_for_backward(roots, vectors)
+        return ((vectors * roots[..., None, :]) @ vectors.mT).to(covariance.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        roots, vectors = ctx.saved_tensors
+        sums = roots[..., :, None] + roots[..., None, :]
+        # A direction without variance has none at other prior precisions either.
+        inverse = torch.where(sums > 0, 1 / sums, 0)
+        rotated = vectors.mT @ gradient.double() @ vectors
+        result = vectors @ (rotated * inverse) @ vectors.mT
+        return ((result + result.mT) / 2).to(gradient.dtype)
+
+
+def square_root(covariance: torch.Tensor) -> torch.Tensor:
+    """Symmetric square root, differentiable once, also of a singular covariance.
+
+    Parameters
+    ----------
+    covariance : torch.Tensor
+        `(..., C, C)`, symmetric positive semi-definite up to rounding
+
+    Returns
+    -------
+    torch.Tensor
+        `(..., C, C)`
+    """
+    return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]
+
+
+def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Reparametrised samples `(S, B, C)` of logits.
+
+    `noise` are standard normal numbers, `(S, B, C)` or, shared by all examples, `(S, 1, C)`.
+    """
+    root, noise = square_root(f_var), noise.to(f_mu.device)
+    if noise.shape[1] == 1:  # one product an example for all samples
+        return f_mu + torch.einsum("bck,ks->sbc", root, noise[:, 0].T)
+    return f_mu + (root @ noise[..., None]).squeeze(-1)
+
+
+def standard_normal(
+    shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Standard normal numbers of the dtype of `like`, drawn where the generator is."""
+    device = like.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=device, dtype=like.dtype)

@@ -1,0 +1,91 @@
+"""The host's structures over LoRA weights, each registered with the host by its `_key`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, ParametricLaplace
+from laplace.curvature import CurvatureInterface
+from laplace.curvature.curvlinops import CurvlinopsGGN
+from laplace.utils.matrix import Kron, KronDecomposed
+
+from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
+from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.precision import without_autocast
+
+
+class KronLoRALaplace(LoRALaplace, KronLaplace):
+    """The host's `KronLaplace` over LoRA weights: both Kronecker factors dense."""
+
+    _key = ("lora", "kron")
+    _default_backend = CurvlinopsGGN
+
+    def _check_backend(self, backend: type[CurvatureInterface]) -> None:
+        if issubclass(backend, LowRankKronInterface):
+            raise ValueError(
+                f'{backend.__name__} keeps low-rank factors: use hessian_structure="lowrank_kron".'
+            )
+
+    def _zeros(self) -> Kron:
+        weights: Any = self.params
+        return Kron.init_from_model(weights, self._device, self._dtype)
+
+    def _sums(self) -> Kron:
+        assert self.H_facs is not None
+        return _with_scaled_inputs(self.H_facs, self.n_data)
+
+    @without_autocast
+    def _adopt(self, H: Kron, n_data: int) -> None:
+        means = _with_scaled_inputs(H, 1 / n_data)
+        self.H_facs, self.H = means, means.decompose(damping=self.damping)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._check_weights(state_dict)
+        ParametricLaplace.load_state_dict(self, state_dict)
+        self.H_facs = Kron(state_dict["H"])
+        self.H = self.H_facs.decompose(damping=self.damping)
+
+    @property
+    def log_det_posterior_precision(self) -> torch.Tensor:
+        """Log-determinant of the posterior precision, in float64."""
+        P = self.posterior_precision
+        eigenvalues: Any = [[values.double() for values in pair] for pair in P.eigenvalues]
+        return KronDecomposed(P.eigenvectors, eigenvalues, P.deltas.double(), P.damping).logdet()
+
+
+class DiagLoRALaplace(LoRALaplace, DiagLaplace):
+    """The host's `DiagLaplace` over LoRA weights."""
+
+    _key = ("lora", "diag")
+    _default_backend = LowRankKronGGN
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self.n_params, device=self._device, dtype=self._dtype)
+
+    @property
+    def log_det_posterior_precision(self) -> torch.Tensor:
+        """Log-determinant of the posterior precision, in float64."""
+        return self.posterior_precision.double().log().sum()
+
+
+class FullLoRALaplace(LoRALaplace, FullLaplace):
+    """The host's `FullLaplace` over LoRA weights: a dense matrix of all of them, for small ones."""
+
+    _key = ("lora", "full")
+    # The host's default needs forward-mode derivatives, which fused attention does not have.
+    _default_backend = LowRankKronGGN
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self.n_params, self.n_params, device=self._device, dtype=self._dtype)
+
+    @property
+    def log_det_posterior_precision(self) -> torch.Tensor:
+        """Log-determinant of the posterior precision, in float64."""
+        return self.posterior_precision.double().logdet()
+
+
+def _with_scaled_inputs(kron: Kron, scalar: float) -> Kron:
+    """The host sums output factors over the data and averages input factors."""
+    kfacs: Any = [[F[0], F[1] * scalar] if len(F) == 2 else F for F in kron.kfacs]
+    return Kron(kfacs)

@@ -1,0 +1,70 @@
+"""Ways to choose the prior precision: one file and one object each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from laplace_lora_ext.tuning.gridsearch import GridSearch
+from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.linearized_loo import LinearizedLOO
+from laplace_lora_ext.tuning.linearized_marglik import LinearizedMarglik
+from laplace_lora_ext.tuning.marglik import Marglik
+from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.val_gd import ValGD
+
+__all__ = [
+    "METHODS",
+    "GridSearch",
+    "LinearizedLOO",
+    "LinearizedMarglik",
+    "Marglik",
+    "TuningHistory",
+    "TuningMethod",
+    "ValGD",
+    "build",
+]
+
+METHODS: dict[str, type[TuningMethod]] = {
+    "marglik": Marglik,
+    "linearized_marglik": LinearizedMarglik,
+    "linearized_loo": LinearizedLOO,
+    "gridsearch": GridSearch,
+    "val_gd": ValGD,
+}
+
+
+def build(method: str | TuningMethod, options: Mapping[str, Any]) -> TuningMethod:
+    """The object of a method.
+
+    Parameters
+    ----------
+    method : str or TuningMethod
+        a key of `METHODS`, or an object that is taken as it is
+    options : mapping of str to Any
+        the object's fields
+
+    Raises
+    ------
+    ValueError
+        If there is no such method, or it lacks an option, or an option is missing.
+    """
+    if isinstance(method, TuningMethod):
+        if options:
+            raise ValueError(f"Give {', '.join(options)} to {type(method).__name__} itself.")
+        return method
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is none of {list(METHODS)}.")
+    kind = METHODS[method]
+    known = {field.name: field.default for field in fields(kind)}
+    foreign = [name for name in options if name not in known]
+    if foreign:
+        raise ValueError(
+            f'method="{method}" has no option {", ".join(foreign)}; its options are '
+            f"{', '.join(known)}."
+        )
+    missing = [name for name in known if known[name] is MISSING and name not in options]
+    if missing:
+        raise ValueError(f'method="{method}" needs data: pass {", ".join(missing)}.')
+    return kind(**options)

@@ -1,0 +1,137 @@
+"""Prior precisions of most evidence: pure optimisation, of functions that the caller provides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import tqdm
+
+from laplace_lora_ext.linearized.model import EvidenceAtMode
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.tuning.history import REACH, Recorder, TuningHistory
+
+_WINDOW = 10  # steps over which the evidence must be steady
+_WORST_MODE = 0.1  # nats that the evidence may lack because of an inexact mode
+
+
+def maximize_evidence(
+    evidence: Callable[..., torch.Tensor],
+    logarithms: Sequence[torch.Tensor],
+    n_steps: int,
+    lr: float,
+    tolerance: float,
+    progress_bar: bool = False,
+) -> TuningHistory:
+    """Ascend the evidence in the logarithms of a prior precision, and of a noise if there is one.
+
+    The logarithms are leaves that are changed in place, that of the prior precision first; the
+    other arguments are those of `Marglik`. The evidence is smooth, free of noise and, for a
+    layerwise prior, a sum of functions of one variable each: a case for Rprop, which adapts each
+    variable's step to the signs of its slopes.
+
+    References
+    ----------
+    Riedmiller & Braun, "A direct adaptive method for faster backpropagation learning: the RPROP
+    algorithm", ICNN 1993.
+    """
+    recorder = Recorder()
+    optimizer = torch.optim.Rprop(logarithms, lr=lr, step_sizes=(1e-6, 1.0))
+    steps = tqdm.trange(n_steps, desc="[Maximizing evidence]", disable=not progress_bar)
+    spread = math.inf
+    for step in steps:
+        optimizer.zero_grad()
+        value = evidence(*(logarithm.exp() for logarithm in logarithms))
+        recorder.add(step, value.item(), logarithms[0].exp())
+        recent = recorder.objectives[-_WINDOW - 1 :]
+        if len(recent) > _WINDOW:
+            spread = max(recent) - min(recent)
+            if spread < tolerance:
+                break
+        (-value).backward()
+        optimizer.step()
+        for logarithm in logarithms:
+            logarithm.detach().clamp_(*REACH)
+    else:
+        if tolerance > 0:
+            warn(
+                f"The evidence has not converged in {n_steps} steps: it varied by {spread:.3g} "
+                "nats over the last ten. Raise n_steps or lr."
+            )
+    return recorder.history()
+
+
+def maximize_linearized_evidence(
+    evidence: Callable[[torch.Tensor], EvidenceAtMode],
+    prior_precision: torch.Tensor,
+    n_steps: int,
+    tolerance: float,
+    pooling: float = 0.0,
+    progress_bar: bool = False,
+) -> TuningHistory:
+    """Ascend the evidence of a linearised model, whose mode is found anew at each step.
+
+    In a maximum, the directions of a block that the data determine are as many as its prior
+    precision times the squared distance of its mode: γ = λ ‖u‖². Each step takes λ = γ / ‖u‖².
+
+    Pooling gives a layerwise prior precision a gamma hyperprior, whose mode is the scalar λ₀ that
+    the evidence prefers. The objective is then the evidence plus `κ/2 Σ (log ρ - ρ + 1)` over the
+    blocks' ratios ρ = λ / λ₀, and a step takes λ = (γ + κ) / (‖u‖² + κ / λ₀): as if the data had
+    determined κ more directions of each block, as far from the prior mean as λ₀ expects.
+
+    The search for λ₀ starts at the geometric mean of the prior precision, `(1,)` or `(blocks,)`,
+    and that for the blocks at λ₀. The history is that of the last search, its last row the result.
+
+    References
+    ----------
+    MacKay, "Bayesian interpolation", Neural Computation 4 (1992), for the step.
+    Tipping, "Sparse Bayesian learning and the relevance vector machine", JMLR 1 (2001), for the
+    step with a gamma hyperprior.
+    Antorán et al. (ICML 2022), section 4.
+    """
+    search = n_steps, tolerance, progress_bar
+    if pooling == 0 or len(prior_precision) == 1:
+        return _ascend(evidence, prior_precision, 0.0, *search)
+    mean = prior_precision.log().mean(0, keepdim=True).exp()
+    scalar = _ascend(evidence, mean, 0.0, *search).prior_precision[-1]
+    return _ascend(evidence, scalar.expand_as(prior_precision), pooling, *search)
+
+
+def _ascend(
+    evidence: Callable[[torch.Tensor], EvidenceAtMode],
+    start: torch.Tensor,
+    pooling: float,
+    n_steps: int,
+    tolerance: float,
+    progress_bar: bool,
+) -> TuningHistory:
+    """One search, with a hyperprior of the strength `pooling` around its start."""
+    prior_precision = start
+    recorder = Recorder()
+    steps = tqdm.trange(n_steps, desc="[Maximizing linearized evidence]", disable=not progress_bar)
+    error = change = math.inf
+    for step in steps:
+        value, dimension, scatter, error = evidence(prior_precision)
+        ratio = prior_precision / start
+        hyperprior = pooling / 2 * (ratio.log() - ratio + 1).sum().item()
+        recorder.add(step, value + hyperprior, prior_precision)
+        if step:
+            change = abs(recorder.objectives[-1] - recorder.objectives[-2])
+        if change < tolerance:
+            break
+        if len(prior_precision) == 1:
+            dimension, scatter = dimension.sum(0, keepdim=True), scatter.sum(0, keepdim=True)
+        dimension, scatter = dimension + pooling, scatter + pooling / start
+        # A block that no gradient has reached moves nowhere and determines nothing: 0 / 0.
+        updated = torch.where(scatter > 0, dimension / scatter, prior_precision)
+        prior_precision = updated.log().clamp(*REACH).exp()
+    else:
+        if tolerance > 0:
+            warn(
+                f"The linearized evidence has not converged in {n_steps} steps: the last one "
+                f"changed it by {change:.3g} nats. Raise n_steps."
+            )
+    if error > _WORST_MODE:
+        warn(f"The linearized model's mode is inexact: its evidence may lack {error:.3g} nats.")
+    return recorder.history()

@@ -1,0 +1,128 @@
+"""The best of a grid of prior precisions on validation data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torchmetrics
+from laplace.utils import validate
+
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.loss_search import search_grid
+from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GridSearch(TuningMethod):
+    """Take the best of a grid of scalars, or of factors of `init_prior_prec`, on validation data.
+
+    Parameters
+    ----------
+    init_prior_prec : float or torch.Tensor
+        several numbers are a base, of which the grid gives factors; one number is not used
+    prior_structure, progress_bar
+        of `TuningMethod`
+    val_loader : DataLoader, iterable or PredictiveStatistics
+        validation data with labels. With "lowrank_kron" and "glm" they pass through the model
+        once, or not at all where their statistics are given
+    pred_type : {"glm", "nn"}
+        the predictions that are scored
+    link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}, optional
+        "probit" if omitted, "mc" with `pred_type="nn"`
+    n_samples : int, default=100
+    loss : torchmetrics.Metric or callable, optional
+        of outputs and targets; the host's default if omitted
+    log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
+        the grid
+
+    Raises
+    ------
+    ValueError
+        If the data are empty, without labels or statistics of another fit, or the loss is not a
+        number.
+    """
+
+    val_loader: Iterable[Any] | PredictiveStatistics
+    pred_type: str = "glm"
+    link_approx: str | None = None
+    n_samples: int = 100
+    loss: torchmetrics.Metric | Callable[..., torch.Tensor] | None = None
+    log_prior_prec_min: float = -4
+    log_prior_prec_max: float = 4
+    grid_size: int = 100
+    log_prior_prec_base: float = 10.0
+
+    def _search(self, la: Tunable) -> TuningHistory:
+        grid = self._grid(la)
+        batches = self._batches(la)
+        loss = self.loss or la.trained_likelihood.metric(la.n_outputs).to(la._device)
+
+        def score(prior_precision: torch.Tensor) -> float:
+            la.prior_precision = prior_precision
+            if isinstance(loss, torchmetrics.Metric):
+                loss.reset()
+            loader: Any = batches()
+            try:
+                return validate(
+                    la,  # pyright: ignore[reportArgumentType]
+                    loader,
+                    loss,
+                    self.pred_type,
+                    self.link_approx or ("mc" if self.pred_type == "nn" else "probit"),
+                    self.n_samples,
+                    la.dict_key_y,
+                )
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+                return math.inf  # as the host does: a covariance that is no covariance
+
+        with la.model.prepared():  # the host's function leaves it in evaluation mode
+            history = search_grid(score, grid, self.progress_bar)
+        la.prior_precision = history.prior_precision[history.objective.argmin()]
+        return history
+
+    def _grid(self, la: Tunable) -> torch.Tensor:
+        """`(grid_size,)`, or `(grid_size, blocks)` around a base."""
+        grid = torch.logspace(
+            self.log_prior_prec_min,
+            self.log_prior_prec_max,
+            self.grid_size,
+            base=self.log_prior_prec_base,
+        )
+        if not self._is_base:
+            return grid
+        base = self._start(la)
+        return grid[:, None].to(base) * base
+
+    def _batches(self, la: Tunable) -> Callable[[], Iterable[Any]]:
+        """Validation batches as pairs or mappings, anew at each prior precision."""
+        statistics = None
+        if self.pred_type == "glm":
+            statistics = la.validation_statistics(self.val_loader, self.progress_bar)
+        if statistics is None:
+            return self._checked_batches(la)
+        targets = statistics.targets
+        assert targets is not None
+
+        def batches() -> Iterable[Any]:
+            moments = statistics.moments(torch.as_tensor(la.prior_precision), la._H_factor)
+            sizes = statistics.batch_sizes
+            return zip(moments.split(sizes), targets.split(sizes), strict=True)
+
+        return batches
+
+    def _checked_batches(self, la: Tunable) -> Callable[[], Iterable[Any]]:
+        def batches() -> Iterable[Any]:
+            empty = True
+            for batch in self.val_loader:  # pyright: ignore[reportGeneralTypeIssues]
+                la.model.split(batch)  # refuses what has no labels
+                empty = False
+                yield batch
+            if empty:
+                raise ValueError("The loader has no data.")
+
+        return batches

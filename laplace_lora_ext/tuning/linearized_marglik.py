@@ -1,0 +1,111 @@
+"""The evidence of the training data in the linearised model, at its own mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.linearized.model import LinearizedModel
+from laplace_lora_ext.tuning.evidence_search import maximize_linearized_evidence
+from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearizedMarglik(TuningMethod):
+    """Maximise the evidence of the linearised model at its own mode.
+
+    The mode is found anew for each prior precision. That is better where training has not ended
+    in a mode of the posterior, as training without weight decay never does.
+
+    Parameters
+    ----------
+    init_prior_prec, prior_structure, progress_bar
+        of `TuningMethod`; the structure is "scalar" or "layerwise"
+    train_loader : DataLoader, iterable or LinearizedModel
+        the data of the fit. They pass through the model once, or not at all where
+        `la.linearize(train_loader)` is given
+    n_steps : int, default=1000
+        at most
+    tolerance : float, default=1e-3
+        stop when a step has changed the evidence by less, in nats; 0 takes all steps
+    pooling : float, default=3.0
+        of a layerwise prior: strength of a hyperprior that draws each block's prior precision to
+        the scalar that the evidence prefers, as if the data had determined so many more directions
+        of the block. With 0 each block has its own evidence alone, which often raises its prior
+        precision without bound
+    generator : torch.Generator, optional
+        of the random features
+
+    Raises
+    ------
+    ValueError
+        If `pooling` is negative, or the data are not those of the fit.
+
+    Warns
+    -----
+    UserWarning
+        If the evidence has not converged, or a mode is inexact.
+
+    References
+    ----------
+    Antorán et al., "Adapting the linearised Laplace model evidence for modern deep learning",
+    ICML 2022.
+    """
+
+    train_loader: Iterable[Any] | LinearizedModel
+    n_steps: int = 1000
+    tolerance: float = 1e-3
+    pooling: float = 3.0
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        check_pooling(self.pooling)
+
+    def _search(self, la: Tunable) -> TuningHistory:
+        start = self._start(la).cpu()
+        model = linearized(la, self.train_loader, self.generator, self.progress_bar)
+        scale = float(la._H_factor)
+        constant = float(la.log_likelihood + scale * la.loss)
+        history = maximize_linearized_evidence(
+            partial(model.evidence, scale=scale, constant=constant),
+            start,
+            self.n_steps,
+            self.tolerance,
+            self.pooling,
+            self.progress_bar,
+        )
+        la.prior_precision = history.prior_precision[-1]
+        return history
+
+
+def check_pooling(pooling: float) -> None:
+    """Refuse a strength that is none."""
+    if not 0 <= pooling < math.inf:
+        raise ValueError(f"pooling must be a number not below 0, not {pooling}.")
+
+
+def linearized(
+    la: Tunable,
+    train_loader: Iterable[Any] | LinearizedModel,
+    generator: torch.Generator | None,
+    progress_bar: bool,
+) -> LinearizedModel:
+    """The linearised model of the data of the fit, whether or not it is made already.
+
+    Raises
+    ------
+    ValueError
+        If the data are others, or there is a prior precision for each weight.
+    """
+    if len(torch.as_tensor(la.prior_precision)) == la.n_params:
+        raise ValueError('Linearised methods know the structures "scalar" and "layerwise".')
+    if isinstance(train_loader, LinearizedModel):
+        train_loader.check_training_data(la.n_data, float(la.loss))
+        return train_loader
+    return la.linearize(train_loader, generator=generator, progress_bar=progress_bar)

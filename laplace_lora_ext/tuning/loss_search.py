@@ -1,0 +1,170 @@
+"""Prior precisions of least loss: pure optimisation, of functions that the caller provides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import tqdm
+from scipy.optimize import minimize_scalar
+
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.tuning.history import REACH, Recorder, TuningHistory
+
+NegativeLogLikelihood = Callable[[Moments, torch.Tensor, "torch.Generator | None"], torch.Tensor]
+"""Of N examples with their targets, `(N,)`; the generator seeds what is sampled."""
+
+_CHECKPOINTS = 20  # of the validation loss along a descent
+_ACCURACY = 5e-3  # relative, of the logarithm of a prior precision that a line search ends with
+_FARTHEST = 1e8  # factor by which a line search may leave where it has started
+_CHUNK = 256  # examples whose logits are sampled at once for a checkpoint
+
+
+def search_grid(
+    loss: Callable[[torch.Tensor], float], grid: torch.Tensor, progress_bar: bool = False
+) -> TuningHistory:
+    """Evaluate a loss at every prior precision of a grid, `(T,)` or `(T, blocks)`.
+
+    Raises
+    ------
+    ValueError
+        If the loss is not a number somewhere, or finite nowhere.
+    """
+    recorder = Recorder()
+    points = tqdm.tqdm(grid, disable=not progress_bar)
+    for index, point in enumerate(points):
+        result = loss(point)
+        middle = point.log().mean().exp()
+        points.set_description(f"[Grid search | prior_prec: {middle:.3e}, loss: {result:.3f}]")
+        recorder.add(index, result, point)
+    if not any(map(math.isfinite, recorder.objectives)):
+        raise ValueError("The validation loss is finite at no point of the grid.")
+    if len(recorder.objectives) > 1 and len(set(recorder.objectives)) == 1:
+        warn(
+            "The validation loss is the same at every point of the grid. Pass a loss that depends "
+            "on the predictive variance: the mean squared error of the linearised mean does not."
+        )
+    return recorder.history()
+
+
+def search_line(
+    loss: Callable[[torch.Tensor], float],
+    prior_precision: torch.Tensor,
+    n_steps: int,
+    progress_bar: bool = False,
+) -> TuningHistory:
+    """Find the factor of a prior precision at which a smooth loss is least, by Brent's method.
+
+    The prior precision, `(1,)` or `(blocks,)`, is multiplied with one factor. Once the minimum lies
+    between two points, `n_steps` more are tried at most.
+
+    Raises
+    ------
+    ValueError
+        If the loss is not a number somewhere, or does not depend on the factor.
+
+    Warns
+    -----
+    UserWarning
+        If the loss is least a factor of 1e8 from the start, which is as far as it goes.
+    """
+    recorder = Recorder()
+    farthest = math.log(_FARTHEST)
+    with tqdm.tqdm(desc="[Minimizing leave-one-out loss]", disable=not progress_bar) as bar:
+
+        def evaluate(logarithm: float) -> float:
+            factor = math.exp(max(-farthest, min(logarithm, farthest)))
+            point = (factor * prior_precision.double()).clamp(*map(math.exp, REACH))
+            value = loss(point)
+            recorder.add(len(recorder.objectives), value, point)
+            bar.update()
+            return value
+
+        options = {"xtol": _ACCURACY, "maxiter": n_steps}
+        minimize_scalar(evaluate, bracket=(0.0, 1.0), method="brent", options=options)
+    history = recorder.history()
+    if history.objective.min() == history.objective.max():
+        raise ValueError("The loss does not depend on the prior precision.")
+    best = history.prior_precision[history.objective.argmin()]
+    if abs((best / prior_precision).log().mean()) > 0.99 * farthest:
+        warn(
+            "The leave-one-out loss has no minimum in reach: it is least at prior precisions from "
+            f"{best.min().item():.3g} to {best.max().item():.3g}. Is the adapter untrained, or the "
+            "prior mean at its weights?"
+        )
+    return history
+
+
+def minimize_validation_loss(
+    statistics: PredictiveStatistics,
+    log_prior_precision: torch.Tensor,
+    negative_log_likelihood: NegativeLogLikelihood,
+    n_steps: int,
+    lr: float,
+    batch_size: int,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+) -> TuningHistory:
+    """Stochastic gradient descent on the validation loss, in the logarithm of the prior precision.
+
+    Unlike the paper's constant step size, this one falls to 0 along half a cosine, so that the
+    last steps average over minibatches. The loss of the whole set is measured before the first
+    step and 20 times on the way, always with the same draws. The leaf `log_prior_precision` is
+    changed in place, to the best of the measured ones; the other arguments are those of `ValGD`.
+    """
+    targets = statistics.targets
+    assert targets is not None
+    recorder = Recorder()
+    optimizer = torch.optim.Adam([log_prior_precision], lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=n_steps)
+    seed = draw_seed(generator)
+
+    def measure(step: int) -> None:
+        draws = torch.Generator().manual_seed(seed)
+        prior_precision = log_prior_precision.detach().exp()
+        total = 0.0
+        for start in range(0, len(statistics), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            moments = statistics[part].moments(prior_precision)
+            total += negative_log_likelihood(moments, targets[part], draws).sum().item()
+        recorder.add(step, total / len(statistics), prior_precision)
+
+    minibatches = _minibatches(len(statistics), batch_size, generator)
+    every = max(1, n_steps // _CHECKPOINTS)
+    steps = tqdm.trange(n_steps, desc="[Minimizing validation loss]", disable=not progress_bar)
+    measure(0)
+    for step in steps:
+        index = next(minibatches)
+        optimizer.zero_grad()
+        moments = statistics[index].moments(log_prior_precision.exp())
+        negative_log_likelihood(moments, targets[index], generator).mean().backward()
+        optimizer.step()
+        log_prior_precision.detach().clamp_(*REACH)
+        schedule.step()
+        if (step + 1) % every == 0 or step + 1 == n_steps:
+            measure(step + 1)
+    history = recorder.history()
+    best = history.prior_precision[history.objective.argmin()]
+    with torch.no_grad():
+        log_prior_precision.copy_(best.log())
+    return history
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """Draw a seed for a generator of its own."""
+    if generator is None:
+        return int(torch.randint(2**31, ()).item())
+    return int(torch.randint(2**31, (), generator=generator, device=generator.device).item())
+
+
+def _minibatches(
+    n_examples: int, batch_size: int, generator: torch.Generator | None
+) -> Iterator[torch.Tensor]:
+    """Random minibatches without end, each example once a round."""
+    device = None if generator is None else generator.device
+    while True:
+        order = torch.randperm(n_examples, generator=generator, device=device)
+        yield from order.cpu().split(batch_size)

@@ -1,0 +1,94 @@
+"""The evidence of the training data, at the trained weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.tuning.evidence_search import maximize_evidence
+from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Marglik(TuningMethod):
+    """Maximise the evidence (log marginal likelihood) of the training data; needs no data.
+
+    Parameters
+    ----------
+    init_prior_prec, prior_structure, progress_bar
+        of `TuningMethod`
+    n_steps : int, default=1000
+        at most
+    lr : float, default=0.1
+        first step in the logarithm of the prior precision
+    tolerance : float, default=1e-3
+        stop when the evidence has varied by less over ten steps, in nats; 0 takes all steps
+    optimize_sigma_noise : bool, default=False
+        for regression: choose `sigma_noise` by the evidence as well
+
+    Warns
+    -----
+    UserWarning
+        If the evidence has not converged, or has no maximum in some prior precision.
+
+    Notes
+    -----
+    The evidence at the trained weights often chooses a smaller prior precision, that is a broader
+    posterior, than validation data would. With a layerwise prior it may raise the prior precision
+    of a block without bound; the block then stays at its MAP value.
+
+    References
+    ----------
+    Yang et al. (ICLR 2024), algorithm 2.
+    """
+
+    n_steps: int = 1000
+    lr: float = 0.1
+    tolerance: float = 1e-3
+    optimize_sigma_noise: bool = False
+
+    def _search(self, la: Tunable) -> TuningHistory:
+        logarithms = [self._start(la).log().requires_grad_()]
+        if self.optimize_sigma_noise:
+            logarithms.append(torch.as_tensor(la.sigma_noise).detach().log().requires_grad_())
+        history = maximize_evidence(
+            la.log_marginal_likelihood,
+            logarithms,
+            self.n_steps,
+            self.lr,
+            self.tolerance,
+            self.progress_bar,
+        )
+        _warn_of_unbounded(la, logarithms[0])
+        la.prior_precision = logarithms[0].detach().exp()
+        if self.optimize_sigma_noise:
+            la.sigma_noise = logarithms[1].detach().exp()
+        return history
+
+
+def _warn_of_unbounded(la: Tunable, logarithm: torch.Tensor) -> None:
+    """Warn where the evidence has no maximum in reach: the prior precision has run away."""
+    logarithm = logarithm.detach().requires_grad_()
+    evidence = la.log_marginal_likelihood(logarithm.exp())
+    (slope,) = torch.autograd.grad(evidence, logarithm, retain_graph=True)
+    (scatter,) = torch.autograd.grad(la.scatter, logarithm)
+    # In a maximum the weights' distance from the prior mean pulls down as much as the number
+    # of parameters that the data determine pushes up.
+    pull = scatter / 2
+    push = slope + pull
+    balance = 0.01 * torch.maximum(push, pull)
+    runaway = torch.minimum(push, pull) < balance.clamp_min(1e-6)
+    if not runaway.any():
+        return
+    first = int(runaway.int().argmax())
+    where = "" if len(runaway) == 1 else f" for {int(runaway.sum())} of {len(runaway)}"
+    if len(runaway) == len(la.blocks):
+        where += f", such as that of {la.blocks[first].name}"
+    warn(
+        f"The evidence has no maximum in reach in the prior precision{where}, which ended at "
+        f"{logarithm[first].exp().item():.3g}. Is the adapter untrained, or the prior mean at "
+        "its weights? Fewer prior precisions, such as a scalar, are safer."
+    )

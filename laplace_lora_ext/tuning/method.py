@@ -1,0 +1,104 @@
+"""What all ways to choose a prior precision share: where they start, and what they ask for."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from laplace.utils import fix_prior_prec_structure
+
+from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.linearized.model import LinearizedModel
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.tuning.history import TuningHistory
+
+
+class Tunable(Protocol):
+    """A fitted posterior, as far as methods know it; `LoRALaplace` is one."""
+
+    blocks: list[Block]
+    model: LogitsModel
+    trained_likelihood: Likelihood
+    prior_precision: Any
+    sigma_noise: Any
+    loss: Any
+    n_data: int
+    n_params: int
+    n_layers: int
+    n_outputs: int
+    dict_key_y: str
+
+    @property
+    def _device(self) -> torch.device: ...
+
+    @property
+    def _dtype(self) -> torch.dtype: ...
+
+    @property
+    def _H_factor(self) -> torch.Tensor: ...  # noqa: N802
+
+    @property
+    def log_likelihood(self) -> torch.Tensor: ...
+
+    @property
+    def scatter(self) -> torch.Tensor: ...
+
+    def log_marginal_likelihood(
+        self, prior_precision: Any = None, sigma_noise: Any = None
+    ) -> torch.Tensor: ...
+
+    def linearize(
+        self, train_loader: Any, *, generator: Any = None, progress_bar: bool = False
+    ) -> LinearizedModel: ...
+
+    def validation_statistics(
+        self, val_loader: Any, progress_bar: bool
+    ) -> PredictiveStatistics | None: ...
+
+    def trying(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TuningMethod:
+    """A way to choose the prior precision: options as fields, called with a fitted posterior.
+
+    Parameters
+    ----------
+    init_prior_prec : float or torch.Tensor, default=1.0
+        where the search starts. A tensor of more than one number also says the structure
+    prior_structure : {"scalar", "layerwise", "diag"}
+        one prior precision, one for each block, or, with "diag" curvature, one for each weight
+    progress_bar : bool, default=False
+    """
+
+    init_prior_prec: float | torch.Tensor = 1.0
+    prior_structure: str = "scalar"
+    progress_bar: bool = False
+
+    def __call__(self, la: Tunable) -> TuningHistory:
+        """Choose the prior precision of a fitted `LoRALaplace`; an error leaves it as it was."""
+        with la.trying():
+            return self._search(la)
+
+    def _search(self, la: Tunable) -> TuningHistory:
+        raise NotImplementedError
+
+    @property
+    def _is_base(self) -> bool:
+        """Whether the search starts from several numbers of the user's."""
+        return torch.as_tensor(self.init_prior_prec).numel() > 1
+
+    def _start(self, la: Tunable) -> torch.Tensor:
+        """Where the search starts: `(1,)`, `(blocks,)` or `(parameters,)`, in float64."""
+        start: Any = torch.as_tensor(self.init_prior_prec).detach()
+        if start.numel() == 1 and self.prior_structure != "scalar":
+            sizes = la.n_layers, la.n_params, la._device, la._dtype
+            start = fix_prior_prec_structure(start, self.prior_structure, *sizes)
+        la.prior_precision = start  # refuses a structure that the curvature does not have
+        if not (la.prior_precision > 0).all():
+            raise ValueError("init_prior_prec must be above 0.")
+        return la.prior_precision.detach().double()

@@ -1,0 +1,36 @@
+"""The loss of predictions, by which a prior precision is chosen."""
+
+from __future__ import annotations
+
+import torch
+
+from laplace_lora_ext.likelihoods import Link
+from laplace_lora_ext.predictive.links import mean_field, probit, sampled
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.tuning.loss_search import NegativeLogLikelihood
+from laplace_lora_ext.tuning.method import Tunable
+
+_SMOOTH: dict[str, Link] = {"probit": probit, "mean_field": mean_field}
+_SAMPLED = "mc"
+
+
+def check_link(link_approx: str) -> None:
+    """Refuse a link whose loss is not known."""
+    if link_approx not in (*_SMOOTH, _SAMPLED):
+        raise ValueError(
+            'method="val_gd" and "linearized_loo" know the links "mc", "probit" and "mean_field", '
+            f"not {link_approx!r}."
+        )
+
+
+def predictive_loss(la: Tunable, link_approx: str, n_samples: int) -> NegativeLogLikelihood:
+    """Negative log-density of each target under Gaussian logits and, but for regression, a link."""
+    sigma_noise = torch.as_tensor(la.sigma_noise)
+
+    def loss(
+        moments: Moments, targets: torch.Tensor, generator: torch.Generator | None
+    ) -> torch.Tensor:
+        link = _SMOOTH.get(link_approx) or sampled(n_samples, generator)
+        return la.trained_likelihood.predictive_loss(link, moments, targets, sigma_noise)
+
+    return loss

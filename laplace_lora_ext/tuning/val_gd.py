@@ -1,0 +1,82 @@
+"""Descent on the loss of validation data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.loss_search import minimize_validation_loss
+from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+from laplace_lora_ext.tuning.predictive_loss import check_link, predictive_loss
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ValGD(TuningMethod):
+    """Follow the gradient of the validation data's negative log-likelihood, for "lowrank_kron".
+
+    Parameters
+    ----------
+    init_prior_prec, prior_structure, progress_bar
+        of `TuningMethod`
+    val_loader : DataLoader, iterable or PredictiveStatistics
+        validation data with labels. They pass through the model once, or not at all where their
+        statistics are given
+    link_approx : {"mc", "probit", "mean_field"}
+        of the predictions that are scored: choose the one that you predict with
+    n_samples : int, default=100
+        of the logits, with "mc"
+    n_steps : int, default=1000
+    lr : float, default=0.1
+        Adam's first step in the logarithm of the prior precision
+    batch_size : int, default=4
+        examples in a minibatch
+    generator : torch.Generator, optional
+        of minibatches and samples
+
+    Raises
+    ------
+    ValueError
+        If the data are empty, without labels or statistics of another fit.
+    NotImplementedError
+        For another structure than "lowrank_kron".
+
+    References
+    ----------
+    Yang et al. (ICLR 2024), algorithm 3.
+    """
+
+    val_loader: Iterable[Any] | PredictiveStatistics
+    link_approx: str = "mc"
+    n_samples: int = 100
+    n_steps: int = 1000
+    lr: float = 0.1
+    batch_size: int = 4
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        check_link(self.link_approx)
+
+    def _search(self, la: Tunable) -> TuningHistory:
+        logarithm = self._start(la).log().requires_grad_()
+        statistics = la.validation_statistics(self.val_loader, self.progress_bar)
+        if statistics is None:
+            raise NotImplementedError(
+                'method="val_gd" needs hessian_structure="lowrank_kron": use "gridsearch" instead.'
+            )
+        history = minimize_validation_loss(
+            statistics,
+            logarithm,
+            predictive_loss(la, self.link_approx, self.n_samples),
+            self.n_steps,
+            self.lr,
+            self.batch_size,
+            self.generator,
+            self.progress_bar,
+        )
+        la.prior_precision = logarithm.detach().exp()
+        return history
