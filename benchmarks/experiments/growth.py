@@ -11,6 +11,8 @@ from laplace_lora_ext import LowRankKron
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.statistics import KFAC_APPROX
 from laplace_lora_ext.curvature.streaming import StreamingUpdates
+from laplace_lora_ext.models.positions import Positions
+from laplace_lora_ext.passes import Rows
 
 WIDEST_STOCK = 2048
 NUMBERS_OF_BLOCKS = (2, 4, 8, 16)
@@ -52,22 +54,12 @@ class _Jobs:
         self._generator = torch.Generator().manual_seed(0)
 
     def update(self, width: int, number: int = 1) -> Job:
-        a, g = self._arrivals(width)
-        H = LowRankKron([self._empty(width) for _ in range(number)])
-
-        def job() -> None:
-            updates = StreamingUpdates(H.nbytes)
-            for block in H.blocks:
-                KFAC_APPROX["gradient"].add_gradients(block, a, g, lambda: None, updates)
-            updates.finish()
-
-        return job
+        return self._sums(width, number)[1]
 
     def decompose(self, width: int) -> Job:
-        block = self._empty(width)
-        a, g = self._arrivals(width)
-        KFAC_APPROX["gradient"].add_gradients(block, a, g, lambda: None, StreamingUpdates(0))
-        return lambda: block.cut().decompose()
+        H, add = self._sums(width, 1)
+        add()
+        return lambda: H.blocks[0].cut().decompose()
 
     def stock_update(self, width: int) -> Job:
         rows = self._random(*self._texts, width).flatten(0, 1)
@@ -82,10 +74,18 @@ class _Jobs:
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._generator).to(self._device)
 
-    def _arrivals(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        a = self._random(*self._texts, width)
-        return a, self._random(self._options.classes - 1, *self._texts, self._options.rank)
+    def _sums(self, width: int, number: int) -> tuple[LowRankKron, Job]:
+        """Empty sums of so many blocks, and what adds a batch to each of them."""
+        a, rank = self._random(*self._texts, width), self._options.rank
+        g = self._random(self._options.classes - 1, *self._texts, rank)
+        like = (True, LARGE_FACTOR_RANK, True, self._device, torch.float32)
+        H = LowRankKron([KroneckerBlock.zeros((rank, width), *like) for _ in range(number)])
+        positions = Positions(len(a), len(a), a.shape[1], None)
 
-    def _empty(self, width: int) -> KroneckerBlock:
-        shape, like = (self._options.rank, width), (self._device, torch.float32)
-        return KroneckerBlock.zeros(shape, True, LARGE_FACTOR_RANK, True, *like)
+        def add() -> None:
+            sums = KFAC_APPROX["gradient"](H.blocks, StreamingUpdates(H.nbytes))
+            for index in range(number):
+                sums.add_gradients(Rows(index, a, g, 1, positions))
+            sums.updates.finish()
+
+        return H, add
