@@ -8,7 +8,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import Any
 
@@ -44,40 +45,33 @@ def set_up(options: Run) -> None:
         torch.set_num_threads(options.threads)
 
 
-class PeakMemory:
-    """Context manager that measures the peak of this process's memory, over what was in use before.
+@contextmanager
+def peak_memory(device: str) -> Iterator[dict[str, float]]:
+    """Measure the peak "megabytes" of this process in a block, over what was in use before.
 
     On a CUDA device that of PyTorch's allocator, on a CPU the highest resident set size that a
     thread sees every two milliseconds. The operating system's own high-water mark would not do: it
     includes the time before the block, and a process inherits it from the one that started it.
     """
+    on_cuda, process = torch.device(device).type == "cuda", psutil.Process()
+    done, found, seen = threading.Event(), {}, []
 
-    def __init__(self, device: str) -> None:
-        self._on_cuda = torch.device(device).type == "cuda"
-        self._process = psutil.Process()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self.megabytes = 0.0
+    def watch() -> None:
+        while not done.wait(SECONDS_BETWEEN_SAMPLES):
+            seen.append(process.memory_info().rss)
 
-    def __enter__(self) -> "PeakMemory":
-        if self._on_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        self._before = self._peak = self._now()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        peak = torch.cuda.max_memory_allocated() if self._on_cuda else self._peak
-        self.megabytes = (peak - self._before) / BYTES_PER_MEGABYTE
-
-    def _now(self) -> int:
-        return torch.cuda.memory_allocated() if self._on_cuda else self._process.memory_info().rss
-
-    def _watch(self) -> None:
-        while not (self._on_cuda or self._done.wait(SECONDS_BETWEEN_SAMPLES)):
-            self._peak = max(self._peak, self._now())
+    thread = threading.Thread(target=watch, daemon=True)
+    before = torch.cuda.memory_allocated() if on_cuda else process.memory_info().rss
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        peak = torch.cuda.max_memory_allocated() if on_cuda else max([before, *seen])
+        found["megabytes"] = (peak - before) / BYTES_PER_MEGABYTE
 
 
 def megabytes_in_use(device: str) -> float:
@@ -124,10 +118,10 @@ def repeated_seconds(
 
 def time_and_memory(job: Job, device: str, repetitions: int, limit: float) -> dict[str, Any]:
     """`repeated_seconds`, and `peak_megabytes` of the first call over what was in use before."""
-    with PeakMemory(device) as memory:
+    with peak_memory(device) as memory:
         first = seconds_of(job)
     figures = repeated_seconds(job, repetitions, limit, first)
-    return {**figures, "peak_megabytes": memory.megabytes}
+    return {**figures, "peak_megabytes": memory["megabytes"]}
 
 
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:

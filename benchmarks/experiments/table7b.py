@@ -59,7 +59,7 @@ def measure_row(send: measuring.Send, options: Table7b, shape: Shape, device: st
     """Train for some steps, then fit, and send the figures of both."""
     measuring.set_up(options)
     before = measuring.megabytes_in_use(device)
-    with measuring.PeakMemory(device) as training:
+    with measuring.peak_memory(device) as training:
         model = random_llama(shape, device, options.seed)
         steps = _train(options, shape, model, device)
     # A fit comes after training, when gradients and the optimiser's state are gone.
@@ -71,11 +71,11 @@ def measure_row(send: measuring.Send, options: Table7b, shape: Shape, device: st
     held = measuring.megabytes_in_use(device) - before
     la = build(model)
     loader = random_loader(shape, options.batches, device, options.seed)
-    with measuring.PeakMemory(device) as fitting:
+    with measuring.peak_memory(device) as fitting:
         seconds = measuring.seconds_of(lambda: la.fit(loader, progress_bar=not options.quiet))
     training_seconds = STEPS_OF_TRAINING * steps["median"]
-    gigabytes = training.megabytes / MEGABYTES_PER_GIGABYTE
-    of_fit = (held + fitting.megabytes) / MEGABYTES_PER_GIGABYTE
+    gigabytes = training["megabytes"] / MEGABYTES_PER_GIGABYTE
+    of_fit = (held + fitting["megabytes"]) / MEGABYTES_PER_GIGABYTE
     row = {
         "classes": shape.classes,
         "step": steps,
