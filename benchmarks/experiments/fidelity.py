@@ -46,7 +46,7 @@ def all_curvatures(
     ]
     for kfac_approx in KFAC_APPROX:
         for title, *size in (*sizes, ("full rank", hidden_size, False)):
-            settings = dict(zip(KEYWORDS, (kfac_approx, *size), strict=True))
+            settings: dict[str, Any] = dict(zip(KEYWORDS, (kfac_approx, *size), strict=True))
             build = partial(over_lora, backend_kwargs=settings)
             yield Posterior("lowrank_kron", f"{kfac_approx}, {title}", build), settings
     yield from ((posterior(key), {}) for key in ("kron", "diag"))

@@ -23,7 +23,7 @@ def means(rows: Sequence[Row]) -> list[Row]:
     `below_stock_kron` and `below_default` have smaller covariance errors on every model and seed;
     `on_front` is where no other one has a smaller mean without more memory.
     """
-    frame = pd.DataFrame(rows)
+    frame: Any = pd.DataFrame(rows)
     frame[IDENTITY] = frame[IDENTITY].astype(object)
     repetition = frame.groupby("name").cumcount()
     errors = frame.pivot_table("covariance_error", repetition, "name", sort=False)
@@ -104,7 +104,7 @@ def draw(panels: dict[str, Sequence[Row]], path: Path) -> None:
 
 
 def _draw_panel(axes: Axes, rows: Sequence[Row]) -> None:
-    frame = pd.DataFrame(rows).sort_values("kilobytes")
+    frame: Any = pd.DataFrame(rows).sort_values("kilobytes")
     point = ["kilobytes", "covariance_error"]
     front = frame.loc[frame["on_front"].astype(bool), point]
     axes.plot(*front.values.T, color="0.6", drawstyle="steps-post", label="front")

@@ -1,7 +1,7 @@
 """The paper's table of costs: LoRA training against LoRA training plus a Laplace fit."""
 
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -27,9 +27,11 @@ COLUMNS = (
 def run(options: Table7b) -> Figures:
     """Measure the table, each row in a process of its own, whose memory is not yet touched."""
     of_shape = {field.name for field in fields(Shape)}
-    known = {key: value for key, value in asdict(options).items() if key in of_shape}
+    known: dict[str, Any] = {
+        key: value for key, value in asdict(options).items() if key in of_shape
+    }
     known["target_modules"] = ("q_proj", "v_proj", "lm_head")
-    shapes = [Shape(**known | {"classes": classes}) for classes in options.classes]
+    shapes = [replace(Shape(**known), classes=classes) for classes in options.classes]
     device = device_of(options.device)
     _refuse(options, shapes[0], device)
     measuring.set_up(options)

@@ -75,10 +75,10 @@ def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:
         warnings.simplefilter("ignore", SyntaxWarning)
         pending: list[ast.AST] = [ast.parse(source)]
     while pending:
-        parent = pending.pop()
-        for node in ast.iter_child_nodes(parent):
-            kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-            if isinstance(node, kinds) and not node.name.startswith("_"):
+        for node in ast.iter_child_nodes(pending.pop()):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            if not node.name.startswith("_"):
                 pending += [node] if isinstance(node, ast.ClassDef) else []
                 if docstring := ast.get_docstring(node):
                     yield node.name, docstring.split("\n\n", maxsplit=1)[0]

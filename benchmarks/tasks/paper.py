@@ -140,7 +140,7 @@ HEALTH = (
 COMPUTER_SCIENCE = (
     "college_computer_science computer_security high_school_computer_science machine_learning"
 )
-MMLU_SUBJECTS: dict[str, list[str]] = {
+MMLU_SUBJECTS: dict[str, Sequence[str]] = {
     "computer_science": COMPUTER_SCIENCE.split(),
     "engineering": ["electrical_engineering"],
     "law": ["international_law", "jurisprudence", "professional_law"],

@@ -70,7 +70,7 @@ def test_shifted_texts_of_the_paper_are_read(prepared, tmp_path):
 
 
 def test_missing_data_and_models_end_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     options = {"task": "rte", "data": tmp_path}
     with pytest.raises(SystemExit, match="rte"):
         prepare(parsed("calibration --quiet", **options), 0)
