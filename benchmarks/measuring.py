@@ -85,11 +85,16 @@ def megabytes_in_use(device: str) -> float:
     return psutil.Process().memory_info().rss / BYTES_PER_MEGABYTE
 
 
-def available_megabytes(device: str) -> float:
-    """Memory of a device that a new process could have."""
-    on_cuda = torch.device(device).type == "cuda"
-    free = torch.cuda.mem_get_info()[0] if on_cuda else psutil.virtual_memory().available
-    return free / BYTES_PER_MEGABYTE
+def limit_memory(megabytes: float | None, device: str) -> None:
+    """Let more memory than that, or than is free, fail to be allocated by this process."""
+    if torch.device(device).type == "cuda" or sys.platform != "linux":
+        return  # on CUDA it fails by itself
+    import resource
+
+    free = psutil.virtual_memory().available
+    wanted = free if megabytes is None else int(megabytes * BYTES_PER_MEGABYTE)
+    limit = psutil.Process().memory_info().vms + wanted
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def seconds_of(job: Job) -> float:
@@ -102,10 +107,7 @@ def seconds_of(job: Job) -> float:
 def repeated_seconds(
     job: Job, repetitions: int, limit: float | None = None, first: float | None = None
 ) -> dict[str, Any]:
-    """Time a call repeatedly, after a first one that warms up, of which the seconds may be given.
-
-    Less often if that would take more than a quarter of the limit; maybe the first call alone.
-    """
+    """Time a call after a first one, repeatedly if that takes at most a quarter of the limit."""
     first = seconds_of(job) if first is None else first
     affordable = repetitions
     if limit is not None:
@@ -145,10 +147,7 @@ def reason_of(error: BaseException) -> str:
 def run_limited(
     job: Callable[..., None], arguments: tuple[Any, ...], limit: float | None = None
 ) -> tuple[list[tuple[str, Any]], str | None]:
-    """Run `job(send, *arguments)` in its own process, and end it so many seconds after "ready".
-
-    Returns all messages `(kind, content)`, also those before an early end, and the reason of it.
-    """
+    """Run `job(send, *arguments)` in its own process; return its messages, and why it was ended."""
     has_server = "forkserver" in get_all_start_methods()
     context: Any = get_context("forkserver" if has_server else "spawn")
     if has_server:  # which imports the libraries once for all such processes

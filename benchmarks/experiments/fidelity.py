@@ -35,10 +35,7 @@ DEFAULTS: dict[str, Any] = {keyword: _PARAMETERS[keyword].default for keyword in
 def all_curvatures(
     ranks: Iterable[int], hidden_size: int
 ) -> Iterator[tuple[Posterior, dict[str, Any]]]:
-    """Methods with the library's settings of their curvatures, which the host's structures lack.
-
-    At the full rank, the hidden size, nothing is left for a tail.
-    """
+    """Methods with the library's settings of their curvatures, which the host's structures lack."""
     sizes = [
         (f"rank {rank}{', tail' if tail else ''}", rank, tail)
         for rank in sorted({*ranks, DEFAULTS["rank"]})

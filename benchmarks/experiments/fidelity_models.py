@@ -65,10 +65,7 @@ ARCHITECTURES = (ENCODER, ANSWERING, POOLED)
 
 @dataclass(frozen=True)
 class SmallModel(Pretrained):
-    """A model that is first trained in full, on the task's training texts, and then adapted.
-
-    The first training takes the place of pretraining: without it LoRA weights would adapt noise.
-    """
+    """A model that is first trained in full on the training texts, in the place of pretraining."""
 
     architecture: Architecture = ENCODER
     hidden_size: int = 0

@@ -78,10 +78,7 @@ def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]
 
 @dataclass(frozen=True)
 class PaperTask:
-    """One of the paper's tasks, by its names on the hub.
-
-    Cut at the left, prompts keep the choices; at the right, the question before a long passage.
-    """
+    """One of the paper's tasks; prompts cut at the left keep choices, at the right questions."""
 
     dataset: str
     configuration: str
@@ -95,13 +92,10 @@ class PaperTask:
         return CAUSAL_HYPERPARAMETERS if self.is_prompt else ENCODER_HYPERPARAMETERS
 
     @property
-    def train_source(self) -> Source:
-        return Source(self.dataset, self.configuration, "train")
-
-    @property
-    def test_source(self) -> Source:
-        """The paper tests on the public validation split."""
-        return Source(self.dataset, self.configuration, "validation")
+    def sources(self) -> tuple[Source, Source]:
+        """The training set, and the public validation split, on which the paper tests."""
+        names = (self.dataset, self.configuration)
+        return Source(*names, "train"), Source(*names, "validation")
 
 
 def _choices(dataset: str, configuration: str, to_example: ToExample, count: int = 4) -> PaperTask:
@@ -150,7 +144,7 @@ MMLU_SUBJECTS: dict[str, Sequence[str]] = {
 SHIFTED_TASK = "obqa"
 # Texts of another distribution than OpenBookQA's, from splits read one after the other.
 PAPER_SHIFTS: dict[str, tuple[list[Source], ToExample]] = {
-    name: ([PAPER_TASKS[name].test_source], PAPER_TASKS[name].to_example)
+    name: ([PAPER_TASKS[name].sources[1]], PAPER_TASKS[name].to_example)
     for name in ("arc_challenge", "arc_easy")
 } | {
     subject: ([Source("cais/mmlu", name, "test") for name in names], paper_prompts.mmlu)
@@ -168,7 +162,8 @@ def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] 
         raise ValueError(f"The paper's shifted texts go with the task {SHIFTED_TASK}, not {name}.")
 
     task = PAPER_TASKS[name]
-    schemas = dict.fromkeys((task.train_source, task.test_source), task.to_example)
+    train, test = task.sources
+    schemas = dict.fromkeys((train, test), task.to_example)
     for shift in shifted:
         sources, to_example = PAPER_SHIFTS[shift]
         schemas |= dict.fromkeys(sources, to_example)
@@ -184,8 +179,8 @@ def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] 
         name,
         task.classes,
         task.is_prompt,
-        train=examples[task.train_source],
-        test=examples[task.test_source],
+        train=examples[train],
+        test=examples[test],
         shifted={
             shift: [example for source in PAPER_SHIFTS[shift][0] for example in examples[source]]
             for shift in shifted

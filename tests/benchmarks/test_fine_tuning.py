@@ -8,8 +8,7 @@ import torch
 import benchmarks.fine_tuning as fine_tuning_module
 from benchmarks.fine_tuning import fine_tune, prepare
 from benchmarks.methods import METHODS, posterior
-from benchmarks.methods.method import labels_of
-from benchmarks.methods.points import fit_temperature
+from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.methods.posteriors import over_lora
 from benchmarks.methods.priors import Beliefs, by_training
 from benchmarks.tasks.paper import PAPER_SHIFTS, PAPER_TASKS
