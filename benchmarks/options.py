@@ -150,9 +150,7 @@ class Fidelity(Run):
     test_examples: int = number(100, "texts whose predictive covariances are compared")
     epochs: int = number(100, "passes of the LoRA training over its texts")
     files_per_library: int = number(200, "source files of each library that are read")
-    seeds: tuple[int, ...] = number(
-        (0, 1), "seeds of texts, weights and training", type=int, **MANY
-    )
+    seeds: tuple[int, ...] = number((0, 1), "of texts, weights and training", type=int, **MANY)
 
 
 @dataclass(frozen=True)
@@ -165,16 +163,12 @@ class Cost(Run):
     """
 
     hidden_sizes: tuple[int, ...] = number((256, 512, 1024, 2048, 4096), "of the models", **MANY)
-    layers: tuple[int, ...] = number(
-        (4, 4, 2, 2, 1), "of each of them, or one number for all", **MANY
-    )
+    layers: tuple[int, ...] = number((4, 4, 2, 2, 1), "of each, or one number for all", **MANY)
     batches: tuple[int, ...] = number((8, 4, 4, 2, 1), "of a fit, likewise", **MANY)
     prediction_batch_sizes: tuple[int, ...] = number(
         (1, 8, 32), "of predictions; on a CPU, 8 at most of models wider than 1024", **MANY
     )
-    growth_widths: tuple[int, ...] = number(
-        (512, 1024, 2048, 4096, 8192), "of single blocks", **MANY
-    )
+    growth_widths: tuple[int, ...] = number((512, 1024, 2048, 4096, 8192), "of blocks", **MANY)
     dtypes: tuple[str, ...] = option(
         DTYPES[:2], "on a CPU, all but the first for the smallest model", choices=DTYPES, **MANY
     )

@@ -73,9 +73,7 @@ def label(row: Row) -> str:
 
 def table(rows: Sequence[Row], columns: Sequence[str], titles: Mapping[str, str] = TITLES) -> str:
     """Some figures of each row as a Markdown table whose source is readable too."""
-    cells = {
-        titles.get(key) or title_of(key): [_cell(row.get(key)) for row in rows] for key in columns
-    }
+    cells = {titles.get(k) or title_of(k): [_cell(row.get(k)) for row in rows] for k in columns}
     sides = ["left", *["right"] * (len(columns) - 1)]
     return pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True, colalign=sides)
 

@@ -25,6 +25,8 @@ WIDEST_WITH_LARGE_BATCHES = 1024
 # Rivals that hold the Jacobian of all weights take minutes and gigabytes for more.
 LARGEST_BATCH_OF_JACOBIANS = 8
 
+Message = tuple[str, Row]  # a kind, and figures
+
 
 def run(options: Cost) -> Figures:
     """Measure every method at every shape, and write tables, figures and plot."""
@@ -100,9 +102,7 @@ def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
             yield shape, count
 
 
-def contest(
-    key: str, shape: Shape, batches: int, options: Cost, device: str
-) -> Iterator[tuple[str, Row]]:
+def contest(key: str, shape: Shape, batches: int, options: Cost, device: str) -> Iterator[Message]:
     """Figures of a method's phases at one shape, in a process of its own; and "failed" ones."""
     sizes = sorted(set(options.prediction_batch_sizes))
     limits = [LARGEST_BATCH_OF_JACOBIANS] if _holds_jacobian(key) else []

@@ -48,9 +48,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Places of the points to which no other is equal or lower in both costs, by the first one."""
 
     def is_beaten(point: tuple[float, float]) -> bool:
-        return any(
-            other != point and other[0] <= point[0] and other[1] <= point[1] for other in points
-        )
+        return any(q != point and q[0] <= point[0] and q[1] <= point[1] for q in points)
 
     places = [place for place, point in enumerate(points) if not is_beaten(point)]
     return sorted(places, key=lambda place: points[place])

@@ -35,9 +35,8 @@ def growth(options: Cost, device: str) -> list[Row]:
         ("Stock Kron, eigh of a d x d factor", "d", stock_widths, jobs.stock_decompose),
         (f"lowrank_kron, one batch into blocks of {width}", "blocks", NUMBERS_OF_BLOCKS, many),
     ):
-        figures = [
-            repeated_seconds(job_of(size), options.repetitions, options.limit) for size in sizes
-        ]
+        limits = (options.repetitions, options.limit)
+        figures = [repeated_seconds(job_of(size), *limits) for size in sizes]
         row = {"name": name, "against": against, "sizes": list(sizes), "figures": figures}
         seconds = [figure["median"] for figure in figures]
         rows.append({**row, "seconds": seconds, "exponent": growth_exponent(sizes, seconds)})

@@ -27,9 +27,7 @@ COLUMNS = (
 def run(options: Table7b) -> Figures:
     """Measure the table, each row in a process of its own, whose memory is not yet touched."""
     of_shape = {field.name for field in fields(Shape)}
-    known: dict[str, Any] = {
-        key: value for key, value in asdict(options).items() if key in of_shape
-    }
+    known: dict[str, Any] = {key: v for key, v in asdict(options).items() if key in of_shape}
     known["target_modules"] = ("q_proj", "v_proj", "lm_head")
     shapes = [replace(Shape(**known), classes=classes) for classes in options.classes]
     device = device_of(options.device)

@@ -66,9 +66,7 @@ def run(options: Tuning) -> Figures:
     seconds[f"Stock Kron, gridsearch of {points}"] = taken
     seconds[f"the same for {options.grid_size}, in proportion"] = taken * options.grid_size / points
     one_pass = seconds["One prediction pass"]
-    costs = [
-        {"name": name, "seconds": each, "passes": each / one_pass} for name, each in seconds.items()
-    ]
+    costs = [{"name": key, "seconds": x, "passes": x / one_pass} for key, x in seconds.items()]
     figures = {
         **provenance(options, pretrained.device),
         "data": pretrained.description,

@@ -49,6 +49,9 @@ class Prediction(NamedTuple):
     is_choice: bool = False  # whether validation data prefer this link to the other ones
 
 
+Predictions = Iterator[Prediction]
+
+
 class _Choice(NamedTuple):
     """A prior precision for a link, and its loss on validation data where they have chosen it."""
 
@@ -87,9 +90,7 @@ def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
     return la(x, pred_type="glm", n_samples=samples, **LINKS[link]).detach().cpu()
 
 
-def by_training(
-    la: Any, train: DataLoader | None, loaders: Loaders, samples: int
-) -> Iterator[Prediction]:
+def by_training(la: Any, train: DataLoader | None, loaders: Loaders, samples: int) -> Predictions:
     """Choose prior precisions by the evidence and, given batches, in the linearised model too."""
     data = {} if train is None else {"train_loader": la.linearize(train)}
     choices = []
@@ -102,7 +103,7 @@ def by_training(
 
 def by_validation(
     la: Any, validation: DataLoader, train: DataLoader | None, loaders: Loaders, samples: int
-) -> Iterator[Prediction]:
+) -> Predictions:
     """Choose by a grid, by a factor of the linearised evidence, and by the paper's algorithm 3."""
     beliefs, labels = Beliefs(la, validation), labels_of(validation)
 
@@ -129,9 +130,7 @@ def by_validation(
     return _predictions(la, choices, loaders, samples)
 
 
-def _predictions(
-    la: Any, choices: list[_Choice], loaders: Loaders, samples: int
-) -> Iterator[Prediction]:
+def _predictions(la: Any, choices: list[_Choice], loaders: Loaders, samples: int) -> Predictions:
     distinct = {id(choice.prior_precision): choice.prior_precision for choice in choices}
     moments = {}
     for name, loader in loaders.items():
