@@ -49,14 +49,13 @@ def provenance(options: Run, device: str) -> Figures:
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         processor = next(iter(names), processor)
     on_cuda = torch.device(device).type == "cuda"
-    machine = {
+    machine: Figures = {
         "device": device,
         "processor": processor,
         "threads": torch.get_num_threads(),
-        "accelerator": torch.cuda.get_device_name(device) if on_cuda else None,
-        "system": platform.system(),
-        "python": platform.python_version(),
     }
+    machine["accelerator"] = torch.cuda.get_device_name(device) if on_cuda else None
+    machine |= {"system": platform.system(), "python": platform.python_version()}
     return {"settings": settings, "machine": machine, "versions": versions}
 
 

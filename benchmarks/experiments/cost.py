@@ -81,6 +81,8 @@ def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
         list(numbers) * (len(sizes) if len(numbers) == 1 else 1)
         for numbers in (options.layers, options.batches)
     )
+    shared: dict[str, Any] = {"vocabulary": VOCABULARY, "target_modules": ("q_proj", "v_proj")}
+    shared |= {name: getattr(options, name) for name in ("rank", "classes", "batch_size", "length")}
     for dtype in options.dtypes:
         for hidden_size, depth, count in zip(sizes, layers, batches, strict=True):
             is_extra = dtype != options.dtypes[0] and hidden_size != min(sizes)
@@ -91,13 +93,8 @@ def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
                 layers=depth,
                 intermediate_size=round(INTERMEDIATE_RATIO * hidden_size),
                 heads=1 if hidden_size % HEAD_SIZE else hidden_size // HEAD_SIZE,
-                vocabulary=VOCABULARY,
-                rank=options.rank,
-                target_modules=("q_proj", "v_proj"),
-                classes=options.classes,
-                batch_size=options.batch_size,
-                length=options.length,
                 dtype=dtype,
+                **shared,
             )
             yield shape, count
 

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, fine_tune, prepare
 from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import posterior
+from benchmarks.methods.priors import PRIORS
 from benchmarks.metrics import quality
 from benchmarks.options import Tuning
 from benchmarks.report import Figures, Row, provenance, save, table, write
@@ -20,7 +21,6 @@ from laplace_lora_ext import LinearizedModel, PredictiveStatistics, TuningHistor
 
 REPETITIONS = 3
 LINKS = ("probit", "mc", "mean_field")
-PRIORS = {structure: {"prior_structure": structure} for structure in ("scalar", "layerwise")}
 
 
 def run(options: Tuning) -> Figures:

@@ -21,15 +21,15 @@ LINKS: dict[str, dict[str, Any]] = {
     "bridge": {"link_approx": "bridge"},
 }
 LAYERWISE = {"prior_structure": "layerwise"}
-EVIDENCES: dict[str, dict[str, Any]] = {
-    "evidence, scalar": {"method": "marglik"},
-    "evidence, layerwise": {"method": "marglik", **LAYERWISE},
-}
-LINEARIZED: dict[str, dict[str, Any]] = {
-    "leave-one-out, scalar": {"method": "linearized_loo"},
-    "leave-one-out, layerwise": {"method": "linearized_loo", **LAYERWISE},
-    "linearized evidence, scalar": {"method": "linearized_marglik"},
-    "linearized evidence, layerwise": {"method": "linearized_marglik", **LAYERWISE},
+PRIORS = {"scalar": {"prior_structure": "scalar"}, "layerwise": LAYERWISE}
+EVIDENCES = {f"evidence, {key}": {"method": "marglik", **prior} for key, prior in PRIORS.items()}
+LINEARIZED = {
+    f"{name}, {key}": {"method": method, **prior}
+    for name, method in (
+        ("leave-one-out", "linearized_loo"),
+        ("linearized evidence", "linearized_marglik"),
+    )
+    for key, prior in PRIORS.items()
 }
 GRID_SEARCH, DESCENT = "validation, scalar", "validation, layerwise"
 SCALED = "validation, factor of linearized evidence"

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -33,16 +33,8 @@ LIBRARY_NAME = re.compile(
 )
 NEUTRAL_WORD = "library"
 TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
-ENCODER = Hyperparameters(
-    model="all-MiniLM-L6-v2",
-    target_modules=("query", "value"),
-    batch_size=16,
-    maximum_length=32,
-    learning_rate=2e-3,
-    steps=375,
-    checkpoints=5,
-    warmup_steps=20,
-)
+LEARNING: Any = {"learning_rate": 2e-3, "steps": 375, "checkpoints": 5, "warmup_steps": 20}
+ENCODER = Hyperparameters("all-MiniLM-L6-v2", ("query", "value"), 16, 32, **LEARNING)
 
 
 class Documented(NamedTuple):

@@ -1,11 +1,9 @@
 """A small Llama-shaped language model, trained from scratch on the installed sources' docstrings.
 
-No pretrained causal language model comes as a package, so the benchmark makes its own. Its texts
-teach it to find again what it has read: summaries that are said twice, and questions which of four
-names is asked for, by the name itself or by its summary. Behind each of the four it has to say
-whether this is the one; from answers behind the last alone, a model this small learns so slowly
-that it found no more than half of the names after 8,000 steps. The functions and classes of the
-benchmark's own task are kept out of the texts.
+No pretrained causal language model comes as a package. Its texts teach it to find again what it has
+read: summaries that are said twice, and questions which of four names is asked for, by the name
+itself or by its summary. Behind each of the four it has to say whether this is the one; from
+answers alone, a model this small learns too slowly. The task's functions are kept out of the texts.
 """
 
 import hashlib
@@ -41,13 +39,7 @@ PADDING, UNKNOWN = "<pad>", "<unk>"
 VERDICTS = "no", "yes"
 VOCABULARY, HIDDEN_SIZE, LAYERS, HEADS = 2000, 64, 3, 4
 TRAINING = Hyperparameters(
-    model="docstring language model",
-    target_modules=(),
-    batch_size=64,
-    maximum_length=128,
-    learning_rate=4e-3,
-    steps=3000,
-    checkpoints=0,
+    "docstring language model", (), 64, 128, learning_rate=4e-3, steps=3000, checkpoints=0
 )
 
 
@@ -78,13 +70,11 @@ def train_tokenizer(pools: Sequence[Sequence[Named]], vocabulary: int) -> Any:
         single = part in LETTERS
         tokenizer.add_tokens([tokenizers.AddedToken(part, single_word=single, normalized=False)])
     texts = (text for pool in pools for one in pool for text in (one.name, one.summary))
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[PADDING, UNKNOWN], show_progress=False
-    )
+    special = {"special_tokens": [PADDING, UNKNOWN], "show_progress": False}
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocabulary, **special)
     tokenizer.train_from_iterator(texts, trainer)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PADDING, unk_token=UNKNOWN
-    )
+    special = {"pad_token": PADDING, "unk_token": UNKNOWN}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def train_language_model(

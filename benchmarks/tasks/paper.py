@@ -14,17 +14,11 @@ from benchmarks.tasks.task import Example, Task, TaskSource
 from benchmarks.training import Hyperparameters
 
 CAUSAL_HYPERPARAMETERS = Hyperparameters(
-    model="meta-llama/Llama-2-7b-hf",
-    target_modules=("q_proj", "v_proj", "lm_head"),
-    batch_size=4,
-    maximum_length=300,
+    "meta-llama/Llama-2-7b-hf", ("q_proj", "v_proj", "lm_head"), batch_size=4, maximum_length=300
 )
 # The paper names no layers of RoBERTa and follows PEFT's defaults, which are these.
 ENCODER_HYPERPARAMETERS = Hyperparameters(
-    model="FacebookAI/roberta-base",
-    target_modules=("query", "value"),
-    batch_size=32,
-    maximum_length=256,
+    "FacebookAI/roberta-base", ("query", "value"), batch_size=32, maximum_length=256
 )
 FALSE_OR_TRUE = ("False", "True")
 
