@@ -70,14 +70,10 @@ class Trial:
     """Fine-tune with one seed, and measure the methods of which the keys are given, beside MAP."""
 
     def __init__(
-        self,
-        pretrained: Pretrained,
-        samples: int,
-        seed: int,
-        methods: Collection[str] = CONTESTANTS,
+        self, pretrained: Pretrained, samples: int, seed: int, keys: Collection[str] = CONTESTANTS
     ) -> None:
         self.pretrained, self.samples, self.seed = pretrained, samples, seed
-        self.methods = [METHODS[key] for key in CONTESTANTS if key in {"map", *methods}]
+        self.methods = [METHODS[key] for key in CONTESTANTS if key in {"map", *keys}]
         self.loaders, self._labels = {}, {}
         for name in (TEST, *pretrained.task.shifted):
             self.loaders[name] = pretrained.loader(name, PREDICTION_BATCH_SIZE)

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from benchmarks.measuring import Job, growth_exponent, repeated_seconds
+from benchmarks.methods.posteriors import LARGE_FACTOR_RANK
 from benchmarks.options import Cost
 from benchmarks.report import Row
 from laplace_lora_ext import LowRankKron
@@ -17,7 +18,6 @@ from laplace_lora_ext.passes import Rows
 WIDEST_STOCK = 2048
 NUMBERS_OF_BLOCKS = (2, 4, 8, 16)
 BLOCK_WIDTH = 1024
-LARGE_FACTOR_RANK = 10
 
 
 def growth(options: Cost, device: str) -> list[Row]:

@@ -37,6 +37,8 @@ from benchmarks.training import Hyperparameters, train
 ANSWER = "Answer:"
 PADDING, UNKNOWN = "<pad>", "<unk>"
 VERDICTS = "no", "yes"
+ENCODING: Any = {"padding": True, "truncation": True, "return_tensors": "pt"}
+ENCODING["return_token_type_ids"] = False
 VOCABULARY, HIDDEN_SIZE, LAYERS, HEADS = 2000, 64, 3, 4
 TRAINING = Hyperparameters(
     "docstring language model", (), 64, 128, learning_rate=4e-3, steps=3000, checkpoints=0
@@ -98,14 +100,8 @@ def train_language_model(
     tokenizer.truncation_side = "left"  # a long question keeps its list
 
     def collate(examples: list[Example]) -> tuple[Any, list[Targets]]:
-        encoded = tokenizer(
-            [example.text for example in examples],
-            padding=True,
-            truncation=True,
-            max_length=settings.maximum_length,
-            return_tensors="pt",
-            return_token_type_ids=False,
-        )
+        texts = [example.text for example in examples]
+        encoded = tokenizer(texts, max_length=settings.maximum_length, **ENCODING)
         labels = [example.label for example in examples if example.label is not None]
         if labels:
             return encoded, verdicts_and_answers(encoded["input_ids"], labels, tokenizer)
