@@ -46,9 +46,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class TextRun(Run):
-    """What is not given is the task's own choice."""
-
+class TextRun(Run):  # what is not given is the task's own choice
     task: str = option(
         "docstrings",
         "docstrings, names or choices (of installed sources; the last for a causal language model),"

@@ -137,16 +137,12 @@ class Trial:
         return la, la.predictive_statistics(self.loaders[TEST])
 
     def _rows(
-        self,
-        model: AdaptedModel,
-        train: Records,
-        validation: Records,
-        methods: Collection[str] = CONTESTANTS,
+        self, model: AdaptedModel, train: Records, validation: Records, keys: Any = CONTESTANTS
     ) -> list[Row]:
         """Figures under one of the protocols: without validation data, or with them."""
         rows, map_classes = [], torch.empty(0)
         protocol = SPLIT if validation else WHOLE
-        for method in (method for method in self.methods if method.key in methods):
+        for method in (method for method in self.methods if method.key in keys):
             if self.pretrained.show_progress:
                 print(f"Seed {self.seed}, {protocol}: {method.title}", file=sys.stderr)
             for prediction in self._predictions(method, model, train, validation):

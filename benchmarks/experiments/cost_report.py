@@ -22,7 +22,7 @@ def text_of(figures: Figures) -> str:
         f"fit have {settings['batch_size']} texts of {settings['length']} tokens, "
         f"{settings['classes']} classes; its seconds are those of a batch.\nBare loops are the "
         "model's passes alone; bayesian-lora fits by one sampled label and one backward pass.\n"
-        f"Seconds are medians of {repetitions} warm calls, if no other number is given; megabytes are "
+        f"Seconds are medians of {repetitions} warm calls, if no number is given; megabytes are "
         f"peaks over model and data.\n{hardware_of(figures)}; {figures['seconds']:.0f} s in all."
     ]
     shapes: dict[str, dict[str, Row]] = {}

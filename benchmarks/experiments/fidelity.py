@@ -52,8 +52,7 @@ def run(options: Fidelity) -> Figures:
     """Measure every curvature on every model and seed, and write tables, figures and plot."""
     set_up(options)
     transformers.logging.set_verbosity_error()
-    models: list[Row] = []
-    rows: list[Row] = []
+    models, rows = [], []
     for seed in options.seeds:
         sizes = Sizes(options.base_examples, options.train_examples, options.test_examples, 0)
         task = read_docstrings(sizes, seed, options.files_per_library, not options.quiet)

@@ -113,9 +113,7 @@ def _choices(
     la: Any, searches: dict[str, dict[str, Any]], test: PredictiveStatistics, options: Tuning
 ) -> tuple[list[Row], dict[str, TuningHistory], dict[str, float]]:
     """Measure what each way of choosing is worth on the test texts."""
-    histories: dict[str, TuningHistory] = {}
-    shares: dict[str, float] = {}
-    rows: list[Row] = []
+    histories, shares, rows = {}, {}, []
     labels: Any = test.targets
     for name, search in searches.items():
         history = histories[name] = la.optimize_prior_precision(**search)

@@ -65,10 +65,9 @@ class Beliefs:
     """Gaussian logits of a data set under any prior precision; low-rank ones see the data once."""
 
     def __init__(self, la: Any, loader: DataLoader) -> None:
-        self._la = la
-        self._loader = loader
-        passed_once = hasattr(la, "predictive_statistics")
-        self.statistics = la.predictive_statistics(loader) if passed_once else None
+        self._la, self._loader = la, loader
+        gather = getattr(la, "predictive_statistics", None)
+        self.statistics = gather(loader) if gather else None
 
     def moments(self, prior_precisions: Sequence[torch.Tensor]) -> list[Moments]:
         """Mean and covariance of the logits under each prior precision."""

@@ -48,12 +48,9 @@ class Documented(NamedTuple):
 def source_files(library: str) -> list[Path]:
     """Find the Python files of an installed package, without its tests, in a fixed order."""
     root = package_folder(library)
-
-    def is_test(path: Path) -> bool:
-        parts = path.relative_to(root).with_suffix("").parts
-        return bool(TEST_FOLDERS.intersection(parts)) or path.stem.startswith("test_")
-
-    return [path for path in sorted(root.rglob("*.py")) if not is_test(path)]
+    files = [path for path in sorted(root.rglob("*.py")) if not path.stem.startswith("test_")]
+    parts = {path: path.relative_to(root).with_suffix("").parts for path in files}
+    return [path for path in files if not TEST_FOLDERS.intersection(parts[path])]
 
 
 def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:

@@ -155,9 +155,8 @@ def random_examples(
     """Write texts by turns: summaries said twice, questions for a name itself, or for a summary."""
     pools = [pool for pool in pools if len({one.name for one in pool}) >= len(LETTERS)]
     examples = []
-    weights = [len(pool) for pool in pools]
     for _ in range(count):
-        (pool,) = rng.choices(pools, weights)
+        (pool,) = rng.choices(pools, [len(pool) for pool in pools])
         one = rng.choice(pool)
         if step % 3 == 0:
             summary = one.summary.lower()

@@ -121,18 +121,13 @@ PAPER_TASKS: dict[str, PaperTask] = {
     "boolq_pairs": _super_glue("boolq", paper_prompts.boolq_pair),
 }
 
-HEALTH = (
-    "anatomy clinical_knowledge college_medicine human_aging nutrition professional_medicine "
-    "virology"
-)
-COMPUTER_SCIENCE = (
-    "college_computer_science computer_security high_school_computer_science machine_learning"
-)
+MEDICINE = ["anatomy", "clinical_knowledge", "college_medicine", "human_aging", "nutrition"]
+SCIENCE = ["college_computer_science", "computer_security", "high_school_computer_science"]
 MMLU_SUBJECTS: dict[str, Sequence[str]] = {
-    "computer_science": COMPUTER_SCIENCE.split(),
+    "computer_science": [*SCIENCE, "machine_learning"],
     "engineering": ["electrical_engineering"],
     "law": ["international_law", "jurisprudence", "professional_law"],
-    "health": HEALTH.split(),
+    "health": [*MEDICINE, "professional_medicine", "virology"],
 }
 
 SHIFTED_TASK = "obqa"
