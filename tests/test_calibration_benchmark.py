@@ -54,10 +54,10 @@ from benchmarks.calibration.report import spread, summarize
 from benchmarks.calibration.trial import Trial
 from benchmarks.metrics import calibrated_ece, selective_accuracy
 from benchmarks.temperature import fit_temperature
-from tests.dense_oracle import jacobian, logits_of, unpadded
+from tests.support.dense import jacobian, logits_of, unpadded
+from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import fitted
 from tests.test_paper_tasks import MMLU_ROW, TASKS, write_rows, write_task
-from tests.test_predictive_statistics import fitted
-from tests.tiny_models import lora_model, ragged_batches
 
 STOCK = {"Stock diag", "Stock Kron"}
 

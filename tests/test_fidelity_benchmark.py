@@ -23,7 +23,7 @@ from benchmarks.fidelity_contestants import (
 )
 from benchmarks.fidelity_report import means, pareto_front, sentences, verdict
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.tiny_models import lora_model, ragged_batches
+from tests.support.models import lora_model, ragged_batches
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 ERRORS = (

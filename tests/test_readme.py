@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tests.tiny_models import base_model, lora_model, ragged_batches
+from tests.support.models import base_model, lora_model, ragged_batches
 
 README = Path(__file__).parent.parent / "README.md"
 
