@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import laplace
 import pytest
 import torch
 
 import laplace_lora_ext  # noqa: F401
+from laplace_lora_ext import Moments
 from tests.support.dense import jacobians
 from tests.support.models import (
     TwoLinear,
@@ -18,7 +18,7 @@ from tests.support.models import (
     sequences,
     with_lora,
 )
-from tests.support.posteriors import STRUCTURES, generator, make, plain_regression
+from tests.support.posteriors import STRUCTURES, fitted, generator, make, plain_regression
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 LINKS = ["mc", "probit", "bridge", "bridge_norm"]
@@ -31,15 +31,7 @@ def batches():
 
 @pytest.fixture
 def la(batches):
-    la = laplace.Laplace(
-        lora_model("bert"),
-        "classification",
-        subset_of_weights="lora",
-        hessian_structure="lowrank_kron",
-        backend_kwargs={"rank": 3},
-    )
-    la.fit(batches)
-    return la
+    return fitted(batches=batches)
 
 
 def test_evidence_is_differentiable_in_the_prior_precision(la):
@@ -92,7 +84,7 @@ def test_functional_samples_have_the_predictive_moments(la, batches):
 def test_singular_covariances_are_sampled(la):
     root = torch.randn(4, 3, 1, generator=generator()).double()
     f_mu, f_var = torch.zeros(4, 3).double(), root @ root.mT
-    samples = la._glm_functional_samples(f_mu, f_var, 1000, generator=generator())
+    samples = la.functional_samples(Moments(f_mu, f_var), n_samples=1000, generator=generator())
     # All draws lie on the line that the covariance spans.
     direction = root[..., 0] / root[..., 0].norm(dim=1, keepdim=True)
     across = samples - (samples * direction).sum(-1, keepdim=True) * direction
@@ -187,16 +179,7 @@ def test_regression_in_the_weights(batches):
 
 
 def test_temperature_and_prior_mean(batches):
-    la = laplace.Laplace(
-        lora_model("gpt2"),
-        "classification",
-        subset_of_weights="lora",
-        hessian_structure="lowrank_kron",
-        temperature=0.5,
-        prior_mean=0.1,
-        **laplace_keywords("gpt2"),
-    )
-    la.fit(batches)
+    la = fitted("gpt2", batches, temperature=0.5, prior_mean=0.1)
     torch.testing.assert_close(la.scatter, (la.mean - 0.1).square().sum())
     torch.testing.assert_close(
         la.posterior_precision.to_matrix(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import laplace
 import pytest
 import torch
 from laplace.curvature.curvlinops import CurvlinopsGGN
@@ -21,12 +20,7 @@ def test_state_dict_round_trip(tmp_path):
     la, batches = fitted(), ragged_batches()
     la.optimize_prior_precision(prior_structure="layerwise", n_steps=5)
     torch.save(la.state_dict(), tmp_path / "posterior.pt")
-    other = laplace.Laplace(
-        la.model.model,
-        "classification",
-        subset_of_weights="lora",
-        hessian_structure="lowrank_kron",
-    )
+    other = make(la.model.model)
     other.load_state_dict(torch.load(tmp_path / "posterior.pt", weights_only=True))
     assert torch.equal(la(batches[0]), other(batches[0]))
     assert torch.equal(la.log_marginal_likelihood(), other.log_marginal_likelihood())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import laplace
 import pytest
 import torch
 
@@ -37,7 +36,7 @@ def test_host_structures_equal_the_stock_classes(kind, structure):
 @pytest.mark.parametrize("structure", ["diag", "full", "kron"])
 def test_two_runs_are_one_with_the_hosts_structures(structure):
     def build():
-        return laplace.Laplace(lora_model("bert"), "classification", "lora", structure)
+        return make(lora_model("bert"), structure)
 
     batches = ragged_batches(lengths=[5] * 6, padded_to=5)
     once, twice = build(), build()
@@ -54,8 +53,7 @@ def test_two_runs_are_one_with_the_hosts_structures(structure):
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 def test_other_structures_are_tuned_by_the_evidence_too(structure):
-    la = laplace.Laplace(lora_model("bert"), "classification", "lora", structure)
-    la.fit(ragged_batches())
+    la = fitted(structure=structure)
     history = la.optimize_prior_precision()
     assert history.objective[-1] > history.objective[0]
     if structure == "diag":

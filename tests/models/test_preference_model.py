@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import laplace
 import pytest
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ class Wrapped(nn.Module):
 
 
 def fit(model, structure="lowrank_kron"):
-    la = laplace.Laplace(model, "reward_modeling", "lora", structure, prior_precision=0.5)
+    la = make(model, structure, likelihood="reward_modeling", prior_precision=0.5)
     la.fit([preferences()])
     return la
 
@@ -79,7 +78,7 @@ def test_the_prior_precision_is_tuned_on_preferences(method):
 
 
 def test_a_classifier_of_two_classes_is_no_reward_model():
-    la = laplace.Laplace(lora_model("bert", n_labels=2), "reward_modeling", "lora", "lowrank_kron")
+    la = make(lora_model("bert", n_labels=2), likelihood="reward_modeling")
     with pytest.raises(ValueError, match="num_labels=1"):
         la.fit([preferences()])
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import nn
 
 import laplace_lora_ext  # noqa: F401
-from tests.support.models import TwoLinear, lora_model, pairs, ragged_batches, sequences, with_lora
-from tests.support.posteriors import KFAC_APPROX, STRUCTURES, make
+from laplace_lora_ext.likelihoods import Classification
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import find_blocks
+from laplace_lora_ext.passes.checks import inspected
+from tests.support.models import (
+    TwoLinear,
+    lora_model,
+    pairs,
+    plain_model,
+    ragged_batches,
+    sequences,
+    with_lora,
+)
+from tests.support.posteriors import KFAC_APPROX, STRUCTURES, count_forward_passes, make
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -165,3 +179,113 @@ def test_logits_without_a_gradient_are_refused():
     model.register_forward_hook(lambda module, args, output: output.detach())
     with pytest.raises(RuntimeError, match="no gradient to the LoRA layers"):
         make(model).fit([(sequences()[0][:, 0], torch.arange(4) % 3)])
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_a_fit_by_the_hosts_backend_passes_no_more_often_than_the_backend(structure):
+    batches = ragged_batches()
+    la = make(lora_model("bert"), structure, backend=CurvlinopsGGN)
+    calls = count_forward_passes(la)
+    with la.model.prepared([block.weight for block in la.blocks]):
+        for batch in batches:
+            getattr(la.backend, structure)(batch, batch["labels"], N=8)
+    of_the_host = len(calls)
+    la.fit(batches)
+    assert 0 < len(calls) - of_the_host <= of_the_host
+
+
+def hooks_of(model: nn.Module) -> list[dict]:
+    return [
+        dict(hooks)
+        for module in model.modules()
+        for name, hooks in vars(module).items()
+        if "_hooks" in name and isinstance(hooks, dict)
+    ]
+
+
+@pytest.fixture
+def adapted():
+    model = LogitsModel(plain_model())
+    model.register_forward_hook(lambda *_: None)  # a user's own
+    return model, find_blocks(model.model)
+
+
+def anything_goes(logits: torch.Tensor) -> None:
+    """Check no targets."""
+
+
+def test_a_pass_of_somebody_else_is_checked_from_within(adapted):
+    model, blocks = adapted
+    (X, _), before, shapes = pairs()[0], hooks_of(model), []
+    with inspected(model, blocks, X, lambda logits: shapes.append(logits.shape)):
+        for _ in range(2):
+            model(X)
+    assert shapes == [(4, 3)] * 2
+    assert hooks_of(model) == before
+    with (
+        pytest.raises(ValueError, match=r"^LoRA layer first\.lora_A\S+: non-finite activations$"),
+        inspected(model, blocks, X, anything_goes),
+    ):
+        model(X * torch.nan)
+    assert hooks_of(model) == before
+
+
+def test_every_pass_must_run_every_layer(adapted):
+    model, blocks = adapted
+    X, done = pairs()[0][0], []
+
+    def passes():
+        for adapters in (["default"], []):
+            model.model.first.set_adapter(adapters)
+            model(X)
+            done.append(adapters)
+
+    with (
+        pytest.raises(RuntimeError, match="2 of 4 LoRA layers were bypassed"),
+        inspected(model, blocks, X, anything_goes),
+    ):
+        passes()
+    assert done == [["default"]]
+
+
+def test_logits_that_do_not_fit_their_targets_are_refused(adapted):
+    model, blocks = adapted
+    X, y = pairs()[0]
+    with (
+        pytest.raises(ValueError, match="labels must be from 0 to 2"),
+        inspected(model, blocks, X, partial(Classification().check_targets, y + 1)),
+    ):
+        model(X)
+
+
+def test_a_failing_pass_of_somebody_else_leaves_no_hooks_and_its_own_error(adapted):
+    model, blocks = adapted
+    (X, _), before, error = pairs()[0], hooks_of(model), RuntimeError("somebody else's")
+
+    def passes():
+        model.model.second.register_forward_hook(lambda *_: None)
+        model(X)
+        raise error
+
+    with pytest.raises(RuntimeError) as raised, inspected(model, blocks, X, anything_goes):
+        passes()
+    assert raised.value is error
+    assert hooks_of(model) == before
+
+
+def test_where_a_pass_of_somebody_else_fails_the_reason_is_named(adapted):
+    """The host's code meets numbers that are not finite before any logits are there."""
+    model, blocks = adapted
+    X, before = pairs()[0][0] * torch.nan, hooks_of(model)
+
+    def passes():
+        model.model.second.register_forward_hook(lambda *_: None)
+        raise torch.linalg.LinAlgError("did not converge")
+
+    with (
+        pytest.raises(ValueError, match=r"LoRA layer first\.lora_A\S+: non-finite") as raised,
+        inspected(model, blocks, X, anything_goes),
+    ):
+        passes()
+    assert isinstance(raised.value.__context__, torch.linalg.LinAlgError)
+    assert hooks_of(model) == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import laplace
 import pytest
 import torch
 
@@ -109,7 +108,7 @@ def test_passes_take_several_seeds_where_few_rows_go_through_the_layers(
 def test_a_backward_pass_keeps_gradients_of_the_first_layers_alone(kind, monkeypatch):
     """Those of every output together would be as large as the activations."""
     model = lora_model(kind, torch.float32)
-    la = laplace.Laplace(model, "classification", "lora", "lowrank_kron", **laplace_keywords(kind))
+    la = make(model, **laplace_keywords(kind))
     kept = []
     grad = torch.autograd.grad
 

@@ -2,14 +2,13 @@
 
 import math
 
-import laplace
 import pytest
 import torch
 
 from laplace_lora_ext import Moments
 from laplace_lora_ext.predictive.links import mean_field
-from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import plain_regression
+from tests.support.models import ragged_batches
+from tests.support.posteriors import fitted, plain_regression
 
 
 def some_moments(n_classes, scale=1.0, n=40):
@@ -76,8 +75,7 @@ def test_extreme_moments_give_finite_logarithms_and_gradients():
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron", "diag", "full"])
 def test_every_structure_predicts_with_it(structure):
-    la = laplace.Laplace(lora_model("bert"), "classification", "lora", structure)
-    la.fit(ragged_batches())
+    la = fitted(structure=structure)
     batch = ragged_batches(seed=5)[0]
     moments = la.predictive_moments(batch)
     expected = mean_field(*moments).exp()

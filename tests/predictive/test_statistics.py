@@ -1,6 +1,5 @@
 """One pass over the data answers what any prior precision would predict."""
 
-import laplace
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -9,7 +8,7 @@ from torch import nn
 import laplace_lora_ext
 from laplace_lora_ext.predictive.statistics import from_triangle, upper_triangle
 from tests.support.models import ragged_batches
-from tests.support.posteriors import PRIORS, fitted, some_precision
+from tests.support.posteriors import PRIORS, fitted, make, some_precision
 
 
 @pytest.mark.parametrize("structure", PRIORS)
@@ -92,7 +91,7 @@ def test_a_thousand_examples_of_a_7b_adapter_fit_in_250_mb():
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(63)), nn.Linear(16, 4))
     names = [name for name, _ in model.named_modules() if name]
     inject_adapter_in_model(LoraConfig(target_modules=names, r=8, init_lora_weights=False), model)
-    la = laplace.Laplace(model, "classification", "lora", "lowrank_kron")
+    la = make(model)
     X = torch.randn(40, 16)
     la.fit([(X, torch.arange(40) % 4)])
     statistics = la.predictive_statistics([X[:5]])

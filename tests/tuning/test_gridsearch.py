@@ -1,13 +1,12 @@
 """The best of a grid of prior precisions, by brute force."""
 
-import laplace
 import pytest
 import torch
 import torchmetrics
 from laplace.utils.metrics import RunningNLLMetric
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import ragged_batches
 from tests.support.posteriors import (
     GRID,
     count_forward_passes,
@@ -72,8 +71,7 @@ def test_gridsearch_passes_the_data_once_and_given_statistics_not_at_all(validat
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full", "lowrank_kron"])
 def test_gridsearch_of_sampled_networks_and_other_structures(validation, structure):
-    la = laplace.Laplace(lora_model("bert"), "classification", "lora", structure)
-    la.fit(ragged_batches())
+    la = fitted(structure=structure)
     predictions = {"pred_type": "nn", "link_approx": "mc", "n_samples": 2}
     torch.manual_seed(0)
     losses = [

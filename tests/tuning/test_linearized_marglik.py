@@ -2,12 +2,11 @@
 
 import math
 
-import laplace
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.models import laplace_keywords, lora_model, ragged_batches
+from tests.support.models import ragged_batches
 from tests.support.posteriors import (
     PRIORS,
     count_forward_passes,
@@ -70,8 +69,7 @@ def test_the_chosen_prior_precision_is_a_maximum_of_the_dense_evidence(structure
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full", "lowrank_kron"])
 def test_every_structure_chooses_the_same(structure):
-    la = laplace.Laplace(lora_model("bert"), "classification", "lora", structure)
-    la.fit(ragged_batches())
+    la = fitted(structure=structure)
     la.optimize_prior_precision(method=METHOD, train_loader=ragged_batches())
     reference = fitted()
     reference.optimize_prior_precision(method=METHOD, train_loader=ragged_batches())
@@ -156,8 +154,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
     bad[1]["labels"][0] = 99
     with pytest.raises(ValueError, match="batch 1"):
         la.optimize_prior_precision(method=METHOD, train_loader=bad)
-    diag = laplace.Laplace(lora_model("bert"), "classification", "lora", "diag")
-    diag.fit(ragged_batches())
+    diag = fitted(structure="diag")
     with pytest.raises(ValueError, match="scalar"):
         diag.optimize_prior_precision(
             method=METHOD, prior_structure="diag", train_loader=ragged_batches()
@@ -168,14 +165,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
 def test_half_precision_is_close_to_single(dtype):
     chosen = {}
     for precision in (torch.float32, dtype):
-        la = laplace.Laplace(
-            lora_model("gpt2", precision),
-            "classification",
-            "lora",
-            "lowrank_kron",
-            **laplace_keywords("gpt2"),
-        )
-        la.fit(ragged_batches())
+        la = fitted("gpt2", dtype=precision, rank=10)
         la.optimize_prior_precision(method=METHOD, train_loader=ragged_batches())
         chosen[precision] = la.prior_precision.item()
     # Measured: 13 % with bfloat16, whose logits themselves have two to three digits.

@@ -2,13 +2,11 @@
 
 import math
 
-import laplace
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_lora_ext.tuning.predictive_loss import predictive_loss
-from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import (
     fitted,
     generator,
@@ -93,7 +91,6 @@ def test_val_gd_for_regression_and_its_start_is_never_worsened():
 
 
 def test_val_gd_is_for_low_rank_factors(validation):
-    la = laplace.Laplace(lora_model("bert"), "classification", "lora", "diag")
-    la.fit(ragged_batches())
+    la = fitted(structure="diag")
     with pytest.raises(NotImplementedError, match='use "gridsearch"'):
         la.optimize_prior_precision(method="val_gd", val_loader=validation)
