@@ -69,3 +69,10 @@ def test_statistics_of_another_fit_are_refused():
 def test_lowrank_kron_refuses_a_backend_without_low_rank_factors():
     with pytest.raises(ValueError, match=r"CurvlinopsGGN.*LowRankKronGGN.*LowRankKronEF"):
         make(plain_model(), backend=CurvlinopsGGN)
+
+
+def test_statistics_of_a_posterior_that_is_not_fitted_are_refused():
+    la = make(plain_model())
+    for ask in (la.predictive_statistics, la.variance_by_layer):
+        with pytest.raises(AttributeError, match=r"fit\(\)"):
+            ask(ragged_batches())

@@ -84,3 +84,30 @@ def test_a_state_of_other_weights_is_refused(la):
         la.blocks[0].weight.add_(1e-3)
     with pytest.raises(ValueError, match="other LoRA weights"):
         la.load_state_dict(state)
+
+
+UNFITTED = {
+    "predictions": lambda la, data: la(data[0][0]),
+    "sampled networks": lambda la, data: la(data[0][0], pred_type="nn", link_approx="mc"),
+    "moments": lambda la, data: la.predictive_moments(data[0][0]),
+    "logits": lambda la, data: la.functional_samples(data[0][0]),
+    "evidence": lambda la, data: la.log_marginal_likelihood(),
+    "weights": lambda la, data: la.sample(2),
+    "density": lambda la, data: la.log_prob(torch.zeros(la.n_params)),
+    "state": lambda la, data: la.state_dict(),
+    "linearised model": lambda la, data: la.linearize(data),
+    "marglik": lambda la, data: la.optimize_prior_precision(),
+    "linearized_loo": lambda la, data: la.optimize_prior_precision(
+        method="linearized_loo", train_loader=data
+    ),
+    "gridsearch": lambda la, data: la.optimize_prior_precision(
+        method="gridsearch", val_loader=data
+    ),
+}
+
+
+@pytest.mark.parametrize("use", UNFITTED)
+def test_a_posterior_that_is_not_fitted_says_so(la, use):
+    with pytest.raises(AttributeError, match=r"fit\(\)"):
+        UNFITTED[use](la, pairs())
+    assert la.prior_precision.tolist() == [1.0]

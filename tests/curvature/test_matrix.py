@@ -90,7 +90,7 @@ def test_sum_form_operations_equal_dense_ones(shapes, rank, tail, scale):
             kron.inv_square_form(W), W @ torch.linalg.inv(reference) @ W.mT, rtol=1e-5, atol=1e-5
         )
     else:
-        assert kron.logdet() == -torch.inf or kron.logdet() < -20
+        assert kron.logdet() == -torch.inf
 
 
 def test_sums_add_factors_and_normalizers():

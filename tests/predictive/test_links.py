@@ -73,6 +73,15 @@ def test_extreme_moments_give_finite_logarithms_and_gradients():
         assert torch.isfinite(f_var.grad).all()
 
 
+def test_a_variance_that_rounding_has_made_negative_counts_as_none():
+    """Of a large variance that all logits share, float32 leaves differences of either sign."""
+    f_mu = torch.tensor([[1.0, 0.5, -1.0], [0.0, 0.0, 3.0]])
+    f_var = torch.full((2, 3, 3), 1e8)
+    f_var[:, [0, 1], [1, 0]] += 16
+    f_var[1, [0, 2], [2, 0]] += 1024
+    torch.testing.assert_close(mean_field(f_mu, f_var).exp(), f_mu.softmax(-1))
+
+
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron", "diag", "full"])
 def test_every_structure_predicts_with_it(structure):
     la = fitted(structure=structure)
