@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+from laplace.baselaplace import ParametricLaplace
 
 import laplace_lora_ext  # noqa: F401
-from laplace_lora_ext import Moments
-from tests.support.dense import jacobians
+from laplace_lora_ext import LowRankKronLoRALaplace, Moments
+from tests.support.dense import jacobian, jacobians, unpadded
 from tests.support.models import (
     TwoLinear,
     laplace_keywords,
@@ -243,3 +246,75 @@ def test_inputs_that_require_a_gradient_change_nothing():
         curvatures.append(la.H.to_matrix())
     torch.testing.assert_close(*curvatures)
     assert curvatures[0].any()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_predictive_moments_are_the_hosts_predictive_distribution(structure):
+    la, batch = fitted(structure=structure), ragged_batches()[0]
+    moments = la.predictive_moments(batch)
+    assert isinstance(moments, Moments)
+    f_mu, f_var = la._glm_predictive_distribution(batch)
+    assert torch.equal(moments.f_mu, f_mu)
+    assert torch.equal(moments.f_var, f_var)
+    joint_mu, joint_var = la.predictive_moments(batch, joint=True)
+    expected_mu, expected_var = la._glm_predictive_distribution(batch, joint=True)
+    assert torch.equal(joint_mu, expected_mu)
+    assert torch.equal(joint_var, expected_var)
+    assert joint_mu.shape == (9,)
+    assert joint_var.shape == (9, 9)
+    torch.testing.assert_close(joint_mu, f_mu.flatten())
+    for i in range(3):
+        here = slice(3 * i, 3 * i + 3)
+        torch.testing.assert_close(joint_var[here, here], f_var[i])
+    _, variances = la._glm_predictive_distribution(batch, diagonal_output=True)
+    torch.testing.assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
+
+
+def test_the_hosts_predictive_distribution_is_called_as_by_the_host():
+    ours, hosts = (
+        inspect.signature(cls._glm_predictive_distribution).parameters
+        for cls in (LowRankKronLoRALaplace, ParametricLaplace)
+    )
+    assert {name: p.default for name, p in ours.items()} == {
+        name: p.default for name, p in hosts.items()
+    }
+
+
+def test_a_single_example_has_a_batch_of_one_covariance():
+    la = fitted()
+    batch = {key: value[:1] for key, value in ragged_batches()[0].items()}
+    f_mu, f_var = la.predictive_moments(batch)
+    assert (f_mu.shape, f_var.shape) == ((1, 3), (1, 3, 3))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_trainable_head_takes_no_part_in_the_posterior(structure):
+    """It is trained with the adapter, requires grad, and has the largest gradients of all."""
+    model = lora_model("bert")
+    head = model.base_model.model.classifier.modules_to_save["default"]
+    lora = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    assert head.weight.requires_grad
+    trained = head.weight.detach().clone(), head.bias.detach().clone()
+    la = fitted(model=model, structure=structure, prior_precision=0.1)
+    n_params = sum(p.numel() for p in lora.values())
+    assert la.n_params == la.mean.numel() == n_params
+    assert la.sample(2).shape == (2, n_params)
+    assert torch.equal(la.mean, torch.cat([p.detach().flatten() for p in lora.values()]))
+
+    # The variance of predictions is that of the LoRA weights' Jacobians alone.
+    (batch,) = ragged_batches(lengths=(5, 5), padded_to=5)
+    Js = torch.stack([jacobian(model.eval(), unpadded(batch, row)) for row in range(2)])
+    basis = torch.eye(n_params)[:, None].double()
+    precision = torch.linalg.inv(la.functional_variance(basis.transpose(0, 1)))[0]
+    expected = Js @ torch.linalg.inv(precision) @ Js.mT
+    torch.testing.assert_close(la.predictive_moments(batch).f_var, expected)
+
+    # Networks that are sampled have the head that was trained.
+    seen = []
+    head.register_forward_hook(lambda layer, *_: seen.append((layer.weight, layer.bias)))
+    draws = la.functional_samples(batch, pred_type="nn", n_samples=3, generator=generator())
+    assert not torch.allclose(draws[0], draws[1], atol=1e-3)
+    assert len(seen) == 3
+    for weight, bias in [*seen, (head.weight, head.bias)]:
+        assert torch.equal(weight, trained[0])
+        assert torch.equal(bias, trained[1])
