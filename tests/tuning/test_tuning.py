@@ -47,7 +47,7 @@ OPTIONS = {
         "val_loader": ragged_batches(seed=7),
         "init_prior_prec": 3.0,
         "prior_structure": "layerwise",
-        "link_approx": "mc",
+        "link_approx": "mean_field",
         "n_samples": 7,
         "n_steps": 4,
         "lr": 0.3,
