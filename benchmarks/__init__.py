@@ -1,4 +1,4 @@
-"""Measurements on a real fine-tuned model: run ``python -m benchmarks``."""
+"""A lab: tasks, methods, one fine-tuning, and experiments over them: `python -m benchmarks`."""
 
 import warnings
 

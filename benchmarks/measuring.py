@@ -1,199 +1,145 @@
-"""Times, memory and time limits: what one job costs."""
+"""Times, memory and processes of their own: what one job costs."""
 
 import ctypes
 import gc
 import statistics
 import sys
+import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import get_all_start_methods, get_context
-from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
 import torch
+from torch.utils.benchmark import timer  # waits for an accelerator
 
-from benchmarks.memory import BYTES_PER_MEGABYTE, PeakMemory
+from benchmarks.options import Run
 
+BYTES_PER_MEGABYTE = 1e6
+SECONDS_BETWEEN_SAMPLES = 0.002
 REASON_LENGTH = 200
 SHARE_OF_LIMIT = 1 / 4
 SECONDS_TO_LEAVE = 5
+KNOWN_WARNINGS = (
+    "By default `link_approx`",  # every call names its link
+    "The posterior is over lora_A and lora_B",  # a head stays at its MAP value everywhere
+    r"\d+ of \d+ predictions have another most probable class",  # a column of the table
+    "There is a performance drop",  # the stock classes' price, which tables show
+    "ASDL backend is used which does not",  # likewise
+    "Full backward hook is firing",  # bayesian-lora hooks layers whose inputs have no gradient
+)
 
+Job = Callable[[], object]
 Send = Callable[[str, Any], None]
 
 
-def seconds_of(job: Callable[[], object], device: str) -> float:
-    """Time one call.
+def set_up(options: Run) -> None:
+    """Prepare this process for an experiment."""
+    for known in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=known)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
 
-    Parameters
-    ----------
-    job : callable
-        What to time.
-    device : str
-        Device that it uses: on CUDA the time is that between two events in its queue.
 
-    Returns
-    -------
-    seconds : float
-        Time until all of its work was done.
+class PeakMemory:
+    """Context manager that measures the peak of this process's memory, over what was in use before.
+
+    On a CUDA device that of PyTorch's allocator, on a CPU the highest resident set size that a
+    thread sees every two milliseconds. The operating system's own high-water mark would not do: it
+    includes the time before the block, and a process inherits it from the one that started it.
     """
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        job()
-        last.record()
-        torch.cuda.synchronize()
-        return first.elapsed_time(last) / 1e3
-    started = time.perf_counter()
-    job()
-    return time.perf_counter() - started
 
+    def __init__(self, device: str) -> None:
+        self._on_cuda = torch.device(device).type == "cuda"
+        self._process = psutil.Process()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.megabytes = 0.0
 
-def repeated_seconds(
-    job: Callable[[], object],
-    device: str,
-    repetitions: int,
-    limit: float | None = None,
-    first: float | None = None,
-) -> dict[str, Any]:
-    """Time a call repeatedly, after one that warms up.
+    def __enter__(self) -> "PeakMemory":
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self._before = self._peak = self._now()
+        self._thread.start()
+        return self
 
-    Parameters
-    ----------
-    job : callable
-        What to time.
-    device : str
-        Device that it uses.
-    repetitions : int
-        Calls that count; fewer of a job so slow that they would take more than a quarter of the
-        limit, and the first one alone where not even one more would fit.
-    limit : float, optional
-        Seconds that the whole contestant has.
-    first : float, optional
-        Seconds of the call that warms up, where it has been made.
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        peak = torch.cuda.max_memory_allocated() if self._on_cuda else self._peak
+        self.megabytes = (peak - self._before) / BYTES_PER_MEGABYTE
 
-    Returns
-    -------
-    figures : dict
-        Median, minimum and maximum of the seconds, the number of calls that count, and the
-        seconds of each; `warmed_up` is false where the first call is the only one.
-    """
-    if first is None:
-        first = seconds_of(job, device)
-    affordable = repetitions
-    if limit is not None:
-        affordable = min(repetitions, int(SHARE_OF_LIMIT * limit / max(first, 1e-9)))
-    times = [seconds_of(job, device) for _ in range(affordable)] or [first]
-    return {
-        "median": statistics.median(times),
-        "minimum": min(times),
-        "maximum": max(times),
-        "repetitions": len(times),
-        "warmed_up": affordable > 0,
-        "seconds": times,
-    }
+    def _now(self) -> int:
+        return torch.cuda.memory_allocated() if self._on_cuda else self._process.memory_info().rss
 
-
-def time_and_memory(
-    job: Callable[[], object], device: str, repetitions: int, limit: float
-) -> dict[str, Any]:
-    """Time a call repeatedly, and watch the first one's memory.
-
-    Parameters
-    ----------
-    job, device, repetitions, limit
-        See `repeated_seconds`.
-
-    Returns
-    -------
-    figures : dict
-        Those of `repeated_seconds`, and `peak_megabytes` over what was in use before.
-    """
-    with PeakMemory(device) as memory:
-        first = seconds_of(job, device)
-    figures = repeated_seconds(job, device, repetitions, limit, first)
-    return {**figures, "peak_megabytes": memory.megabytes}
+    def _watch(self) -> None:
+        while not (self._on_cuda or self._done.wait(SECONDS_BETWEEN_SAMPLES)):
+            self._peak = max(self._peak, self._now())
 
 
 def megabytes_in_use(device: str) -> float:
-    """Memory that this process holds, after giving back what it does not need.
-
-    Parameters
-    ----------
-    device : str
-        A CUDA device for what PyTorch has allocated there, else for the resident set size.
-
-    Returns
-    -------
-    megabytes : float
-        Memory in use.
-    """
+    """Memory that this process holds on a device, after giving back what it does not need."""
     gc.collect()
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated() / BYTES_PER_MEGABYTE
-    if sys.platform == "linux":
-        # Freed memory that the C library keeps would hide the peak of what comes next.
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    # Freed memory that the C library keeps would hide the peak of what comes next.
+    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
+        ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss / BYTES_PER_MEGABYTE
 
 
 def available_megabytes(device: str) -> float:
-    """Memory that a new process could have.
+    """Memory of a device that a new process could have."""
+    on_cuda = torch.device(device).type == "cuda"
+    free = torch.cuda.mem_get_info()[0] if on_cuda else psutil.virtual_memory().available
+    return free / BYTES_PER_MEGABYTE
 
-    Parameters
-    ----------
-    device : str
-        Device of the process.
 
-    Returns
-    -------
-    megabytes : float
-        Free memory of the device.
+def seconds_of(job: Job) -> float:
+    """Time until all of a call's work is done."""
+    started = timer()
+    job()
+    return timer() - started
+
+
+def repeated_seconds(
+    job: Job, repetitions: int, limit: float | None = None, first: float | None = None
+) -> dict[str, Any]:
+    """Time a call repeatedly, after a first one that warms up, of which the seconds may be given.
+
+    Less often if that would take more than a quarter of the limit; maybe the first call alone.
     """
-    if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info()[0] / BYTES_PER_MEGABYTE
-    return psutil.virtual_memory().available / BYTES_PER_MEGABYTE
+    first = seconds_of(job) if first is None else first
+    affordable = repetitions
+    if limit is not None:
+        affordable = min(repetitions, int(SHARE_OF_LIMIT * limit / max(first, 1e-9)))
+    times = [seconds_of(job) for _ in range(affordable)] or [first]
+    spread = {"median": statistics.median(times), "minimum": min(times), "maximum": max(times)}
+    calls = {"repetitions": len(times), "warmed_up": affordable > 0, "seconds": times}
+    return {**spread, **calls}
+
+
+def time_and_memory(job: Job, device: str, repetitions: int, limit: float) -> dict[str, Any]:
+    """`repeated_seconds`, and `peak_megabytes` of the first call over what was in use before."""
+    with PeakMemory(device) as memory:
+        first = seconds_of(job)
+    figures = repeated_seconds(job, repetitions, limit, first)
+    return {**figures, "peak_megabytes": memory.megabytes}
 
 
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:
-    """Least-squares slope of costs against sizes, both as logarithms.
-
-    Parameters
-    ----------
-    sizes, costs : sequence of float
-        One cost a size.
-
-    Returns
-    -------
-    exponent : float or None
-        The slope; None of fewer than two sizes, and of costs that are not all above zero, as
-        small differences of noisy times may be.
-    """
+    """Slope of costs against sizes, both as logarithms; None if noise makes a cost negative."""
     if len(set(sizes)) < 2 or min(costs) <= 0:
         return None
-    points = list(zip(sizes, costs, strict=True))
-    logarithms = torch.tensor(points, dtype=torch.float64).log()
-    x, y = (logarithms - logarithms.mean(0)).T
-    return (x @ y / (x @ x)).item()
+    x, y = torch.tensor([list(sizes), list(costs)], dtype=torch.float64).log().tolist()
+    return statistics.linear_regression(x, y).slope
 
 
 def reason_of(error: BaseException) -> str:
-    """One line that says what went wrong.
-
-    Parameters
-    ----------
-    error : BaseException
-        What was raised.
-
-    Returns
-    -------
-    reason : str
-        Its type and the beginning of its message; without one, the line of code that failed.
-    """
+    """One line that says what went wrong, if need be by the line of code that failed."""
     message = " ".join(str(error).split())
     if not message and error.__traceback__ is not None:  # an assertion speaks through its source
         message = traceback.extract_tb(error.__traceback__)[-1].line or ""
@@ -203,45 +149,23 @@ def reason_of(error: BaseException) -> str:
 
 
 def run_limited(
-    job: Callable[..., None], arguments: tuple[Any, ...], limit: float | None, preload: str
+    job: Callable[..., None], arguments: tuple[Any, ...], limit: float | None = None
 ) -> tuple[list[tuple[str, Any]], str | None]:
-    """Run a job in a process of its own, and end it after a time.
+    """Run `job(send, *arguments)` in its own process, and end it so many seconds after "ready".
 
-    Parameters
-    ----------
-    job : callable
-        Called with a function `send(kind, content)` and the arguments. The clock starts anew
-        when it sends the kind "ready", so that its preparations don't count.
-    arguments : tuple
-        What else to call it with.
-    limit : float or None
-        Seconds until the process is ended; None for no limit.
-    preload : str
-        Module that is imported once for all such processes.
-
-    Returns
-    -------
-    messages : list of tuple
-        All that it has sent, also before it was ended.
-    reason : str or None
-        Why it did not come to its end; None if it did.
+    Returns all messages `(kind, content)`, also those before an early end, and the reason of it.
     """
-    if "forkserver" in get_all_start_methods():
-        context = get_context("forkserver")
-        context.set_forkserver_preload([preload])
-    else:
-        context = get_context("spawn")
+    has_server = "forkserver" in get_all_start_methods()
+    context: Any = get_context("forkserver" if has_server else "spawn")
+    if has_server:  # which imports the libraries once for all such processes
+        context.set_forkserver_preload([job.__module__])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run_and_send, args=(job, sender, arguments), daemon=True)
     process.start()
     sender.close()
     messages: list[tuple[str, Any]] = []
-    started = time.perf_counter()
-    while True:
-        left = None if limit is None else max(0.0, started + limit - time.perf_counter())
-        if not receiver.poll(left):
-            reason = f"took longer than the limit of {limit:g} s"
-            break
+    started, reason = time.perf_counter(), f"took longer than the limit of {limit or 0:g} s"
+    while receiver.poll(limit and max(0.0, started + limit - time.perf_counter())):
         try:
             kind, content = receiver.recv()
         except EOFError:
@@ -259,13 +183,19 @@ def run_limited(
         messages.append((kind, content))
     process.kill()
     process.join()
-    receiver.close()
     return messages, reason
 
 
-def _run_and_send(
-    job: Callable[..., None], connection: Connection, arguments: tuple[Any, ...]
-) -> None:
+def run_alone(job: Callable[..., None], *arguments: Any) -> Any:
+    """Return the one thing that `job(send, *arguments)` sends, in a process of its own."""
+    messages, reason = run_limited(job, arguments)
+    if reason is not None:
+        raise RuntimeError(reason)
+    ((_, result),) = messages
+    return result
+
+
+def _run_and_send(job: Callable[..., None], connection: Any, arguments: tuple) -> None:
     reason = None
     try:
         job(lambda kind, content: connection.send((kind, content)), *arguments)

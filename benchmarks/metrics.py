@@ -1,7 +1,8 @@
-"""What is measured of predictions: calibration on the test texts, and uncertainty off them."""
+"""What is measured of class probabilities (texts, classes): calibration, and uncertainty."""
 
 import math
 
+import pandas as pd
 import torch
 from torch.nn.functional import nll_loss, one_hot
 from torchmetrics.functional.classification import (
@@ -16,86 +17,27 @@ COVERAGES = tuple(number / 20 for number in range(1, 21))
 
 
 def quality(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Measure predictions on texts whose class is known.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-    labels : torch.Tensor
-        Classes (texts,).
-
-    Returns
-    -------
-    figures : dict
-        Accuracy, mean negative log-likelihood, expected calibration error and Brier score.
-    """
-    probabilities = _checked(probabilities)
-    classes = probabilities.shape[1]
+    """Accuracy, mean negative log-likelihood, expected calibration error, Brier score (0 to 2)."""
+    p, classes = _checked(probabilities), probabilities.shape[1]
+    error = multiclass_calibration_error(p, labels, classes, n_bins=NUMBER_OF_BINS, norm="l1")
     return {
-        "accuracy": multiclass_accuracy(
-            probabilities, labels, num_classes=classes, average="micro"
-        ).item(),
-        "nll": negative_log_likelihood(probabilities, labels),
-        "ece": multiclass_calibration_error(
-            probabilities, labels, num_classes=classes, n_bins=NUMBER_OF_BINS, norm="l1"
-        ).item(),
-        "brier": brier_score(probabilities, labels),
+        "accuracy": multiclass_accuracy(p, labels, classes, average="micro").item(),
+        "nll": negative_log_likelihood(p, labels),
+        "ece": error.item(),
+        "brier": (p - one_hot(labels, classes)).square().sum(-1).mean().item(),
     }
 
 
 def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean negative log-likelihood in nats; a probability of 0 counts as the smallest number.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-    labels : torch.Tensor
-        Classes (texts,).
-
-    Returns
-    -------
-    score : float
-        Lower is better.
-    """
+    """Mean in nats; a probability of 0 counts as the smallest number."""
     smallest = torch.finfo(probabilities.dtype).tiny
     return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()
 
 
-def brier_score(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean squared distance between the probabilities and the one-hot labels, from 0 to 2.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-    labels : torch.Tensor
-        Classes (texts,).
-
-    Returns
-    -------
-    score : float
-        Lower is better.
-    """
-    wanted = one_hot(labels, probabilities.shape[1])
-    return (probabilities - wanted).square().sum(-1).mean().item()
-
-
 def calibrated_ece(probabilities: torch.Tensor) -> float:
-    """ECE that these probabilities would have if they were right.
+    """ECE that these probabilities would have if they were right, from labels drawn from them.
 
     The bins of a finite set of texts are uneven by chance: calibration can't be seen to be better.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-
-    Returns
-    -------
-    ece : float
-        Mean over labels that are drawn from the probabilities, always the same.
     """
     draws = torch.Generator().manual_seed(0)
     labels = torch.multinomial(_checked(probabilities), CALIBRATED_DRAWS, True, generator=draws)
@@ -104,18 +46,7 @@ def calibrated_ece(probabilities: torch.Tensor) -> float:
 
 
 def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, float]:
-    """Measure whether the predictive entropy tells shifted texts from test texts.
-
-    Parameters
-    ----------
-    test, shifted : torch.Tensor
-        Class probabilities (texts, classes) on either kind of text.
-
-    Returns
-    -------
-    figures : dict
-        Mean entropies in nats, and the AUROC of the entropy as a sign of a shifted text.
-    """
+    """Mean entropies in nats, and the AUROC of the entropy as a sign of a shifted text."""
     inside, outside = entropy(test), entropy(shifted)
     # torchmetrics takes scores in [0, 1] as they are.
     scores = torch.cat([inside, outside]) / math.log(test.shape[1])
@@ -128,79 +59,31 @@ def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, floa
 
 
 def entropy(probabilities: torch.Tensor) -> torch.Tensor:
-    """Entropy of each prediction in nats.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-
-    Returns
-    -------
-    entropies : torch.Tensor
-        Entropies (texts,).
-    """
+    """Entropy of each prediction in nats."""
     return torch.special.entr(_checked(probabilities)).sum(-1)
 
 
 def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> list[dict[str, float | None]]:
-    """Sort predictions into bins of equal width by their confidence.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-    labels : torch.Tensor
-        Classes (texts,).
-
-    Returns
-    -------
-    bins : list of dict
-        For each bin its share of the texts, mean confidence and accuracy; the latter two are None
-        where there is no text.
-    """
+    """Share of texts, mean confidence and accuracy in bins of the confidence; None if empty."""
     confidence, prediction = _checked(probabilities).max(-1)
-    is_right = (prediction == labels).to(confidence)
     # Like torchmetrics, a bin includes its lower edge; the last one has both.
-    place = (confidence * NUMBER_OF_BINS).long().clamp_max(NUMBER_OF_BINS - 1)
-    bins: list[dict[str, float | None]] = []
-    for number in range(NUMBER_OF_BINS):
-        inside = place == number
-        filled = bool(inside.any())
-        bins.append(
-            {
-                "share": inside.to(confidence).mean().item(),
-                "confidence": confidence[inside].mean().item() if filled else None,
-                "accuracy": is_right[inside].mean().item() if filled else None,
-            }
-        )
-    return bins
+    place = (confidence * NUMBER_OF_BINS).long().clamp_max(NUMBER_OF_BINS - 1).numpy()
+    texts = pd.DataFrame({"confidence": confidence, "accuracy": (prediction == labels).double()})
+    bins = texts.groupby(place).mean().reindex(range(NUMBER_OF_BINS)).astype(object)
+    shares = pd.Series(place).value_counts(normalize=True).reindex(bins.index, fill_value=0.0)
+    return bins.where(bins.notna(), None).assign(share=shares).to_dict("records")
 
 
 def selective_accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Accuracy on the most certain predictions alone: one minus the risk at each coverage.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        Class probabilities (texts, classes).
-    labels : torch.Tensor
-        Classes (texts,); a label that is no class makes every prediction wrong.
-
-    Returns
-    -------
-    accuracies : list of float
-        At the coverages of `COVERAGES`; certainty is the opposite of entropy.
-    """
+    """Accuracy on the predictions of least entropy alone, at `COVERAGES`; no class is wrong."""
     order = entropy(probabilities).argsort(stable=True)
     is_right = (probabilities.argmax(-1) == labels)[order].double()
-    return [
-        is_right[: max(1, round(coverage * len(labels)))].mean().item() for coverage in COVERAGES
-    ]
+    counts = [max(1, round(coverage * len(labels))) for coverage in COVERAGES]
+    return [is_right[:count].mean().item() for count in counts]
 
 
 def _checked(probabilities: torch.Tensor) -> torch.Tensor:
     if not torch.isfinite(probabilities).all():
-        raise ValueError("A contestant predicted probabilities that are not finite.")
+        raise ValueError("A method predicted probabilities that are not finite.")
     # torchmetrics takes anything outside [0, 1] for logits, even a rounding error.
     return probabilities.double().clamp(0, 1)

@@ -1,10 +1,18 @@
-"""Options of the benchmarks' command line; nothing heavy is imported for them."""
+"""Options of every experiment; nothing heavy is imported, so that help is quick.
+
+A dataclass for each experiment: its docstring describes it, its fields are the options.
+"""
 
 import argparse
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+RESULTS, CACHE = Path("benchmark_results"), Path("benchmark_cache")
+MANY: dict[str, Any] = {"nargs": "+"}
+STOCK = ("stock_kron", "stock_kron_asdl", "stock_diag")
+CONTESTANTS = ("bare", "lowrank_kron", "lowrank_kron_paper", *STOCK, "bayesian_lora")
 
 
 def positive(text: str) -> int:
@@ -15,298 +23,195 @@ def positive(text: str) -> int:
     return number
 
 
-def add_shared_options(parser: argparse.ArgumentParser, files: str, validation: int) -> None:
-    """Describe what every benchmark on the docstrings can be told."""
-    add_output(parser, files)
-
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--train-examples", type=positive, default=300, metavar="N", help="texts to fine-tune on"
-    )
-    data.add_argument(
-        "--validation-examples",
-        type=positive,
-        default=validation,
-        metavar="N",
-        help="texts on which a temperature or a prior precision is chosen",
-    )
-    data.add_argument(
-        "--test-examples",
-        type=positive,
-        default=1000,
-        metavar="N",
-        help="texts on which every method is measured",
-    )
-    data.add_argument(
-        "--shifted-examples",
-        type=positive,
-        default=300,
-        metavar="N",
-        help="texts of a library that is not among the classes",
-    )
-    data.add_argument(
-        "--files-per-library",
-        type=positive,
-        default=None,
-        metavar="N",
-        help="read at most so many source files of each library, drawn at random; all if not given",
-    )
-    data.add_argument(
-        "--maximum-length", type=positive, default=32, metavar="N", help="tokens of a text kept"
-    )
-
-    training = parser.add_argument_group("fine-tuning")
-    training.add_argument(
-        "--epochs", type=positive, default=20, metavar="N", help="passes over the training texts"
-    )
-    training.add_argument(
-        "--learning-rate",
-        type=float,
-        default=2e-3,
-        metavar="RATE",
-        help="AdamW's learning rate after the warm-up, from which it falls linearly to zero",
-    )
-    training.add_argument(
-        "--batch-size",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="texts in a training batch, also when a posterior is fitted",
-    )
-
-    parser.add_argument(
-        "--samples",
-        type=positive,
-        default=10000,
-        metavar="N",
-        help="samples of the logits for each text with the link mc",
-    )
-    add_seed(parser, "data, training and sampling")
-    add_machine_options(parser)
+def option(default: Any, text: str, **keywords: Any) -> Any:
+    return field(default=default, metadata={"help": text, **keywords})
 
 
-def add_cost_options(parser: argparse.ArgumentParser) -> None:
-    """Describe what the benchmark of costs can be told."""
-    add_output(parser, "cost.json, cost.md and cost.png")
-    shapes = parser.add_argument_group("shapes")
-    for option, default, text in (
-        ("--hidden-sizes", [256, 512, 1024, 2048, 4096], "hidden sizes of the models"),
-        ("--layers", [4, 4, 2, 2, 1], "layers of each of them, or one number for all"),
-        ("--batches", [8, 4, 4, 2, 1], "batches of a fit, likewise"),
-        (
-            "--prediction-batch-sizes",
-            [1, 8, 32],
-            "texts in a batch of a prediction; on a CPU, none above 8 for models wider than 1024",
-        ),
-        ("--growth-widths", [512, 1024, 2048, 4096, 8192], "widths of single blocks"),
-    ):
-        add_number(shapes, option, default, text, nargs="+")
-    shapes.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=DTYPES,
-        default=["float32", "bfloat16"],
-        help="of the weights; on a CPU, all but the first for the smallest model alone",
-    )
-    for option, default, text in (
-        ("--batch-size", 4, "texts in a batch of a fit"),
-        ("--length", 32, "tokens of a text"),
-        ("--classes", 4, "answers"),
-        ("--rank", 8, "r of the LoRA layers"),
-    ):
-        add_number(shapes, option, default, text)
-    contest = parser.add_argument_group("contest")
-    contest.add_argument(
-        "--contestants",
-        nargs="+",
-        metavar="NAME",
-        help="which of bare, lowrank_kron, lowrank_kron_paper, stock_kron, stock_kron_asdl, "
-        "stock_diag and bayesian_lora to run; all if not given",
-    )
-    add_number(
-        contest, "--repetitions", 5, "calls that are timed, fewer of one that takes very long"
-    )
-    contest.add_argument(
-        "--limit",
-        type=float,
-        default=40.0,
-        metavar="SECONDS",
-        help="time after which a contestant is ended, with a line that says so",
-    )
-    contest.add_argument(
-        "--memory-limit",
-        type=float,
-        default=None,
-        metavar="MB",
-        help="do not run what would need more; what is free if not given",
-    )
-    add_seed(parser, "weights and tokens")
-    add_machine_options(parser)
+def number(default: Any, text: str, **keywords: Any) -> Any:
+    return option(default, text, **{"type": positive, "metavar": "N", **keywords})
 
 
-def add_table7b_options(parser: argparse.ArgumentParser) -> None:
-    """Describe what the paper's table of costs can be told."""
-    add_output(parser, "table7b.json and table7b.md")
-    shape = parser.add_argument_group("shape")
-    for option, default, text in (
-        ("--hidden-size", 4096, "hidden size"),
-        ("--layers", 32, "layers"),
-        ("--heads", 32, "attention heads"),
-        ("--intermediate-size", 11008, "width within the feed-forward layers"),
-        ("--vocabulary", 32000, "tokens known"),
-        ("--rank", 8, "r of the LoRA layers"),
-        ("--batch-size", 4, "texts in a batch"),
-        ("--length", 300, "tokens of a text"),
-    ):
-        add_number(shape, option, default, text)
-    add_number(shape, "--classes", [2, 4], "answers, one row of the table each", nargs="+")
-    shape.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights")
-    phases = parser.add_argument_group("phases")
-    add_number(phases, "--steps", 10, "training steps that are timed")
-    add_number(phases, "--batches", 50, "batches of the Laplace fit")
-    add_seed(parser, "weights and tokens")
-    add_machine_options(parser)
+def flag(text: str) -> Any:
+    return option(False, text, action="store_true")
 
 
-def add_output(parser: argparse.ArgumentParser, files: str) -> None:
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("benchmark_results"),
-        metavar="FOLDER",
-        help=f"folder for {files}; made if missing",
+@dataclass(frozen=True)
+class Run:
+    output: Path = option(RESULTS, "folder for what the run writes", type=Path)
+    device: str | None = option(None, "cpu or cuda; cuda if there is one when not given")
+    threads: int | None = number(None, "PyTorch's threads; its own choice if not given")
+    quiet: bool = flag("show no progress")
+    cache: Path = option(CACHE, "folder of trained models for later runs", type=Path)
+
+
+@dataclass(frozen=True)
+class TextRun(Run):
+    """What is not given is the task's own choice."""
+
+    task: str = option(
+        "docstrings",
+        "docstrings, names or choices (of installed sources; the last for a causal language model),"
+        " or one of the paper's: winogrande_s, winogrande_m, arc_easy, arc_challenge, obqa, boolq "
+        "(for causal language models), mrpc, rte, cola, wic, wnli, boolq_pairs (for encoders)",
+    )
+    train_examples: int | None = number(None, "texts to fine-tune on")
+    test_examples: int | None = number(None, "texts on which every method is measured")
+    shifted_examples: int | None = number(None, "texts of each other distribution")
+    files_per_library: int | None = number(None, "source files of each library, drawn; all if not")
+    data: Path | None = option(
+        None, "the paper's tasks, DATA/dataset/configuration/split.jsonl; the hub if not", type=Path
+    )
+    shifted: tuple[str, ...] = option(
+        (), "of obqa: arc_challenge arc_easy computer_science engineering law health", nargs="*"
+    )
+    model: str | None = option(None, "of a paper's task: name on the hub or folder")
+    dtype: str = option("float32", "of its weights", choices=DTYPES)
+    load_in_8bit: bool = flag("quantise its weights with bitsandbytes")
+    batch_size: int | None = number(None, "texts in a batch of training, and of a posterior's fit")
+    maximum_length: int | None = number(None, "tokens of a text kept")
+    learning_rate: float | None = option(None, "the first, or after a warm-up", type=float)
+    language_model_steps: int | None = number(None, "of the task choices' own language model")
+
+
+@dataclass(frozen=True)
+class OneModel(TextRun):
+    train_examples: int | None = number(300, "texts to fine-tune on")
+    epochs: int = number(20, "passes over the training texts")
+    seed: int = option(0, "seed of data, training and sampling", type=int)
+    samples: int = number(10000, "samples of the logits for each text with the link mc")
+
+
+@dataclass(frozen=True)
+class Compare(OneModel):
+    """The README's example beside what it is compared with.
+
+    Fine-tunes a pretrained encoder on docstrings, and compares the calibration and cost of
+    Laplace-LoRA, stock laplace-torch, temperature scaling and the bare model, in up to five minutes
+    on two processor cores. Writes figures.json, table.md and reliability.png.
+    """
+
+    validation_examples: int = number(100, "texts on which a temperature is chosen")
+    test_examples: int | None = number(400, "texts on which every method is measured")
+    shifted_examples: int | None = number(100, "texts of another distribution")
+    prior_structure: str = option(
+        "layerwise", "in all rows but the example's", choices=("scalar", "layerwise")
+    )
+    link: str = option("probit", "in all rows but the example's", choices=("mc", "probit"))
+    every_row: bool = flag("also lowrank_kron by the evidence, and both with a scalar prior and mc")
+
+
+@dataclass(frozen=True)
+class Tuning(OneModel):
+    """What choosing a prior precision costs and is worth.
+
+    Times every way of choosing beside one prediction pass and the stock class, and measures on the
+    test texts what the choices are worth, in up to a quarter of an hour. Writes tuning.json,
+    tuning.md, tuning.png and variance_by_layer.png.
+    """
+
+    validation_examples: int = number(200, "texts on which a prior precision is chosen")
+    test_examples: int | None = number(1000, "texts on which every choice is measured")
+    grid_size: int = number(100, "points of the grid")
+    stock_grid_size: int = number(
+        4, "points of the stock class's grid, in which its cost is linear"
+    )
+    steps: int = number(1000, "steps of val_gd")
+
+
+@dataclass(frozen=True)
+class Calibration(TextRun):
+    """Calibration of every method of the paper, on its tasks or on embedded ones.
+
+    With prior precisions by the training set and by validation data, under every link; a seed of
+    docstrings takes up to an hour. Writes calibration.json, calibration.md, layers.png,
+    calibration_reliability.png, selective_accuracy.png and along_training.png.
+    """
+
+    steps: int | None = number(None, "training steps; the task's own number if not given")
+    checkpoints: int | None = number(None, "checkpoints along the training, likewise")
+    methods: tuple[str, ...] | None = option(
+        None, "to measure beside MAP, by their keys or names in the table; all if not given", **MANY
+    )
+    samples: int = number(1000, "samples of the logits for each text with the link mc")
+    curves: bool = flag("measure at the first seed's checkpoints too")
+    seeds: tuple[int, ...] = number((0,), "seeds of texts and fine-tuning", type=int, **MANY)
+
+
+@dataclass(frozen=True)
+class Fidelity(Run):
+    """Error of each curvature against the exact one, and the memory that it keeps.
+
+    Trains small models on real text, and compares every curvature of their LoRA weights with the
+    exact Gauss-Newton matrix, in twelve minutes. Writes fidelity.json, fidelity.md and
+    fidelity.png.
+    """
+
+    hidden_size: int = number(128, "width of the models, a multiple of 8")
+    ranks: tuple[int, ...] = number((4, 10, 32), "ranks of the large factors", **MANY)
+    base_examples: int = number(2000, "texts of the first training, in full")
+    train_examples: int = number(200, "texts that LoRA weights and posteriors are fitted on")
+    test_examples: int = number(100, "texts whose predictive covariances are compared")
+    epochs: int = number(100, "passes of the LoRA training over its texts")
+    files_per_library: int = number(200, "source files of each library that are read")
+    seeds: tuple[int, ...] = number(
+        (0, 1), "seeds of texts, weights and training", type=int, **MANY
     )
 
 
-def add_seed(parser: argparse.ArgumentParser, seeded: str) -> None:
-    parser.add_argument("--seed", type=int, default=0, help=f"seed of {seeded}")
+@dataclass(frozen=True)
+class Cost(Run):
+    """Time and memory of fits and predictions against the model's width.
+
+    On random weights in the shape of Llama, with this library, the stock classes, the package
+    bayesian-lora and the model's passes alone, in up to 20 minutes. Writes cost.json, cost.md and
+    cost.png.
+    """
+
+    hidden_sizes: tuple[int, ...] = number((256, 512, 1024, 2048, 4096), "of the models", **MANY)
+    layers: tuple[int, ...] = number(
+        (4, 4, 2, 2, 1), "of each of them, or one number for all", **MANY
+    )
+    batches: tuple[int, ...] = number((8, 4, 4, 2, 1), "of a fit, likewise", **MANY)
+    prediction_batch_sizes: tuple[int, ...] = number(
+        (1, 8, 32),
+        "texts in a batch of a prediction; on a CPU, none above 8 for models wider than 1024",
+        **MANY,
+    )
+    growth_widths: tuple[int, ...] = number(
+        (512, 1024, 2048, 4096, 8192), "of single blocks", **MANY
+    )
+    dtypes: tuple[str, ...] = option(
+        DTYPES[:2], "on a CPU, all but the first for the smallest model", choices=DTYPES, **MANY
+    )
+    batch_size: int = number(4, "texts in a batch of a fit")
+    length: int = number(32, "tokens of a text")
+    classes: int = number(4, "answers")
+    rank: int = number(8, "r of the LoRA layers")
+    contestants: tuple[str, ...] = option(CONTESTANTS, "methods to run, by their keys", **MANY)
+    repetitions: int = number(5, "calls that are timed, fewer of one that takes very long")
+    limit: float = option(40.0, "seconds after which a contestant is ended", type=float)
+    memory_limit: float | None = option(None, "MB that may be needed; all if not", type=float)
+    seed: int = option(0, "seed of weights and tokens", type=int)
 
 
-def add_seeds(parser: argparse.ArgumentParser, default: list[int], seeded: str) -> None:
-    parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=default,
-        metavar="N",
-        help=f"seeds {seeded}; a repetition each",
-    )
+@dataclass(frozen=True)
+class Table7b(Run):
+    """The paper's table of costs, on random weights in the shape of Llama-2-7B; on a GPU.
 
+    Time and memory of LoRA's training and of a Laplace fit after it. Needs a GPU that holds 13 GB
+    of weights; a small shape runs on a CPU. Writes table7b.json and table7b.md.
+    """
 
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", default=None, help="cpu or cuda; cuda if there is one when not given"
-    )
-    add_threads_and_quiet(parser)
-
-
-def add_threads_and_quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--threads",
-        type=positive,
-        default=None,
-        metavar="N",
-        help="PyTorch's threads; its own choice if not given",
-    )
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
-
-
-def add_number(group: Any, option: str, default: Any, text: str, **options: Any) -> None:
-    group.add_argument(option, type=positive, default=default, metavar="N", help=text, **options)
-
-
-def add_fidelity_options(parser: argparse.ArgumentParser) -> None:
-    """Describe what the benchmark of fidelity can be told."""
-    add_output(parser, "fidelity.json, fidelity.md and fidelity.png")
-    models = parser.add_argument_group("models")
-    add_number(models, "--hidden-size", 128, "width of the models, a multiple of 8")
-    add_number(models, "--ranks", [4, 10, 32], "ranks of the large factors", nargs="+")
-    for option, default, text in (
-        ("--base-examples", 2000, "texts of the first training, in full"),
-        ("--train-examples", 200, "texts that LoRA weights and posteriors are fitted on"),
-        ("--test-examples", 100, "texts whose predictive covariances are compared"),
-        ("--epochs", 100, "passes of the LoRA training over its texts"),
-    ):
-        add_number(models, option, default, text)
-    add_seeds(parser, [0, 1], "of texts, weights and training")
-    add_threads_and_quiet(parser)
-
-
-def add_calibration_options(parser: argparse.ArgumentParser) -> None:
-    """Describe what the benchmark of calibration can be told."""
-    add_output(
-        parser,
-        "calibration.json, calibration.md, calibration_reliability.png, selective_accuracy.png, "
-        "along_training.png and layers.png",
-    )
-    task = parser.add_argument_group("task")
-    task.add_argument(
-        "--task",
-        default="docstrings",
-        metavar="NAME",
-        help="docstrings, names (two classes) or choices (a causal language model), made of "
-        "installed sources; or one of the paper's: winogrande_s, winogrande_m, arc_easy, "
-        "arc_challenge, obqa and boolq for causal language models, mrpc, rte, cola, wic, wnli and "
-        "boolq_pairs for encoders",
-    )
-    for option, text in (
-        ("--train-examples", "texts to fine-tune on"),
-        ("--test-examples", "texts on which every method is measured"),
-        ("--shifted-examples", "texts of each other distribution"),
-        ("--files-per-library", "source files of each library that are read, drawn at random"),
-    ):
-        add_number(task, option, None, f"{text}; the task's own number, or all, if not given")
-    task.add_argument(
-        "--data",
-        type=Path,
-        default=None,
-        metavar="FOLDER",
-        help="JSON lines of the paper's tasks, FOLDER/dataset/configuration/split.jsonl; from the "
-        "hub if not given",
-    )
-    task.add_argument(
-        "--shifted",
-        nargs="*",
-        default=[],
-        metavar="NAME",
-        help="with the task obqa: arc_challenge, arc_easy, computer_science, engineering, law, "
-        "health",
-    )
-    training = parser.add_argument_group("model and fine-tuning, the task's own if not given")
-    training.add_argument(
-        "--model", default=None, metavar="NAME", help="of a paper's task: name on the hub or folder"
-    )
-    training.add_argument("--dtype", choices=DTYPES, default="float32", help="of its weights")
-    training.add_argument(
-        "--load-in-8bit", action="store_true", help="quantise its weights with bitsandbytes"
-    )
-    for option, text in (
-        ("--steps", "training steps"),
-        ("--batch-size", "texts in a training batch, also when a posterior is fitted"),
-        ("--maximum-length", "tokens of a text kept"),
-        ("--checkpoints", "checkpoints along the training"),
-        ("--language-model-steps", "steps in which the task choices trains its language model"),
-    ):
-        add_number(training, option, None, text)
-    training.add_argument("--learning-rate", type=float, default=None, metavar="RATE", help="first")
-    training.add_argument(
-        "--cache",
-        type=Path,
-        default=Path("benchmark_cache"),
-        metavar="FOLDER",
-        help="folder for trained models, which later runs read; made if missing",
-    )
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        default=None,
-        metavar="NAME",
-        help="methods to measure beside MAP, by their names in the table; all if not given. The "
-        "deep ensemble alone takes half of the trainings",
-    )
-    add_number(parser, "--samples", 1000, "samples of the logits for each text with the link mc")
-    parser.add_argument(
-        "--curves", action="store_true", help="measure at the first seed's checkpoints too"
-    )
-    add_seeds(parser, [0], "of texts and fine-tuning")
-    add_machine_options(parser)
+    hidden_size: int = number(4096, "hidden size")
+    layers: int = number(32, "layers")
+    heads: int = number(32, "attention heads")
+    intermediate_size: int = number(11008, "width within the feed-forward layers")
+    vocabulary: int = number(32000, "tokens known")
+    rank: int = number(8, "r of the LoRA layers")
+    batch_size: int = number(4, "texts in a batch")
+    length: int = number(300, "tokens of a text")
+    classes: tuple[int, ...] = number((2, 4), "answers, one row of the table each", **MANY)
+    dtype: str = option("bfloat16", "of the weights", choices=DTYPES)
+    steps: int = number(10, "training steps that are timed")
+    batches: int = number(50, "batches of the Laplace fit")
+    seed: int = option(0, "seed of weights and tokens", type=int)

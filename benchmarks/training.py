@@ -1,7 +1,12 @@
-"""Training of a model that gives logits: AdamW, linear schedule, checkpoints of what is trained."""
+"""Training of what gives a loss: AdamW, a linear schedule, checkpoints, and a cache of them."""
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,72 +15,92 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 Weights = dict[str, torch.Tensor]
+Records = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """How a model is fine-tuned; the defaults are the paper's (its appendix "Hyperparameters")."""
+
+    model: str
+    target_modules: tuple[str, ...]
+    batch_size: int
+    maximum_length: int
+    rank: int = 8
+    alpha: int = 16
+    dropout: float = 0.1
+    learning_rate: float = 5e-5
+    steps: int = 10_000
+    checkpoints: int = 10
+    warmup_steps: int = 0
+
+    @property
+    def checkpoint_steps(self) -> list[int]:
+        """Steps after which a checkpoint is kept, the last step among them."""
+        count = min(self.checkpoints, self.steps)
+        return [self.steps * number // count for number in range(1, count + 1)]
+
+    def for_epochs(self, epochs: int, texts: int, warmup: float = 1 / 20) -> "Hyperparameters":
+        """Train for so many passes over the texts, with one checkpoint."""
+        steps = epochs * math.ceil(texts / self.batch_size)
+        return replace(self, steps=steps, warmup_steps=int(warmup * steps), checkpoints=1)
 
 
 def train(
     model: torch.nn.Module,
     loader: DataLoader,
     loss_of: Callable[[Any], torch.Tensor],
-    steps: int,
-    learning_rate: float,
-    warmup_steps: int = 0,
-    checkpoint_steps: Collection[int] = (),
+    settings: Hyperparameters,
+    show_progress: bool,
     maximum_gradient_norm: float = math.inf,
-    show_progress: bool = True,
 ) -> dict[int, Weights]:
-    """Train the parameters that require gradients, without weight decay.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Is in evaluation mode afterwards.
-    loader : DataLoader
-        Shuffled batches, passed over as often as the steps need.
-    loss_of : callable
-        A batch's loss.
-    steps : int
-        Number of steps.
-    learning_rate : float
-        AdamW's learning rate after the warm-up, from which it falls linearly to zero.
-    warmup_steps : int, default=0
-        Steps in which the learning rate rises.
-    checkpoint_steps : collection of int, default=()
-        Steps after which the trained parameters are kept.
-    maximum_gradient_norm : float, optional
-        Length to which longer gradients are cut.
-    show_progress : bool, default=True
-        Whether to show a progress bar.
-
-    Returns
-    -------
-    checkpoints : dict
-        Copies of the trained parameters by the number of steps.
-    """
+    """Train what requires gradients, without weight decay; copies of it by the number of steps."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=learning_rate, weight_decay=0.0)
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, warmup_steps, steps)
+    optimizer = torch.optim.AdamW(trained.values(), lr=settings.learning_rate, weight_decay=0.0)
+    steps = (settings.warmup_steps, settings.steps)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, *steps)
     checkpoints = {}
-    batches = _endless(loader)
+    batches = chain.from_iterable(repeat(loader))
     model.train()
-    with tqdm(total=steps, desc="Training", disable=not show_progress, unit="step") as progress:
-        for step in range(1, steps + 1):
-            loss = loss_of(next(batches))
-            loss.backward()
-            if maximum_gradient_norm < math.inf:
-                torch.nn.utils.clip_grad_norm_(trained.values(), maximum_gradient_norm)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            if step in checkpoint_steps:
-                checkpoints[step] = {name: p.detach().clone() for name, p in trained.items()}
-            progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-            progress.update()
+    progress = tqdm(range(1, settings.steps + 1), desc="Training", disable=not show_progress)
+    for step in progress:
+        loss = loss_of(next(batches))
+        loss.backward()
+        if maximum_gradient_norm < math.inf:
+            torch.nn.utils.clip_grad_norm_(trained.values(), maximum_gradient_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step in settings.checkpoint_steps:
+            checkpoints[step] = {name: p.detach().clone() for name, p in trained.items()}
+        progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
     if not math.isfinite(loss.item()):
         raise RuntimeError("Training diverged; lower the learning rate.")
     model.eval()
     return checkpoints
 
 
-def _endless(loader: DataLoader) -> Iterator[Any]:
-    while True:
-        yield from loader
+def read_or_train(
+    model: torch.nn.Module, key: Any, cache: Path, train: Callable[[], dict[int, Weights]]
+) -> dict[int, Weights]:
+    """Read the checkpoints that the same training has left in the cache, or train.
+
+    A training is known by the model's weights before it and by a key that JSON can hold.
+    """
+    digest = hashlib.sha256(json.dumps(key).encode())
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    path = cache / f"fine-tuned-{digest.hexdigest()[:16]}.pt"
+    if path.exists():
+        device = next(model.parameters()).device
+        checkpoints = torch.load(path, map_location=device, weights_only=True)
+        model.load_state_dict(checkpoints[max(checkpoints)], strict=False)
+        model.eval()
+        return checkpoints
+    checkpoints = train()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")  # of a run that is cut off, nothing is read
+    torch.save(checkpoints, unfinished)
+    unfinished.replace(path)
+    return checkpoints

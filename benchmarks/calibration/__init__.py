@@ -1,1 +1,0 @@
-"""Calibration of the paper's methods, on its tasks or on tasks made of installed sources."""

@@ -1,0 +1,206 @@
+"""Every method on models fine-tuned with several seeds, under the paper's two protocols."""
+
+import random
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from benchmarks import metrics
+from benchmarks.experiments.calibration_report import SPLIT, WHOLE, draw, text_of
+from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
+from benchmarks.measuring import set_up
+from benchmarks.methods import METHODS, posterior
+from benchmarks.methods.method import Method, PointMethod, Posterior
+from benchmarks.methods.priors import Prediction, by_training, by_validation
+from benchmarks.models import AdaptedModel, device_of
+from benchmarks.options import Calibration
+from benchmarks.report import Figures, Row, provenance, write
+from benchmarks.training import Records
+
+POINTS = ("map", "mc_dropout", "checkpoint_ensemble", "deep_ensemble", "temperature_scaling")
+CURVATURES = ("diag", "kron", "lowrank_kron_paper", "lowrank_kron", "mean_at_start")
+CONTESTANTS = (*POINTS, "last_layer", "first_half", *CURVATURES)
+ALONG_TRAINING = (*POINTS, "lowrank_kron_paper", "lowrank_kron")
+NO_CLASS = -1  # label of a text for which no class is right
+VALIDATION_SHARE = 0.2
+FIRM = 1e12  # a prior precision beside which no curvature counts
+GROUPS = 8  # of texts by their margins
+
+
+def run(options: Calibration) -> Figures:
+    """Measure every seed, and write figures and report after each."""
+    methods = chosen_methods(options.methods)
+    set_up(options)
+    figures: Figures = {**provenance(options, device_of(options.device)), "methods": []}
+    for seed in options.seeds:
+        pretrained = prepare(options, seed)
+        trial = Trial(pretrained, options.samples, seed, methods)
+        figures["methods"] += trial.measure()
+        if seed == options.seeds[0]:
+            figures |= {
+                "task": pretrained.description,
+                "hyperparameters": asdict(pretrained.hyperparameters),
+                "variance_by_layer": trial.variance_by_layer(),
+                "jacobians_by_margin": trial.jacobians_by_margin(),
+                "along_training": trial.measure_along_training() if options.curves else [],
+            }
+        # After each seed: a run of hours that is cut off has not been in vain.
+        write(options.output, "calibration", figures, text_of(figures))
+        draw(figures, options.output)
+    return figures
+
+
+def chosen_methods(names: Collection[str] | None) -> list[str]:
+    """Keys of the methods that are asked for, by key or title; all where none are."""
+    known = [METHODS[key] for key in CONTESTANTS]
+    asked = set(names or CONTESTANTS)
+    chosen = [method for method in known if asked & {method.key, method.title}]
+    unknown = asked - {name for method in chosen for name in (method.key, method.title)}
+    if unknown:
+        listed = ", ".join(f"{method.key} ({method.title})" for method in known)
+        raise SystemExit(f"No method is called {unknown.pop()!r}; known are: {listed}.")
+    return [method.key for method in chosen]
+
+
+class Trial:
+    """Fine-tune with one seed, and measure the methods of which the keys are given, beside MAP."""
+
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        samples: int,
+        seed: int,
+        methods: Collection[str] = CONTESTANTS,
+    ) -> None:
+        self.pretrained, self.samples, self.seed = pretrained, samples, seed
+        self.methods = [METHODS[key] for key in CONTESTANTS if key in {"map", *methods}]
+        self.loaders, self._labels = {}, {}
+        for name in (TEST, *pretrained.task.shifted):
+            self.loaders[name] = pretrained.loader(name, PREDICTION_BATCH_SIZE)
+            labels = [record.get("labels", NO_CLASS) for record in pretrained.data[name]]
+            self._labels[name] = torch.tensor(labels)
+
+    def measure(self) -> list[Row]:
+        """Figures of each method with one way of choosing and one link, after training."""
+        train = self.pretrained.data["train"]
+        order = list(range(len(train)))
+        random.Random(self.seed).shuffle(order)
+        held_out = max(1, round(VALIDATION_SHARE * len(order)))
+        validation = [train[place] for place in order[:held_out]]
+        rest = [train[place] for place in order[held_out:]]
+        rows = self._rows(self._first, train, [])
+        return rows + self._rows(fine_tune(self.pretrained, rest, self.seed), rest, validation)
+
+    def measure_along_training(self) -> list[Row]:
+        """Figures of methods that need no validation set, at each checkpoint."""
+        rows = []
+        for step in list(self._first.checkpoints):
+            model, train = self._first.at(step), self.pretrained.data["train"]
+            rows += [{"step": step, **row} for row in self._rows(model, train, [], ALONG_TRAINING)]
+        return rows
+
+    def variance_by_layer(self) -> dict[str, float]:
+        """Shares of the layers in the variance of the test texts' logits, by the evidence."""
+        la, statistics = self._posterior_and_statistics
+        la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
+        return la.variance_by_layer(statistics).by_layer
+
+    def jacobians_by_margin(self) -> list[dict[str, float]]:
+        """How far the weights can move what the model prefers, where it is sure and where not.
+
+        Means over groups of test texts by their margins, the differences of their two largest
+        logits. A variance grows with the squared norm of a margin's Jacobian, for any posterior.
+        """
+        _, statistics = self._posterior_and_statistics
+        f_mu, labels = statistics.f_mu, self._labels[TEST]
+        # Under a prior that outweighs the data, the covariance is that of the Jacobians alone.
+        covariance = FIRM * statistics.moments(torch.tensor([FIRM])).f_var
+        signs = torch.tensor([1.0, -1.0]).expand(len(f_mu), 2)
+        difference = torch.zeros_like(f_mu).scatter(1, f_mu.topk(2).indices, signs)
+        figures = {
+            "margin": (f_mu * difference).sum(1),
+            "squared_norm": torch.einsum("bc,bcd,bd->b", difference, covariance, difference),
+            "accuracy": (f_mu.argmax(-1) == labels).double(),
+        }
+        return [
+            {name: values[group].mean().item() for name, values in figures.items()}
+            for group in figures["margin"].argsort().chunk(GROUPS)
+        ]
+
+    @cached_property
+    def _first(self) -> AdaptedModel:
+        return fine_tune(self.pretrained, self.pretrained.data["train"], self.seed)
+
+    @cached_property
+    def _posterior_and_statistics(self) -> tuple[Any, Any]:
+        la = self._fitted(posterior("lowrank_kron"), self._first, self.pretrained.data["train"])
+        return la, la.predictive_statistics(self.loaders[TEST])
+
+    def _rows(
+        self,
+        model: AdaptedModel,
+        train: Records,
+        validation: Records,
+        methods: Collection[str] = CONTESTANTS,
+    ) -> list[Row]:
+        """Figures under one of the protocols: without validation data, or with them."""
+        rows, map_classes = [], torch.empty(0)
+        protocol = SPLIT if validation else WHOLE
+        for method in (method for method in self.methods if method.key in methods):
+            if self.pretrained.show_progress:
+                print(f"Seed {self.seed}, {protocol}: {method.title}", file=sys.stderr)
+            for prediction in self._predictions(method, model, train, validation):
+                if method.key == "map":
+                    map_classes = prediction.probabilities[TEST].argmax(-1)
+                name = {"protocol": protocol, "method": method.key, "name": method.title}
+                rows.append({**name, **self._row(prediction, map_classes)})
+        return rows
+
+    def _predictions(
+        self, method: Method, model: AdaptedModel, train: Records, validation: Records
+    ) -> Iterator[Prediction]:
+        held_out = self.pretrained.loader(validation, PREDICTION_BATCH_SIZE)
+        if isinstance(method, PointMethod):
+            if method.needs_validation == bool(validation) or method.key == "map":
+                members = method.fit(model, held_out)
+                chosen_by = "validation" if method.needs_validation else ""
+                found = members.predict(self.loaders)
+                yield Prediction(found, chosen_by, chosen=members.temperature)
+        elif isinstance(method, Posterior):
+            la = self._fitted(method, model, train)
+            texts = self.pretrained.loader(train, PREDICTION_BATCH_SIZE)
+            data = (texts if method.linearized else None, self.loaders, self.samples)
+            yield from by_validation(la, held_out, *data) if validation else by_training(la, *data)
+
+    def _fitted(self, method: Posterior, model: AdaptedModel, records: Records) -> Any:
+        la = method.build(model)
+        loader = self.pretrained.loader(records)
+        la.fit(loader, progress_bar=self.pretrained.show_progress)
+        return la
+
+    def _row(self, prediction: Prediction, map_classes: torch.Tensor) -> Row:
+        """Figures on the test texts, and on each shifted set."""
+        found, *chosen = prediction
+        test, labels = found[TEST], self._labels[TEST]
+        row: Row = {
+            "seed": self.seed,
+            **dict(zip(Prediction._fields[1:], chosen, strict=True)),
+            **metrics.quality(test, labels),
+            "calibrated_ece": metrics.calibrated_ece(test),
+            "away_from_map": (test.argmax(-1) != map_classes).double().mean().item(),
+            "reliability": metrics.reliability(test, labels),
+            "shifted": {},
+        }
+        for name in (name for name in found if name != TEST):
+            shifted, classes = found[name], self._labels[name]
+            both = torch.cat([test, shifted]), torch.cat([labels, classes])
+            row["shifted"][name] = {
+                **(metrics.quality(shifted, classes) if bool((classes >= 0).all()) else {}),
+                **metrics.shift_detection(test, shifted),
+                "selective_accuracy": metrics.selective_accuracy(*both),
+            }
+        return row

@@ -1,0 +1,160 @@
+"""The main job: fine-tune one model, run every method on it, and report."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
+from benchmarks.measuring import PeakMemory, Send, run_alone, set_up
+from benchmarks.methods import METHODS, posterior
+from benchmarks.methods.method import PointMethod, labels_of
+from benchmarks.methods.priors import EVIDENCES, LINEARIZED, probabilities
+from benchmarks.metrics import quality, reliability, shift_detection
+from benchmarks.models import AdaptedModel
+from benchmarks.options import Compare
+from benchmarks.report import (
+    Figures,
+    draw_reliability,
+    hardware_of,
+    label,
+    provenance,
+    table,
+    write,
+)
+
+COLUMNS = (
+    "label accuracy nll ece brier test_entropy shifted_entropy shift_auroc fit_seconds "
+    "predict_seconds prediction_batch_size peak_megabytes"
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the table: a method's key, what chooses its prior precision, its link, batches."""
+
+    method: str
+    chosen_by: str = ""
+    link: str = ""
+    fit_batch_size: int | None = None
+    prediction_batch_size: int = PREDICTION_BATCH_SIZE
+
+
+# The README's example.
+RECIPE = Line("lowrank_kron", "leave-one-out, layerwise", "mean field")
+
+
+def lines_of(options: Compare) -> list[Line]:
+    """The table's rows, from the bare model to the library's."""
+    settings = (f"evidence, {options.prior_structure}", options.link)
+    protocol = ("evidence, scalar", "mc")
+    # Stock classes differentiate every logit of a batch with respect to the weights by passes over
+    # the whole batch, so that a text costs the least time and memory in a batch of its own.
+    # KFAC alone is fitted on whole batches, which change what it estimates.
+    lines = [
+        Line("map"),
+        Line("temperature_scaling"),
+        Line("stock_diag", *settings, fit_batch_size=1, prediction_batch_size=1),
+        Line("stock_kron", *settings, prediction_batch_size=1),
+        Line("lowrank_kron_paper", *settings),
+    ]
+    if options.every_row:
+        lines.append(Line("lowrank_kron", *settings))
+    if options.every_row and settings != protocol:
+        lines += [Line("lowrank_kron_paper", *protocol), Line("lowrank_kron", *protocol)]
+    return [*lines, RECIPE]
+
+
+def run(options: Compare) -> Figures:
+    """Measure every row, each in a process of its own, and write figures, table and diagram."""
+    started = time.perf_counter()
+    set_up(options)
+    pretrained = prepare(options, options.seed, options.validation_examples)
+    pretrained = pretrained.for_epochs(options.epochs)
+    read = time.perf_counter()
+    model = fine_tune(pretrained, pretrained.data["train"], options.seed)
+    train = pretrained.loader("train", PREDICTION_BATCH_SIZE)
+    known = quality(model.logits(train).softmax(-1), labels_of(train))
+    trained = time.perf_counter()
+    lines = lines_of(options)
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row = {"name": METHODS[line.method].title, **asdict(line)}
+        row["label"] = label(row)
+        if not options.quiet:
+            print(f"{number}/{len(lines)} {row['label']}", file=sys.stderr)
+        rows.append(row | run_alone(measure, line, pretrained, options))
+    finished = time.perf_counter()
+    seconds = {"reading": read - started, "fine_tuning": trained - read}
+    figures = {
+        **provenance(options, pretrained.device),
+        "data": pretrained.description,
+        "training": {"train_accuracy": known["accuracy"], "train_nll": known["nll"]},
+        "methods": rows,
+        "seconds": {**seconds, "methods": finished - trained},
+    }
+    data = pretrained.description
+    ((name, count),) = data["shifted"].items()
+    summary = (
+        f"{pretrained.hyperparameters.model} with LoRA, fine-tuned on {data['train']} texts of "
+        f"the task {data['name']} (training accuracy {known['accuracy']:.3f}, NLL "
+        f"{known['nll']:.4f}); measured on {data['test']} texts of {', '.join(data['classes'])};\n"
+        f"shifted texts: {count} of {name}. {hardware_of(figures)}; seed {options.seed}; "
+        f"{finished - started:.0f} s in all."
+    )
+    report = f"{summary}\n\n{table(rows, COLUMNS.split())}"
+    write(options.output, "figures", figures, report, "table")
+    draw_reliability([rows[0], rows[-1]], options.output / "reliability.png")
+    return figures
+
+
+def measure(send: Send, line: Line, pretrained: Pretrained, options: Compare) -> None:
+    """Fit a method to the fine-tuned model, predict, and send the row's figures."""
+    set_up(options)
+    model = fine_tune(pretrained, pretrained.data["train"], options.seed)
+    test = pretrained.loader(TEST, line.prediction_batch_size)
+    (name,) = pretrained.task.shifted
+    shifted = pretrained.loader(name, line.prediction_batch_size)
+    # The weights are mapped from their file: they count as the model's memory once they are used.
+    model.logits([next(iter(test))])
+    with PeakMemory(pretrained.device) as memory:
+        started = time.perf_counter()
+        predict, chosen = fitted(line, model, pretrained, options.samples)
+        fitted_at = time.perf_counter()
+        found = predict(test)
+        predicted_at = time.perf_counter()
+        found_shifted = predict(shifted)
+    figures = {
+        **quality(found, labels_of(test)),
+        **shift_detection(found, found_shifted),
+        "fit_seconds": fitted_at - started,
+        "predict_seconds": predicted_at - fitted_at,
+        "peak_megabytes": memory.megabytes,
+        "chosen": chosen,
+        "reliability": reliability(found, labels_of(test)),
+    }
+    send("row", figures)
+
+
+def fitted(
+    line: Line, model: AdaptedModel, pretrained: Pretrained, samples: int
+) -> tuple[Callable[[Any], torch.Tensor], dict[str, Any]]:
+    """Fit a method; return what predicts batches, and its temperature or prior precisions."""
+    method = METHODS[line.method]
+    if isinstance(method, PointMethod):
+        members = method.fit(model, pretrained.loader("validation", PREDICTION_BATCH_SIZE))
+        chosen = {"temperature": members.temperature} if method.needs_validation else {}
+        return lambda batches: members.predict({"": batches})[""], chosen
+    train = pretrained.loader("train", line.fit_batch_size)
+    la = posterior(line.method).build(model)
+    la.fit(train)
+    data = {"train_loader": train} if line.chosen_by in LINEARIZED else {}
+    la.optimize_prior_precision(**(EVIDENCES | LINEARIZED)[line.chosen_by], **data)
+
+    def predict(batches: Any) -> torch.Tensor:
+        return torch.cat([probabilities(la, batch, line.link, samples) for batch in batches])
+
+    return predict, {"prior_precision": la.prior_precision.tolist()}

@@ -1,0 +1,144 @@
+"""How close each curvature comes to the exact one, and what memory that takes."""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from benchmarks.experiments import curvature_errors as exactly
+from benchmarks.experiments.fidelity_models import ARCHITECTURES, LORA, Architecture, SmallModel
+from benchmarks.experiments.fidelity_report import draw, means, text_of
+from benchmarks.fine_tuning import fine_tune
+from benchmarks.measuring import set_up
+from benchmarks.methods import posterior
+from benchmarks.methods.method import Posterior
+from benchmarks.methods.posteriors import over_lora
+from benchmarks.models import device_of, encoder_folder, load_tokenizer
+from benchmarks.options import Fidelity
+from benchmarks.report import Figures, Row, provenance, write
+from benchmarks.tasks.docstrings import read_docstrings
+from benchmarks.tasks.task import Sizes, Task
+from laplace_lora_ext.curvature.backend import LowRankKronInterface
+from laplace_lora_ext.curvature.statistics import KFAC_APPROX
+
+KEYWORDS = ("kfac_approx", "rank", "tail")
+_PARAMETERS = inspect.signature(LowRankKronInterface).parameters
+DEFAULTS: dict[str, Any] = {keyword: _PARAMETERS[keyword].default for keyword in KEYWORDS}
+
+
+def all_curvatures(
+    ranks: Iterable[int], hidden_size: int
+) -> Iterator[tuple[Posterior, dict[str, Any]]]:
+    """Methods with the library's settings of their curvatures, which the host's structures lack.
+
+    The settings at every rank, the default's always among them, and their limits of full rank: at
+    the hidden size nothing is left for a tail.
+    """
+    for kfac_approx in KFAC_APPROX:
+        below = sorted({*ranks, DEFAULTS["rank"]})
+        for rank, tail in [(rank, tail) for rank in below for tail in (True, False)] + [
+            (hidden_size, False)
+        ]:
+            size = "full rank" if rank not in below else f"rank {rank}"
+            settings = dict(zip(KEYWORDS, (kfac_approx, rank, tail), strict=True))
+            build = partial(over_lora, backend_kwargs=settings)
+            title = f"{kfac_approx}, {size}" + (", tail" if tail else "")
+            yield Posterior("lowrank_kron", title, build), settings
+    yield from ((posterior(key), {}) for key in ("kron", "diag"))
+
+
+def run(options: Fidelity) -> Figures:
+    """Measure every curvature on every model and seed, and write tables, figures and plot."""
+    set_up(options)
+    transformers.logging.set_verbosity_error()
+    models: list[Row] = []
+    rows: list[Row] = []
+    for seed in options.seeds:
+        sizes = Sizes(options.base_examples, options.train_examples, options.test_examples, 0)
+        task = read_docstrings(sizes, seed, options.files_per_library, not options.quiet)
+        for architecture in ARCHITECTURES:
+            labels = {"model": architecture.name, "seed": seed}
+            facts, measured = _measure(architecture, task, seed, options)
+            models.append(labels | facts)
+            rows += [labels | row for row in measured]
+    figures = {
+        **provenance(options, device_of(options.device)),
+        "classes": list(task.classes),
+        "models": models,
+        "curvatures": rows,
+        "means": means(rows),
+    }
+    by_model = {
+        architecture.name: means([row for row in rows if row["model"] == architecture.name])
+        for architecture in ARCHITECTURES
+    }
+    write(options.output, "fidelity", figures, text_of(figures, by_model))
+    draw({"mean of all": figures["means"], **by_model}, options.output / "fidelity.png")
+    return figures
+
+
+def _measure(
+    architecture: Architecture, task: Task, seed: int, options: Fidelity
+) -> tuple[Row, list[Row]]:
+    """Train one model; return what it is like, and the errors of each curvature on it."""
+    folder = encoder_folder()  # whose tokenizer is used, and not its weights
+    settings = replace(LORA, model=architecture.name, target_modules=architecture.target_modules)
+    settings = settings.for_epochs(options.epochs, len(task.validation), warmup=0)
+    small = SmallModel(
+        task,
+        settings,
+        load_tokenizer(folder),
+        folder,
+        device_of(options.device),
+        options.cache,
+        not options.quiet,
+        architecture=architecture,
+        hidden_size=options.hidden_size,
+        seed=seed,
+    )
+    train, test = small.records(task.validation), small.records(task.test)
+    model = fine_tune(small, train, seed)
+    # The norms of a Llama compute in float32 within, for all curvatures alike.
+    model.model.double()
+    weights = model.lora_weights
+    sizes = [weight.numel() for weight in weights]
+    # Texts of their own batches are not padded.
+    (Js, logits), (test_Js, test_logits) = (
+        exactly.jacobians(
+            model.logits_model, weights, tqdm(small.loader(texts, 1), disable=options.quiet)
+        )
+        for texts in (train, test)
+    )
+    labels, test_labels = (
+        torch.tensor([record["labels"] for record in texts]) for texts in (train, test)
+    )
+    curvature = exactly.DenseCurvature.of_softmax(Js, logits, sizes)
+    flat = torch.cat([weight.detach().flatten() for weight in weights])
+    prior_precision = exactly.evidence_prior_precision(curvature, flat)
+    exact = curvature.facts(test_Js, prior_precision)
+    full = exactly.DenseCurvature.of_softmax(Js, logits, [sum(sizes)])
+    exact_figures = (exact, full.covariance(test_Js, prior_precision), prior_precision)
+    rows = []
+    curvatures = list(all_curvatures(options.ranks, options.hidden_size))
+    for method, settings in tqdm(curvatures, desc=architecture.name, disable=options.quiet):
+        la = method.build(model)
+        la.fit(small.loader(train))
+        found = exactly.approximate_posterior(la, sizes, test_Js, prior_precision)
+        row = {"name": method.title, "structure": method.key, "is_default": settings == DEFAULTS}
+        row |= {keyword: settings.get(keyword) for keyword in KEYWORDS}
+        rows.append(row | exactly.errors(found, *exact_figures))
+    facts = {
+        "weights": sum(sizes),
+        "train_accuracy": (logits.argmax(-1) == labels).double().mean().item(),
+        "train_nll": cross_entropy(logits, labels).item(),
+        "test_accuracy": (test_logits.argmax(-1) == test_labels).double().mean().item(),
+        "prior_precision": prior_precision,
+        "full_covariance_error": exactly.errors(exact, *exact_figures)["full_covariance_error"],
+    }
+    return facts, rows

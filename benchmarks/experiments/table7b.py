@@ -1,0 +1,127 @@
+"""The paper's table of costs: LoRA training against LoRA training plus a Laplace fit."""
+
+import sys
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from benchmarks import measuring
+from benchmarks.methods import posterior
+from benchmarks.models import AdaptedModel, device_of
+from benchmarks.options import Table7b
+from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
+from benchmarks.report import Figures, hardware_of, provenance, table, write
+
+STEPS_OF_TRAINING = 10_000
+LEARNING_RATE = 5e-5
+LARGEST_ON_A_CPU = 100_000_000
+MEGABYTES_PER_GIGABYTE = 1e3
+COLUMNS = (
+    "classes step_seconds training_seconds fit_seconds fit_seconds_per_batch time_overhead_percent "
+    "paper_time training_gigabytes with_laplace_gigabytes memory_overhead_percent paper_memory"
+)
+
+
+def run(options: Table7b) -> Figures:
+    """Measure the table, each row in a process of its own, whose memory is not yet touched."""
+    of_shape = {field.name for field in fields(Shape)}
+    known = {key: value for key, value in asdict(options).items() if key in of_shape}
+    known["target_modules"] = ("q_proj", "v_proj", "lm_head")
+    shapes = [Shape(**known | {"classes": classes}) for classes in options.classes]
+    device = device_of(options.device)
+    _refuse(options, shapes[0], device)
+    measuring.set_up(options)
+    rows = []
+    for shape in shapes:
+        if not options.quiet:
+            print(f"{shape.classes} classes", file=sys.stderr)
+        rows.append(measuring.run_alone(measure_row, options, shape, device))
+    figures = {
+        "weights": MEANING,
+        **provenance(options, device),
+        "number_of_weights": shapes[0].number_of_weights,
+        "rows": rows,
+    }
+    summary = (
+        f"Random weights in the shape of Llama, {shapes[0].number_of_weights / 1e9:.3g} billion in "
+        f"{options.dtype}: they stand for shapes and speed only. Batches of {options.batch_size} "
+        f"texts of {options.length} tokens. {hardware_of(figures)}.\nTraining is the median step "
+        f"times {STEPS_OF_TRAINING:,}; the fit is one over {options.batches} batches. Memory is "
+        "the peak with the model in it; with Laplace, that of the more demanding phase."
+    )
+    write(options.output, "table7b", figures, f"{summary}\n\n{table(rows, COLUMNS.split())}")
+    return figures
+
+
+def measure_row(send: measuring.Send, options: Table7b, shape: Shape, device: str) -> None:
+    """Train for some steps, then fit, and send the figures of both."""
+    measuring.set_up(options)
+    before = measuring.megabytes_in_use(device)
+    with measuring.PeakMemory(device) as training:
+        model = random_llama(shape, device, options.seed)
+        steps = _train(options, shape, model, device)
+    # A fit comes after training, when gradients and the optimiser's state are gone.
+    for weight in model.lora_weights:
+        weight.grad = None
+    build = posterior("lowrank_kron").build
+    # The first batch loads what the device computes with, as the first training step does.
+    build(model).fit(random_loader(shape, 1, device, options.seed + 1))
+    held = measuring.megabytes_in_use(device) - before
+    la = build(model)
+    loader = random_loader(shape, options.batches, device, options.seed)
+    with measuring.PeakMemory(device) as fitting:
+        seconds = measuring.seconds_of(lambda: la.fit(loader, progress_bar=not options.quiet))
+    training_seconds = STEPS_OF_TRAINING * steps["median"]
+    gigabytes = training.megabytes / MEGABYTES_PER_GIGABYTE
+    of_fit = (held + fitting.megabytes) / MEGABYTES_PER_GIGABYTE
+    row = {
+        "classes": shape.classes,
+        "step": steps,
+        "step_seconds": steps["median"],
+        "training_seconds": training_seconds,
+        "fit_seconds": seconds,
+        "fit_seconds_per_batch": seconds / options.batches,
+        "time_overhead_percent": 100 * seconds / training_seconds,
+        "paper_time": "about 1 %",
+        "training_gigabytes": gigabytes,
+        "fit_gigabytes": of_fit,
+        "with_laplace_gigabytes": max(gigabytes, of_fit),
+        "memory_overhead_percent": 100 * (max(gigabytes, of_fit) / gigabytes - 1),
+        "paper_memory": "1 to 5 %",
+    }
+    send("row", row)
+
+
+def _refuse(options: Table7b, shape: Shape, device: str) -> None:
+    """End with one line where the run could not be what it is meant to be."""
+    on_cuda = torch.device(device).type == "cuda"
+    if not all(2 <= classes <= shape.vocabulary for classes in options.classes):
+        raise SystemExit(f"table7b: --classes must be from 2 to {shape.vocabulary}")
+    if shape.hidden_size % shape.heads:
+        raise SystemExit(f"table7b: {shape.heads} heads do not divide {shape.hidden_size}")
+    if on_cuda and not torch.cuda.is_available():
+        raise SystemExit(f"table7b: there is no CUDA device for --device {device}")
+    if not on_cuda and (options.device is None or shape.number_of_weights > LARGEST_ON_A_CPU):
+        raise SystemExit(
+            f"table7b: a model of {shape.number_of_weights / 1e9:.2g} billion weights needs a "
+            "GPU, and none is in use; on a CPU give --device cpu with a small shape (at most "
+            f"{LARGEST_ON_A_CPU / 1e9:g} billion weights, see --hidden-size and --layers)"
+        )
+
+
+def _train(options: Table7b, shape: Shape, model: AdaptedModel, device: str) -> dict[str, Any]:
+    """Time training steps: forward, backward, AdamW."""
+    optimizer = torch.optim.AdamW(model.lora_weights, lr=LEARNING_RATE)
+    (batch,) = random_loader(shape, 1, device, options.seed)
+    model.model.train()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(model.logits_model(batch), batch["labels"]).backward()
+        optimizer.step()
+
+    steps = measuring.repeated_seconds(step, options.steps)
+    model.model.eval()
+    return steps

@@ -1,0 +1,179 @@
+"""The one fine-tuning: a task's model, LoRA layers on it, and their training with checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from benchmarks.models import AdaptedModel, LogitsModel, device_of, load_model, load_tokenizer
+from benchmarks.options import TextRun
+from benchmarks.tasks import TASKS
+from benchmarks.tasks.task import Example, Task
+from benchmarks.training import Hyperparameters, Records, Weights, read_or_train, train
+
+MEMBER_SEEDS = 1000  # between the seeds of an ensemble's members
+PREDICTION_BATCH_SIZE = 8
+OVERRIDES = ("steps", "learning_rate", "batch_size", "maximum_length", "checkpoints")
+TEST = "test"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A pretrained model, by its folder or its name on the hub, to be fine-tuned on a task."""
+
+    task: Task
+    hyperparameters: Hyperparameters
+    tokenizer: Any
+    folder: str | Path
+    device: str
+    cache: Path
+    show_progress: bool
+    dtype: str = "float32"
+    in_8bit: bool = False
+
+    def load(self) -> Any:
+        """Load the model, with a new head if it is an encoder."""
+        classes = None if self.task.is_prompt else len(self.task.classes)
+        dtype = getattr(torch, self.dtype)
+        return load_model(self.folder, classes, dtype, self.in_8bit, self.device)
+
+    @property
+    def task_type(self) -> TaskType | None:
+        """What PEFT is told of the model."""
+        return TaskType.CAUSAL_LM if self.task.is_prompt else TaskType.SEQ_CLS
+
+    @property
+    def class_token_ids(self) -> list[int] | None:
+        """Tokens of a causal language model's answers, as they follow a prompt."""
+        if not self.task.is_prompt:
+            return None
+        texts = ["Answer:", *(f"Answer: {answer}" for answer in self.task.classes)]
+        start, *answers = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for answer, tokens in zip(self.task.classes, answers, strict=True):
+            if len(tokens) != len(start) + 1:
+                raise ValueError(f"The answer {answer!r} is not one token of this model.")
+        return [tokens[-1] for tokens in answers]
+
+    @cached_property
+    def data(self) -> dict[str, Records]:
+        """Tokenized texts by the data set's name; but for fitted ones by length, to pad little."""
+        sets = {TEST: self.task.test, **self.task.shifted}
+        data = {name: self.records(examples) for name, examples in sets.items()}
+        for records in data.values():
+            records.sort(key=lambda record: len(record["input_ids"]))
+        fitted = {"train": self.task.train, "validation": self.task.validation}
+        return data | {name: self.records(examples) for name, examples in fitted.items()}
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The task in figures."""
+        task = self.task
+        sizes = {name: len(getattr(task, name)) for name in ("train", "validation", TEST)}
+        shifted = {name: len(examples) for name, examples in task.shifted.items()}
+        return {"name": task.name, "classes": list(task.classes), **sizes, "shifted": shifted}
+
+    def records(self, examples: Sequence[Example]) -> Records:
+        """Tokens of texts or pairs of texts, and their labels where there are any."""
+        records = []
+        for text, label in examples:
+            record = self.tokenizer(
+                *([text] if isinstance(text, str) else text),
+                truncation=True,
+                max_length=self.hyperparameters.maximum_length,
+                return_token_type_ids=False,
+            )
+            records.append({**record, **({} if label is None else {"labels": label})})
+        return records
+
+    def loader(
+        self,
+        records: Records | str,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> DataLoader:
+        """Batches of records or of a data set, on the device, where stock classes leave them."""
+        pad = transformers.DataCollatorWithPadding(self.tokenizer)
+        return DataLoader(
+            self.data[records] if isinstance(records, str) else records,  # pyright: ignore
+            batch_size=batch_size or self.hyperparameters.batch_size,
+            shuffle=generator is not None,
+            generator=generator,
+            collate_fn=lambda batch: transformers.BatchEncoding(pad(batch)).to(self.device),
+        )
+
+    def for_epochs(self, epochs: int) -> "Pretrained":
+        """To be trained for so many passes over the training texts, with one checkpoint."""
+        settings = self.hyperparameters.for_epochs(epochs, len(self.task.train))
+        return replace(self, hyperparameters=settings)
+
+    def train_or_read(
+        self, model: LogitsModel, loader: DataLoader, settings: Hyperparameters, seed: int
+    ) -> dict[int, Weights]:
+        """Train on the likelihood of the classes, or read what the same training has left."""
+
+        def checkpoints() -> dict[int, Weights]:
+            return train(model.model, loader, loss_of, settings, self.show_progress)
+
+        def loss_of(batch: Any) -> torch.Tensor:
+            return cross_entropy(model(batch), batch["labels"])
+
+        key = [asdict(settings), loader.dataset, seed]
+        return read_or_train(model.model, key, self.cache, checkpoints)
+
+
+def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
+    """Read a task, and find the model that is fine-tuned on it, as the options ask for them."""
+    if options.task not in TASKS:
+        raise SystemExit(f"Unknown task {options.task!r}; there are {', '.join(TASKS)}.")
+    source = TASKS[options.task]
+    task = source.read(options, seed, validation)
+    folder = source.model(options)
+    overrides = {name: getattr(options, name, None) for name in OVERRIDES}
+    overrides["model"] = folder if isinstance(folder, str) else None
+    given = {name: value for name, value in overrides.items() if value is not None}
+    settings = replace(source.hyperparameters, **given)
+    return Pretrained(
+        task,
+        replace(settings, warmup_steps=min(settings.warmup_steps, settings.steps)),
+        load_tokenizer(folder, task.truncation_side),
+        folder,
+        device_of(options.device),
+        options.cache,
+        not options.quiet,
+        options.dtype,
+        options.load_in_8bit,
+    )
+
+
+def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> AdaptedModel:
+    """Fine-tune LoRA weights, and the head of an encoder, on the likelihood of the classes."""
+    settings = pretrained.hyperparameters
+    transformers.set_seed(seed)
+    base = pretrained.load()
+    if getattr(base, "is_loaded_in_8bit", False):
+        base = prepare_model_for_kbit_training(base)
+    lora = LoraConfig(
+        task_type=pretrained.task_type,
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=list(settings.target_modules),
+    )
+    model = get_peft_model(base, lora)
+    adapted = AdaptedModel(
+        model,
+        pretrained.class_token_ids,
+        initial={n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad},
+        another=cache(lambda number: fine_tune(pretrained, records, seed + MEMBER_SEEDS * number)),
+    )
+    loader = pretrained.loader(records, generator=torch.Generator().manual_seed(seed))
+    checkpoints = pretrained.train_or_read(adapted.logits_model, loader, settings, seed)
+    transformers.set_seed(seed)  # what follows does not depend on where the weights come from
+    return replace(adapted, checkpoints=checkpoints)

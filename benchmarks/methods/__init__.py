@@ -1,0 +1,38 @@
+"""The one list of methods, ours and rivals alike; a new rival is one function and one line here."""
+
+from functools import partial
+
+from benchmarks.methods import points, posteriors
+from benchmarks.methods.method import Method, PointMethod, Posterior
+
+MEAN_AT_START = "lowrank_kron, prior mean at start"
+METHODS: dict[str, Method] = {
+    method.key: method
+    for method in (
+        PointMethod("map", "MAP", points.as_it_is),
+        PointMethod("mc_dropout", "MC dropout", points.with_dropout),
+        PointMethod("checkpoint_ensemble", "Checkpoint ensemble", points.last_checkpoints),
+        PointMethod("deep_ensemble", "Deep ensemble", points.other_seeds),
+        PointMethod("temperature_scaling", "Temperature scaling", points.scaled, True),
+        Posterior("last_layer", "Last layer (LLLA)", posteriors.of_last_layer),
+        Posterior("first_half", "First half of the layers", posteriors.of_first_half),
+        # The stock curvatures through this library's class, and the stock classes themselves.
+        Posterior("diag", "Stock diag", partial(posteriors.over_lora, structure="diag")),
+        Posterior("kron", "Stock Kron", partial(posteriors.over_lora, structure="kron")),
+        Posterior("stock_diag", "Stock diag", partial(posteriors.stock, structure="diag")),
+        Posterior("stock_kron", "Stock Kron", partial(posteriors.stock, structure="kron")),
+        Posterior("stock_kron_asdl", "Stock Kron (ASDL)", posteriors.stock_with_asdl),
+        Posterior("bayesian_lora", "bayesian-lora", posteriors.BayesianLoRA),
+        Posterior("bare", "Bare loops", posteriors.BareLoops),
+        Posterior("lowrank_kron_paper", "lowrank_kron (paper)", posteriors.of_paper),
+        Posterior("lowrank_kron", "lowrank_kron", posteriors.over_lora, linearized=True),
+        Posterior("mean_at_start", MEAN_AT_START, posteriors.with_mean_at_start, linearized=True),
+    )
+}
+
+
+def posterior(key: str) -> Posterior:
+    """A method that is fitted on training batches."""
+    method = METHODS[key]
+    assert isinstance(method, Posterior)
+    return method

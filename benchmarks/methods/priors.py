@@ -1,0 +1,156 @@
+"""What chooses a posterior's prior precision, and what it then predicts with every link.
+
+Without a validation set, the training set chooses: its evidence, or the loss of leaving one of its
+texts out. With one, its negative log-likelihood does.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks.methods.method import Loaders, Probabilities, labels_of
+from benchmarks.metrics import negative_log_likelihood
+from laplace_lora_ext import Moments
+from laplace_lora_ext.passes import jacobians
+
+# Links and searches, in the words of a table and as keywords of the host's.
+LINKS: dict[str, dict[str, Any]] = {
+    "mc": {"link_approx": "mc"},
+    "mc, diagonal": {"link_approx": "mc", "diagonal_output": True},
+    "probit": {"link_approx": "probit"},
+    "mean field": {"link_approx": "mean_field"},
+    "bridge": {"link_approx": "bridge"},
+}
+LAYERWISE = {"prior_structure": "layerwise"}
+EVIDENCES: dict[str, dict[str, Any]] = {
+    "evidence, scalar": {"method": "marglik"},
+    "evidence, layerwise": {"method": "marglik", **LAYERWISE},
+}
+LINEARIZED: dict[str, dict[str, Any]] = {
+    "leave-one-out, scalar": {"method": "linearized_loo"},
+    "leave-one-out, layerwise": {"method": "linearized_loo", **LAYERWISE},
+    "linearized evidence, scalar": {"method": "linearized_marglik"},
+    "linearized evidence, layerwise": {"method": "linearized_marglik", **LAYERWISE},
+}
+GRID_SEARCH, DESCENT = "validation, scalar", "validation, layerwise"
+SCALED = "validation, factor of linearized evidence"
+GRID = torch.logspace(-2, 4, 49)
+COARSE_GRID = GRID[::4]
+FACTORS = torch.logspace(-2, 2, 33)
+LINKS_OF_DESCENT = ("mc", "probit", "mean field")
+
+
+class Prediction(NamedTuple):
+    """Class probabilities, and what they come from."""
+
+    probabilities: Probabilities
+    chosen_by: str = ""  # what chose the prior precision or temperature
+    link: str = ""
+    chosen: float | None = None  # temperature, or geometric mean of the prior precisions
+    is_choice: bool = False  # whether validation data prefer this link to the other ones
+
+
+class _Choice(NamedTuple):
+    """A prior precision for a link, and its loss on validation data where they have chosen it."""
+
+    chosen_by: str
+    link: str
+    prior_precision: torch.Tensor
+    loss: float = math.nan
+
+
+class Beliefs:
+    """Gaussian logits of a data set under any prior precision; low-rank ones see the data once."""
+
+    def __init__(self, la: Any, loader: DataLoader) -> None:
+        self._la = la
+        self._loader = loader
+        passed_once = hasattr(la, "predictive_statistics")
+        self.statistics = la.predictive_statistics(loader) if passed_once else None
+
+    def moments(self, prior_precisions: Sequence[torch.Tensor]) -> list[Moments]:
+        """Mean and covariance of the logits under each prior precision."""
+        if self.statistics is not None:
+            return [self.statistics.moments(value) for value in prior_precisions]
+        la, before = self._la, self._la.prior_precision
+        parts: list[list[Moments]] = [[] for _ in prior_precisions]
+        for batch in self._loader:
+            Js, f_mu = jacobians(la.model, la.blocks, batch)
+            for value, of_prior in zip(prior_precisions, parts, strict=True):
+                la.prior_precision = value
+                of_prior.append(Moments(f_mu, la.functional_variance(Js)).to("cpu"))
+        la.prior_precision = before
+        return [Moments(*map(torch.cat, zip(*of_prior, strict=True))) for of_prior in parts]
+
+
+def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
+    """Class probabilities (texts, classes), on the CPU, of a batch or of its Gaussian logits."""
+    return la(x, pred_type="glm", n_samples=samples, **LINKS[link]).detach().cpu()
+
+
+def by_training(
+    la: Any, train: DataLoader | None, loaders: Loaders, samples: int
+) -> Iterator[Prediction]:
+    """Choose prior precisions by the evidence and, given batches, in the linearised model too."""
+    data = {} if train is None else {"train_loader": la.linearize(train)}
+    choices = []
+    for chosen_by, search in (EVIDENCES | LINEARIZED if data else EVIDENCES).items():
+        la.optimize_prior_precision(**search, **(data if chosen_by in LINEARIZED else {}))
+        prior_precision = la.prior_precision.clone()
+        choices += [_Choice(chosen_by, link, prior_precision) for link in LINKS]
+    return _predictions(la, choices, loaders, samples)
+
+
+def by_validation(
+    la: Any, validation: DataLoader, train: DataLoader | None, loaders: Loaders, samples: int
+) -> Iterator[Prediction]:
+    """Choose prior precisions for each link, and mark the preferred link of each structure.
+
+    A scalar on a grid; given training batches, a factor of the linearised model's evidence; and
+    where statistics make that cheap, the paper's descent (its algorithm 3).
+    """
+    beliefs, labels = Beliefs(la, validation), labels_of(validation)
+
+    def best_of(chosen_by: str, grid: list[torch.Tensor]) -> Iterator[_Choice]:
+        """Try the prior precisions of a grid with every link."""
+        on_grid = beliefs.moments(grid)
+        for link in LINKS:
+            predicted = (probabilities(la, moments, link, samples) for moments in on_grid)
+            losses = torch.tensor([negative_log_likelihood(p, labels) for p in predicted])
+            yield _Choice(chosen_by, link, grid[int(losses.argmin())], losses.min().item())
+
+    grid = COARSE_GRID if beliefs.statistics is None else GRID
+    choices = list(best_of(GRID_SEARCH, list(grid)))
+    if train is not None:
+        search = LINEARIZED["linearized evidence, layerwise"]
+        la.optimize_prior_precision(train_loader=train, **search)
+        choices += best_of(SCALED, [factor * la.prior_precision for factor in FACTORS])
+    if beliefs.statistics is not None:
+        data = {"val_loader": beliefs.statistics, **LAYERWISE}
+        for link in LINKS_OF_DESCENT:
+            history = la.optimize_prior_precision(method="val_gd", **data, **LINKS[link])
+            loss = history.objective.min().item()
+            choices.append(_Choice(DESCENT, link, la.prior_precision.clone(), loss))
+    return _predictions(la, choices, loaders, samples)
+
+
+def _predictions(
+    la: Any, choices: list[_Choice], loaders: Loaders, samples: int
+) -> Iterator[Prediction]:
+    distinct = {id(choice.prior_precision): choice.prior_precision for choice in choices}
+    moments = {}
+    for name, loader in loaders.items():
+        of_set = Beliefs(la, loader).moments(list(distinct.values()))
+        moments[name] = dict(zip(distinct, of_set, strict=True))
+    for choice in choices:
+        rivals = [other.loss for other in choices if other.chosen_by == choice.chosen_by]
+        predicted = {
+            name: probabilities(la, of_set[id(choice.prior_precision)], choice.link, samples)
+            for name, of_set in moments.items()
+        }
+        is_choice = choice.loss == min(rivals)  # never, if not chosen by validation
+        chosen = choice.prior_precision.log().mean().exp().item()
+        yield Prediction(predicted, choice.chosen_by, choice.link, chosen, is_choice)

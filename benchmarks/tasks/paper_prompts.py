@@ -1,0 +1,83 @@
+"""Rows of the paper's data sets as examples: prompts for causal models, pairs for encoders.
+
+The prompts are those of the paper's table of prompt templates (appendix "Prompt templates for
+LlaMA2 common sense reasoning tasks"). Where the table prints "choice2" for the third and the
+fourth choice, these are meant. WinoGrande's "B" has no full stop there, nor in the authors'
+program, and so has none here. A full stop of the template is left out behind a text that has its
+own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.tasks.task import Example
+
+Row = dict[str, Any]
+
+LETTERS = ("A", "B", "C", "D")
+SELECT = "Select one of the choices that answers the following question:"
+TRUE_OR_FALSE = "Answer the question with only True or False:"
+
+
+def with_full_stop(text: str) -> str:
+    """End a text with one full stop."""
+    return text if text.endswith(".") else f"{text}."
+
+
+def winogrande(row: Row) -> Example:
+    """Ask which of two options fills the gap."""
+    first, second = with_full_stop(row["option1"]), with_full_stop(row["option2"])
+    prompt = f"{SELECT} {row['sentence']} Choices: A. {first} B {second} Answer:"
+    return Example(prompt, ("1", "2").index(row["answer"]))
+
+
+def four_choices(question: str, choices: Sequence[str], label: int) -> Example | None:
+    """Ask which of four choices is right; None for another number of choices."""
+    if len(choices) != len(LETTERS):
+        return None
+    lettered = zip(LETTERS, map(with_full_stop, choices), strict=True)
+    listed = " ".join(f"{letter}. {choice}" for letter, choice in lettered)
+    return Example(f"{SELECT} {question} Choices: {listed} Answer:", label)
+
+
+def arc(row: Row) -> Example | None:
+    """Ask a question of ARC, whose choices are labelled by letters or by digits."""
+    choices = row["choices"]
+    return four_choices(row["question"], choices["text"], choices["label"].index(row["answerKey"]))
+
+
+def openbookqa(row: Row) -> Example | None:
+    return arc({**row, "question": row["question_stem"]})
+
+
+def mmlu(row: Row) -> Example | None:
+    return four_choices(row["question"], row["choices"], int(row["answer"]))
+
+
+def boolq_label(row: Row) -> int:
+    """Read BoolQ's answer, which SuperGLUE calls `label` and the original data `answer`."""
+    return int(row["label"] if "label" in row else row["answer"])
+
+
+def boolq(row: Row) -> Example:
+    """Ask whether something is true according to a passage."""
+    prompt = f"{TRUE_OR_FALSE} {row['question']} Context: {with_full_stop(row['passage'])}"
+    return Example(prompt, boolq_label(row))
+
+
+def boolq_pair(row: Row) -> Example:
+    """Pair a passage with a question about it, for an encoder."""
+    return Example((row["passage"], row["question"]), boolq_label(row))
+
+
+def sentence(row: Row) -> Example:
+    """Take the one sentence of CoLA, for an encoder."""
+    return Example(row["sentence"], int(row["label"]))
+
+
+def sentence_pair(row: Row) -> Example:
+    """Pair the two sentences of MRPC, RTE, WNLI or WiC, for an encoder.
+
+    As in the authors' program, the encoder is not told which word WiC asks about.
+    """
+    return Example((row["sentence1"], row["sentence2"]), int(row["label"]))

@@ -1,0 +1,58 @@
+"""What a task is: texts and labels, before any tokenizer or model, and how it is fine-tuned."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from benchmarks.options import TextRun
+from benchmarks.training import Hyperparameters
+
+
+class Example(NamedTuple):
+    """A text, or a pair of texts for an encoder, with its class; None where no class is right."""
+
+    text: str | tuple[str, str]
+    label: int | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is fine-tuned on and measured with; the classes of prompts are the answers."""
+
+    name: str
+    classes: Sequence[str]
+    is_prompt: bool
+    train: Sequence[Example]
+    test: Sequence[Example]
+    shifted: dict[str, Sequence[Example]] = field(default_factory=dict)
+    validation: Sequence[Example] = ()
+    truncation_side: Literal["right", "left"] = "right"
+
+
+class Sizes(NamedTuple):
+    """Numbers of texts."""
+
+    train: int
+    validation: int
+    test: int
+    shifted: int
+
+    def asked(self, options: TextRun) -> "Sizes":
+        """Those that the options ask for, and these where they ask for none."""
+        train, test = options.train_examples or self.train, options.test_examples or self.test
+        return Sizes(train, self.validation, test, options.shifted_examples or self.shifted)
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """A task by its name: how it is read, and which model is fine-tuned on it and how.
+
+    `read` takes the options, a seed and a number of validation texts; `model` the options, and
+    returns the folder of an own model, or a hub's name or a user's folder as text.
+    """
+
+    name: str
+    read: Callable[[TextRun, int, int], Task]
+    model: Callable[[TextRun], str | Path]
+    hyperparameters: Hyperparameters

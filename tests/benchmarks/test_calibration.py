@@ -1,0 +1,126 @@
+"""The experiment on calibration at its smallest, and its summaries."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import laplace_lora_ext
+from benchmarks.experiments.calibration import CONTESTANTS, Trial, chosen_methods
+from benchmarks.experiments.calibration_report import summarize
+from benchmarks.methods import METHODS
+from benchmarks.methods.method import Posterior
+from benchmarks.methods.priors import (
+    DESCENT,
+    EVIDENCES,
+    GRID_SEARCH,
+    LINEARIZED,
+    LINKS,
+    LINKS_OF_DESCENT,
+    SCALED,
+)
+from tests.benchmarks.support import is_picture, run
+from tests.support.dense import jacobian, logits_of, unpadded
+from tests.support.models import lora_model, ragged_batches
+
+LAPLACE = [key for key in CONTESTANTS if isinstance(METHODS[key], Posterior)]
+ENSEMBLES = {"mc_dropout", "checkpoint_ensemble", "deep_ensemble"}
+TWO_MEANS = ["lowrank_kron", "mean_at_start"]
+
+
+def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, capsys):
+    sizes = {"train_examples": 10, "test_examples": 12, "shifted_examples": 8}
+    training = {"steps": 3, "checkpoints": 2, "language_model_steps": 3, "samples": 20}
+    files = {"files_per_library": 30, "cache": tmp_path / "cache"}
+    folder = tmp_path / "results"
+    options = {"task": "choices", **sizes, **training, **files}
+    figures, _, progress = run(capsys, folder, "calibration", "--curves", **options)
+    rows = figures["methods"]
+    with_split = [row for row in rows if row["protocol"] == "80/20 split"]
+    without = {row["method"] for row in rows if row["protocol"] == "whole training set"}
+    assert without == {"map", *ENSEMBLES, *LAPLACE}
+    assert {row["method"] for row in with_split} == {"map", "temperature_scaling", *LAPLACE}
+    by_evidence = [row for row in rows if row["chosen_by"] in EVIDENCES]
+    assert len(by_evidence) == len(LAPLACE) * len(LINKS) * len(EVIDENCES)
+    linearized = [row for row in rows if row["chosen_by"] in LINEARIZED]
+    kinds = len(LINKS) * len(LINEARIZED)
+    assert [row["method"] for row in linearized[::kinds]] == TWO_MEANS
+    for key in LAPLACE:  # validation data prefer one link of each structure
+        own = [row for row in with_split if row["method"] == key]
+        scalar, layerwise, scaled = (
+            {row["link"]: row["is_choice"] for row in own if row["chosen_by"] == chosen_by}
+            for chosen_by in (GRID_SEARCH, DESCENT, SCALED)
+        )
+        assert len(scalar) == len(LINKS)
+        assert sum(scalar.values()) == 1
+        assert set(layerwise) == (set() if key in ("diag", "kron") else set(LINKS_OF_DESCENT))
+        assert sum(layerwise.values()) == bool(layerwise)
+        assert len(scaled) == (len(LINKS) if key in TWO_MEANS else 0)
+        assert sum(scaled.values()) == bool(scaled)
+    for row in (*rows, *figures["along_training"]):
+        assert 0 < row["nll"] < 50
+        assert 0 <= row["shifted"]["matplotlib"]["shift_auroc"] <= 1
+        assert 0 <= row["shifted"]["matplotlib"]["accuracy"] <= 1
+    assert {row["step"] for row in figures["along_training"]} == {1, 3}
+    assert sum(figures["variance_by_layer"].values()) == pytest.approx(1)
+    groups = figures["jacobians_by_margin"]
+    margins = [group["margin"] for group in groups]
+    assert margins == sorted(margins)
+    assert margins[0] >= 0
+    assert all(group["squared_norm"] > 0 for group in groups)
+    for figure in ("calibration_reliability", "selective_accuracy", "along_training", "layers"):
+        assert is_picture(folder / f"{figure}.png")
+    assert "Training" in progress
+
+
+def test_methods_can_be_chosen_by_key_or_title():
+    assert chosen_methods(None) == list(CONTESTANTS)
+    assert chosen_methods(["Stock diag"]) == ["diag"]
+    assert chosen_methods(["lowrank_kron", "MC dropout"]) == ["mc_dropout", "lowrank_kron"]
+    with pytest.raises(SystemExit, match=r"No method is called 'Stock dig'; known are: map \(MAP"):
+        chosen_methods(["Stock dig", "kron"])
+
+
+def test_summaries_are_means_and_deviations_over_seeds():
+    figures = dict.fromkeys(("accuracy", "ece", "calibrated_ece", "brier", "away_from_map"), 0.5)
+    rows = [
+        {
+            **{"protocol": "80/20 split", "name": "m", "chosen_by": "validation", "link": link},
+            **{"nll": nll, "is_choice": chosen, "seed": seed, "shifted": {}, **figures},
+        }
+        for seed, link, nll, chosen in (
+            (0, "mc", 1.0, True),
+            (1, "mc", 3.0, False),
+            (1, "p", 2.0, True),
+        )
+    ]
+    summary = summarize(rows).droplevel(["name", "protocol", "chosen_by"])["nll"]
+    assert tuple(summary.loc["mc"]) == pytest.approx((2.0, 2**0.5))
+    assert tuple(summary.loc["p"]) == (2.0, 0.0)
+    assert tuple(summary.loc["preferred"]) == pytest.approx((1.5, 0.5**0.5))
+
+
+def test_jacobians_of_margins_are_those_of_autograd():
+    batch = ragged_batches(seed=5)[0]
+    model, labels = lora_model("bert").eval(), batch["labels"]
+    la = laplace_lora_ext.Laplace(
+        lora_model("bert").eval(), "classification", "lora", "lowrank_kron"
+    )
+    la.fit(ragged_batches())
+    texts = [unpadded(batch, row) for row in range(len(labels))]
+    Js = torch.stack([jacobian(model, text) for text in texts])
+    f_mu = torch.stack([logits_of(model, text).detach() for text in texts])
+    trial = SimpleNamespace(
+        _posterior_and_statistics=(la, la.predictive_statistics([batch])),
+        _labels={"test": labels},
+    )
+    groups = Trial.jacobians_by_margin(trial)
+    top = f_mu.topk(2)
+    rows = torch.arange(len(f_mu))
+    norms = (Js[rows, top.indices[:, 0]] - Js[rows, top.indices[:, 1]]).square().sum(1)
+    margins = top.values[:, 0] - top.values[:, 1]
+    order = margins.argsort()
+    assert [group["margin"] for group in groups] == pytest.approx(margins[order].tolist())
+    assert [group["squared_norm"] for group in groups] == pytest.approx(norms[order].tolist())
+    right = (f_mu.argmax(1) == labels)[order].double().tolist()
+    assert [group["accuracy"] for group in groups] == right

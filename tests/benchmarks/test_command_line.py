@@ -1,0 +1,42 @@
+"""The command line: quick help, and options that make no sense."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.__main__ import COMMANDS, build_parser, main
+from benchmarks.options import CONTESTANTS, Compare
+
+
+def test_help_is_quick_and_explains_every_option():
+    started = time.perf_counter()
+    text = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert time.perf_counter() - started < 2
+    for name in Compare.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}" in text
+    assert "default: 400" in text
+    for experiment in COMMANDS:
+        assert experiment.__name__.lower() in text
+
+
+@pytest.mark.parametrize("experiment", [Compare, *COMMANDS])
+def test_every_option_has_a_help_text(experiment):
+    for field in experiment.__dataclass_fields__.values():
+        assert field.metadata["help"]
+
+
+def test_help_names_every_contestant(capsys):
+    with pytest.raises(SystemExit):
+        main(["cost", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(key in text for key in CONTESTANTS)
+
+
+def test_numbers_below_one_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["tuning", "--steps", "0"])
+    assert "must be at least 1, not 0" in capsys.readouterr().err

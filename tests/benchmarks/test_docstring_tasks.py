@@ -1,0 +1,117 @@
+"""The embedded tasks: texts from installed sources, and what is asked about them."""
+
+import random
+import re
+
+import pytest
+
+from benchmarks.models import encoder_folder
+from benchmarks.tasks import TASKS
+from benchmarks.tasks.docstrings import LIBRARIES, docstring_summaries, masked, read_docstrings
+from benchmarks.tasks.named import Named, asked_for_choice, is_held_out, spoken
+from benchmarks.tasks.names import asked_for_match
+from benchmarks.tasks.paper_prompts import LETTERS
+from benchmarks.tasks.task import Sizes
+from tests.benchmarks.support import parsed, pool
+
+
+def test_summaries_are_those_of_public_functions_and_classes():
+    source = '''
+def shown(x):
+    """First line
+    goes on.
+
+    Second paragraph.
+    """
+
+def _hidden():
+    """Not public."""
+
+class Shown:
+    """A class."""
+
+    def method(self):
+        """A method."""
+
+def bare(): ...
+'''
+    found = {name: " ".join(text.split()) for name, text in docstring_summaries(source)}
+    assert found == {
+        "shown": "First line goes on.",
+        "Shown": "A class.",
+        "method": "A method.",
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["NumPy array", "a np.ndarray", "PyTorch tensor", "nx.Graph", "SymPyError", "scipy's"]
+)
+def test_library_names_are_masked(text):
+    for name in ("numpy", "scipy", "networkx", "sympy", "torch", "np.", "nx."):
+        assert name not in masked(text).lower()
+
+
+def test_docstrings_are_balanced_disjoint_and_reproducible():
+    sizes = Sizes(train=10, validation=5, test=15, shifted=5)
+    first, second = (read_docstrings(sizes, 3, 30, show_progress=False) for _ in range(2))
+    assert first == second
+    parts = (first.train, first.validation, first.test)
+    assert [len(part) for part in parts] == [10, 5, 15]
+    texts = [text for part in parts for text, _ in part]
+    assert len({text.casefold() for text in texts}) == 30
+    labels = [label for _, label in first.test]
+    assert sorted(labels) == sorted(list(range(len(LIBRARIES))) * 3)
+    assert [label for _, label in first.shifted["matplotlib"]] == [None] * 5
+
+
+@pytest.mark.parametrize("name", ["names", "choices"])
+def test_tasks_of_names_are_disjoint_and_of_the_sizes_asked_for(name):
+    sizes = {"train_examples": 10, "test_examples": 6, "shifted_examples": 5}
+    options = parsed("--quiet", task=name, files_per_library=30, **sizes)
+    task = TASKS[name].read(options, 0, 4)
+    assert [len(part) for part in (task.train, task.test, task.validation)] == [10, 6, 4]
+    assert (
+        len({text for part in (task.train, task.test, task.validation) for text, _ in part}) == 20
+    )
+    assert len(task.shifted["matplotlib"]) == 5
+    assert task.is_prompt == (name == "choices")
+
+
+def test_the_encoders_weights_are_checked(monkeypatch):
+    monkeypatch.setattr("benchmarks.models.WEIGHTS_SHA256", "0" * 64)
+    with pytest.raises(RuntimeError, match="SHA-256"):
+        encoder_folder()
+
+
+def test_names_are_words():
+    assert spoken("minimumEdge_cut") == "minimum edge cut"
+    assert spoken("numpy_scalar") == "library scalar"
+
+
+def test_half_of_the_names_match_and_wrong_ones_are_of_the_same_file():
+    of = {one.name: one for one in pool()}
+    examples = list(asked_for_match(pool(), random.Random(0)))
+    assert sum(label for _, label in examples) == len(examples) / 2
+    for one, ((name, summary), label) in zip(pool(), examples, strict=True):
+        assert summary == one.summary
+        assert (name == one.name) == bool(label)
+        assert of[name].file == one.file
+
+
+def test_four_different_names_are_offered_and_the_right_one_is_the_label():
+    asked = asked_for_choice(pool(), pool(), random.Random(0))
+    for one, (prompt, label) in zip(pool(), asked, strict=True):
+        offered = re.findall(r"([A-D])\. (name \d+)\.", prompt)
+        assert [letter for letter, _ in offered] == list(LETTERS)
+        assert len({name for _, name in offered}) == 4
+        assert offered[label][1] == one.name
+
+
+def test_the_language_models_texts_leave_the_tasks_functions_out():
+    sizes = {"train_examples": 10, "test_examples": 10, "shifted_examples": 5}
+    options = parsed("--quiet", task="choices", files_per_library=30, **sizes)
+    task = TASKS["choices"].read(options, 0, 0)
+    questions = [example.text.split("describe? ")[1] for example in (*task.train, *task.test)]
+    summaries = {question.split(" Choices:")[0] for question in questions}
+    assert all(is_held_out(Named("", summary, "")) for summary in summaries)
+    assert len(summaries) == 20

@@ -1,0 +1,179 @@
+"""The one fine-tuning, its cache, and methods on what it leaves, with tiny models."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import benchmarks.fine_tuning as fine_tuning_module
+from benchmarks.fine_tuning import fine_tune, prepare
+from benchmarks.methods import METHODS, posterior
+from benchmarks.methods.method import labels_of
+from benchmarks.methods.points import fit_temperature
+from benchmarks.methods.posteriors import over_lora
+from benchmarks.methods.priors import Beliefs, by_training
+from benchmarks.tasks.paper import PAPER_SHIFTS, PAPER_TASKS
+from tests.benchmarks.support import (
+    MMLU_ROW,
+    ROWS,
+    parsed,
+    save_tiny_models,
+    write_rows,
+    write_task,
+)
+
+
+@pytest.fixture(scope="module")
+def tiny_models(tmp_path_factory):
+    return save_tiny_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def prepared(tiny_models, tmp_path):
+    """Makes a tiny model, with two steps of training, and made-up rows of a task of the paper."""
+
+    def make(task, **options):
+        write_task(task, tmp_path)
+        model = {"task": task, "model": tiny_models[PAPER_TASKS[task].is_prompt]}
+        files = {"data": tmp_path, "cache": tmp_path / "cache"}
+        settings = {"steps": 2, "batch_size": 2, **model, **files, **options}
+        return prepare(parsed("calibration --quiet", **settings), 0)
+
+    return make
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
+    pretrained = prepared(name)
+    paper = PAPER_TASKS[name].hyperparameters
+    settings = pretrained.hyperparameters
+    assert (settings.rank, settings.learning_rate) == (paper.rank, paper.learning_rate)
+    assert settings.target_modules == paper.target_modules
+    assert (settings.steps, settings.batch_size) == (2, 2)
+    model = fine_tune(pretrained, pretrained.data["train"], seed=0)
+    loaders = {"train": pretrained.loader("train", 8)}
+    predictions = [METHODS["map"].fit(model, loaders["train"]).predict(loaders)]
+    la = posterior("lowrank_kron").build(model)
+    la.fit(loaders["train"])
+    predictions += [found.probabilities for found in by_training(la, None, loaders, 10)]
+    texts = len(pretrained.task.train)
+    for found in predictions:
+        assert found["train"].shape == (texts, len(PAPER_TASKS[name].classes))
+        assert torch.allclose(found["train"].sum(-1), torch.ones(texts), atol=1e-4)
+
+
+def test_shifted_texts_of_the_paper_are_read(prepared, tmp_path):
+    for source in PAPER_SHIFTS["law"][0]:
+        write_rows(source, tmp_path, [MMLU_ROW] * 2)
+    pretrained = prepared("obqa", shifted="law", shifted_examples=5)
+    assert len(pretrained.data["law"]) == 5
+
+
+def test_missing_data_and_models_end_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    options = {"task": "rte", "data": tmp_path}
+    with pytest.raises(SystemExit, match="rte"):
+        prepare(parsed("calibration --quiet", **options), 0)
+    write_task("rte", tmp_path)
+    with pytest.raises(SystemExit, match="no-one/no-model"):
+        prepare(parsed("calibration --quiet", **options, model="no-one/no-model"), 0)
+    with pytest.raises(SystemExit, match=r"'imdb'; there are docstrings, names, choices, wino"):
+        prepare(parsed("calibration --quiet", task="imdb"), 0)
+
+
+def test_moments_of_the_hosts_structures_are_those_of_predictions(prepared):
+    pretrained = prepared("mrpc")
+    model = fine_tune(pretrained, pretrained.data["train"], seed=0)
+    loader = pretrained.loader("train", 2)
+    for structure in ("diag", "kron", "lowrank_kron"):
+        la = over_lora(model, structure)
+        la.fit(loader)
+        values = [torch.tensor([0.5]), torch.tensor([20.0])]
+        moments = Beliefs(la, loader).moments(values)
+        for value, (f_mu, f_var) in zip(values, moments, strict=True):
+            la.prior_precision = value
+            for place, batch in enumerate(loader):
+                rows = slice(2 * place, 2 * place + 2)
+                direct = la(batch, link_approx="probit")
+                scaled = f_mu / (1 + torch.pi / 8 * f_var.diagonal(dim1=1, dim2=2)).sqrt()
+                assert torch.allclose(scaled.softmax(-1)[rows], direct, atol=1e-5)
+    assert not torch.allclose(moments[0].f_var, moments[1].f_var)
+
+
+def test_ensembles_average_probabilities(prepared):
+    pretrained = prepared("mrpc", steps=4, checkpoints=4)
+    train = pretrained.data["train"]
+    loader = pretrained.loader(train, 8)
+
+    def predicted(key, model):
+        return METHODS[key].fit(model, loader).predict({"train": loader})["train"]
+
+    first = fine_tune(pretrained, train, 0)
+    members = [first, *(fine_tune(pretrained, train, seed) for seed in (1000, 2000))]
+    each = torch.stack([predicted("map", member) for member in members])
+    assert not torch.equal(each[0], each[1])
+    assert torch.allclose(predicted("deep_ensemble", first), each.mean(0))
+    assert list(first.checkpoints) == [1, 2, 3, 4]
+    early = first.at(3)
+    assert list(early.checkpoints) == [1, 2, 3]
+    others = [member.at(3) for member in members[1:]]
+    at_three = torch.stack([predicted("map", member) for member in (early, *others)])
+    assert torch.allclose(predicted("deep_ensemble", early), at_three.mean(0))
+    at_steps = [predicted("map", first.at(step)) for step in (2, 3, 4)]
+    ensemble = predicted("checkpoint_ensemble", first)
+    assert torch.allclose(ensemble, torch.stack(at_steps).mean(0))
+    dropout = predicted("mc_dropout", first)
+    assert not torch.allclose(dropout, at_steps[-1], atol=1e-6)
+    assert not first.model.training
+
+
+def test_a_training_is_read_from_the_cache(prepared, monkeypatch):
+    pretrained = prepared("mrpc")
+    train = pretrained.data["train"]
+    loader = pretrained.loader(train, 2)
+    trained = fine_tune(pretrained, train, seed=0).logits(loader)
+    trainings = []
+    original = fine_tuning_module.train
+
+    def counted(*args, **kwargs):
+        trainings.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(fine_tuning_module, "train", counted)
+    again = fine_tune(pretrained, train, seed=0)
+    assert torch.equal(again.logits(loader), trained)
+    assert list(again.checkpoints) == [1, 2]
+    assert not trainings
+    settings = replace(pretrained.hyperparameters, learning_rate=1e-3)
+    other = replace(pretrained, hyperparameters=settings)
+    for anew in ((pretrained, train, 1), (pretrained, train[1:], 0), (other, train, 0)):
+        before = len(trainings)
+        fine_tune(*anew)
+        assert len(trainings) == before + 1
+
+
+def test_a_prior_mean_at_the_start_is_that_of_the_weights_before_training(prepared):
+    pretrained = prepared("mrpc")
+    model = fine_tune(pretrained, pretrained.data["train"], seed=0)
+    la = posterior("mean_at_start").build(model)
+    la.fit(pretrained.loader("train"))
+    moved = (la.mean - la.prior_mean).split([block.weight.numel() for block in la.blocks])
+    for block, distance, start in zip(
+        la.blocks, moved, la.prior_mean.split([len(part) for part in moved]), strict=True
+    ):
+        assert 0 < distance.abs().max() < 1e-3  # two steps of 5e-5
+        assert bool(start.any()) == ("lora_A" in block.name)
+
+
+def test_a_temperature_is_recovered(prepared):
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(20000, 4)
+    labels = torch.distributions.Categorical(logits=logits / 2.5).sample()
+    assert fit_temperature(logits, labels) == pytest.approx(2.5, rel=0.05)
+    pretrained = prepared("mrpc")
+    model = fine_tune(pretrained, pretrained.data["train"], seed=0)
+    loader = pretrained.loader("train", 2)
+    members = METHODS["temperature_scaling"].fit(model, loader)
+    scaled = (model.logits(loader) / members.temperature).softmax(-1)
+    assert members.temperature == fit_temperature(model.logits(loader), labels_of(loader))
+    assert torch.allclose(members.predict({"": loader})[""], scaled)

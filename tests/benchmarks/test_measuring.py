@@ -1,0 +1,59 @@
+"""Times and processes: what becomes of jobs that are slow, fail or leave."""
+
+import os
+import time
+
+import pytest
+
+from benchmarks.measuring import (
+    SHARE_OF_LIMIT,
+    growth_exponent,
+    reason_of,
+    repeated_seconds,
+    run_alone,
+    run_limited,
+)
+
+
+def sleep_after_message(send, seconds):
+    send("figure", 1)
+    time.sleep(seconds)
+    raise ValueError("woken")
+
+
+def leave(send):
+    os._exit(3)
+
+
+def test_what_was_sent_before_a_failure_counts():
+    sent = [("figure", 1)]
+    assert run_limited(sleep_after_message, (0,), 60.0) == (sent, "ValueError: woken")
+    assert run_limited(leave, ()) == ([], "its process ended with exit code 3")
+    messages, reason = run_limited(sleep_after_message, (60,), 3.0)
+    assert reason == "took longer than the limit of 3 s"
+    assert messages in (sent, [])  # the limit may be over before the process has begun
+    with pytest.raises(RuntimeError, match="woken"):
+        run_alone(sleep_after_message, 0)
+
+
+def test_slow_calls_are_repeated_less():
+    calls = []
+
+    def job():
+        calls.append(1)
+        time.sleep(0.02)
+
+    figures = repeated_seconds(job, 50, limit=0.6)
+    assert figures["repetitions"] == len(calls) - 1 <= SHARE_OF_LIMIT * 0.6 / 0.02
+    assert figures["warmed_up"]
+    alone = repeated_seconds(job, 50, limit=0.01)
+    assert not alone["warmed_up"]
+    assert alone["repetitions"] == 1
+
+
+def test_exponents_and_reasons():
+    assert growth_exponent([1, 2, 4], [5, 20, 80]) == pytest.approx(2)
+    assert growth_exponent([1, 2, 4], [5, -1, 80]) is None
+    assert growth_exponent([2], [5]) is None
+    assert reason_of(ValueError("one\ntwo")) == "ValueError: one two"
+    assert len(reason_of(ValueError("x" * 1000))) < 250

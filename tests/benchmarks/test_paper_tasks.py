@@ -1,0 +1,172 @@
+"""The paper's tasks, each read from a few made-up rows of its schema."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.models import MissingDataError
+from benchmarks.tasks.paper import (
+    CAUSAL_HYPERPARAMETERS,
+    ENCODER_HYPERPARAMETERS,
+    MMLU_SUBJECTS,
+    PAPER_SHIFTS,
+    PAPER_TASKS,
+    read,
+    read_paper_task,
+)
+from tests.benchmarks.support import (
+    ARC_ROWS,
+    FRUIT_PROMPT,
+    MMLU_ROW,
+    PROMPTS,
+    ROWS,
+    parsed,
+    write_rows,
+    write_task,
+)
+
+
+def test_every_task_has_rows_here():
+    assert list(ROWS) == list(PAPER_TASKS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_become_the_papers_prompts_and_pairs(name, tmp_path):
+    write_task(name, tmp_path)
+    task = read_paper_task(name, tmp_path)
+    _, expected = ROWS[name]
+    assert task.train == expected
+    assert task.test == expected[:1]
+    assert task.name == name
+    assert task.is_prompt == (expected[0][0] in PROMPTS)
+    assert task.shifted == {}
+    assert all(0 <= label < len(task.classes) for _, label in task.train)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_hub_is_asked_by_its_own_names(name, monkeypatch):
+    rows, expected = ROWS[name]
+    asked = []
+
+    def load_dataset(dataset, configuration, split):
+        asked.append((dataset, configuration, split))
+        return rows
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert read_paper_task(name).test == expected
+    task = PAPER_TASKS[name]
+    names = (task.dataset, task.configuration)
+    assert asked == [(*names, "train"), (*names, "validation")]
+
+
+def test_the_answer_is_the_class_of_its_label():
+    yes = {"question": "is ice cold", "passage": "Ice is cold.", "answer": True}
+    for name in ("boolq", "boolq_pairs"):
+        task = PAPER_TASKS[name]
+        assert task.classes[task.to_example(yes).label] == "True"
+    assert PAPER_TASKS["winogrande_s"].classes == ("A", "B")
+    assert PAPER_TASKS["obqa"].classes == ("A", "B", "C", "D")
+    # The hub's names of the labels 0 and 1, which these two order differently.
+    assert PAPER_TASKS["rte"].classes == ("entailment", "not_entailment")
+    assert PAPER_TASKS["wnli"].classes == ("not_entailment", "entailment")
+
+
+def test_what_is_cut_of_a_long_prompt_is_not_where_the_answer_comes_from():
+    for name, task in PAPER_TASKS.items():
+        ends_with_choices = name not in ("boolq", "boolq_pairs") and task.is_prompt
+        assert task.truncation_side == ("left" if ends_with_choices else "right")
+
+
+def test_so_many_texts_are_kept_as_asked_for(tmp_path):
+    write_task("mrpc", tmp_path)
+    write_rows(PAPER_TASKS["mrpc"].train_source, tmp_path, ROWS["mrpc"][0] * 3)
+    options = parsed("--quiet", task="mrpc", data=tmp_path, train_examples=3)
+    task = read(options, 0, 2)
+    assert [len(part) for part in (task.train, task.validation, task.test)] == [3, 2, 1]
+
+
+def test_shifted_texts_are_the_other_tasks_tests(tmp_path):
+    write_task("obqa", tmp_path)
+    write_rows(PAPER_TASKS["arc_easy"].test_source, tmp_path, ARC_ROWS)
+    write_rows(PAPER_TASKS["arc_challenge"].test_source, tmp_path, ARC_ROWS[:1])
+    for subject in MMLU_SUBJECTS:
+        for place, source in enumerate(PAPER_SHIFTS[subject][0]):
+            write_rows(source, tmp_path, [MMLU_ROW] * (place + 1))
+    task = read_paper_task("obqa", tmp_path, shifted=tuple(PAPER_SHIFTS))
+    counts = {name: len(examples) for name, examples in task.shifted.items()}
+    sums = {subject: sum(range(len(tasks) + 1)) for subject, tasks in MMLU_SUBJECTS.items()}
+    assert counts == {"arc_challenge": 1, "arc_easy": 2} | sums
+    assert task.shifted["arc_easy"] == [(FRUIT_PROMPT, 2), (FRUIT_PROMPT, 1)]
+    assert set(task.shifted["health"]) == {(FRUIT_PROMPT, 3)}
+
+
+def test_the_papers_table_of_mmlu_subjects():
+    counts = {subject: len(tasks) for subject, tasks in MMLU_SUBJECTS.items()}
+    assert counts == {"computer_science": 4, "engineering": 1, "law": 3, "health": 7}
+    assert PAPER_SHIFTS["engineering"][0] == [("cais/mmlu", "electrical_engineering", "test")]
+
+
+def test_hyperparameters_are_the_papers():
+    for name, task in PAPER_TASKS.items():
+        expected = CAUSAL_HYPERPARAMETERS if task.is_prompt else ENCODER_HYPERPARAMETERS
+        assert task.hyperparameters is expected, name
+    for shared in (CAUSAL_HYPERPARAMETERS, ENCODER_HYPERPARAMETERS):
+        assert (shared.rank, shared.alpha, shared.dropout) == (8, 16, 0.1)
+        assert shared.learning_rate == 5e-5
+        assert (shared.steps, shared.checkpoints) == (10_000, 10)
+    assert (CAUSAL_HYPERPARAMETERS.batch_size, CAUSAL_HYPERPARAMETERS.maximum_length) == (4, 300)
+    assert (ENCODER_HYPERPARAMETERS.batch_size, ENCODER_HYPERPARAMETERS.maximum_length) == (32, 256)
+
+
+def test_without_access_one_line_says_what_to_download(tmp_path):
+    program = """
+import os, socket
+socket.getaddrinfo = socket.socket.connect = lambda *_, **__: os._exit(3)
+from benchmarks.tasks.paper import read_paper_task
+read_paper_task("winogrande_s")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+    )
+    assert run.returncode == 1
+    assert "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1] == (
+        "The hub is out of reach: download from https://huggingface.co/datasets, and save as JSON "
+        "lines, allenai/winogrande (winogrande_s), split train, as "
+        "FOLDER/allenai/winogrande/winogrande_s/train.jsonl; allenai/winogrande (winogrande_s), "
+        "split validation, as FOLDER/allenai/winogrande/winogrande_s/validation.jsonl, and give "
+        "--data FOLDER."
+    )
+
+
+def test_every_missing_file_is_named_at_once(tmp_path):
+    write_task("obqa", tmp_path)
+    (tmp_path / "allenai" / "openbookqa" / "main" / "train.jsonl").unlink()
+    with pytest.raises(MissingDataError) as error:
+        read_paper_task("obqa", tmp_path, shifted=("engineering",))
+    assert str(error.value) == (
+        f"The data in {tmp_path} are incomplete: download from https://huggingface.co/datasets, "
+        "and save as JSON lines, allenai/openbookqa (main), split train, as "
+        f"{tmp_path}/allenai/openbookqa/main/train.jsonl; cais/mmlu (electrical_engineering), "
+        f"split test, as {tmp_path}/cais/mmlu/electrical_engineering/test.jsonl."
+    )
+
+
+def test_unknown_shifts_are_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match=f"history.*{', '.join(PAPER_SHIFTS)}"):
+        read_paper_task("obqa", tmp_path, shifted=("law", "history"))
+    with pytest.raises(ValueError, match="obqa, not rte"):
+        read_paper_task("rte", tmp_path, shifted=("law",))
+
+
+def test_rows_of_another_schema_are_refused_by_name(tmp_path):
+    write_task("rte", tmp_path)
+    write_rows(PAPER_TASKS["rte"].test_source, tmp_path, [{"premise": "It rains.", "label": 0}])
+    with pytest.raises(ValueError, match=r"nyu-mll/glue \(rte\), split validation.*'sentence1'"):
+        read_paper_task("rte", tmp_path)
