@@ -6,12 +6,16 @@ import re
 
 import pytest
 import torch
+import torchmetrics
+from laplace.utils import RunningNLLMetric
+from torch import nn
 
 import laplace_lora_ext  # noqa: F401
+from laplace_lora_ext import Moments
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Classification, Regression
 from tests.support.dense import softmax_fisher
 from tests.support.models import TwoLinear, pairs, plain_model, real_targets, sequences, with_lora
-from tests.support.posteriors import STRUCTURES, make
+from tests.support.posteriors import STRUCTURES, generator, make
 
 
 def fisher(seeds) -> torch.Tensor:
@@ -88,6 +92,58 @@ def test_sampled_seeds_follow_the_global_random_state():
 
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def targets_of(name, n, n_outputs):
+    return torch.arange(n) % n_outputs if name == "classification" else real_targets(n, n_outputs)
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_a_slope_is_the_gradient_of_the_loss(name):
+    likelihood, y = LIKELIHOODS[name], targets_of(name, 6, 4)
+    logits = torch.randn(6, 4, generator=generator()).double().requires_grad_()
+    (expected,) = torch.autograd.grad(likelihood.loss(logits, y), logits)
+    torch.testing.assert_close(likelihood.slope(logits, y), expected)
+    seeds = likelihood.empirical_seeds(logits.detach(), y).dense()
+    torch.testing.assert_close(seeds[0], expected)
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_sampled_seeds_of_many_draws_have_as_many_vectors(name):
+    seeds = LIKELIHOODS[name].sampled_seeds(torch.zeros(5, 3), 4)
+    assert seeds.vectors.shape == (4, 5, 3)
+    assert seeds.weights.shape == (4, 5)
+
+
+def test_the_predictive_loss_of_classes_is_that_of_the_links_probabilities():
+    f_mu, y = torch.randn(5, 3, generator=generator()), torch.tensor([0, 2, 1, 0, 0])
+    f_var = torch.eye(3).expand(5, 3, 3)
+    loss = Classification().predictive_loss(
+        lambda m, S: (m * S.sum(-1)).log_softmax(-1), Moments(f_mu, f_var), y, torch.tensor(1.0)
+    )
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(f_mu, y, reduction="none"))
+
+
+def test_the_predictive_loss_of_numbers_is_that_of_a_gaussian_with_noise():
+    f_mu, y = real_targets(5, 1), real_targets(5, 2)[:, :1]
+    f_var = torch.full((5, 1, 1), 2.0).double()
+    loss = Regression().predictive_loss(None, Moments(f_mu, f_var), y, torch.tensor(3.0))
+    normal = torch.distributions.Normal(f_mu, (2.0 + 3.0**2) ** 0.5)
+    torch.testing.assert_close(loss, -normal.log_prob(y)[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "gaussian", "metric"),
+    [
+        ("classification", False, RunningNLLMetric),
+        ("regression", True, torchmetrics.MeanSquaredError),
+    ],
+)
+def test_a_likelihood_knows_its_name_its_kind_and_the_hosts_metric(name, gaussian, metric):
+    likelihood = LIKELIHOODS[name]
+    assert likelihood.name == name
+    assert likelihood.is_gaussian == gaussian
+    assert type(likelihood.metric(2)) is metric
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

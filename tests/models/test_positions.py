@@ -11,10 +11,39 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import laplace_lora_ext  # noqa: F401
+from laplace_lora_ext.models.positions import Positions
 from tests.support.models import VOCABULARY, TwoLinear, pairs, ragged_batches, sequences, with_lora
 from tests.support.posteriors import KFAC_APPROX, make
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def test_rows_are_arranged_by_example():
+    """Three examples of two sequences each, five positions a sequence."""
+    positions = Positions(n_examples=3, n_rows=6, length=5, mask=None)
+    by_example = torch.arange(3 * 10 * 4).reshape(3, 10, 4)
+    for shape in ((6, 5, 4), (30, 4)):
+        assert torch.equal(positions.arrange(by_example.reshape(shape)), by_example)
+        seeds = torch.stack([by_example, -by_example]).reshape(2, *shape)
+        arranged = positions.arrange(seeds, n_leading=1)
+        assert torch.equal(arranged, torch.stack([by_example, -by_example]))
+    assert positions.arrange(torch.zeros(3, 4)).shape == (3, 1, 4)
+    assert positions.arrange(torch.zeros(6, 4)).shape == (3, 2, 4)
+    for shape in ((5, 6, 4), (15, 4), (10, 4), (4,)):
+        with pytest.raises(NotImplementedError, match=r"in a batch of 3"):
+            positions.arrange(torch.zeros(shape))
+    with pytest.raises(NotImplementedError, match=r"its rows, \(30, 4\)"):
+        positions._replace(length=None).arrange(torch.zeros(30, 4))
+
+
+def test_a_mask_is_for_layers_that_see_all_positions():
+    mask = torch.tensor([[True, True, False, True], [True, False, False, True]])
+    positions = Positions(n_examples=2, n_rows=4, length=2, mask=mask)
+    assert positions.valid(4) is mask
+    assert positions.valid(2) is None  # pooled: one row a sequence
+    assert positions._replace(mask=None).valid(7) is None
+    with pytest.raises(NotImplementedError, match=r"3 positions an example .* mask has 4"):
+        positions.valid(3)
 
 
 class Rows(nn.Module):

@@ -6,9 +6,17 @@ import pytest
 import torch
 
 from laplace_lora_ext import Moments
-from laplace_lora_ext.predictive.links import mean_field
+from laplace_lora_ext.predictive.links import (
+    mean_field,
+    monte_carlo,
+    probit,
+    sampled,
+    sampled_alike,
+    shared_noise,
+)
+from laplace_lora_ext.predictive.sampling import gaussian_samples
 from tests.support.models import ragged_batches
-from tests.support.posteriors import fitted, plain_regression
+from tests.support.posteriors import fitted, generator, plain_regression
 
 
 def some_moments(n_classes, scale=1.0, n=40):
@@ -16,6 +24,37 @@ def some_moments(n_classes, scale=1.0, n=40):
     f_mu = 2 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)
     root = torch.randn(n, n_classes, n_classes, generator=generator, dtype=torch.float64)
     return Moments(f_mu, scale * root @ root.mT)
+
+
+def test_probit_shrinks_each_logit_by_its_own_variance():
+    f_mu, f_var = some_moments(4)
+    expected = torch.stack(
+        [m / (1 + math.pi / 8 * S.diagonal()).sqrt() for m, S in zip(f_mu, f_var, strict=True)]
+    )
+    torch.testing.assert_close(probit(f_mu, f_var).exp(), expected.softmax(-1))
+
+
+def test_monte_carlo_is_the_mean_probability_of_samples():
+    f_mu, f_var = some_moments(4)
+    noise = torch.randn(7, len(f_mu), 4, generator=generator()).double()
+    expected = gaussian_samples(f_mu, f_var, noise).softmax(-1).mean(0)
+    torch.testing.assert_close(monte_carlo(f_mu, f_var, noise).exp(), expected)
+
+
+def test_samples_are_shared_by_a_batch_as_the_host_draws_them_or_each_examples_own():
+    f_mu, f_var = some_moments(4)
+    same = Moments(f_mu[:1].expand(3, -1), f_var[:1].expand(3, -1, -1))
+    alike = sampled_alike(9, generator())(*same)
+    assert torch.equal(alike[0], alike[2])
+    own = sampled(9, generator())
+    first, second = own(*same), own(*same)
+    assert not torch.allclose(first[0], first[2])
+    assert not torch.allclose(first, second)  # drawn anew at every call
+    # The host multiplies its root with one matrix of a row an output and a column a sample.
+    host = torch.randn(4, 9, generator=generator(), dtype=torch.float64)
+    noise = shared_noise(f_mu, 9, generator())
+    assert noise.shape == (9, 1, 4)
+    assert torch.equal(noise[:, 0], host.T)
 
 
 def test_two_classes_have_the_probit_approximation_of_their_difference():

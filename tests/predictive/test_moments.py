@@ -31,3 +31,13 @@ def test_moments_have_neither_inputs_nor_joint_covariances():
         la(moments, pred_type="nn", link_approx="mc")
     with pytest.raises(ValueError, match="pass the inputs"):
         la.predictive_moments(moments, joint=True)
+
+
+def test_moments_are_converted_and_split_together():
+    moments = Moments(torch.arange(10.0).reshape(5, 2), torch.arange(20.0).reshape(5, 2, 2))
+    converted = moments.to(torch.float64)
+    assert isinstance(converted, Moments)
+    assert {part.dtype for part in converted} == {torch.float64}
+    parts = list(moments.split([3, 2]))
+    assert [len(part.f_mu) for part in parts] == [3, 2]
+    assert torch.equal(torch.cat([part.f_var for part in parts]), moments.f_var)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from laplace_lora_ext.predictive.sampling import square_root
+from laplace_lora_ext.predictive.sampling import gaussian_samples, square_root, standard_normal
+from tests.support.posteriors import generator
 
 
 def covariances(rank: int, size: int = 4) -> torch.Tensor:
@@ -41,3 +42,23 @@ def test_no_variance_has_a_finite_gradient():
     V = torch.zeros(2, 3, 3, requires_grad=True)
     square_root(V).sum().backward()
     assert torch.isfinite(V.grad).all()
+
+
+def test_samples_are_the_mean_and_a_root_times_the_noise():
+    f_mu, f_var = torch.randn(3, 4).double(), covariances(4)
+    own, shared = torch.randn(5, 3, 4).double(), torch.randn(5, 1, 4).double()
+    for noise in (own, shared):
+        samples = gaussian_samples(f_mu, f_var, noise)
+        assert samples.shape == (5, 3, 4)
+        for b in range(3):
+            expected = f_mu[b] + noise[:, min(b, noise.shape[1] - 1)] @ square_root(f_var[b])
+            torch.testing.assert_close(samples[:, b], expected)
+
+
+def test_noise_follows_a_generator_and_the_dtype():
+    like = torch.zeros(1).double()
+    noise = standard_normal((2, 3), like, generator(5))
+    assert noise.dtype == torch.float64
+    assert torch.equal(noise, torch.randn(2, 3, generator=generator(5), dtype=torch.float64))
+    torch.manual_seed(5)
+    assert torch.equal(standard_normal((2, 3), like, None), noise)

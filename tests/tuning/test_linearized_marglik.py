@@ -148,8 +148,6 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
     with pytest.raises(ValueError, match=r"fitted on 9 examples.*these are 8"):
         la.optimize_prior_precision(method=METHOD, train_loader=model)
     la.n_data -= 1
-    with pytest.raises(ValueError, match="n_features"):
-        la.linearize(ragged_batches(), n_features=0)
     bad = ragged_batches()
     bad[1]["labels"][0] = 99
     with pytest.raises(ValueError, match="batch 1"):
