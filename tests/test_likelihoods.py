@@ -10,7 +10,6 @@ import torchmetrics
 from laplace.utils import RunningNLLMetric
 from torch import nn
 
-import laplace_lora_ext  # noqa: F401
 from laplace_lora_ext import Moments
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Classification, Regression
 from tests.support.dense import softmax_fisher

@@ -8,7 +8,6 @@ import pytest
 import torch
 from laplace.baselaplace import ParametricLaplace
 
-import laplace_lora_ext  # noqa: F401
 from laplace_lora_ext import LowRankKronLoRALaplace, Moments
 from tests.support.dense import jacobian, jacobians, unpadded
 from tests.support.models import (

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from laplace import Laplace
 from torch import nn
 
-import laplace_lora_ext  # noqa: F401
-from tests.support.models import laplace_keywords, lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES
+from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted
 
 KINDS = ["bert", "gpt2", "gpt_neox"]
 
@@ -60,20 +57,9 @@ def autocast(enabled: bool = True) -> AbstractContextManager:
     return torch.autocast("cpu", dtype=torch.bfloat16) if enabled else nullcontext()
 
 
-def posterior(model: nn.Module, kind: str, structure: str = "lowrank_kron", **kwargs: Any):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The posterior is over")
-        la = Laplace(
-            model,
-            "classification",
-            subset_of_weights="lora",
-            hessian_structure=structure,
-            prior_precision=PRIOR_PRECISION,
-            **laplace_keywords(kind),
-            **kwargs,
-        )
-    la.fit(ragged_batches())
-    return la
+def posterior(model: nn.Module, kind: str, structure: str = "lowrank_kron", **keywords: Any):
+    settings = {"rank": 10, "prior_precision": PRIOR_PRECISION, **keywords}
+    return fitted(kind, structure=structure, model=model, **settings)
 
 
 def results(la: Any) -> Results:

@@ -14,7 +14,7 @@ from tests.support.dense import (
     unpadded,
 )
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import fitted, stock
+from tests.support.posteriors import KFAC_APPROX, fitted, stock
 
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -34,7 +34,7 @@ def dense_examples(model, kind, side, batches):
                 yield inputs, torch.ones(inputs["input_ids"].shape[1]).bool(), batch["labels"][row]
 
 
-@pytest.mark.parametrize("kfac_approx", ["gradient", "expand", "reduce"])
+@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "gpt_neox"])
 def test_covariance_and_evidence_equal_dense_formulas(kind, side, kfac_approx):

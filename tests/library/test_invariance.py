@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-import laplace_lora_ext  # noqa: F401
 from tests.support.models import laplace_keywords, lora_model, ragged_batches
 from tests.support.posteriors import KFAC_APPROX, fitted, make
 

@@ -12,6 +12,7 @@ from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.passes import recording as passes
 from tests.support.models import N_CLASSES, laplace_keywords, lora_model, ragged_batches
+from tests.support.posteriors import KFAC_APPROX
 
 WIDTH = 52
 
@@ -59,7 +60,7 @@ class NewTensors(TorchDispatchMode):
         return results
 
 
-@pytest.mark.parametrize("kfac_approx", ["gradient", "expand", "reduce"])
+@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_no_large_matrix_and_no_whole_jacobian(kind, kfac_approx):
     model = lora_model(kind, torch.float32, hidden_size=WIDTH)

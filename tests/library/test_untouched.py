@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import laplace_lora_ext  # noqa: F401
 from tests.support.models import laplace_keywords, lora_model, pairs, plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, make
 

@@ -34,6 +34,27 @@ def test_evidence_at_the_mode_equals_dense_algebra(kind, structure):
         torch.testing.assert_close(scatter, expected_scatter, rtol=2e-2, atol=1e-3)
 
 
+def test_features_in_float32_give_the_numbers_of_float64():
+    la, dense = posterior_and_dense("bert")
+    block = torch.arange(len(la.blocks)).repeat_interleave(torch.tensor(sizes(la)))
+    f_mu = dense.offset + dense.J @ la.mean
+    single, double = (
+        LinearizedModel(
+            f_mu.to(dtype), dense.J.to(dtype), block, dense.offset.to(dtype), dense.y, la.likelihood
+        )
+        for dtype in (torch.float32, torch.float64)
+    )
+    precision = some_precision(la, "layerwise")
+    evidence, dimension, scatter, _ = single.evidence(precision)
+    assert dimension.dtype == scatter.dtype == torch.float64
+    other, *rest, _ = double.evidence(precision)
+    assert evidence == pytest.approx(other, abs=1e-2)
+    torch.testing.assert_close((dimension, scatter), tuple(rest), rtol=2e-2, atol=1e-3)
+    moments, others = (model.leave_one_out(precision) for model in (single, double))
+    assert {part.dtype for part in moments} == {torch.float64}
+    torch.testing.assert_close(moments, others, rtol=1e-2, atol=1e-2)
+
+
 def test_prior_mean_and_temperature_take_part():
     la = fitted(temperature=0.5)
     la.prior_mean = la.mean.clone()

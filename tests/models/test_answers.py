@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,28 +24,9 @@ from tests.support.models import (
     llama_with_output_layer,
     lora_model,
     ragged_batches,
+    record_calls,
 )
 from tests.support.posteriors import fitted, make
-
-
-@pytest.fixture
-def bert() -> nn.Module:
-    return lora_model("bert").eval()
-
-
-def record_calls(module: nn.Module) -> list[dict]:
-    """Keyword arguments of each call of a module."""
-    calls: list[dict] = []
-
-    forward = module.forward
-
-    @functools.wraps(forward)  # older PEFT calls `forward`, past all hooks
-    def record(**kwargs: Any) -> Any:
-        calls.append(kwargs)
-        return forward(**kwargs)
-
-    module.forward = record
-    return calls
 
 
 def causal_model(kind: str) -> nn.Module:

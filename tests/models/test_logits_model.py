@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import UserDict, namedtuple
 from collections.abc import Iterator, Mapping, MutableMapping
 from types import MappingProxyType, SimpleNamespace
@@ -16,7 +15,13 @@ from transformers import (
 )
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.support.models import CLASS_TOKEN_IDS, TwoLinear, lora_model, ragged_batches
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    TwoLinear,
+    lora_model,
+    ragged_batches,
+    record_calls,
+)
 from tests.support.posteriors import STRUCTURES, make
 
 
@@ -60,26 +65,6 @@ class Spy(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((args, kwargs))
         return self.output
-
-
-@pytest.fixture
-def bert() -> nn.Module:
-    return lora_model("bert").eval()
-
-
-def record_calls(module: nn.Module) -> list[dict]:
-    """Keyword arguments of each call of a module."""
-    calls: list[dict] = []
-
-    forward = module.forward
-
-    @functools.wraps(forward)  # older PEFT calls `forward`, past all hooks
-    def record(**kwargs: Any) -> Any:
-        calls.append(kwargs)
-        return forward(**kwargs)
-
-    module.forward = record
-    return calls
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=MAPPING_NAMES)

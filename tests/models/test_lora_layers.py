@@ -62,11 +62,6 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.fixture
-def bert() -> PeftModel:
-    return lora_model("bert")
-
-
 def test_plain_lora_gives_a_and_b_of_every_layer_in_order(bert):
     assert names(find_blocks(bert)) == peft_names()
 

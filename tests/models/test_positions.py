@@ -10,7 +10,6 @@ from laplace import Laplace
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-import laplace_lora_ext  # noqa: F401
 from laplace_lora_ext.models.positions import Positions
 from tests.support.models import VOCABULARY, TwoLinear, pairs, ragged_batches, sequences, with_lora
 from tests.support.posteriors import KFAC_APPROX, make
@@ -155,7 +154,7 @@ class Halving(nn.Module):
         return self.layer(pairs).sum(1)
 
 
-@pytest.mark.parametrize("kfac_approx", ["gradient", "expand", "reduce"])
+@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 def test_a_mask_of_other_positions_is_refused_only_where_it_is_needed(kfac_approx):
     model = Halving()
     settings = LoraConfig(target_modules=["layer"], r=2, init_lora_weights=False)

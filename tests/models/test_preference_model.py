@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import laplace_lora_ext  # noqa: F401
 from tests.support.dense import gradient_curvature, jacobians, softmax_fisher
 from tests.support.models import TwoLinear, lora_model, ragged_batches, with_lora
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, make
@@ -38,7 +37,7 @@ def fit(model, structure="lowrank_kron"):
     return la
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "kron", "diag", "full"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_classifier_is_treated_as_a_wrapper_that_takes_pairs(structure):
     pairs = preferences()
     first = {key: pairs[key][:, 0] for key in ("input_ids", "attention_mask")}

@@ -11,7 +11,6 @@ import torch
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import nn
 
-import laplace_lora_ext  # noqa: F401
 from laplace_lora_ext.likelihoods import Classification
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
@@ -60,21 +59,10 @@ def test_one_bad_example_in_a_later_batch_names_the_batch_and_the_layer(la, valu
         la.fit([(X, y), (X, y), (bad, y), (X, y)])
 
 
-class Squashed(nn.Module):
-    """Hides an infinite activation: `tanh` makes it 1, and the logits stay finite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 6)
-        self.second = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).tanh())
-
-
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 def test_an_infinite_activation_behind_finite_logits_is_noticed(kfac_approx):
-    model = with_lora(Squashed(), "first")
+    """A `tanh` makes it 1."""
+    model = with_lora(TwoLinear(), "first")
     la = make(model, backend_kwargs={"kfac_approx": kfac_approx})
     model.first.lora_A["default"].weight.data.zero_()[0, 0] = 1e308
     X, y = pairs()[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import laplace_lora_ext  # noqa: F401
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
 from laplace_lora_ext.likelihoods import Seeds
 from laplace_lora_ext.passes import record

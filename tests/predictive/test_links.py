@@ -16,7 +16,7 @@ from laplace_lora_ext.predictive.links import (
 )
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 from tests.support.models import ragged_batches
-from tests.support.posteriors import fitted, generator, plain_regression
+from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
 
 
 def some_moments(n_classes, scale=1.0, n=40):
@@ -121,7 +121,7 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     torch.testing.assert_close(mean_field(f_mu, f_var).exp(), f_mu.softmax(-1))
 
 
-@pytest.mark.parametrize("structure", ["lowrank_kron", "kron", "diag", "full"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_every_structure_predicts_with_it(structure):
     la = fitted(structure=structure)
     batch = ragged_batches(seed=5)[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
@@ -218,3 +220,18 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.shared(self.shared(x).tanh()).tanh().mean(1))
+
+
+def record_calls(module: nn.Module) -> list[dict]:
+    """Keyword arguments of each call of a module from now on."""
+    calls: list[dict] = []
+
+    forward = module.forward
+
+    @functools.wraps(forward)  # older PEFT calls `forward`, past all hooks
+    def record(**kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return forward(**kwargs)
+
+    module.forward = record
+    return calls

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
     GRID,
+    STRUCTURES,
     count_forward_passes,
     fitted,
     plain_regression,
@@ -69,7 +70,7 @@ def test_gridsearch_passes_the_data_once_and_given_statistics_not_at_all(validat
     assert not calls
 
 
-@pytest.mark.parametrize("structure", ["kron", "diag", "full", "lowrank_kron"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_gridsearch_of_sampled_networks_and_other_structures(validation, structure):
     la = fitted(structure=structure)
     predictions = {"pred_type": "nn", "link_approx": "mc", "n_samples": 2}

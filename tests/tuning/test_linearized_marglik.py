@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
     PRIORS,
+    STRUCTURES,
     count_forward_passes,
     fitted,
     linearized,
@@ -67,7 +68,7 @@ def test_the_chosen_prior_precision_is_a_maximum_of_the_dense_evidence(structure
         assert torch.isfinite(output).all()
 
 
-@pytest.mark.parametrize("structure", ["kron", "diag", "full", "lowrank_kron"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_every_structure_chooses_the_same(structure):
     la = fitted(structure=structure)
     la.optimize_prior_precision(method=METHOD, train_loader=ragged_batches())
