@@ -230,7 +230,7 @@ class LinearizedClassifier:
     def of(cls, model, batches, weights, sizes) -> LinearizedClassifier:
         """From a plain model's Jacobians at its weights."""
         rows = [unpadded(batch, i) for batch in batches for i in range(len(batch["labels"]))]
-        J = torch.stack([jacobian(model, row) for row in rows])
+        J = torch.stack([jacobian(model, row) for row in rows]).detach()
         f_mu = torch.stack([logits_of(model, row).detach() for row in rows])
         y = torch.cat([batch["labels"] for batch in batches])
         return cls(f_mu, J, f_mu - J @ weights, y, sizes)
