@@ -8,7 +8,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import Any
 
@@ -44,40 +45,33 @@ def set_up(options: Run) -> None:
         torch.set_num_threads(options.threads)
 
 
-class PeakMemory:
-    """Context manager that measures the peak of this process's memory, over what was in use before.
+@contextmanager
+def peak_memory(device: str) -> Iterator[dict[str, float]]:
+    """Measure the peak "megabytes" of this process in a block, over what was in use before.
 
     On a CUDA device that of PyTorch's allocator, on a CPU the highest resident set size that a
     thread sees every two milliseconds. The operating system's own high-water mark would not do: it
     includes the time before the block, and a process inherits it from the one that started it.
     """
+    on_cuda, process = torch.device(device).type == "cuda", psutil.Process()
+    done, found, seen = threading.Event(), {}, []
 
-    def __init__(self, device: str) -> None:
-        self._on_cuda = torch.device(device).type == "cuda"
-        self._process = psutil.Process()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self.megabytes = 0.0
+    def watch() -> None:
+        while not done.wait(SECONDS_BETWEEN_SAMPLES):
+            seen.append(process.memory_info().rss)
 
-    def __enter__(self) -> "PeakMemory":
-        if self._on_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        self._before = self._peak = self._now()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        peak = torch.cuda.max_memory_allocated() if self._on_cuda else self._peak
-        self.megabytes = (peak - self._before) / BYTES_PER_MEGABYTE
-
-    def _now(self) -> int:
-        return torch.cuda.memory_allocated() if self._on_cuda else self._process.memory_info().rss
-
-    def _watch(self) -> None:
-        while not (self._on_cuda or self._done.wait(SECONDS_BETWEEN_SAMPLES)):
-            self._peak = max(self._peak, self._now())
+    thread = threading.Thread(target=watch, daemon=True)
+    before = torch.cuda.memory_allocated() if on_cuda else process.memory_info().rss
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        peak = torch.cuda.max_memory_allocated() if on_cuda else max([before, *seen])
+        found["megabytes"] = (peak - before) / BYTES_PER_MEGABYTE
 
 
 def megabytes_in_use(device: str) -> float:
@@ -91,11 +85,16 @@ def megabytes_in_use(device: str) -> float:
     return psutil.Process().memory_info().rss / BYTES_PER_MEGABYTE
 
 
-def available_megabytes(device: str) -> float:
-    """Memory of a device that a new process could have."""
-    on_cuda = torch.device(device).type == "cuda"
-    free = torch.cuda.mem_get_info()[0] if on_cuda else psutil.virtual_memory().available
-    return free / BYTES_PER_MEGABYTE
+def limit_memory(megabytes: float | None, device: str) -> None:
+    """Let more memory than that, or than is free, fail to be allocated by this process."""
+    if torch.device(device).type == "cuda" or sys.platform != "linux":
+        return  # on CUDA it fails by itself
+    import resource
+
+    free = psutil.virtual_memory().available
+    wanted = free if megabytes is None else int(megabytes * BYTES_PER_MEGABYTE)
+    limit = psutil.Process().memory_info().vms + wanted
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def seconds_of(job: Job) -> float:
@@ -108,10 +107,7 @@ def seconds_of(job: Job) -> float:
 def repeated_seconds(
     job: Job, repetitions: int, limit: float | None = None, first: float | None = None
 ) -> dict[str, Any]:
-    """Time a call repeatedly, after a first one that warms up, of which the seconds may be given.
-
-    Less often if that would take more than a quarter of the limit; maybe the first call alone.
-    """
+    """Time a call after a first one, repeatedly if that takes at most a quarter of the limit."""
     first = seconds_of(job) if first is None else first
     affordable = repetitions
     if limit is not None:
@@ -124,10 +120,10 @@ def repeated_seconds(
 
 def time_and_memory(job: Job, device: str, repetitions: int, limit: float) -> dict[str, Any]:
     """`repeated_seconds`, and `peak_megabytes` of the first call over what was in use before."""
-    with PeakMemory(device) as memory:
+    with peak_memory(device) as memory:
         first = seconds_of(job)
     figures = repeated_seconds(job, repetitions, limit, first)
-    return {**figures, "peak_megabytes": memory.megabytes}
+    return {**figures, "peak_megabytes": memory["megabytes"]}
 
 
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:
@@ -151,10 +147,7 @@ def reason_of(error: BaseException) -> str:
 def run_limited(
     job: Callable[..., None], arguments: tuple[Any, ...], limit: float | None = None
 ) -> tuple[list[tuple[str, Any]], str | None]:
-    """Run `job(send, *arguments)` in its own process, and end it so many seconds after "ready".
-
-    Returns all messages `(kind, content)`, also those before an early end, and the reason of it.
-    """
+    """Run `job(send, *arguments)` in its own process; return its messages, and why it was ended."""
     has_server = "forkserver" in get_all_start_methods()
     context: Any = get_context("forkserver" if has_server else "spawn")
     if has_server:  # which imports the libraries once for all such processes

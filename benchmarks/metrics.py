@@ -1,6 +1,7 @@
 """What is measured of class probabilities (texts, classes): calibration, and uncertainty."""
 
 import math
+from typing import Any
 
 import pandas as pd
 import torch
@@ -68,7 +69,9 @@ def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> list[dict[
     confidence, prediction = _checked(probabilities).max(-1)
     # Like torchmetrics, a bin includes its lower edge; the last one has both.
     place = (confidence * NUMBER_OF_BINS).long().clamp_max(NUMBER_OF_BINS - 1).numpy()
-    texts = pd.DataFrame({"confidence": confidence, "accuracy": (prediction == labels).double()})
+    texts: Any = pd.DataFrame(
+        {"confidence": confidence, "accuracy": (prediction == labels).double()}
+    )
     bins = texts.groupby(place).mean().reindex(range(NUMBER_OF_BINS)).astype(object)
     shares = pd.Series(place).value_counts(normalize=True).reindex(bins.index, fill_value=0.0)
     return bins.where(bins.notna(), None).assign(share=shares).to_dict("records")

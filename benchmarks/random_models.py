@@ -39,10 +39,7 @@ class Shape:
 
 
 def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
-    """Make a model whose LoRA weights alone are trainable, `lora_B` small noise as if trained.
-
-    Its weights are drawn on the device in their final precision: nothing larger is held on the way.
-    """
+    """Make a model, drawn on the device in its precision; LoRA weights alone are trainable."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=shape.hidden_size,

@@ -83,10 +83,7 @@ def train(
 def read_or_train(
     model: torch.nn.Module, key: Any, cache: Path, train: Callable[[], dict[int, Weights]]
 ) -> dict[int, Weights]:
-    """Read the checkpoints that the same training has left in the cache, or train.
-
-    A training is known by the model's weights before it and by a key that JSON can hold.
-    """
+    """Read the checkpoints that a training of the same weights and key has left, or train."""
     digest = hashlib.sha256(json.dumps(key).encode())
     for name, parameter in model.named_parameters():
         digest.update(name.encode())

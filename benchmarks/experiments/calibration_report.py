@@ -54,10 +54,7 @@ def text_of(figures: Figures) -> str:
 
 
 def summarize(rows: Sequence[Row]) -> pd.DataFrame:
-    """Mean and standard deviation (0 of one) over the seeds of each method, choice and link.
-
-    With the link `PREFERRED`, also of what each seed's validation data prefer.
-    """
+    """Mean and deviation over the seeds of each method, choice and link, `PREFERRED` ones too."""
     frame = pd.DataFrame(rows)
     aurocs = {f"AUROC of {name}": name for name in rows[0]["shifted"]}
     for title, name in aurocs.items():

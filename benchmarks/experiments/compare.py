@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
-from benchmarks.measuring import PeakMemory, Send, run_alone, set_up
+from benchmarks.measuring import Send, peak_memory, run_alone, set_up
 from benchmarks.methods import METHODS, posterior
 from benchmarks.methods.method import PointMethod, labels_of
 from benchmarks.methods.priors import EVIDENCES, LINEARIZED, probabilities
@@ -120,7 +120,7 @@ def measure(send: Send, line: Line, pretrained: Pretrained, options: Compare) ->
     shifted = pretrained.loader(name, line.prediction_batch_size)
     # The weights are mapped from their file: they count as the model's memory once they are used.
     model.logits([next(iter(test))])
-    with PeakMemory(pretrained.device) as memory:
+    with peak_memory(pretrained.device) as memory:
         started = time.perf_counter()
         predict, chosen = fitted(line, model, pretrained, options.samples)
         fitted_at = time.perf_counter()
@@ -132,7 +132,7 @@ def measure(send: Send, line: Line, pretrained: Pretrained, options: Compare) ->
         **shift_detection(found, found_shifted),
         "fit_seconds": fitted_at - started,
         "predict_seconds": predicted_at - fitted_at,
-        "peak_megabytes": memory.megabytes,
+        "peak_megabytes": memory["megabytes"],
         "chosen": chosen,
         "reliability": reliability(found, labels_of(test)),
     }

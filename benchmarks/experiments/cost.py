@@ -109,13 +109,6 @@ def contest(
     if shape.hidden_size > WIDEST_WITH_LARGE_BATCHES and torch.device(device).type != "cuda":
         limits.append(LARGEST_BATCH_OF_WIDE_MODELS)
     sizes = [size for size in sizes if all(size <= max(limit, sizes[0]) for limit in limits)]
-    needed, available = needed_megabytes(key, shape, max(sizes)), options.memory_limit
-    if available is None:
-        available = measuring.available_megabytes(device)
-    if needed > available:
-        reason = f"needs at least {needed:.4g} MB of memory where {available:.4g} MB are free"
-        yield "failed", {"what": "not run", "reason": reason}
-        return
     arguments = (key, shape, batches, sizes, options, device)
     messages, reason = measuring.run_limited(measure, arguments, options.limit)
     yield from (message for message in messages if message[0] != "ready")
@@ -141,6 +134,7 @@ def measure(
     warm_up = posterior("bare").build(model)
     warm_up.fit(random_loader(shape, 1, device, options.seed, batch_size=1))
     before = measuring.megabytes_in_use(device)
+    measuring.limit_memory(options.memory_limit, device)
     send("ready", None)
 
     la = posterior(key).build(model)
@@ -162,21 +156,6 @@ def measure(
             send("predict", {"phase": phase, **figures, "batches": 1})
         except Exception as error:
             send("failed", {"what": phase, "reason": measuring.reason_of(error)})
-
-
-def needed_megabytes(key: str, shape: Shape, batch_size: int) -> float:
-    """Estimate from below what a method must hold: the model, a Jacobian, stock KFAC's factors.
-
-    The latter as sums, as eigenvectors, and as what `eigh` works on.
-    """
-    sides = 2 * shape.layers * len(shape.target_modules)  # lora_A and lora_B
-    numbers = 0
-    if _holds_jacobian(key):
-        numbers += batch_size * shape.classes * sides * shape.rank * shape.hidden_size
-    if key.startswith("stock_kron"):
-        numbers += (2 * sides + 1) * shape.hidden_size**2
-    itemsize = getattr(torch, shape.dtype).itemsize
-    return (itemsize * shape.number_of_weights + 4 * numbers) / measuring.BYTES_PER_MEGABYTE
 
 
 def _holds_jacobian(key: str) -> bool:

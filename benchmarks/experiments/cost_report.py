@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -61,7 +62,7 @@ def text_of(figures: Figures) -> str:
 
 def draw_costs(measured: Sequence[Row], path: Path) -> None:
     """Draw times and memory against the hidden size, a line a method, for the first dtype."""
-    frame = pd.DataFrame(measured, columns=["name", "hidden_size", "dtype", "phase", *NUMBERS])
+    frame: Any = pd.DataFrame(measured, columns=["name", "hidden_size", "dtype", "phase", *NUMBERS])
     frame = frame[frame["dtype"] == frame["dtype"].get(0)].sort_values("hidden_size", kind="stable")
     predicted = frame.loc[frame["phase"] != "fit", "phase"]
     headline = HEADLINE if HEADLINE in set(predicted) else predicted.min()

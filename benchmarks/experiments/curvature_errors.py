@@ -119,12 +119,9 @@ def numbers_kept(H: Any) -> int:
 def errors(
     found: PosteriorFacts, exact: PosteriorFacts, full_covariance: torch.Tensor, λ: float
 ) -> dict[str, float]:
-    """Measure how far a posterior is from the exact ones: within blocks, and of all weights.
+    """Measure how far a posterior is from the exact ones, in units of their figures.
 
-    Errors of blocks and covariances are Frobenius norms of differences, over all blocks or all
-    texts, in units of the exact one's norm. That of the log-determinant is in nats per weight, the
-    relative one in units of `log det(I + H / λ)`, the term of the evidence. Ratios are in units of
-    the exact figure; what is kept is counted in float32.
+    The log-determinant's error is in nats per weight, and in units of `log det(I + H / λ)`.
     """
 
     def distance(parts: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:

@@ -35,21 +35,17 @@ DEFAULTS: dict[str, Any] = {keyword: _PARAMETERS[keyword].default for keyword in
 def all_curvatures(
     ranks: Iterable[int], hidden_size: int
 ) -> Iterator[tuple[Posterior, dict[str, Any]]]:
-    """Methods with the library's settings of their curvatures, which the host's structures lack.
-
-    The settings at every rank, the default's always among them, and their limits of full rank: at
-    the hidden size nothing is left for a tail.
-    """
+    """Methods with the library's settings of their curvatures, which the host's structures lack."""
+    sizes = [
+        (f"rank {rank}{', tail' if tail else ''}", rank, tail)
+        for rank in sorted({*ranks, DEFAULTS["rank"]})
+        for tail in (True, False)
+    ]
     for kfac_approx in KFAC_APPROX:
-        below = sorted({*ranks, DEFAULTS["rank"]})
-        for rank, tail in [(rank, tail) for rank in below for tail in (True, False)] + [
-            (hidden_size, False)
-        ]:
-            size = "full rank" if rank not in below else f"rank {rank}"
-            settings = dict(zip(KEYWORDS, (kfac_approx, rank, tail), strict=True))
+        for title, *size in (*sizes, ("full rank", hidden_size, False)):
+            settings: dict[str, Any] = dict(zip(KEYWORDS, (kfac_approx, *size), strict=True))
             build = partial(over_lora, backend_kwargs=settings)
-            title = f"{kfac_approx}, {size}" + (", tail" if tail else "")
-            yield Posterior("lowrank_kron", title, build), settings
+            yield Posterior("lowrank_kron", f"{kfac_approx}, {title}", build), settings
     yield from ((posterior(key), {}) for key in ("kron", "diag"))
 
 

@@ -37,13 +37,14 @@ class MeanPooledDecoder(nn.Module):
         return self.head((states * weights).sum(1) / weights.sum(1))
 
 
-def _encoder(shape: dict[str, Any], tokens: dict[str, int]) -> nn.Module:
-    without = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    config = transformers.BertConfig(**shape, **without, num_labels=len(LIBRARIES))
+def _encoder(shape: dict[str, Any], tokens: dict[str, Any]) -> nn.Module:
+    shape |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    shape["num_labels"] = len(LIBRARIES)
+    config = transformers.BertConfig(**shape)
     return transformers.BertForSequenceClassification(config)
 
 
-def _decoder(kind: type, shape: dict[str, Any], tokens: dict[str, int]) -> nn.Module:
+def _decoder(kind: type, shape: dict[str, Any], tokens: dict[str, Any]) -> nn.Module:
     return kind(transformers.LlamaConfig(**shape, **tokens, tie_word_embeddings=True))
 
 
@@ -51,7 +52,7 @@ class Architecture(NamedTuple):
     """One of the three ways from a text to logits; one answers with the tokens of `ANSWERS`."""
 
     name: str
-    build: Callable[[dict[str, Any], dict[str, int]], nn.Module]
+    build: Callable[[dict[str, Any], dict[str, Any]], nn.Module]
     target_modules: tuple[str, str]
 
 
@@ -64,15 +65,15 @@ ARCHITECTURES = (ENCODER, ANSWERING, POOLED)
 
 @dataclass(frozen=True)
 class SmallModel(Pretrained):
-    """A model that is first trained in full, on the task's training texts, and then adapted.
-
-    The first training takes the place of pretraining: without it LoRA weights would adapt noise.
-    """
+    """A model that is first trained in full on the training texts, in the place of pretraining."""
 
     architecture: Architecture = ENCODER
     hidden_size: int = 0
     seed: int = 0
-    task_type = None  # of PEFT: the head is not trained with the LoRA weights
+
+    @property
+    def task_type(self) -> None:
+        """The head is not trained with the LoRA weights."""
 
     def load(self) -> nn.Module:
         tokenizer = self.tokenizer

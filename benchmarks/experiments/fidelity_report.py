@@ -17,13 +17,11 @@ IDENTITY = ["name", "structure", "is_default", "kfac_approx", "rank", "tail"]
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
-    """Average the figures of each curvature, and compare it with all others.
+    """Average the figures of each curvature, and compare it with others on all models and seeds.
 
-    `worst_covariance_error` is of all models and seeds, `share_of_stock_kron` of its memory.
-    `below_stock_kron` and `below_default` have smaller covariance errors on every model and seed;
-    `on_front` is where no other one has a smaller mean without more memory.
+    On the front are those that no other one has a smaller covariance error without more memory.
     """
-    frame = pd.DataFrame(rows)
+    frame: Any = pd.DataFrame(rows)
     frame[IDENTITY] = frame[IDENTITY].astype(object)
     repetition = frame.groupby("name").cumcount()
     errors = frame.pivot_table("covariance_error", repetition, "name", sort=False)
@@ -47,10 +45,7 @@ def means(rows: Sequence[Row]) -> list[Row]:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Places of the points to which no other point is equal or lower in both costs, lower in one.
-
-    They are sorted by their first cost.
-    """
+    """Places of the points to which no other is equal or lower in both costs, by the first one."""
 
     def is_beaten(point: tuple[float, float]) -> bool:
         return any(
@@ -74,14 +69,12 @@ def text_of(figures: Figures, by_model: dict[str, list[Row]]) -> str:
         "The models. The prior precision is the scalar that maximises the evidence of the exact "
         "block-diagonal GGN. All that follows is computed with it, in float64.",
         table(figures["models"], list(figures["models"][0])),
-        "Means over all models and seeds. Errors are Frobenius norms of differences in units of "
-        "the norm of the exact one, of the covariance of the test texts' logits and of the "
-        "curvature within blocks. Unless it says full, the exact one is block-diagonal. The "
-        "relative error of the posterior's log-determinant is in units of log det(I + H / prior "
-        "precision). Memory is that of what a fit keeps, in float32. Smaller errors on every model "
-        f"and seed are below stock Kron's, and below the default's ({default}).",
+        "Means over all models and seeds. Errors are Frobenius norms of differences from the "
+        "exact block-diagonal GGN, or the full one, in units of its norm. Memory is that of what a "
+        "fit keeps, in float32. Errors that are smaller on every model and seed are below stock "
+        f"Kron's, and below the default's ({default}).",
         table(overall, [key for key in overall[0] if key not in IDENTITY[1:]]),
-        "Error of the covariance from that of the exact block-diagonal GGN, means over seeds.",
+        "Error of the covariance, means over seeds.",
         table(rows, list(rows[0])),
     ]
     return "\n\n".join(parts)
@@ -104,7 +97,7 @@ def draw(panels: dict[str, Sequence[Row]], path: Path) -> None:
 
 
 def _draw_panel(axes: Axes, rows: Sequence[Row]) -> None:
-    frame = pd.DataFrame(rows).sort_values("kilobytes")
+    frame: Any = pd.DataFrame(rows).sort_values("kilobytes")
     point = ["kilobytes", "covariance_error"]
     front = frame.loc[frame["on_front"].astype(bool), point]
     axes.plot(*front.values.T, color="0.6", drawstyle="steps-post", label="front")

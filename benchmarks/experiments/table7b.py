@@ -1,7 +1,7 @@
 """The paper's table of costs: LoRA training against LoRA training plus a Laplace fit."""
 
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -27,9 +27,11 @@ COLUMNS = (
 def run(options: Table7b) -> Figures:
     """Measure the table, each row in a process of its own, whose memory is not yet touched."""
     of_shape = {field.name for field in fields(Shape)}
-    known = {key: value for key, value in asdict(options).items() if key in of_shape}
+    known: dict[str, Any] = {
+        key: value for key, value in asdict(options).items() if key in of_shape
+    }
     known["target_modules"] = ("q_proj", "v_proj", "lm_head")
-    shapes = [Shape(**known | {"classes": classes}) for classes in options.classes]
+    shapes = [replace(Shape(**known), classes=classes) for classes in options.classes]
     device = device_of(options.device)
     _refuse(options, shapes[0], device)
     measuring.set_up(options)
@@ -59,7 +61,7 @@ def measure_row(send: measuring.Send, options: Table7b, shape: Shape, device: st
     """Train for some steps, then fit, and send the figures of both."""
     measuring.set_up(options)
     before = measuring.megabytes_in_use(device)
-    with measuring.PeakMemory(device) as training:
+    with measuring.peak_memory(device) as training:
         model = random_llama(shape, device, options.seed)
         steps = _train(options, shape, model, device)
     # A fit comes after training, when gradients and the optimiser's state are gone.
@@ -71,11 +73,11 @@ def measure_row(send: measuring.Send, options: Table7b, shape: Shape, device: st
     held = measuring.megabytes_in_use(device) - before
     la = build(model)
     loader = random_loader(shape, options.batches, device, options.seed)
-    with measuring.PeakMemory(device) as fitting:
+    with measuring.peak_memory(device) as fitting:
         seconds = measuring.seconds_of(lambda: la.fit(loader, progress_bar=not options.quiet))
     training_seconds = STEPS_OF_TRAINING * steps["median"]
-    gigabytes = training.megabytes / MEGABYTES_PER_GIGABYTE
-    of_fit = (held + fitting.megabytes) / MEGABYTES_PER_GIGABYTE
+    gigabytes = training["megabytes"] / MEGABYTES_PER_GIGABYTE
+    of_fit = (held + fitting["megabytes"]) / MEGABYTES_PER_GIGABYTE
     row = {
         "classes": shape.classes,
         "step": steps,

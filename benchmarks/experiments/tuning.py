@@ -1,10 +1,10 @@
 """What choosing a prior precision costs, and what the choices are worth."""
 
 import copy
-import statistics as stdlib_statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -34,27 +34,28 @@ def run(options: Tuning) -> Figures:
     la = posterior("lowrank_kron").build(model)
     la.fit(train, progress_bar=not options.quiet)
 
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, job: Callable[[], object]) -> None:
+        seconds[name] = median(seconds_of(job) for _ in range(REPETITIONS))
+
     def predict() -> None:
         for batch in validation:
             la(batch, link_approx="probit")
 
     predict()  # the first pass also warms up
-    seconds = {"One prediction pass": _median(predict)}
+    timed("One prediction pass", predict)
     statistics = la.predictive_statistics(validation)
-    passing = _median(lambda: la.predictive_statistics(validation))
-    seconds["Predictive statistics, one pass"] = passing
+    timed("Predictive statistics, one pass", lambda: la.predictive_statistics(validation))
     linearized = la.linearize(train)
-    linearizing = _median(lambda: la.linearize(train))
-    seconds["Linearised model, one pass over the training texts"] = linearizing
+    timed("Linearised model, one pass over the training texts", lambda: la.linearize(train))
     searches = _searches(statistics, linearized, options)
     grid = searches["gridsearch, probit"] | {"val_loader": validation}
-    searching = _median(lambda: la.optimize_prior_precision(**grid))
-    seconds["gridsearch, that pass included"] = searching
+    timed("gridsearch, that pass included", lambda: la.optimize_prior_precision(**grid))
     test = la.predictive_statistics(pretrained.loader(TEST, PREDICTION_BATCH_SIZE))
     choices, histories, shares = _choices(la, searches, test, options)
     for name in (name for name in searches if not name.endswith(LINKS[1:])):
-        search = searches[name]
-        seconds[name] = _median(lambda search=search: la.optimize_prior_precision(**search))
+        timed(name, lambda name=name: la.optimize_prior_precision(**searches[name]))
 
     # The host's class predicts from one text at a time at the lowest cost.
     stock = posterior("stock_kron").build(replace(model, model=copy.deepcopy(model.model)))
@@ -138,10 +139,6 @@ def _choices(
     measured = quality(test.f_mu.softmax(-1), labels)
     without = {f"{link}_{key}": value for link in LINKS for key, value in measured.items()}
     return [*rows, {"name": "MAP", "prior_precision": None, **without}], histories, shares
-
-
-def _median(job: Callable[[], object]) -> float:
-    return stdlib_statistics.median(seconds_of(job) for _ in range(REPETITIONS))
 
 
 def _draw_histories(histories: dict[str, TuningHistory], path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from functools import partial
 
-from benchmarks.methods import points, posteriors
+from laplace.curvature.asdl import AsdlGGN
+
+from benchmarks.methods import method as points
+from benchmarks.methods import posteriors
 from benchmarks.methods.method import Method, PointMethod, Posterior
 
 MEAN_AT_START = "lowrank_kron, prior mean at start"
+ASDL = partial(posteriors.stock, structure="kron", backend=AsdlGGN)
 METHODS: dict[str, Method] = {
     method.key: method
     for method in (
@@ -21,7 +25,7 @@ METHODS: dict[str, Method] = {
         Posterior("kron", "Stock Kron", partial(posteriors.over_lora, structure="kron")),
         Posterior("stock_diag", "Stock diag", partial(posteriors.stock, structure="diag")),
         Posterior("stock_kron", "Stock Kron", partial(posteriors.stock, structure="kron")),
-        Posterior("stock_kron_asdl", "Stock Kron (ASDL)", posteriors.stock_with_asdl),
+        Posterior("stock_kron_asdl", "Stock Kron (ASDL)", ASDL),
         Posterior("bayesian_lora", "bayesian-lora", posteriors.BayesianLoRA),
         Posterior("bare", "Bare loops", posteriors.BareLoops),
         Posterior("lowrank_kron_paper", "lowrank_kron (paper)", posteriors.of_paper),

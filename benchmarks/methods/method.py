@@ -1,13 +1,18 @@
-"""What a method is: its name, how it is fitted to a fine-tuned model, and how it predicts."""
+"""What a method is, and those without a posterior: MAP, ensembles, temperature scaling."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from benchmarks.models import AdaptedModel
+
+DROPOUT_PASSES = 10
+CHECKPOINTS_IN_ENSEMBLE = 3
+ENSEMBLE_SIZE = 3
 
 Loaders = dict[str, DataLoader]  # data sets by their names
 Probabilities = dict[str, torch.Tensor]  # (texts, classes) by the data set's name
@@ -50,12 +55,9 @@ class PointMethod(Method):
 
 @dataclass(frozen=True)
 class Posterior(Method):
-    """A method that is fitted on training batches, and predicts as the host's classes do.
+    """A method that is fitted on training batches, and predicts as the host's classes do."""
 
-    `build` makes what has `fit(batches)` and `la(batch, link_approx=...)`.
-    """
-
-    build: Callable[[AdaptedModel], Any]
+    build: Callable[[AdaptedModel], Any]  # what has `fit(batches)`, `la(batch, link_approx=...)`
     linearized: bool = False  # whether its prior precision is chosen in the linearised model too
 
 
@@ -63,3 +65,57 @@ def labels_of(loader: DataLoader) -> torch.Tensor:
     """Classes (texts,) of a loader's records; a pass over its batches would draw random numbers."""
     records: Any = loader.dataset
     return torch.tensor([record["labels"] for record in records])
+
+
+def as_it_is(model: AdaptedModel, validation: DataLoader) -> Members:
+    return Members(lambda: iter([model.logits_model]))
+
+
+def with_dropout(model: AdaptedModel, validation: DataLoader) -> Members:
+    """Passes with the dropout of the training."""
+
+    def passes() -> Iterator[LogitsOf]:
+        model.model.train()
+        yield from [model.logits_model] * DROPOUT_PASSES
+        model.model.eval()
+
+    return Members(passes)
+
+
+def last_checkpoints(model: AdaptedModel, validation: DataLoader) -> Members:
+    """The last checkpoints of one training; the last one stays."""
+    steps = list(model.checkpoints)[-CHECKPOINTS_IN_ENSEMBLE:]
+    return Members(lambda: (model.at(step).logits_model for step in steps))
+
+
+def other_seeds(model: AdaptedModel, validation: DataLoader) -> Members:
+    """Trainings that differ in their seeds, as far as this one has come."""
+    assert model.another is not None
+    step = max(model.checkpoints)
+    others = [model.another(number).at(step) for number in range(1, ENSEMBLE_SIZE)]
+    return Members(lambda: iter([member.logits_model for member in (model, *others)]))
+
+
+def scaled(model: AdaptedModel, validation: DataLoader) -> Members:
+    """The model with its logits divided by the temperature that validation data prefer."""
+    temperature = fit_temperature(model.logits(validation), labels_of(validation))
+
+    def logits_of(batch: Any) -> torch.Tensor:
+        return model.logits_model(batch) / temperature
+
+    return Members(lambda: iter([logits_of]), temperature)
+
+
+def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Find the one number by which logits are divided to minimise the NLL."""
+    log_temperature = torch.zeros((), requires_grad=True)
+    optimizer = torch.optim.LBFGS([log_temperature], max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = cross_entropy(logits / log_temperature.exp(), labels)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return log_temperature.exp().item()

@@ -1,7 +1,4 @@
-"""What is fitted on training batches: Laplace approximations, this library's and laplace-torch's.
-
-And rivals that are no Laplace class: bare passes, and the package bayesian-lora.
-"""
+"""What is fitted on training batches: Laplace approximations, and rivals that are no such class."""
 
 import inspect
 from collections.abc import Iterable
@@ -34,12 +31,13 @@ def of_last_layer(model: AdaptedModel) -> Any:
     """LLLA: the output layer of a language model, the last transformer layer of an encoder."""
     if model.class_token_ids is not None:
         return over_lora(model, target_modules=["lm_head"])
-    return over_lora(model, layers_to_transform=_layers(model)[-1:])
+    config: Any = model.model.config
+    return over_lora(model, layers_to_transform=[config.num_hidden_layers - 1])
 
 
 def of_first_half(model: AdaptedModel) -> Any:
-    layers = _layers(model)
-    return over_lora(model, layers_to_transform=layers[: len(layers) // 2])
+    config: Any = model.model.config
+    return over_lora(model, layers_to_transform=list(range(config.num_hidden_layers // 2)))
 
 
 def with_mean_at_start(model: AdaptedModel) -> Any:
@@ -59,23 +57,8 @@ def stock(model: AdaptedModel, structure: str, **keywords: Any) -> Any:
     return Laplace(model.logits_model, "classification", "all", structure, **keywords)
 
 
-def stock_with_asdl(model: AdaptedModel) -> Any:
-    """laplace-torch's KFAC with the backend ASDL."""
-    from laplace.curvature.asdl import AsdlGGN
-
-    return stock(model, "kron", backend=AsdlGGN)
-
-
-def _layers(model: AdaptedModel) -> list[int]:
-    config: Any = model.model.config
-    return list(range(config.num_hidden_layers))
-
-
 class BareLoops:
-    """The passes without which no rival could do: gradients of LoRA weights, and no posterior.
-
-    A fit is one forward pass and C - 1 backward passes a batch, a prediction one and C.
-    """
+    """The passes without which no rival could do: C a batch for a fit, C + 1 for a prediction."""
 
     def __init__(self, model: AdaptedModel) -> None:
         self._model = model
@@ -102,10 +85,7 @@ class BareLoops:
 
 
 class BayesianLoRA:
-    """The package of that name, with the low-rank factors and the linearised predictions it has.
-
-    For causal language models, with the link probit and a prior precision of 1.
-    """
+    """The package of that name, for causal language models, probit and a prior precision of 1."""
 
     def __init__(self, model: AdaptedModel) -> None:
         try:

@@ -1,8 +1,4 @@
-"""What chooses a posterior's prior precision, and what it then predicts with every link.
-
-Without a validation set, the training set chooses: its evidence, or the loss of leaving one of its
-texts out. With one, its negative log-likelihood does.
-"""
+"""What chooses a posterior's prior precision, and what it then predicts with every link."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -107,11 +103,7 @@ def by_training(
 def by_validation(
     la: Any, validation: DataLoader, train: DataLoader | None, loaders: Loaders, samples: int
 ) -> Iterator[Prediction]:
-    """Choose prior precisions for each link, and mark the preferred link of each structure.
-
-    A scalar on a grid; given training batches, a factor of the linearised model's evidence; and
-    where statistics make that cheap, the paper's descent (its algorithm 3).
-    """
+    """Choose by a grid, by a factor of the linearised evidence, and by the paper's algorithm 3."""
     beliefs, labels = Beliefs(la, validation), labels_of(validation)
 
     def best_of(chosen_by: str, grid: list[torch.Tensor]) -> Iterator[_Choice]:

@@ -5,18 +5,17 @@ downloaded or stored; every run reads the first paragraph of their public docstr
 """
 
 import ast
-import importlib.util
 import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks.models import encoder_folder
+from benchmarks.models import encoder_folder, package_folder
 from benchmarks.options import TextRun
 from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
 from benchmarks.training import Hyperparameters
@@ -56,10 +55,7 @@ class Documented(NamedTuple):
 
 def source_files(library: str) -> list[Path]:
     """Find the Python files of an installed package, without its tests, in a fixed order."""
-    specification = importlib.util.find_spec(library)
-    if specification is None or not specification.submodule_search_locations:
-        raise ModuleNotFoundError(f"The benchmark reads docstrings of {library}: install it.")
-    root = Path(specification.submodule_search_locations[0])
+    root = package_folder(library)
 
     def is_test(path: Path) -> bool:
         parts = path.relative_to(root).with_suffix("").parts
@@ -75,10 +71,10 @@ def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:
         warnings.simplefilter("ignore", SyntaxWarning)
         pending: list[ast.AST] = [ast.parse(source)]
     while pending:
-        parent = pending.pop()
-        for node in ast.iter_child_nodes(parent):
-            kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-            if isinstance(node, kinds) and not node.name.startswith("_"):
+        for node in ast.iter_child_nodes(pending.pop()):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            if not node.name.startswith("_"):
                 pending += [node] if isinstance(node, ast.ClassDef) else []
                 if docstring := ast.get_docstring(node):
                     yield node.name, docstring.split("\n\n", maxsplit=1)[0]
@@ -117,7 +113,12 @@ def read_docstrings(
     """Draw balanced, disjoint sets of texts; a label is the library's place in `LIBRARIES`."""
     libraries = (*LIBRARIES, SHIFTED_LIBRARY)
     found = [read_library(library, seed, files_per_library, show_progress) for library in libraries]
-    texts = without_shared([[one.summary for one in of_library] for of_library in found])
+    # A text that occurs in more than one library has no one right answer.
+    owners = Counter(one.summary.casefold() for of_library in found for one in of_library)
+    texts = [
+        [one.summary for one in of_library if owners[one.summary.casefold()] == 1]
+        for of_library in found
+    ]
     generator = random.Random(seed)
     for library_texts in texts:
         generator.shuffle(library_texts)
@@ -131,27 +132,11 @@ def read_docstrings(
             examples.append(Example(texts[label].pop(), label))
         return examples
 
-    shifted = texts[-1]
-    if len(shifted) < sizes.shifted:
-        raise ValueError(f"{SHIFTED_LIBRARY} has only {len(shifted)} texts; ask for fewer.")
+    if len(texts[-1]) < sizes.shifted:
+        raise ValueError(f"{SHIFTED_LIBRARY} has only {len(texts[-1])} texts; ask for fewer.")
+    shifted = {SHIFTED_LIBRARY: [Example(text, None) for text in texts[-1][: sizes.shifted]]}
     train, validation, test = (draw(count) for count in (sizes.train, sizes.validation, sizes.test))
-    return Task(
-        "docstrings",
-        LIBRARIES,
-        False,
-        train,
-        test,
-        {SHIFTED_LIBRARY: [Example(text, None) for text in shifted[: sizes.shifted]]},
-        validation,
-    )
-
-
-def without_shared(texts: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Drop every text that occurs in more than one library: it has no one right answer."""
-    owners = Counter(text.casefold() for library_texts in texts for text in library_texts)
-    return [
-        [text for text in library_texts if owners[text.casefold()] == 1] for library_texts in texts
-    ]
+    return Task("docstrings", LIBRARIES, False, train, test, shifted, validation)
 
 
 TASK = TaskSource("docstrings", read, lambda options: encoder_folder(), ENCODER)

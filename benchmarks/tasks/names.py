@@ -15,10 +15,7 @@ CLASSES = ("another name", "its name")
 
 
 def asked_for_match(pool: Sequence[Named], rng: random.Random) -> Iterator[Example]:
-    """Pair names and summaries, of which every second pair belongs together.
-
-    Wrong names are of the same source file.
-    """
+    """Pair names and summaries, every second pair rightly, others with one of the same file."""
     names: dict[str, set[str]] = defaultdict(set)
     for one in pool:
         names[one.file].add(one.name)

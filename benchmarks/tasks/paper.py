@@ -39,61 +39,46 @@ class Source(NamedTuple):
     configuration: str
     split: str
 
-    def file_in(self, data: Path) -> Path:
+    def file_in(self, data: Path | str) -> Path:
         """The split's file in a local folder: a JSON object a line, with the hub's fields."""
-        return data / self.dataset / self.configuration / f"{self.split}.jsonl"
+        return Path(data) / self.dataset / self.configuration / f"{self.split}.jsonl"
 
+    def rows(self, data: Path | None) -> list[Row]:
+        """Rows from a folder, or from the hub where none is given."""
+        if data is None:
+            from datasets import load_dataset
 
-def missing_data(sources: Sequence[Source], data: Path | None) -> MissingDataError:
-    """Say in one line what to download and where to put it."""
-    beginning, folder, end = f"The data in {data} are incomplete", data, ""
-    if data is None:
-        beginning, end = "The hub is out of reach", ", and give --data FOLDER"
-    downloads = "; ".join(
-        f"{source.dataset} ({source.configuration}), split {source.split}, as "
-        f"{source.file_in(folder or Path('FOLDER'))}"
-        for source in sources
-    )
-    return MissingDataError(
-        f"{beginning}: download from https://huggingface.co/datasets, and save as JSON lines, "
-        f"{downloads}{end}."
-    )
+            rows = load_dataset(self.dataset, self.configuration, split=self.split)
+            return [dict(row) for row in rows]
+        text = self.file_in(data).read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]]:
-    """Read the rows of several splits from a folder, or from the hub where none is given."""
-    if data is None:
-        return read_from_hub(sources)
-    missing = [source for source in sources if not source.file_in(data).is_file()]
-    if missing:
-        raise missing_data(missing, data)
-    texts = [source.file_in(data).read_text(encoding="utf-8") for source in sources]
-    return [[json.loads(line) for line in text.split("\n") if line.strip()] for text in texts]
-
-
-def read_from_hub(sources: Sequence[Source]) -> list[list[Row]]:
-    """Read the rows of several splits from the hub, or from what `datasets` has stored of it."""
-    from datasets import load_dataset
-
+    """Read the rows of several splits; end with one line that says what is to be downloaded."""
     rows = []
-    for place, (dataset, configuration, split) in enumerate(sources):
-        try:
-            loaded = load_dataset(dataset, configuration, split=split)
-        # Without access datasets raises the first, or the second where it has stored another
-        # configuration of the same data set.
-        except (OSError, ValueError) as error:
-            # The others are not tried: each would wait for the hub as long as this one did.
-            raise missing_data(sources[place:], None) from error
-        rows.append([dict(row) for row in loaded])
+    try:
+        for source in sources:
+            rows.append(source.rows(data))
+    # Without access datasets raises the first, or the second where it has stored another
+    # configuration of the same data set.
+    except (OSError, ValueError) as error:
+        missing = sources[len(rows) :]  # the hub is not asked for more: each would wait as long
+        folder, beginning, end = "FOLDER", "The hub is out of reach", ", and give --data FOLDER"
+        if data is not None:
+            folder, beginning, end = data, f"The data in {data} are incomplete", ""
+            missing = [source for source in sources if not source.file_in(data).is_file()]
+        files = (f"{x.dataset} ({x[1]}), split {x.split}, as {x.file_in(folder)}" for x in missing)
+        raise MissingDataError(
+            f"{beginning}: download from https://huggingface.co/datasets, and save as JSON lines, "
+            f"{'; '.join(files)}{end}."
+        ) from error
     return rows
 
 
 @dataclass(frozen=True)
 class PaperTask:
-    """One of the paper's tasks, by its names on the hub.
-
-    Cut at the left, prompts keep the choices; at the right, the question before a long passage.
-    """
+    """One of the paper's tasks; prompts cut at the left keep choices, at the right questions."""
 
     dataset: str
     configuration: str
@@ -107,13 +92,10 @@ class PaperTask:
         return CAUSAL_HYPERPARAMETERS if self.is_prompt else ENCODER_HYPERPARAMETERS
 
     @property
-    def train_source(self) -> Source:
-        return Source(self.dataset, self.configuration, "train")
-
-    @property
-    def test_source(self) -> Source:
-        """The paper tests on the public validation split."""
-        return Source(self.dataset, self.configuration, "validation")
+    def sources(self) -> tuple[Source, Source]:
+        """The training set, and the public validation split, on which the paper tests."""
+        names = (self.dataset, self.configuration)
+        return Source(*names, "train"), Source(*names, "validation")
 
 
 def _choices(dataset: str, configuration: str, to_example: ToExample, count: int = 4) -> PaperTask:
@@ -152,7 +134,7 @@ HEALTH = (
 COMPUTER_SCIENCE = (
     "college_computer_science computer_security high_school_computer_science machine_learning"
 )
-MMLU_SUBJECTS: dict[str, list[str]] = {
+MMLU_SUBJECTS: dict[str, Sequence[str]] = {
     "computer_science": COMPUTER_SCIENCE.split(),
     "engineering": ["electrical_engineering"],
     "law": ["international_law", "jurisprudence", "professional_law"],
@@ -162,7 +144,7 @@ MMLU_SUBJECTS: dict[str, list[str]] = {
 SHIFTED_TASK = "obqa"
 # Texts of another distribution than OpenBookQA's, from splits read one after the other.
 PAPER_SHIFTS: dict[str, tuple[list[Source], ToExample]] = {
-    name: ([PAPER_TASKS[name].test_source], PAPER_TASKS[name].to_example)
+    name: ([PAPER_TASKS[name].sources[1]], PAPER_TASKS[name].to_example)
     for name in ("arc_challenge", "arc_easy")
 } | {
     subject: ([Source("cais/mmlu", name, "test") for name in names], paper_prompts.mmlu)
@@ -180,7 +162,8 @@ def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] 
         raise ValueError(f"The paper's shifted texts go with the task {SHIFTED_TASK}, not {name}.")
 
     task = PAPER_TASKS[name]
-    schemas = dict.fromkeys((task.train_source, task.test_source), task.to_example)
+    train, test = task.sources
+    schemas = dict.fromkeys((train, test), task.to_example)
     for shift in shifted:
         sources, to_example = PAPER_SHIFTS[shift]
         schemas |= dict.fromkeys(sources, to_example)
@@ -196,8 +179,8 @@ def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] 
         name,
         task.classes,
         task.is_prompt,
-        train=examples[task.train_source],
-        test=examples[task.test_source],
+        train=examples[train],
+        test=examples[test],
         shifted={
             shift: [example for source in PAPER_SHIFTS[shift][0] for example in examples[source]]
             for shift in shifted

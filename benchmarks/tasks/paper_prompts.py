@@ -76,8 +76,5 @@ def sentence(row: Row) -> Example:
 
 
 def sentence_pair(row: Row) -> Example:
-    """Pair the two sentences of MRPC, RTE, WNLI or WiC, for an encoder.
-
-    As in the authors' program, the encoder is not told which word WiC asks about.
-    """
+    """Pair the sentences of MRPC, RTE, WNLI or WiC (its word is left out by the authors too)."""
     return Example((row["sentence1"], row["sentence2"]), int(row["label"]))

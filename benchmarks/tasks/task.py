@@ -46,13 +46,9 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskSource:
-    """A task by its name: how it is read, and which model is fine-tuned on it and how.
-
-    `read` takes the options, a seed and a number of validation texts; `model` the options, and
-    returns the folder of an own model, or a hub's name or a user's folder as text.
-    """
+    """A task by its name: how it is read, and which model is fine-tuned on it and how."""
 
     name: str
-    read: Callable[[TextRun, int, int], Task]
-    model: Callable[[TextRun], str | Path]
+    read: Callable[[TextRun, int, int], Task]  # takes a seed, and the number of validation texts
+    model: Callable[[TextRun], str | Path]  # an own model's folder, or what the user names as text
     hyperparameters: Hyperparameters

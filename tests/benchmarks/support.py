@@ -183,5 +183,5 @@ def write_rows(source: Source, data: Path, rows: list[dict[str, Any]]) -> None:
 
 def write_task(name: str, data: Path) -> None:
     rows, _ = ROWS[name]
-    write_rows(PAPER_TASKS[name].train_source, data, rows)
-    write_rows(PAPER_TASKS[name].test_source, data, rows[:1])
+    write_rows(PAPER_TASKS[name].sources[0], data, rows)
+    write_rows(PAPER_TASKS[name].sources[1], data, rows[:1])

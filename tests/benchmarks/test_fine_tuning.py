@@ -8,8 +8,7 @@ import torch
 import benchmarks.fine_tuning as fine_tuning_module
 from benchmarks.fine_tuning import fine_tune, prepare
 from benchmarks.methods import METHODS, posterior
-from benchmarks.methods.method import labels_of
-from benchmarks.methods.points import fit_temperature
+from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.methods.posteriors import over_lora
 from benchmarks.methods.priors import Beliefs, by_training
 from benchmarks.tasks.paper import PAPER_SHIFTS, PAPER_TASKS
@@ -70,7 +69,7 @@ def test_shifted_texts_of_the_paper_are_read(prepared, tmp_path):
 
 
 def test_missing_data_and_models_end_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     options = {"task": "rte", "data": tmp_path}
     with pytest.raises(SystemExit, match="rte"):
         prepare(parsed("calibration --quiet", **options), 0)

@@ -82,7 +82,7 @@ def test_what_is_cut_of_a_long_prompt_is_not_where_the_answer_comes_from():
 
 def test_so_many_texts_are_kept_as_asked_for(tmp_path):
     write_task("mrpc", tmp_path)
-    write_rows(PAPER_TASKS["mrpc"].train_source, tmp_path, ROWS["mrpc"][0] * 3)
+    write_rows(PAPER_TASKS["mrpc"].sources[0], tmp_path, ROWS["mrpc"][0] * 3)
     options = parsed("--quiet", task="mrpc", data=tmp_path, train_examples=3)
     task = read(options, 0, 2)
     assert [len(part) for part in (task.train, task.validation, task.test)] == [3, 2, 1]
@@ -90,8 +90,8 @@ def test_so_many_texts_are_kept_as_asked_for(tmp_path):
 
 def test_shifted_texts_are_the_other_tasks_tests(tmp_path):
     write_task("obqa", tmp_path)
-    write_rows(PAPER_TASKS["arc_easy"].test_source, tmp_path, ARC_ROWS)
-    write_rows(PAPER_TASKS["arc_challenge"].test_source, tmp_path, ARC_ROWS[:1])
+    write_rows(PAPER_TASKS["arc_easy"].sources[1], tmp_path, ARC_ROWS)
+    write_rows(PAPER_TASKS["arc_challenge"].sources[1], tmp_path, ARC_ROWS[:1])
     for subject in MMLU_SUBJECTS:
         for place, source in enumerate(PAPER_SHIFTS[subject][0]):
             write_rows(source, tmp_path, [MMLU_ROW] * (place + 1))
@@ -167,6 +167,6 @@ def test_unknown_shifts_are_refused_with_the_known_ones(tmp_path):
 
 def test_rows_of_another_schema_are_refused_by_name(tmp_path):
     write_task("rte", tmp_path)
-    write_rows(PAPER_TASKS["rte"].test_source, tmp_path, [{"premise": "It rains.", "label": 0}])
+    write_rows(PAPER_TASKS["rte"].sources[1], tmp_path, [{"premise": "It rains.", "label": 0}])
     with pytest.raises(ValueError, match=r"nyu-mll/glue \(rte\), split validation.*'sentence1'"):
         read_paper_task("rte", tmp_path)
