@@ -387,6 +387,7 @@ class LoRALaplace(ParametricLaplace):
             If the loader has no data or not those of the fit, labels don't fit, or a number is
             not finite; the message names the batch.
         """
+        self._check_H_init()
         distance = self.mean - self.prior_mean
         fitted = self.model, self.blocks, self.trained_likelihood
         model = linearize(*fitted, distance, train_loader, n_features, generator, progress_bar)

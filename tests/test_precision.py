@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from laplace import Laplace
 from torch import nn
 
-import laplace_lora_ext  # noqa: F401
-from tests.tiny_models import laplace_keywords, lora_model, ragged_batches
+from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted
 
 KINDS = ["bert", "gpt2", "gpt_neox"]
+
+
 needs_float16 = pytest.mark.skipif(
     torch.__version__ < (2, 3), reason="no float16 layer normalisation on the CPU"
 )
+
+
 HALF = [torch.bfloat16, pytest.param(torch.float16, marks=needs_float16)]
-STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
 
 
 class Results(NamedTuple):
@@ -33,6 +34,8 @@ class Results(NamedTuple):
 
 # Small, so that the curvature and not the prior decides.
 PRIOR_PRECISION = 1e-3
+
+
 # Relative errors of `Results`: twice what was measured over these models and settings.
 MEASURED = {
     torch.bfloat16: Results(0.17, 0.11, 0.034, 0.0025),
@@ -54,27 +57,16 @@ def autocast(enabled: bool = True) -> AbstractContextManager:
     return torch.autocast("cpu", dtype=torch.bfloat16) if enabled else nullcontext()
 
 
-def fitted(model: nn.Module, kind: str, structure: str = "lowrank_kron", **kwargs: Any):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The posterior is over")
-        la = Laplace(
-            model,
-            "classification",
-            subset_of_weights="lora",
-            hessian_structure=structure,
-            prior_precision=PRIOR_PRECISION,
-            **laplace_keywords(kind),
-            **kwargs,
-        )
-    la.fit(ragged_batches())
-    return la
+def posterior(model: nn.Module, kind: str, structure: str = "lowrank_kron", **keywords: Any):
+    settings = {"rank": 10, "prior_precision": PRIOR_PRECISION, **keywords}
+    return fitted(kind, structure=structure, model=model, **settings)
 
 
 def results(la: Any) -> Results:
     batch = ragged_batches()[0]
     with torch.autocast("cpu", enabled=False):
         H = la.H if isinstance(la.H, torch.Tensor) else la.H.diag()
-    covariance = la._glm_predictive_distribution(batch)[1]
+    covariance = la.predictive_moments(batch)[1]
     return Results(H, covariance, la.log_marginal_likelihood(), la(batch))
 
 
@@ -113,24 +105,21 @@ def assert_close(actual: Results, expected: Results, dtype: torch.dtype) -> None
         assert error < bound, name
 
 
-# --- half-precision models -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_half_precision_base_gives_the_posterior_of_float32(kind, dtype):
-    la = fitted(half_base(kind, dtype), kind)
+    la = posterior(half_base(kind, dtype), kind)
     assert_full_precision(la)
-    reference = fitted(lora_model(kind, torch.float32), kind)
+    reference = posterior(lora_model(kind, torch.float32), kind)
     assert_close(results(la), results(reference), dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_in_half_precision_alone_gives_the_posterior_of_float32(kind, dtype):
-    la = fitted(lora_model(kind, dtype), kind)
+    la = posterior(lora_model(kind, dtype), kind)
     assert_full_precision(la)
-    reference = fitted(lora_model(kind, torch.float32), kind)
+    reference = posterior(lora_model(kind, torch.float32), kind)
     assert_close(results(la), results(reference), dtype)
 
 
@@ -138,9 +127,9 @@ def test_a_model_in_half_precision_alone_gives_the_posterior_of_float32(kind, dt
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_every_structure_is_held_in_full_precision(structure, pure):
     model = lora_model("bert", torch.bfloat16) if pure else half_base("bert", torch.bfloat16)
-    la = fitted(model, "bert", structure)
+    la = posterior(model, "bert", structure)
     assert_full_precision(la)
-    reference = fitted(lora_model("bert", torch.float32), "bert", structure)
+    reference = posterior(lora_model("bert", torch.float32), "bert", structure)
     assert_close(results(la), results(reference), torch.bfloat16)
 
 
@@ -148,17 +137,17 @@ def test_every_structure_is_held_in_full_precision(structure, pure):
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_every_approximation_is_held_in_full_precision(kfac_approx, dtype):
     settings = {"backend_kwargs": {"kfac_approx": kfac_approx}}
-    la = fitted(lora_model("gpt2", dtype), "gpt2", **settings)
+    la = posterior(lora_model("gpt2", dtype), "gpt2", **settings)
     assert_full_precision(la)
-    reference = fitted(lora_model("gpt2", torch.float32), "gpt2", **settings)
+    reference = posterior(lora_model("gpt2", torch.float32), "gpt2", **settings)
     assert_close(results(la), results(reference), dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_predictions_of_a_half_precision_model_are_in_float32(structure, dtype):
-    la, batch = fitted(lora_model("bert", dtype), "bert", structure), ragged_batches()[0]
-    f_mu, f_var = la._glm_predictive_distribution(batch)
+    la, batch = posterior(lora_model("bert", dtype), "bert", structure), ragged_batches()[0]
+    f_mu, f_var = la.predictive_moments(batch)
     assert f_mu.dtype == f_var.dtype == torch.float32
     for link in ("probit", "mc", "bridge", "bridge_norm"):
         probabilities = la(batch, link_approx=link, n_samples=10)
@@ -169,14 +158,14 @@ def test_predictions_of_a_half_precision_model_are_in_float32(structure, dtype):
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_log_determinants_of_a_bf16_model_are_in_float64(structure):
-    la = fitted(lora_model("bert", torch.bfloat16), "bert", structure)
+    la = posterior(lora_model("bert", torch.bfloat16), "bert", structure)
     assert la.log_det_prior_precision.dtype == torch.float64
     assert la.log_det_posterior_precision.dtype == torch.float64
     assert la.log_det_ratio.dtype == torch.float64
 
 
 def test_a_prior_precision_with_many_digits_survives_a_bf16_model():
-    la = fitted(lora_model("bert", torch.bfloat16), "bert")
+    la = posterior(lora_model("bert", torch.bfloat16), "bert")
     la.prior_precision = 1.2345
     torch.testing.assert_close(la.prior_precision, torch.tensor([1.2345]))
     expected = la.n_params * torch.tensor(1.2345).double().log()
@@ -190,21 +179,18 @@ def test_confident_samples_keep_their_curvature_in_half_precision():
     for dtype in (torch.float16, torch.float32):
         model = lora_model("bert", dtype)
         model.classifier.modules_to_save["default"].bias.data[1] = 40.0
-        posteriors.append(fitted(model, "bert"))
+        posteriors.append(posterior(model, "bert"))
     traces = [torch.stack([b.output_factor.trace for b in la.H_facs.blocks]) for la in posteriors]
     assert (traces[1] > 0).all()
     assert relative_error(*traces) < 0.2
 
 
 def test_float64_stays_float64():
-    la = fitted(lora_model("bert"), "bert")
+    la = posterior(lora_model("bert"), "bert")
     assert (
         la.mean.dtype == la.prior_precision.dtype == results(la).covariance.dtype == torch.float64
     )
     assert la.H.blocks[0].small.values.dtype == torch.float64
-
-
-# --- autocast ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,9 +199,9 @@ def test_float64_stays_float64():
     + [("gpt2", "lowrank_kron"), ("gpt2", "kron"), ("gpt2", "diag")],
 )
 def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(kind, structure):
-    expected = results(fitted(lora_model(kind, torch.float32), kind, structure))
+    expected = results(posterior(lora_model(kind, torch.float32), kind, structure))
     with autocast():
-        la = fitted(lora_model(kind, torch.float32), kind, structure)
+        la = posterior(lora_model(kind, torch.float32), kind, structure)
         assert_full_precision(la)
         actual = results(la)
         assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.bfloat16
@@ -226,7 +212,7 @@ def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(kind, 
 def test_autocast_reaches_the_model(kind):
     """Otherwise the tests of autocast would show nothing."""
     batch = ragged_batches()[0]
-    la = fitted(lora_model(kind, torch.float32), kind)
+    la = posterior(lora_model(kind, torch.float32), kind)
     with autocast():
         f_mu = la.model(batch)
     assert f_mu.dtype == torch.float32
@@ -236,7 +222,7 @@ def test_autocast_reaches_the_model(kind):
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_weights_sampled_under_autocast_are_those_without(structure):
-    la = fitted(lora_model("bert", torch.float32), "bert", structure)
+    la = posterior(lora_model("bert", torch.float32), "bert", structure)
     samples = []
     for enabled in (False, True):
         with autocast(enabled):
@@ -247,19 +233,19 @@ def test_weights_sampled_under_autocast_are_those_without(structure):
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_logits_sampled_under_autocast_are_those_without(structure):
-    la = fitted(lora_model("bert", torch.float32), "bert", structure)
-    f_mu, f_var = la._glm_predictive_distribution(ragged_batches()[0])
+    la = posterior(lora_model("bert", torch.float32), "bert", structure)
+    moments = la.predictive_moments(ragged_batches()[0])
     samples = []
     for enabled in (False, True):
         generator = torch.Generator().manual_seed(0)
         with autocast(enabled):
-            samples.append(la._glm_functional_samples(f_mu, f_var, 5, generator=generator))
+            samples.append(la.functional_samples(moments, n_samples=5, generator=generator))
     torch.testing.assert_close(*samples, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_evidence_under_autocast_is_that_without(structure):
-    la = fitted(lora_model("bert", torch.float32), "bert", structure)
+    la = posterior(lora_model("bert", torch.float32), "bert", structure)
     expected = la.log_marginal_likelihood()
     with autocast():
         actual = la.log_marginal_likelihood(la.prior_precision)
@@ -268,7 +254,7 @@ def test_the_evidence_under_autocast_is_that_without(structure):
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_variance_of_given_jacobians_under_autocast_is_that_without(structure):
-    la = fitted(lora_model("bert", torch.float32), "bert", structure)
+    la = posterior(lora_model("bert", torch.float32), "bert", structure)
     Js = torch.randn(2, 3, la.n_params, generator=torch.Generator().manual_seed(0))
     expected = la.functional_variance(Js)
     with autocast():

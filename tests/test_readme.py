@@ -1,30 +1,107 @@
-"""The README's examples run as they stand, on an adapter in a folder."""
+"""What the README says can be run: every block of Python, every command line of the benchmarks."""
+
+from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
+import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from tests.tiny_models import base_model, lora_model, ragged_batches
+from tests.support.models import base_model, lora_model, ragged_batches
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCKS = [code for _, code in FENCE.findall(README)]
+WORDS = ["[PAD]", "[UNK]", "Question", "Answer", ":", "which", "one", "?", "A", "B", "C", "D"]
+PROMPTS = ["Question : which one ? Answer :", "Question : ? Answer :", "which ? Answer :"] * 2
+ANSWERS = [0, 1, 2, 3, 0, 2]
 
 
-def test_the_examples_run_and_have_twelve_lines_at_most(tmp_path, monkeypatch):
-    text = README.read_text(encoding="utf-8")
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 2
-    assert all(len(example.strip().splitlines()) <= 12 for example in examples)
+def write_adapter(folder: Path, kind: str) -> None:
+    """An adapter with its base model and, for prompts, a tokenizer, as a user has them."""
+    base = folder / "base"
+    base_model(kind).save_pretrained(base)
+    model = lora_model(kind, torch.float32)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    ).save_pretrained(folder)
+
+
+def namespace() -> dict[str, object]:
+    """What the examples take for granted, for three classes or more."""
+    batches, examples = ragged_batches(), list(zip(PROMPTS, ANSWERS, strict=True))
+    loaders = {f"{part}_loader": batches for part in ("train", "validation", "test")}
+    texts = {f"{part}_examples": examples for part in ("train", "validation", "test")}
+    return {
+        **loaders,
+        **texts,
+        "batch": batches[0],
+        "prompts": PROMPTS,
+        "answers": ANSWERS,
+    }
+
+
+def test_every_block_is_one_of_python():
+    assert len(FENCE.findall(README)) == README.count("\n```") / 2 > 0
+    assert {language for language, _ in FENCE.findall(README)} == {"python"}
+
+
+def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    base_model("bert").save_pretrained(tmp_path / "base")
-    model = lora_model("bert", torch.float32)
-    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    model.save_pretrained(tmp_path / "adapter")
-    batches = ragged_batches()
-    names = {"train_loader": batches, "batch": batches[0], "validation_loader": batches}
-    exec(examples[0].replace("path/to/adapter", str(tmp_path / "adapter")), names)
-    torch.testing.assert_close(names["probs"].sum(1), torch.ones(3))
-    exec(examples[1], names)
-    torch.testing.assert_close(names["probs"].sum(1), torch.ones(8))
-    assert len(names["folders"]) == 5
-    assert set(names["shares"]) == {"bert.encoder.layer.0", "bert.encoder.layer.1"}
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    names = namespace()
+    for number, code in enumerate(BLOCKS):
+        for folder in set(re.findall(r'from_pretrained\(\s*"([^"]+)"', code)):
+            write_adapter(tmp_path / folder, "gpt2" if "CausalLM" in code else "bert")
+        exec(compile(code, f"README.md, block {number}", "exec"), names)
+        probabilities = names["probs"]
+        assert probabilities.ndim == 2
+        torch.testing.assert_close(probabilities.sum(1), torch.ones(len(probabilities)))
+        if "shares" in names:
+            assert sum(names["shares"].values()) == pytest.approx(1)
+        for folder in names.get("folders", []):
+            assert (folder / "adapter_model.safetensors").exists()
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 160
+
+
+def command_lines() -> list[str]:
+    """What follows `python -m benchmarks` in code spans and in indented or fenced lines."""
+    found = []
+    for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"):
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        code = re.findall(r"^ {4,}(.+)$", text, re.MULTILINE)
+        code += [line for _, block in FENCE.findall(text) for line in block.splitlines()]
+        code += re.findall(r"`([^`]+)`", FENCE.sub("", text))
+        for line in code:
+            _, command, arguments = line.partition("python -m benchmarks")
+            if command:
+                arguments = re.split(r"&&|;|#|\||>", arguments)[0]
+                found.append(" ".join(arguments.split()))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("arguments", command_lines())
+def test_every_command_line_is_understood(arguments):
+    main = pytest.importorskip("benchmarks.__main__")
+    if not hasattr(main, "build_parser"):
+        pytest.skip("the benchmarks have another command line")
+    parse = main.build_parser().parse_args
+    if "--help" in arguments:
+        with pytest.raises(SystemExit, match="0"):
+            parse(shlex.split(arguments))
+    else:
+        parse(shlex.split(arguments))

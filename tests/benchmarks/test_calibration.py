@@ -20,8 +20,8 @@ from benchmarks.methods.priors import (
     SCALED,
 )
 from tests.benchmarks.support import is_picture, run
-from tests.dense_oracle import jacobian, logits_of, unpadded
-from tests.tiny_models import lora_model, ragged_batches
+from tests.support.dense import jacobian, logits_of, unpadded
+from tests.support.models import lora_model, ragged_batches
 
 LAPLACE = [key for key in CONTESTANTS if isinstance(METHODS[key], Posterior)]
 ENSEMBLES = {"mc_dropout", "checkpoint_ensemble", "deep_ensemble"}

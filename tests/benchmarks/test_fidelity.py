@@ -21,7 +21,7 @@ from benchmarks.experiments.fidelity_report import means, pareto_front
 from benchmarks.methods import posterior
 from benchmarks.models import AdaptedModel
 from tests.benchmarks.support import is_picture, run
-from tests.tiny_models import lora_model, ragged_batches
+from tests.support.models import lora_model, ragged_batches
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 ERRORS = (

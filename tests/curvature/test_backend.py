@@ -1,0 +1,131 @@
+"""The host's curvature interface: how many passes, which curvature, which settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import laplace_lora_ext
+from laplace_lora_ext import LowRankKronGGN
+from laplace_lora_ext.passes import recording as passes
+from tests.support.dense import (
+    gradient_curvature,
+    jacobian,
+    jacobians,
+    logits_of,
+    lora_layers,
+    softmax_fisher,
+    unpadded,
+)
+from tests.support.models import (
+    TwoLinear,
+    lora_model,
+    pairs,
+    plain_model,
+    ragged_batches,
+    real_targets,
+    sequences,
+    with_lora,
+)
+from tests.support.posteriors import fitted, make
+
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def test_regression_has_the_curvature_of_the_squared_error():
+    regressor = plain_model(n_outputs=2)
+    X, la = sequences()[0][:, 0], make(regressor, likelihood="regression")
+    la.fit([(X, real_targets())])
+    Js = jacobians(regressor, X)
+    H = torch.eye(2).double().expand(4, 2, 2)
+    torch.testing.assert_close(la.H.to_matrix(), gradient_curvature(regressor, Js, H), **EXACT)
+
+
+def test_two_classes_have_the_curvature_of_a_coin():
+    model = with_lora(TwoLinear(n_outputs=2), "first", "second")
+    X, la = sequences()[0][:, 0], make(model)
+    la.fit([(X, torch.tensor([0, 1, 1, 0]))])
+    Js = jacobians(model, X)
+    p = model(X).detach().softmax(-1)
+    difference = (Js[:, 0] - Js[:, 1]) * p.prod(-1, keepdim=True).sqrt()
+    expected = gradient_curvature(model, difference[:, None], torch.ones(4, 1, 1).double())
+    torch.testing.assert_close(la.H.to_matrix(), expected, **EXACT)
+    assert la(X).shape == (4, 2)
+
+
+def test_many_classes_need_one_backward_pass_less_than_classes(monkeypatch):
+    monkeypatch.setattr(passes, "_ROWS", 1)  # one seed a pass
+    model = with_lora(TwoLinear(n_outputs=7), "first")
+    calls = []
+
+    class Count(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+            return logits.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return gradient
+
+    model.register_forward_hook(lambda module, args, output: Count.apply(output))
+    la = make(model)
+    la.fit([(sequences()[0][:, 0], torch.arange(4))])
+    assert len(calls) == 6
+
+
+def test_the_exact_fisher_and_the_empirical_fisher_of_one_example():
+    """At T = 1 and one datum the Kronecker form of "gradient" is exact for a rank-one Fisher."""
+    model = lora_model("bert", n_labels=2)
+    batch = ragged_batches(lengths=[1], batch_size=1, padded_to=1, n_classes=2)[0]
+    inputs = unpadded(batch, 0)
+    J = jacobian(model.eval(), inputs)
+    logits = logits_of(model, inputs).detach()
+    gradient = (logits.softmax(-1) - torch.eye(2).double()[batch["labels"][0]]) @ J
+    fisher = J.T @ softmax_fisher(logits) @ J
+    sizes = [layer.weight.numel() for _, layer in lora_layers(model)]
+    for backend, dense in [
+        (laplace_lora_ext.LowRankKronGGN, fisher),
+        (laplace_lora_ext.LowRankKronEF, torch.outer(gradient, gradient)),
+    ]:
+        la = fitted(batches=[batch], model=model, backend=backend, rank=100)
+        # A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A, lora_B
+        # at a single position.
+        start = 0
+        H = la.H.to_matrix()
+        for size in sizes:
+            here = slice(start, start + size)
+            torch.testing.assert_close(H[here, here], dense[here, here], **EXACT)
+            start += size
+
+
+def test_monte_carlo_fisher_follows_the_seed_and_approaches_the_exact_one():
+    def sampled(num_samples):
+        torch.manual_seed(0)
+        settings = {"stochastic": True, "num_samples": num_samples}
+        return fitted(rank=100, backend_kwargs=settings).H.to_matrix()
+
+    exact = fitted(rank=100).H.to_matrix()
+    assert torch.equal(sampled(2), sampled(2))
+    errors = [(sampled(n) - exact).norm() / exact.norm() for n in (1, 64)]
+    assert errors[1] < errors[0] / 3  # 1 / √64 of it in the mean
+
+
+def test_an_unknown_approximation_is_refused_and_says_which_there_are():
+    with pytest.raises(ValueError, match=r"'kfac'.*expand.*reduce.*gradient"):
+        make(plain_model(), backend_kwargs={"kfac_approx": "kfac"}).fit([pairs()[0]])
+
+
+def test_a_negative_rank_is_refused():
+    with pytest.raises(ValueError, match=r"rank must not be negative, and is -3"):
+        make(plain_model(), backend_kwargs={"rank": -3}).fit([pairs()[0]])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"last_layer": True}, {"subnetwork_indices": torch.arange(2)}]
+)
+def test_a_backend_refuses_the_hosts_ways_to_select_weights(settings):
+    with pytest.raises(ValueError, match=r"target_modules"):
+        LowRankKronGGN(plain_model(), "classification", **settings)

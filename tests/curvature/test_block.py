@@ -1,0 +1,88 @@
+"""One Kronecker-factored block, in sum form and in the eigenbasis of its factors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laplace_lora_ext.curvature.block import KroneckerBlock
+from laplace_lora_ext.curvature.matrix import LowRankKron
+from tests.support.dense import matrix_of
+from tests.support.rows import decaying_rows
+
+
+def some_block(small_output: bool, rank: int = 2, tail: bool = True) -> KroneckerBlock:
+    """Of a weight (3 x 7) or (7 x 3), from nine rows a factor."""
+    shape = (3, 7) if small_output else (7, 3)
+    sizes = shape, small_output, rank, tail, torch.device("cpu"), torch.float64
+    block = KroneckerBlock.zeros(*sizes)
+    for factor in (block.output_factor, block.input_factor):
+        factor.update(decaying_rows(9, factor.size))
+    block.normalizer = torch.tensor(4.0).double()
+    return block
+
+
+ORIENTATIONS = pytest.mark.parametrize("small_output", [True, False])
+
+
+@ORIENTATIONS
+def test_it_is_the_product_of_its_factors_in_the_hosts_order(small_output):
+    block = some_block(small_output)
+    decomposed = block.decompose()
+    assert decomposed.shape == ((3, 7) if small_output else (7, 3))
+    assert decomposed.n_params == 21
+    assert decomposed.n_left_out == 5
+    matrix = decomposed.to_matrix(torch.zeros(()), 1)
+    torch.testing.assert_close(matrix, matrix_of(LowRankKron([block])))
+    scaled = (block * 3.0).decompose().to_matrix(torch.zeros(()), 1)
+    torch.testing.assert_close(scaled, 3 * matrix)
+    torch.testing.assert_close((decomposed * 3.0).to_matrix(torch.zeros(()), 1), 3 * matrix)
+
+
+@ORIENTATIONS
+@pytest.mark.parametrize("tail", [True, False])
+def test_its_eigenvalues_are_those_of_the_matrix(small_output, tail):
+    block = some_block(small_output, tail=tail)
+    delta = torch.tensor(0.3).double()
+    leading, remaining = block.decompose().eigenvalues(delta)
+    values = torch.cat([leading.flatten(), remaining.repeat_interleave(5)]).sort().values
+    expected = torch.linalg.eigvalsh(matrix_of(LowRankKron([block]))) + delta
+    torch.testing.assert_close(values, expected)
+
+
+def test_a_rank_that_leaves_nothing_out_has_no_tail():
+    leading, remaining = some_block(True, rank=7).decompose().eigenvalues(torch.zeros(()))
+    assert leading.shape == (3, 7)
+    assert remaining.log().eq(0).all()
+
+
+@ORIENTATIONS
+def test_a_projection_divides_a_weight_into_two_orthogonal_parts(small_output):
+    decomposed = some_block(small_output).decompose()
+    weights = torch.randn(4, 3, 7, generator=torch.Generator().manual_seed(0)).double()
+    leading, remainder = decomposed.project(weights)
+    assert leading.shape == (4, 3, 2)
+    across = remainder @ decomposed.large.vectors
+    torch.testing.assert_close(across, torch.zeros_like(across))
+    whole = decomposed.small.vectors @ (leading @ decomposed.large.vectors.mT + remainder)
+    torch.testing.assert_close(whole, weights)
+
+
+def test_a_block_that_no_gradient_has_reached_has_no_curvature():
+    sizes = (3, 7), True, 2, True, torch.device("cpu"), torch.float32
+    matrix = KroneckerBlock.zeros(*sizes).decompose().to_matrix(torch.ones(()), 1)
+    torch.testing.assert_close(matrix, torch.eye(21))
+
+
+def test_blocks_share_inputs_where_they_have_one_factor_or_nothing_yet():
+    sizes = (3, 7), True, 2, True, torch.device("cpu"), torch.float64
+    first, second, other = (KroneckerBlock.zeros(*sizes) for _ in range(3))
+    assert first.has_inputs_of(second)
+    for block in (first, other):
+        block.input_factor.update(decaying_rows(9, 7))
+        block.normalizer = block.normalizer + 9
+    assert not first.has_inputs_of(second)
+    assert not second.has_inputs_of(first)
+    assert not first.has_inputs_of(other)
+    second.input_factor, second.normalizer = first.input_factor, first.normalizer
+    assert first.has_inputs_of(second)

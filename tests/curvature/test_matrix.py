@@ -1,0 +1,163 @@
+"""Both matrix types against dense matrices, for every operation and exponent."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laplace_lora_ext.curvature.block import KroneckerBlock
+from laplace_lora_ext.curvature.factors import LowRankFactor
+from laplace_lora_ext.curvature.matrix import LowRankKron
+from tests.support.dense import matrix_of, power
+
+EXPONENTS = [-1, -0.5, 0.5, 1]
+
+
+TIGHT = {"rtol": 1e-8, "atol": 1e-9}
+
+
+def random_kron(shapes, rank, tail, n_rows, seed=0) -> LowRankKron:
+    """Blocks (r, d) and (d, r) of given sizes, from random rows."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = []
+    for i, (small, large) in enumerate(shapes):
+        small_output = i % 2 == 0
+        shape = (small, large) if small_output else (large, small)
+        block = KroneckerBlock.zeros(
+            shape, small_output, rank, tail, torch.device("cpu"), torch.float64
+        )
+        for factor in (block.output_factor, block.input_factor):
+            factor.update(torch.randn(n_rows, factor.size, generator=generator).double())
+        block.normalizer = torch.tensor(n_rows + 0.5, dtype=torch.float64)
+        blocks.append(block)
+    return LowRankKron(blocks)
+
+
+cases = {
+    "shapes": st.lists(st.tuples(st.integers(1, 4), st.integers(1, 7)), min_size=1, max_size=3),
+    "rank": st.integers(0, 9),
+    "tail": st.booleans(),
+    "n_rows": st.integers(1, 12),
+    "layerwise": st.booleans(),
+    "scale": st.floats(0.1, 10),
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(**cases)
+def test_decomposed_operations_equal_dense_ones(shapes, rank, tail, n_rows, layerwise, scale):
+    kron = random_kron(shapes, rank, tail, n_rows)
+    deltas = torch.rand(len(shapes) if layerwise else 1).double() + 0.1
+    sizes = [m * n for m, n in shapes]
+    added = torch.cat([d.expand(s) for d, s in zip(deltas.expand(len(shapes)), sizes, strict=True)])
+    P = scale * kron.decompose() + deltas
+    reference = scale * matrix_of(kron) + added.diag()
+    W = torch.randn(2, 3, sum(sizes), generator=torch.Generator().manual_seed(1)).double()
+
+    torch.testing.assert_close(P.logdet(), torch.linalg.slogdet(reference).logabsdet, **TIGHT)
+    torch.testing.assert_close(
+        P.inv_square_form(W), W @ torch.linalg.inv(reference) @ W.mT, **TIGHT
+    )
+    for exponent in EXPONENTS:
+        expected = power(reference, exponent)
+        torch.testing.assert_close(P.to_matrix(exponent), expected, **TIGHT)
+        torch.testing.assert_close(P.diag(exponent), expected.diag(), **TIGHT)
+        for w in (W, W[0], W[0, 0]):
+            torch.testing.assert_close(P.bmm(w, exponent), w @ expected, **TIGHT)
+
+
+@settings(deadline=None, max_examples=30)
+@given(shapes=cases["shapes"], rank=cases["rank"], tail=cases["tail"], scale=cases["scale"])
+def test_sum_form_operations_equal_dense_ones(shapes, rank, tail, scale):
+    kron = random_kron(shapes, rank, tail, n_rows=12) * scale
+    reference = matrix_of(kron)
+    W = torch.randn(2, 3, len(reference), generator=torch.Generator().manual_seed(1)).double()
+    regular = torch.linalg.matrix_rank(reference) == len(reference)
+    for exponent in EXPONENTS:
+        if exponent < 0 and not regular:
+            with pytest.raises(ValueError, match="singular"):
+                kron.bmm(W, exponent)
+            continue
+        expected = power(reference, exponent)
+        tolerance = {"rtol": 1e-5, "atol": 1e-5 * expected.abs().max().item()}
+        torch.testing.assert_close(kron.to_matrix(exponent), expected, **tolerance)
+        torch.testing.assert_close(kron.diag(exponent), expected.diag(), **tolerance)
+        torch.testing.assert_close(kron.bmm(W, exponent), W @ expected, **tolerance)
+    if regular:
+        expected = torch.linalg.slogdet(reference).logabsdet
+        torch.testing.assert_close(kron.logdet(), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            kron.inv_square_form(W), W @ torch.linalg.inv(reference) @ W.mT, rtol=1e-5, atol=1e-5
+        )
+    else:
+        assert kron.logdet() == -torch.inf
+
+
+def test_sums_add_factors_and_normalizers():
+    first = random_kron([(2, 5), (3, 4)], rank=9, tail=True, n_rows=6, seed=1)
+    second = random_kron([(2, 5), (3, 4)], rank=9, tail=True, n_rows=4, seed=2)
+    total = first + second
+    for block, a, b in zip(total.blocks, first.blocks, second.blocks, strict=True):
+        for name in ("output_factor", "input_factor"):
+            expected = getattr(a, name).to_matrix() + getattr(b, name).to_matrix()
+            torch.testing.assert_close(getattr(block, name).to_matrix(), expected)
+        assert block.normalizer == a.normalizer + b.normalizer
+    with pytest.raises(ValueError, match="LowRankKron"):
+        first + 1.0
+
+
+def test_scaling_from_either_side():
+    kron = random_kron([(2, 5), (3, 4)], rank=2, tail=True, n_rows=6)
+    torch.testing.assert_close((2.5 * kron).to_matrix(), 2.5 * kron.to_matrix())
+    decomposed = kron.decompose() + torch.tensor(0.3).double()
+    expected = 2.5 * kron.to_matrix() + 0.3 * torch.eye(22).double()
+    torch.testing.assert_close((2.5 * decomposed).to_matrix(), expected)
+
+
+def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
+    kron = random_kron([(2, 5), (3, 4)], rank=2, tail=True, n_rows=6).decompose()
+    delta = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+    W = torch.randn(1, 2, 22, generator=torch.Generator().manual_seed(1)).double()
+    assert torch.autograd.gradcheck(
+        lambda d: ((kron + d).logdet(), (kron + d).inv_square_form(W)), (delta,)
+    )
+
+
+def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
+    # The weights lie within the kept directions, where the curvature is 1e8 times the prior.
+    single = LowRankKron.from_state_dict(
+        [
+            {
+                "output_factor": {"matrix": torch.eye(2)},
+                "input_factor": {
+                    "columns": 1e4 * torch.eye(50)[:, :3],
+                    "trace": torch.tensor(3e8, dtype=torch.float64),
+                    "rank": 3,
+                    "tail": True,
+                },
+                "normalizer": torch.tensor(1.0, dtype=torch.float64),
+            }
+        ]
+    )
+    rotation = torch.linalg.qr(torch.randn(50, 50, generator=torch.Generator().manual_seed(0))).Q
+    factor = single.blocks[0].input_factor
+    assert isinstance(factor, LowRankFactor)
+    factor.columns = rotation @ factor.columns
+    W = (rotation[:, :3] @ torch.ones(3)).repeat(2)[None, None]
+    variance = (single.decompose() + torch.tensor(1.0)).inv_square_form(W).squeeze()
+    torch.testing.assert_close(variance, torch.tensor(6 / (1e8 + 1)), rtol=1e-3, atol=0)
+
+
+def test_state_dict_round_trip(tmp_path):
+    kron = random_kron([(2, 5), (3, 4)], rank=2, tail=True, n_rows=6)
+    torch.save(kron.state_dict(), tmp_path / "kron.pt")
+    loaded = LowRankKron.from_state_dict(torch.load(tmp_path / "kron.pt", weights_only=True))
+    torch.testing.assert_close(loaded.to_matrix(), kron.to_matrix(), rtol=0, atol=0)
+
+
+def test_refuses_a_prior_of_another_shape():
+    decomposed = random_kron([(2, 5), (3, 4)], rank=2, tail=True, n_rows=6).decompose()
+    with pytest.raises(ValueError, match="2 for as many blocks"):
+        decomposed + torch.ones(3)
+    with pytest.raises(ValueError, match="22 parameters"):
+        decomposed.bmm(torch.ones(21))

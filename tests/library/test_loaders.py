@@ -1,0 +1,69 @@
+"""Loaders that are empty, cut short, or of something else than batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from tests.support.models import pairs
+
+
+@pytest.mark.parametrize("loader", [[], iter(()), DataLoader(TensorDataset(torch.zeros(0, 5)))])
+def test_an_empty_loader_is_refused(la, loader):
+    with pytest.raises(ValueError, match="no data"):
+        la.fit(loader)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [pairs()[0][0], (pairs()[0][0],), (*pairs()[0], None), None, "text"],
+    ids=lambda b: type(b).__name__,
+)
+def test_a_batch_that_is_neither_a_mapping_nor_a_pair_is_refused(la, batch):
+    with pytest.raises(TypeError, match=r"mapping with labels or a pair \(X, y\)"):
+        la.fit([batch])
+
+
+def test_a_data_set_that_is_seen_whole_gives_no_warning(la):
+    loader = DataLoader(TensorDataset(*pairs(n=6)[0]), batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.fit(loader)
+    assert la.n_data == 6
+
+
+def test_drop_last_counts_what_was_seen_and_warns(la):
+    X, y = pairs(n=6)[0]
+    loader = DataLoader(TensorDataset(X, y), batch_size=4, drop_last=True)
+    with pytest.warns(UserWarning, match=r"4 examples.*data set has 6") as caught:
+        la.fit(loader)
+    assert la.n_data == 4
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    evidence = la.log_marginal_likelihood()
+    la.fit([(X[:4], y[:4])])
+    assert torch.equal(evidence, la.log_marginal_likelihood())
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from zip(*pairs(n=6)[0], strict=True)
+
+
+def test_an_iterable_data_set_is_counted(la):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.fit(DataLoader(Stream(), batch_size=4))
+    assert la.n_data == 6
+    evidence = la.log_marginal_likelihood()
+    la.fit(DataLoader(TensorDataset(*pairs(n=6)[0]), batch_size=4))
+    assert torch.equal(evidence, la.log_marginal_likelihood())
+
+
+def test_a_generator_of_batches_is_counted(la):
+    la.fit(pairs(n=n)[0] for n in (4, 2))
+    assert la.n_data == 6

@@ -1,0 +1,158 @@
+"""What is never built: a d x d matrix of a large factor, and a Jacobian of all parameters."""
+
+from collections import Counter
+
+import laplace
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from laplace_lora_ext.curvature.block import KroneckerBlock
+from laplace_lora_ext.curvature.matrix import LowRankKron
+from laplace_lora_ext.passes import recording as passes
+from tests.support.models import N_CLASSES, laplace_keywords, lora_model, ragged_batches
+from tests.support.posteriors import KFAC_APPROX
+
+WIDTH = 52
+
+
+LARGE = {WIDTH, 2 * WIDTH, 3 * WIDTH}  # sizes of the large factors, and of nothing else
+
+
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "mv", "dot"}
+
+
+class NewTensors(TorchDispatchMode):
+    """Operations, and shapes of all tensors that they make, views of their inputs left out."""
+
+    def __init__(self, weights=()) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+        self.calls: Counter[str] = Counter()
+        self.operands: set[tuple[int, ...]] = set()  # of products, the model's weights left out
+        self._weights = {p.untyped_storage().data_ptr() for p in weights}
+
+    @property
+    def largest(self) -> int:
+        return max(torch.Size(shape).numel() for shape in self.shapes)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        self.calls[func.overloadpacket.__name__] += 1
+        if func.overloadpacket.__name__ in PRODUCTS:
+            self.operands |= {
+                tuple(a.shape)
+                for a in args
+                if isinstance(a, torch.Tensor)
+                and a.untyped_storage().data_ptr() not in self._weights
+            }
+        inputs = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        }
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor):
+                view = tensor.untyped_storage().data_ptr() in inputs
+                if not view:
+                    self.shapes.add(tuple(tensor.shape))
+        return results
+
+
+@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_no_large_matrix_and_no_whole_jacobian(kind, kfac_approx):
+    model = lora_model(kind, torch.float32, hidden_size=WIDTH)
+    la = laplace.Laplace(
+        model,
+        "classification",
+        "lora",
+        "lowrank_kron",
+        backend_kwargs={"rank": 4, "kfac_approx": kfac_approx},
+        **laplace_keywords(kind),
+    )
+    batches = ragged_batches(batch_size=4)
+    with NewTensors() as fitting:
+        la.fit(batches)
+        la.log_marginal_likelihood()
+    with NewTensors() as predicting:
+        probs = la(batches[0], link_approx="probit")
+    for shape in fitting.shapes | predicting.shapes:
+        assert sum(size in LARGE for size in shape) < 2, shape
+    largest = max(torch.Size(shape).numel() for shape in predicting.shapes)
+    assert largest < probs.numel() * la.n_params  # the Jacobian of all blocks
+
+
+def bare_loop(la, batch, seeds):
+    """One forward and as many backward passes as there are seeds, and nothing else."""
+    weights = [block.weight for block in la.blocks]
+    with NewTensors() as made, la.model.prepared(weights):
+        logits = la.model(batch)
+        for seed in seeds:
+            torch.autograd.grad(logits, weights, seed.expand_as(logits), retain_graph=True)
+    return made
+
+
+@pytest.mark.parametrize("seeds_at_once", [1, N_CLASSES - 1])
+@pytest.mark.parametrize("kfac_approx", ["gradient", "expand"])
+def test_passes_products_and_the_largest_tensor(kfac_approx, seeds_at_once, monkeypatch):
+    """A guard against slips: counts of passes and sizes, which are the same on any machine."""
+    monkeypatch.setattr(passes, "_ROWS", 1 if seeds_at_once == 1 else 1000)
+    model = lora_model("bert", torch.float32, hidden_size=WIDTH)
+    la = laplace.Laplace(
+        model,
+        "classification",
+        "lora",
+        "lowrank_kron",
+        backend_kwargs={"rank": 4, "kfac_approx": kfac_approx},
+    )
+    batches = ragged_batches(batch_size=4)
+    forwards = []
+    la.model.register_forward_hook(lambda *_: forwards.append(1))
+    with NewTensors(model.parameters()) as fitting:
+        la.fit(batches)
+    assert len(forwards) == len(batches)
+    one_pass = bare_loop(la, batches[0], torch.eye(N_CLASSES)[:1])
+    norms = one_pass.calls["native_layer_norm_backward"]
+    n_backward = fitting.calls["native_layer_norm_backward"] / norms
+    assert n_backward == len(batches) * (N_CLASSES - 1) / seeds_at_once
+
+    forwards.clear()
+    with NewTensors(model.parameters()) as predicting:
+        la(batches[0], link_approx="probit")
+    assert len(forwards) == 1
+    assert predicting.calls["native_layer_norm_backward"] / norms <= N_CLASSES
+
+    for made in (fitting, predicting):
+        assert made.operands
+        for shape in made.operands:
+            assert sum(size in LARGE for size in shape) < 2, shape
+    batch_loop = bare_loop(la, batches[0], torch.eye(N_CLASSES)[: N_CLASSES - 1])
+    gradients = 4 * max(block.weight.numel() for block in la.blocks)  # of four examples, one seed
+    # Rows wait until they are as many numbers as the factors, and then stand beside these.
+    waiting = la.backend.zeros().nbytes // 4 + seeds_at_once * gradients
+    updated = waiting + la.backend.zeros().nbytes // 4
+    assert fitting.largest <= max(seeds_at_once * batch_loop.largest, updated)
+    assert predicting.largest <= N_CLASSES * max(batch_loop.largest, gradients)
+
+
+def test_the_posterior_of_a_7b_adapter_takes_60_mb_at_most():
+    """Query and value of 32 layers, width 4096, r 8, rank 10: sums and eigenvectors together."""
+    torch.manual_seed(0)
+    blocks = []
+    for shape in [(8, 4096), (4096, 8)] * 64:
+        small_output = shape[0] == 8
+        device, dtype = torch.device("cpu"), torch.float32
+        block = KroneckerBlock.zeros(shape, small_output, 10, True, device, dtype)
+        block.input_factor.update(torch.randn(32, shape[1]))
+        block.output_factor.update(torch.randn(32, shape[0]))
+        block.normalizer += 1
+        blocks.append(block)
+    sums = LowRankKron(blocks).cut()
+    posterior = sums.decompose()
+    held = [*tree_leaves(sums.state_dict())]
+    for block in posterior.blocks:
+        held += [*block.small, *block.large]
+    total = sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
+    assert 40e6 < total <= 60e6

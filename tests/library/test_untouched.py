@@ -1,0 +1,396 @@
+"""Nothing but the posterior changes: not the model, not torch's state, also after an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.models import laplace_keywords, lora_model, pairs, plain_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, make
+
+HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+
+
+class Snapshot:
+    """All of a model and of torch's global state that a user could see changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {
+            name: (p, p.detach().clone(), p.requires_grad, p.grad)
+            for name, p in model.named_parameters()
+        }
+        self.gradients = {
+            name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+        }
+        self.buffers = {name: b.clone() for name, b in model.named_buffers()}
+        modules = dict(model.named_modules())
+        self.training = {name: module.training for name, module in modules.items()}
+        self.attributes = {name: set(vars(module)) for name, module in modules.items()}
+        self.hooks = {
+            (name, kind): dict(getattr(module, kind) or {})
+            for name, module in modules.items()
+            for kind in HOOKS
+        }
+        self.config = model.config.to_dict() if hasattr(model, "config") else None
+        self.torch = {
+            "grad mode": torch.is_grad_enabled(),
+            "inference mode": torch.is_inference_mode_enabled(),
+            "default dtype": torch.get_default_dtype(),
+            "autocast": (torch.ones(1, 1) @ torch.ones(1, 1)).dtype,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "threads": torch.get_num_threads(),
+        }
+        self.random_state = torch.get_rng_state()
+
+    def assert_equal(self, model: nn.Module, random_state: bool = True) -> None:
+        now = Snapshot(model)
+        assert now.torch == self.torch
+        assert now.training == self.training
+        assert now.hooks == self.hooks
+        assert now.attributes == self.attributes
+        assert now.config == self.config
+        assert list(now.parameters) == list(self.parameters)
+        for name, (parameter, value, requires_grad, grad) in self.parameters.items():
+            assert now.parameters[name][0] is parameter, name
+            assert torch.equal(now.parameters[name][1], value), name
+            assert now.parameters[name][2] == requires_grad, name
+            assert now.parameters[name][3] is grad, name
+            if grad is not None:
+                assert torch.equal(grad, self.gradients[name]), name
+        for name, value in self.buffers.items():
+            assert torch.equal(now.buffers[name], value), name
+        if random_state:
+            assert torch.equal(now.random_state, self.random_state)
+
+
+def half_trained(model: nn.Module) -> nn.Module:
+    """Unlike any default: mixed modes, some gradients, odd flags, and hooks of the user's."""
+    generator = torch.Generator().manual_seed(3)
+    model.train()
+    for index, module in enumerate(model.modules()):
+        if index % 3 == 1:
+            module.training = False
+        if type(module) is nn.Linear:
+            module.register_forward_hook(lambda *args: None)
+            module.register_forward_pre_hook(lambda *args: None)
+    for index, parameter in enumerate(model.parameters()):
+        if index % 2:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = noise.to(parameter)
+        if index % 5 == 0:
+            parameter.requires_grad_(not parameter.requires_grad)
+    return model
+
+
+@pytest.fixture(params=["bert", "gpt2"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_construction_leaves_everything(kind, structure):
+    model = half_trained(lora_model(kind))
+    before = Snapshot(model)
+    make(model, structure, **laplace_keywords(kind))
+    before.assert_equal(model)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_fit_leaves_everything(kind, structure):
+    model = half_trained(lora_model(kind))
+    la = make(model, structure, **laplace_keywords(kind))
+    before = Snapshot(model)
+    la.fit(ragged_batches())
+    before.assert_equal(model)
+    la.fit(ragged_batches(), override=False)
+    before.assert_equal(model)
+
+
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+def test_fit_with_every_approximation_leaves_everything(kind, kfac_approx):
+    model = half_trained(lora_model(kind))
+    settings = {"kfac_approx": kfac_approx}
+    la = make(model, backend_kwargs=settings, **laplace_keywords(kind))
+    before = Snapshot(model)
+    la.fit(ragged_batches())
+    before.assert_equal(model)
+
+
+USES: dict[str, Callable[[Any, list], object]] = {
+    "glm probit": lambda la, batches: la(batches[0]),
+    "glm mean field": lambda la, batches: la(batches[0], link_approx="mean_field"),
+    "glm bridge": lambda la, batches: la(batches[0], link_approx="bridge"),
+    "evidence": lambda la, batches: la.log_marginal_likelihood(),
+    "state": lambda la, batches: la.load_state_dict(la.state_dict()),
+    "marglik": lambda la, batches: la.optimize_prior_precision(
+        method="marglik", prior_structure="layerwise", n_steps=3
+    ),
+    "linearized marglik": lambda la, batches: la.optimize_prior_precision(
+        method="linearized_marglik", train_loader=batches, n_steps=3, tolerance=0
+    ),
+    "linearized loo": lambda la, batches: la.optimize_prior_precision(
+        method="linearized_loo", train_loader=batches
+    ),
+    "gridsearch": lambda la, batches: la.optimize_prior_precision(
+        method="gridsearch",
+        pred_type="glm",
+        link_approx="probit",
+        val_loader=batches,
+        grid_size=3,
+    ),
+}
+
+
+SAMPLING_USES: dict[str, Callable[[Any, list], object]] = {
+    "glm mc": lambda la, batches: la(batches[0], link_approx="mc", n_samples=3),
+    "nn": lambda la, batches: la(batches[0], pred_type="nn", link_approx="mc", n_samples=3),
+    "weights": lambda la, batches: la.sample(3),
+    "functional samples": lambda la, batches: la.functional_samples(
+        batches[0], pred_type="nn", n_samples=2
+    ),
+    "predictive samples": lambda la, batches: la.predictive_samples(batches[0], n_samples=2),
+    "gridsearch by nn": lambda la, batches: la.optimize_prior_precision(
+        method="gridsearch",
+        pred_type="nn",
+        link_approx="mc",
+        val_loader=batches,
+        n_samples=2,
+        grid_size=3,
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_what_does_not_sample_leaves_everything(structure, use):
+    model = half_trained(lora_model("bert"))
+    la, batches = make(model, structure), ragged_batches()
+    la.fit(batches)
+    before = Snapshot(model)
+    USES[use](la, batches)
+    before.assert_equal(model)
+
+
+@pytest.mark.parametrize("use", SAMPLING_USES)
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+def test_what_samples_leaves_everything_but_the_random_state(structure, use):
+    model = half_trained(lora_model("bert"))
+    la, batches = make(model, structure), ragged_batches()
+    la.fit(batches)
+    before = Snapshot(model)
+    SAMPLING_USES[use](la, batches)
+    before.assert_equal(model, random_state=False)
+
+
+@pytest.mark.parametrize("use", ["glm mc", "nn"])
+def test_a_generator_leaves_the_random_state(use):
+    model = half_trained(lora_model("bert"))
+    la, batches = make(model), ragged_batches()
+    la.fit(batches)
+    before = Snapshot(model)
+    pred_type = use.split()[0]
+    generator = torch.Generator().manual_seed(0)
+    la(batches[0], pred_type=pred_type, link_approx="mc", n_samples=3, generator=generator)
+    before.assert_equal(model)
+
+
+def test_the_weights_of_the_posterior_are_a_copy():
+    model = lora_model("bert")
+    la = make(model)
+    la.fit(ragged_batches())
+    mean = la.mean.clone()
+    with torch.no_grad():
+        la.blocks[0].weight.add_(1)
+    assert torch.equal(la.mean, mean)
+
+
+def test_dropout_is_off_in_fit_and_predictions():
+    batches = pairs(3)
+    evidences, predictions = [], []
+    for train in (True, False):
+        model = plain_model(lora_dropout=0.5).train(train)
+        la = make(model)
+        la.fit(batches)
+        evidences.append(la.log_marginal_likelihood())
+        predictions.append(la(batches[0][0]))
+    assert torch.equal(*evidences)
+    assert torch.equal(*predictions)
+
+
+def broken_off(batches: list, error: BaseException) -> Iterator[Any]:
+    yield from batches[:-1]
+    raise error
+
+
+def failing_fits() -> dict[str, tuple[type[BaseException], Callable[[], Any]]]:
+    X, y = pairs(3)[-1]
+    nan = X.clone()
+    nan[2, 3] = torch.nan
+    good = pairs(3)[:2]
+    return {
+        "loader": (OSError, lambda: broken_off(pairs(3), OSError("gone"))),
+        "interrupt": (KeyboardInterrupt, lambda: broken_off(pairs(3), KeyboardInterrupt())),
+        "label": (ValueError, lambda: [*good, (X, y + 1)]),
+        "NaN": (ValueError, lambda: [*good, (nan, y)]),
+        "type of a batch": (TypeError, lambda: [*good, X]),
+        "shape": (RuntimeError, lambda: [*good, (X[:, :4], y)]),
+        "empty": (ValueError, list),
+    }
+
+
+FAILURES = failing_fits()
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_failing_first_fit_leaves_everything(structure, failure):
+    model = half_trained(plain_model(lora_dropout=0.5))
+    la = make(model, structure)
+    before, attributes = Snapshot(model), set(vars(la))
+    error, loader = FAILURES[failure]
+    with pytest.raises(error):
+        la.fit(loader())
+    before.assert_equal(model)
+    assert set(vars(la)) == attributes
+    assert la.n_data == 0
+    fresh = make(plain_model(lora_dropout=0.5), structure)
+    for posterior in (la, fresh):
+        posterior.fit(pairs(3), override=False)
+    assert la.n_data == fresh.n_data == 12
+    assert torch.equal(la.log_marginal_likelihood(), fresh.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("override", [True, False])
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_failing_refit_leaves_the_fit_before_it(structure, failure, override):
+    model = plain_model(lora_dropout=0.5)
+    la = make(model, structure)
+    la.fit(pairs(2))
+    la.prior_precision = 3.0
+    X = pairs(3)[0][0]
+
+    def state() -> list[torch.Tensor]:
+        la_state = [la(X), la.log_marginal_likelihood(), la.mean, la.log_likelihood]
+        return [*la_state, torch.tensor(la.n_data), la.posterior_precision_matrix()]
+
+    la.posterior_precision_matrix = lambda: torch.as_tensor(
+        la.H.diag() if structure.endswith("kron") else la.H
+    )
+    before, expected = Snapshot(model), state()
+    error, loader = FAILURES[failure]
+    with pytest.raises(error):
+        la.fit(loader(), override=override)
+    before.assert_equal(model)
+    for now, then in zip(state(), expected, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_data_may_be_added_after_a_failing_refit(structure):
+    evidences = []
+    for fail in (False, True):
+        la = make(plain_model(lora_dropout=0.5), structure)
+        la.fit(pairs(2))
+        if fail:
+            with pytest.raises(OSError, match="gone"):
+                la.fit(broken_off(pairs(3), OSError("gone")), override=False)
+        la.fit(pairs(3)[2:], override=False)
+        assert la.n_data == 12
+        evidences.append(la.log_marginal_likelihood())
+    assert torch.equal(*evidences)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda la, X: la(X),
+        lambda la, X: la(X, pred_type="nn", link_approx="mc", n_samples=2),
+        lambda la, X: la.functional_samples(X, pred_type="nn", n_samples=2),
+        lambda la, X: la.optimize_prior_precision(
+            method="gridsearch", val_loader=[(X, torch.zeros(4).long())], grid_size=2
+        ),
+    ],
+    ids=["glm", "nn", "functional samples", "gridsearch"],
+)
+@pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
+def test_a_failing_prediction_leaves_everything(structure, use):
+    model = half_trained(plain_model(lora_dropout=0.5))
+    la = make(model, structure)
+    la.fit(pairs(3))
+    before = Snapshot(model)
+    X, expected = pairs(3)[0][0], la(pairs(3)[0][0])
+    with pytest.raises(RuntimeError):  # torch's, for matrices that do not fit
+        use(la, X[:, :4])
+    before.assert_equal(model, random_state=False)  # weights had been drawn
+    la.prior_precision = 1.0
+    assert torch.equal(la(X), expected)
+
+
+def test_a_failing_gridsearch_leaves_the_prior_precision():
+    la = make(plain_model(lora_dropout=0.5))
+    la.fit(pairs(3))
+    la.prior_precision = 3.0
+    (X, y), *_ = pairs(3)
+    with pytest.raises(RuntimeError):
+        la.optimize_prior_precision(method="gridsearch", val_loader=[(X, y), (X[:, :4], y)])
+    assert la.prior_precision.tolist() == [3.0]
+
+
+def test_a_failing_construction_leaves_everything():
+    model = half_trained(lora_model("bert"))
+    before = Snapshot(model)
+    with pytest.raises(ValueError, match="No LoRA layer matches"):
+        make(model, target_modules=["nowhere"])
+    with pytest.raises(ValueError, match="rank"):
+        make(model, backend_kwargs={"rank": -1}).fit(ragged_batches())
+    before.assert_equal(model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_construction_fit_and_predictions_are_the_same_without_gradients(structure, mode):
+    batches = ragged_batches()
+    expected = make(lora_model("bert"), structure)
+    expected.fit(batches)
+    model = half_trained(lora_model("bert"))
+    before = Snapshot(model)
+    with mode():
+        la = make(model, structure)
+        la.fit(ragged_batches())  # tensors made here are inference tensors in inference mode
+        prediction = la(ragged_batches()[0])
+        la(batches[0], pred_type="nn", link_approx="mc", n_samples=2)
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+        assert not torch.is_grad_enabled()
+    before.assert_equal(model, random_state=False)
+    torch.testing.assert_close(prediction, expected(batches[0]), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        la.log_marginal_likelihood(), expected.log_marginal_likelihood(), rtol=1e-10, atol=0
+    )
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_posterior_fitted_without_gradients_can_be_tuned(structure, mode):
+    la = make(lora_model("bert"), structure)
+    with mode():
+        la.fit(ragged_batches())
+    log_precision = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    la.log_marginal_likelihood(log_precision.exp()).backward()
+    assert log_precision.grad is not None
+    assert torch.isfinite(log_precision.grad)
+    la.optimize_prior_precision(method="marglik", n_steps=3)
+    assert torch.isfinite(la.prior_precision).all()
+
+
+def test_float_inputs_made_in_inference_mode_can_be_fitted():
+    la, expected = make(plain_model(lora_dropout=0.5)), make(plain_model(lora_dropout=0.5))
+    expected.fit(pairs(3))
+    with torch.inference_mode():
+        la.fit(pairs(3))
+        prediction = la(pairs(3)[0][0])
+    torch.testing.assert_close(prediction, expected(pairs(3)[0][0]), rtol=1e-10, atol=1e-12)

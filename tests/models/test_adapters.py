@@ -1,0 +1,112 @@
+"""Draws from the posterior as ordinary adapters."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
+from tests.support.posteriors import fitted, generator, make, plain_regression
+
+
+def reloaded(kind, folder) -> PeftModel:
+    torch.manual_seed(0)  # the base model of `lora_model`
+    base = base_model(kind).double()
+    return PeftModel.from_pretrained(base, str(folder)).double().eval()
+
+
+def probabilities(model, batch):
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    logits = model(**inputs).logits
+    if logits.ndim == 3:  # no row of the batch is padded
+        logits = logits[:, -1, CLASS_TOKEN_IDS]
+    return logits.softmax(-1)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_averaged_adapters_are_the_sampled_networks_prediction(kind, tmp_path):
+    la = fitted(kind, prior_precision=20.0)
+    batch = ragged_batches(lengths=(5, 5, 5), padded_to=5)[0]
+    before = {name: value.clone() for name, value in la.model.state_dict().items()}
+    folders = la.sample_adapters(3, tmp_path / "samples", generator=generator())
+    assert [folder.name for folder in folders] == ["sample_0", "sample_1", "sample_2"]
+    draws = torch.stack([probabilities(reloaded(kind, folder), batch) for folder in folders])
+    assert not torch.allclose(draws[0], draws[1], atol=1e-4)
+    expected = la(batch, pred_type="nn", link_approx="mc", n_samples=3, generator=generator())
+    torch.testing.assert_close(draws.mean(0), expected)
+    for name, value in la.model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_several_are_loaded_side_by_side(tmp_path):
+    la = fitted(prior_precision=20.0)
+    batch = ragged_batches()[0]
+    folders = la.sample_adapters(2, tmp_path, generator=generator())
+    model = reloaded("bert", folders[0])
+    first = probabilities(model, batch)
+    model.load_adapter(str(folders[1]), "second")
+    model.set_adapter("second")
+    second = probabilities(model.double(), batch)
+    model.set_adapter("default")
+    torch.testing.assert_close(probabilities(model, batch), first)
+    torch.testing.assert_close(second, probabilities(reloaded("bert", folders[1]), batch))
+
+
+def test_files_are_those_of_the_users_own_adapter(tmp_path):
+    la = fitted()
+    (folder,) = la.sample_adapters(1, tmp_path)
+    la.model.model.save_pretrained(tmp_path / "own")
+    tensors, own = (load_file(f / "adapter_model.safetensors") for f in (folder, tmp_path / "own"))
+    assert {name: value.shape for name, value in tensors.items()} == {
+        name: value.shape for name, value in own.items()
+    }
+    assert all(
+        torch.equal(tensors[name], own[name]) != ("lora_" in name) for name in tensors
+    )  # the head is at its MAP value
+    configurations = [
+        json.loads((f / "adapter_config.json").read_text()) for f in (folder, tmp_path / "own")
+    ]
+    assert configurations[0] == configurations[1]
+
+
+def test_weights_outside_the_posterior_stay_at_their_map_value(tmp_path):
+    la = fitted(layers_to_transform=[1])
+    (folder,) = la.sample_adapters(1, tmp_path)
+    model, map_model = reloaded("bert", folder), lora_model("bert")
+    for (name, value), expected in zip(
+        model.named_parameters(), map_model.parameters(), strict=True
+    ):
+        changed = ".layer.1." in name and "lora_" in name
+        if "original_module" not in name:  # PEFT's own copy of the head, which is not used
+            assert torch.equal(value, expected) != changed, name
+
+
+def test_an_adapter_of_another_name_gets_peft_s_folder(tmp_path):
+    model = lora_model("bert")
+    model.add_adapter("mine", model.peft_config["default"])
+    model.set_adapter("mine")
+    model = model.double()
+    for name, parameter in model.named_parameters():
+        if "lora_B.mine" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    la = make(model)
+    la.fit(ragged_batches())
+    folders = la.sample_adapters(11, tmp_path)
+    assert folders[3] == tmp_path / "sample_03" / "mine"
+    assert (folders[10] / "adapter_model.safetensors").exists()
+
+
+def test_nothing_is_overwritten(tmp_path):
+    la = fitted()
+    (tmp_path / "sample_1").mkdir()
+    with pytest.raises(FileExistsError, match="sample_1"):
+        la.sample_adapters(2, tmp_path)
+    assert not (tmp_path / "sample_0").exists()
+
+
+def test_a_model_without_peft_is_refused(tmp_path):
+    la, _ = plain_regression()
+    with pytest.raises(ValueError, match="get_peft_model"):
+        la.sample_adapters(1, tmp_path)

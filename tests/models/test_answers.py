@@ -1,0 +1,234 @@
+"""Logits of a language model's answers, wherever the padding is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import (
+    T5Config,
+    T5ForConditionalGeneration,
+    modeling_utils,
+)
+
+from laplace_lora_ext.models.logits_model import LogitsModel
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    VOCABULARY,
+    base_model,
+    llama,
+    llama_with_output_layer,
+    lora_model,
+    ragged_batches,
+    record_calls,
+)
+from tests.support.posteriors import fitted, make
+
+
+def causal_model(kind: str) -> nn.Module:
+    # Llama's attention is not for float64: its softmax of a masked row is NaN there.
+    return (llama() if kind == "llama" else lora_model(kind)).eval()
+
+
+def single_sequence_logits(model: nn.Module, batch: Mapping) -> torch.Tensor:
+    """Brute force: each row alone, without padding, all of the vocabulary at all positions."""
+    rows = []
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        logits = model(input_ids=ids[mask.bool()][None], use_cache=False).logits
+        assert logits.shape[1:] == (mask.sum(), VOCABULARY)
+        rows.append(logits[0, -1, CLASS_TOKEN_IDS])
+    return torch.stack(rows)
+
+
+def test_logits_of_a_bf16_model_are_those_of_the_model_in_float32():
+    model = lora_model("gpt2", torch.bfloat16).eval()
+    batch = ragged_batches(lengths=(5, 5))[0]
+    logits = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+    expected = model(input_ids=batch["input_ids"][:, :5]).logits[:, -1, CLASS_TOKEN_IDS]
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected.float(), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("padded_to", [7, 12])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
+def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(kind, side, padded_to):
+    model = causal_model(kind)
+    (batch,) = ragged_batches(batch_size=8, padding_side=side, padded_to=padded_to)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if kind == "llama" else {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(
+        LogitsModel(model, CLASS_TOKEN_IDS)(batch),
+        single_sequence_logits(model, batch),
+        **tolerance,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.int32])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_type_of_the_mask_does_not_matter(side, dtype):
+    model = causal_model("gpt2")
+    (batch,) = ragged_batches(batch_size=8, padding_side=side)
+    expected = single_sequence_logits(model, batch)
+    batch["attention_mask"] = batch["attention_mask"].to(dtype)
+    torch.testing.assert_close(
+        LogitsModel(model, CLASS_TOKEN_IDS)(batch), expected, rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
+def test_without_a_mask_the_last_token_is_the_last_position(kind):
+    model = causal_model(kind)
+    ids = ragged_batches(lengths=(6, 6, 6), padded_to=6)[0]["input_ids"]
+    logits = LogitsModel(model, CLASS_TOKEN_IDS)({"input_ids": ids})
+    expected = model(input_ids=ids).logits[:, -1, CLASS_TOKEN_IDS]
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_input_embeddings_take_the_place_of_tokens():
+    model = causal_model("gpt2")
+    ids = ragged_batches(lengths=(6, 6, 6), padded_to=6)[0]["input_ids"]
+    embeddings = model.get_input_embeddings()(ids).detach()
+    logits = LogitsModel(model, CLASS_TOKEN_IDS)({"inputs_embeds": embeddings})
+    expected = model(input_ids=ids).logits[:, -1, CLASS_TOKEN_IDS]
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_tensor_of_tokens_gives_the_logits_of_the_mapping():
+    model = causal_model("gpt2")
+    ids = ragged_batches(lengths=(6, 6, 6), padded_to=6)[0]["input_ids"]
+    adapted = LogitsModel(model, CLASS_TOKEN_IDS)
+    assert torch.equal(adapted(ids), adapted({"input_ids": ids}))
+
+
+def test_pairs_of_tokens_and_labels_fit_a_causal_language_model():
+    la = make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS)
+    (batch,) = ragged_batches(lengths=(6, 6, 6), padded_to=6)
+    la.fit([(batch["input_ids"], batch["labels"])])
+    assert torch.isfinite(la.log_marginal_likelihood())
+
+
+def test_positions_count_from_the_first_real_token_of_left_padding():
+    model = causal_model("gpt2")
+    calls = record_calls(model.base_model.model)
+    (batch,) = ragged_batches(lengths=(2, 4), padded_to=4, padding_side="left")
+    LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+    assert calls[0]["position_ids"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+
+
+def test_right_padding_needs_no_positions():
+    model = causal_model("gpt2")
+    calls = record_calls(model.base_model.model)
+    LogitsModel(model, CLASS_TOKEN_IDS)(ragged_batches()[0])
+    assert calls[0].get("position_ids") is None
+
+
+def test_positions_that_the_batch_has_are_kept():
+    model = causal_model("gpt2")
+    calls = record_calls(model.base_model.model)
+    (batch,) = ragged_batches(lengths=(2, 4), padded_to=4, padding_side="left")
+    batch["position_ids"] = torch.tensor([[5, 5, 5, 6], [5, 6, 7, 8]])
+    LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+    assert torch.equal(calls[0]["position_ids"], batch["position_ids"])
+
+
+def test_no_cache_and_logits_of_one_position_alone_are_asked_for():
+    model = causal_model("gpt2")
+    calls = record_calls(model.base_model.model)
+    outputs: list[Any] = []
+    model.register_forward_hook(lambda *args: outputs.append(args[-1]))
+    LogitsModel(model, CLASS_TOKEN_IDS)(ragged_batches()[0])
+    assert calls[0]["use_cache"] is False
+    assert outputs[0].past_key_values is None
+    # Older transformers keep the logits of the same positions for all rows: here, of all.
+    n_positions = 1 if hasattr(modeling_utils, "slice_logits_to_keep") else 7
+    assert outputs[0].logits.shape == (3, n_positions, VOCABULARY)
+
+
+class Decoder(nn.Module):
+    """A user's wrapper that returns logits at all positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = causal_model("gpt_neox")
+
+    def forward(self, batch: Mapping) -> torch.Tensor:
+        return self.inner(**batch).logits
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_users_wrapper_may_return_logits_at_all_positions(side):
+    model = Decoder()
+    (batch,) = ragged_batches(batch_size=8, padding_side=side)
+    torch.testing.assert_close(
+        LogitsModel(model, CLASS_TOKEN_IDS)(batch),
+        single_sequence_logits(model.inner, batch),
+        rtol=1e-9,
+        atol=1e-9,
+    )
+
+
+def test_class_tokens_need_logits_at_positions(bert):
+    with pytest.raises(ValueError, match=r"\(batch, positions, vocabulary\), not \(3, 3\)"):
+        LogitsModel(bert, [1, 2])(ragged_batches()[0])
+
+
+def test_a_causal_language_model_needs_class_token_ids():
+    with pytest.raises(ValueError, match="pass class_token_ids"):
+        make(lora_model("gpt2"))
+
+
+def test_a_causal_language_model_with_injected_adapter_needs_class_token_ids():
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = inject_adapter_in_model(config, base_model("gpt2"))
+    with pytest.raises(ValueError, match="pass class_token_ids"):
+        LogitsModel(model)
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [1, 2, 1], [1], []], ids=str)
+def test_class_tokens_must_be_two_or_more_and_distinct(ids):
+    with pytest.raises(ValueError, match="two or more distinct tokens"):
+        LogitsModel(lora_model("gpt2"), ids)
+
+
+@pytest.mark.parametrize("ids", [[1, VOCABULARY], [-1, 2]], ids=str)
+def test_class_tokens_must_be_in_the_vocabulary(ids):
+    with pytest.raises(ValueError, match="not all in the vocabulary"):
+        LogitsModel(lora_model("gpt2"), ids)
+
+
+def test_class_tokens_of_an_encoder_decoder_are_refused():
+    config = T5Config(vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    with pytest.raises(NotImplementedError, match="causal language models only"):
+        LogitsModel(T5ForConditionalGeneration(config), [1, 2])
+
+
+@pytest.mark.parametrize("ids", [tuple(CLASS_TOKEN_IDS), torch.tensor(CLASS_TOKEN_IDS)], ids=type)
+def test_class_tokens_may_be_any_sequence(ids):
+    model = causal_model("gpt2")
+    batch = ragged_batches()[0]
+    assert torch.equal(LogitsModel(model, ids)(batch), LogitsModel(model, CLASS_TOKEN_IDS)(batch))
+
+
+def test_classes_follow_the_order_of_the_class_tokens():
+    model = causal_model("gpt2")
+    batch = ragged_batches()[0]
+    logits = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+    assert torch.equal(LogitsModel(model, CLASS_TOKEN_IDS[::-1])(batch), logits.flip(-1))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_vocabulary_is_scored_at_one_position_a_row(side):
+    model = llama_with_output_layer()
+    rows = []
+    head = model.base_model.model.lm_head
+    head.base_layer.register_forward_hook(lambda _, __, output: rows.append(output.shape))
+    la = fitted("gpt2", model=model)
+    batches = ragged_batches(padding_side=side)
+    la.fit(batches)
+    la(batches[0])
+    la.predictive_statistics(batches)
+    assert {shape[1:] for shape in rows} == {(1, VOCABULARY)}

@@ -1,0 +1,139 @@
+"""Links: exact limits, symmetries, and bounds on their distance from the integral."""
+
+import math
+
+import pytest
+import torch
+
+from laplace_lora_ext import Moments
+from laplace_lora_ext.predictive.links import (
+    mean_field,
+    monte_carlo,
+    probit,
+    sampled,
+    sampled_alike,
+    shared_noise,
+)
+from laplace_lora_ext.predictive.sampling import gaussian_samples
+from tests.support.models import ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
+
+
+def some_moments(n_classes, scale=1.0, n=40):
+    generator = torch.Generator().manual_seed(0)
+    f_mu = 2 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)
+    root = torch.randn(n, n_classes, n_classes, generator=generator, dtype=torch.float64)
+    return Moments(f_mu, scale * root @ root.mT)
+
+
+def test_probit_shrinks_each_logit_by_its_own_variance():
+    f_mu, f_var = some_moments(4)
+    expected = torch.stack(
+        [m / (1 + math.pi / 8 * S.diagonal()).sqrt() for m, S in zip(f_mu, f_var, strict=True)]
+    )
+    torch.testing.assert_close(probit(f_mu, f_var).exp(), expected.softmax(-1))
+
+
+def test_monte_carlo_is_the_mean_probability_of_samples():
+    f_mu, f_var = some_moments(4)
+    noise = torch.randn(7, len(f_mu), 4, generator=generator()).double()
+    expected = gaussian_samples(f_mu, f_var, noise).softmax(-1).mean(0)
+    torch.testing.assert_close(monte_carlo(f_mu, f_var, noise).exp(), expected)
+
+
+def test_samples_are_shared_by_a_batch_as_the_host_draws_them_or_each_examples_own():
+    f_mu, f_var = some_moments(4)
+    same = Moments(f_mu[:1].expand(3, -1), f_var[:1].expand(3, -1, -1))
+    alike = sampled_alike(9, generator())(*same)
+    assert torch.equal(alike[0], alike[2])
+    own = sampled(9, generator())
+    first, second = own(*same), own(*same)
+    assert not torch.allclose(first[0], first[2])
+    assert not torch.allclose(first, second)  # drawn anew at every call
+    # The host multiplies its root with one matrix of a row an output and a column a sample.
+    host = torch.randn(4, 9, generator=generator(), dtype=torch.float64)
+    noise = shared_noise(f_mu, 9, generator())
+    assert noise.shape == (9, 1, 4)
+    assert torch.equal(noise[:, 0], host.T)
+
+
+def test_two_classes_have_the_probit_approximation_of_their_difference():
+    f_mu, f_var = some_moments(2, scale=5.0)
+    variance = f_var[:, 0, 0] + f_var[:, 1, 1] - 2 * f_var[:, 0, 1]
+    expected = torch.sigmoid((f_mu[:, 0] - f_mu[:, 1]) / (1 + math.pi / 8 * variance).sqrt())
+    p = mean_field(f_mu, f_var).exp()
+    torch.testing.assert_close(p[:, 0], expected)
+    assert torch.equal(p.argmax(-1), f_mu.argmax(-1))
+
+
+@pytest.mark.parametrize("n_classes", [1, 2, 5])
+def test_without_a_variance_of_differences_it_is_the_softmax(n_classes):
+    f_mu, _ = some_moments(n_classes)
+    shared = torch.full((len(f_mu), n_classes, n_classes), 7.0).double()
+    for f_var in (torch.zeros_like(shared), shared):
+        p = mean_field(f_mu, f_var).exp()
+        torch.testing.assert_close(p, f_mu.softmax(-1))
+
+
+def test_what_all_logits_share_plays_no_part_and_classes_are_exchangeable():
+    f_mu, f_var = some_moments(4)
+    expected = mean_field(f_mu, f_var)
+    share = torch.randn(len(f_mu), 4, 1, generator=torch.Generator().manual_seed(1)).double()
+    shifted = f_var + share + share.mT  # Var(f + c 1): each entry gains a row's and a column's part
+    torch.testing.assert_close(mean_field(f_mu + 3, shifted), expected)
+    order = [2, 0, 3, 1]
+    permuted = mean_field(f_mu[:, order], f_var[:, order][:, :, order])
+    torch.testing.assert_close(permuted, expected[:, order])
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_it_is_close_to_the_exact_integral(scale):
+    f_mu, f_var = some_moments(4, scale)
+    noise = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    logits = f_mu + torch.einsum("bck,sk->sbc", torch.linalg.cholesky(f_var), noise)
+    exact = logits.softmax(-1).mean(0)
+    p = mean_field(f_mu, f_var).exp()
+    torch.testing.assert_close(p.sum(-1), torch.ones(len(p)).double())
+    total_variation = (p - exact).abs().sum(-1) / 2
+    measured = {0.1: 0.0171, 1.0: 0.0599, 10.0: 0.1162}[scale]
+    assert total_variation.mean() < 1.1 * measured
+    if scale >= 1:
+        assert (f_mu.softmax(-1) - exact).abs().sum(-1).mean() / 2 > 2.5 * total_variation.mean()
+
+
+def test_extreme_moments_give_finite_logarithms_and_gradients():
+    for mean, variance in ((1e4, 0.0), (1e4, 1e12), (0.0, 1e30)):
+        f_mu = torch.tensor([[mean, 0.0, -mean]], requires_grad=True)
+        f_var = (variance * torch.eye(3)[None]).requires_grad_()
+        log_p = mean_field(f_mu, f_var)
+        assert torch.isfinite(log_p).all()
+        log_p[0, 1].backward()
+        assert torch.isfinite(f_mu.grad).all()
+        assert torch.isfinite(f_var.grad).all()
+
+
+def test_a_variance_that_rounding_has_made_negative_counts_as_none():
+    """Of a large variance that all logits share, float32 leaves differences of either sign."""
+    f_mu = torch.tensor([[1.0, 0.5, -1.0], [0.0, 0.0, 3.0]])
+    f_var = torch.full((2, 3, 3), 1e8)
+    f_var[:, [0, 1], [1, 0]] += 16
+    f_var[1, [0, 2], [2, 0]] += 1024
+    torch.testing.assert_close(mean_field(f_mu, f_var).exp(), f_mu.softmax(-1))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_every_structure_predicts_with_it(structure):
+    la = fitted(structure=structure)
+    batch = ragged_batches(seed=5)[0]
+    moments = la.predictive_moments(batch)
+    expected = mean_field(*moments).exp()
+    torch.testing.assert_close(la(batch, link_approx="mean_field"), expected)
+    torch.testing.assert_close(la(moments, link_approx="mean_field"), expected)
+    with pytest.raises(ValueError, match="mean_field"):
+        la(batch, pred_type="nn", link_approx="mean_field")
+
+
+def test_regression_needs_no_link():
+    la, X = plain_regression()
+    for one, other in zip(la(X, link_approx="mean_field"), la(X), strict=True):
+        assert torch.equal(one, other)

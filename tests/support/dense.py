@@ -1,0 +1,307 @@
+"""Curvature, Jacobians and posteriors by means that share no code with the library.
+
+Everything is dense: exact Jacobians by `torch.func.jacrev`, inputs and per-position output
+gradients by perturbing a layer's output, the Fisher at the logits from its formula, and matrices
+of all weights that are inverted as they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, one_hot
+
+from laplace_lora_ext import LowRankKron
+from laplace_lora_ext.curvature.factors import DenseFactor
+from tests.support.models import CLASS_TOKEN_IDS
+
+# --- models --------------------------------------------------------------------------------------
+
+
+def unpadded(batch: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+    """One example without its padding."""
+    real = batch["attention_mask"][row].bool()
+    return {"input_ids": batch["input_ids"][row][real][None]}
+
+
+def as_padded(batch: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+    """One example with its padding and mask."""
+    return {key: batch[key][row : row + 1] for key in ("input_ids", "attention_mask")}
+
+
+def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """`(C,)` logits of one example, from the model's plain output."""
+    return _logits(model(**inputs))[0]
+
+
+def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "lora_" in name
+    ]
+
+
+def jacobians(model: nn.Module, inputs: Any) -> torch.Tensor:
+    """`(B, C, parameters)` derivatives of the logits in the LoRA weights.
+
+    Of a mapping only one example, without padding on its right, is treated.
+    """
+    weights = {f"{name}.weight": layer.weight.detach() for name, layer in lora_layers(model)}
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
+
+    def forward(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return _logits(torch.func.functional_call(model, weights, args, kwargs))
+
+    derivatives = torch.func.jacrev(forward)(weights)
+    return torch.cat([d.flatten(2) for d in derivatives.values()], dim=2)
+
+
+def jacobian(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """`(C, parameters)` of one example."""
+    return jacobians(model, inputs)[0]
+
+
+def inputs_and_gradients(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each LoRA layer, inputs `(T, n)` and derivatives of the logits `(C, T, m)`."""
+    layers = [layer for _, layer in lora_layers(model)]
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def record(layer, args, output):
+        seen[id(layer)] = (args[0].detach()[0], output.detach()[0])
+
+    handles = [layer.register_forward_hook(record) for layer in layers]
+    logits_of(model, inputs)
+    for handle in handles:
+        handle.remove()
+
+    def forward(shifts):
+        handles = [
+            layer.register_forward_hook(lambda _, __, output, shift=shift: output + shift)
+            for layer, shift in zip(layers, shifts, strict=True)
+        ]
+        logits = logits_of(model, inputs)
+        for handle in handles:
+            handle.remove()
+        return logits
+
+    shifts = [torch.zeros_like(seen[id(layer)][1]) for layer in layers]
+    gradients = torch.autograd.functional.jacobian(lambda *s: forward(s), tuple(shifts))
+    return [(seen[id(layer)][0], g) for layer, g in zip(layers, gradients, strict=True)]
+
+
+def _logits(output: Any) -> torch.Tensor:
+    logits = getattr(output, "logits", output)
+    return logits if logits.ndim == 2 else logits[:, -1, CLASS_TOKEN_IDS]
+
+
+# --- curvature -----------------------------------------------------------------------------------
+
+
+def softmax_fisher(logits: torch.Tensor) -> torch.Tensor:
+    """`diag(p) - p pᵀ` of `(..., C)` logits, in float64, with p (1 - p) free of cancellation."""
+    n_classes = logits.shape[-1]
+    log_p = logits.double().log_softmax(-1)
+    p = log_p.exp()
+    itself = torch.eye(n_classes).bool()
+    log_others = log_p[..., None, :].expand(*log_p.shape, n_classes)
+    log_others = log_others.masked_fill(itself, -torch.inf).logsumexp(-1)
+    return torch.diag_embed(p * log_others.exp()) - torch.where(
+        itself, 0, p[..., :, None] * p[..., None, :]
+    )
+
+
+def exact_ggn(Js: torch.Tensor, H: torch.Tensor) -> torch.Tensor:
+    """`Σ_b J_bᵀ H_b J_b` of Jacobians `(B, C, parameters)` and Fishers at the logits."""
+    return torch.einsum("bcp,bcd,bdq->pq", Js, H, Js)
+
+
+def gradient_blocks(model: nn.Module, Js: torch.Tensor, H: torch.Tensor) -> list[torch.Tensor]:
+    """Kronecker blocks of `kfac_approx="gradient"`, from Jacobians."""
+    shapes = [layer.weight.shape for _, layer in lora_layers(model)]
+    blocks = []
+    for shape, J in zip(shapes, Js.split([s.numel() for s in shapes], dim=-1), strict=True):
+        J = J.contiguous().unflatten(-1, shape)
+        weighted = torch.einsum("bcd,bdij->bcij", H, J)
+        F_out = torch.einsum("bcij,bckj->ik", J, weighted)
+        F_in = torch.einsum("bcij,bcik->jk", J, weighted)
+        blocks.append(torch.kron(F_out, F_in) / F_out.trace())
+    return blocks
+
+
+def gradient_curvature(model: nn.Module, Js: torch.Tensor, H: torch.Tensor) -> torch.Tensor:
+    """`gradient_blocks` as one matrix."""
+    return torch.block_diag(*gradient_blocks(model, Js, H))
+
+
+def blocks(model, examples, kfac_approx: str) -> list[torch.Tensor]:
+    """Dense Kronecker blocks; examples are `(inputs, valid)` pairs, `valid` a (T,) mask."""
+    if kfac_approx == "gradient":
+        Js = torch.stack([jacobian(model, inputs) for inputs, _ in examples])
+        logits = torch.stack([logits_of(model, inputs).detach() for inputs, _ in examples])
+        return gradient_blocks(model, Js, softmax_fisher(logits))
+    sums: list[list] = [[0.0, 0.0, 0.0] for _ in lora_layers(model)]
+    for inputs, valid in examples:
+        H = softmax_fisher(logits_of(model, inputs).detach())
+        values, vectors = torch.linalg.eigh(H)
+        root = vectors * values.clamp_min(0).sqrt()  # (C, C), another factor than the library's
+        for total, (a, g) in zip(sums, inputs_and_gradients(model, inputs), strict=True):
+            a, g = a[valid], torch.einsum("cs,ctm->stm", root, g)[:, valid]
+            if kfac_approx == "reduce":
+                a, g = a.mean(0, keepdim=True), g.sum(1, keepdim=True)
+            total[0] = total[0] + torch.einsum("stm,stk->mk", g, g)
+            total[1] = total[1] + a.T @ a
+            total[2] = total[2] + len(a)
+    return [torch.kron(F_out, F_in) / normalizer for F_out, F_in, normalizer in sums]
+
+
+def matrix_of(kron: LowRankKron) -> torch.Tensor:
+    """A sum form from its columns and traces, by none of the operations that it offers."""
+    blocks = []
+    for block in kron.blocks:
+        factors = []
+        for factor in (block.output_factor, block.input_factor):
+            if isinstance(factor, DenseFactor):
+                factors.append(factor.matrix)
+                continue
+            values, vectors = torch.linalg.eigh(factor.columns @ factor.columns.T)
+            kept = min(factor.rank, factor.columns.shape[1], factor.size)
+            values, vectors = values[factor.size - kept :], vectors[:, factor.size - kept :]
+            matrix = vectors @ values.diag() @ vectors.T
+            if factor.tail and kept < factor.size:
+                rest = torch.eye(factor.size).double() - vectors @ vectors.T
+                matrix = matrix + (factor.trace - values.sum()) / (factor.size - kept) * rest
+            factors.append(matrix)
+        blocks.append(torch.kron(factors[0], factors[1]) / block.normalizer)
+    return torch.block_diag(*blocks)
+
+
+def power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
+    """Of a symmetric positive semi-definite matrix."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ values.clamp_min(0).pow(exponent).diag() @ vectors.T
+
+
+# --- posteriors ----------------------------------------------------------------------------------
+
+
+def evidence(H, log_likelihood, mean, prior_precision) -> torch.Tensor:
+    """Log marginal likelihood of a dense curvature and prior precisions `(parameters,)`."""
+    P = H + prior_precision.diag()
+    log_det_ratio = torch.linalg.slogdet(P).logabsdet - prior_precision.log().sum()
+    return log_likelihood - 0.5 * (log_det_ratio + (prior_precision * mean**2).sum())
+
+
+class LinearizedClassifier:
+    """A classifier that is linear in all weights, its modes by Newton's method.
+
+    Parameters
+    ----------
+    f_mu : torch.Tensor
+        `(N, C)` logits where it was linearised
+    J : torch.Tensor
+        `(N, C, parameters)`
+    offset : torch.Tensor
+        `(N, C)` logits where all weights are 0
+    y : torch.Tensor
+        `(N,)` labels
+    sizes : sequence of int
+        numbers of weights that share a prior precision
+    """
+
+    def __init__(
+        self,
+        f_mu: torch.Tensor,
+        J: torch.Tensor,
+        offset: torch.Tensor,
+        y: torch.Tensor,
+        sizes: Sequence[int],
+    ) -> None:
+        self.J, self.offset, self.y = J, offset, y
+        self.H = exact_ggn(J, softmax_fisher(f_mu))
+        self.sizes = torch.tensor(sizes)
+
+    @classmethod
+    def of(cls, model, batches, weights, sizes) -> LinearizedClassifier:
+        """From a plain model's Jacobians at its weights."""
+        rows = [unpadded(batch, i) for batch in batches for i in range(len(batch["labels"]))]
+        J = torch.stack([jacobian(model, row) for row in rows]).detach()
+        f_mu = torch.stack([logits_of(model, row).detach() for row in rows])
+        y = torch.cat([batch["labels"] for batch in batches])
+        return cls(f_mu, J, f_mu - J @ weights, y, sizes)
+
+    def without(self, n: int) -> LinearizedClassifier:
+        """The same without an example; its curvature is that of the rest, at the prior mean."""
+        rest = torch.arange(len(self.y)) != n
+        offset = self.offset[rest]
+        return LinearizedClassifier(offset, self.J[rest], offset, self.y[rest], self.sizes.tolist())
+
+    def spread(self, prior_precision):
+        """`(parameters,)` of a scalar or layerwise prior precision."""
+        return prior_precision.expand(len(self.sizes)).repeat_interleave(self.sizes)
+
+    def loss(self, u):
+        return cross_entropy(self.offset + self.J @ u, self.y, reduction="sum")
+
+    def mode(self, precision):
+        """Of the posterior under a prior precision `(parameters,)`."""
+        u = torch.zeros_like(precision)
+        J = self.J.flatten(0, 1)
+        for _ in range(60):
+            logits = self.offset + self.J @ u
+            residual = (logits.softmax(-1) - one_hot(self.y, logits.shape[1])).flatten()
+            gradient = J.T @ residual + precision * u
+            hessian = precision.diag() + exact_ggn(self.J, softmax_fisher(logits))
+            step, size = torch.linalg.solve(hessian, gradient), 1.0
+            before = self.loss(u) + precision @ u**2 / 2
+            while self.loss(u - size * step) + precision @ (u - size * step) ** 2 / 2 > before:
+                size /= 2
+                if size < 1e-12:
+                    return u
+            u = u - size * step
+        return u
+
+    def evidence(self, prior_precision):
+        """At the mode, with the curvature of where the model was linearised."""
+        precision = self.spread(prior_precision)
+        u = self.mode(precision)
+        return evidence(self.H, -self.loss(u), u, precision)
+
+    def balance(self, prior_precision):
+        """Dimensions that the data determine, and squared distances, by block."""
+        precision = self.spread(prior_precision)
+        covariance = torch.linalg.inv(self.H + precision.diag())
+        determined = 1 - precision * covariance.diagonal()
+        return (
+            torch.stack([part.sum() for part in values.split(self.sizes.tolist())])
+            for values in (determined, self.mode(precision) ** 2)
+        )
+
+    def leave_one_out(self, precision, scale=1.0, mode=None):
+        """Moments of each example when its factor is taken out of the posterior.
+
+        Parameters
+        ----------
+        precision : torch.Tensor
+            `(parameters,)`
+        scale : float
+            of loss and curvature
+        mode : torch.Tensor, optional
+            `(parameters,)`; found if omitted
+        """
+        u = self.mode(precision / scale) if mode is None else mode
+        logits = self.offset + self.J @ u
+        fisher = scale * softmax_fisher(logits)
+        slope = scale * (logits.softmax(-1) - one_hot(self.y, logits.shape[1]))
+        A = precision.diag() + exact_ggn(self.J, fisher)
+        moments = []
+        for J, H, g, offset in zip(self.J, fisher, slope, self.offset, strict=True):
+            covariance = torch.linalg.inv(A - J.T @ H @ J)
+            mean = covariance @ (A @ u - J.T @ (H @ J @ u - g))
+            moments.append((offset + J @ mean, J @ covariance @ J.T))
+        return (torch.stack(part) for part in zip(*moments, strict=True))

@@ -1,0 +1,237 @@
+"""Small models with trained-looking LoRA adapters, and batches of ragged lengths for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+VOCABULARY = 60
+CLASS_TOKEN_IDS = [11, 23, 42]
+N_CLASSES = len(CLASS_TOKEN_IDS)
+
+TARGET_MODULES = {
+    "bert": ["query", "value"],
+    "gpt2": ["c_attn", "c_proj"],
+    "gpt_neox": ["query_key_value", "dense_4h_to_h"],
+}
+
+
+def base_model(kind: str, n_labels: int = N_CLASSES, hidden_size: int = 12) -> nn.Module:
+    """A randomly initialised two-layer model: "bert" classifies, the others are causal LMs."""
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    shared = {"attn_implementation": "eager", **tokens}
+    encoder = {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 2 * hidden_size,
+    }
+    if kind == "bert":
+        return BertForSequenceClassification(
+            BertConfig(num_labels=n_labels, max_position_embeddings=64, **encoder, **shared)
+        )
+    if kind == "gpt2":
+        return GPT2LMHeadModel(
+            GPT2Config(n_embd=hidden_size, n_layer=2, n_head=2, n_positions=64, **shared)
+        )
+    # Eager attention of newer GPT-NeoX gives NaN for padded rows in float64.
+    shared["attn_implementation"] = "sdpa" if GPTNeoXForCausalLM._supports_sdpa else "eager"
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(max_position_embeddings=64, rotary_pct=1.0, **encoder, **shared)
+    )
+
+
+def lora_model(
+    kind: str,
+    dtype: torch.dtype = torch.float64,
+    n_labels: int = N_CLASSES,
+    hidden_size: int = 12,
+    **lora_config: object,
+) -> PeftModel:
+    """A PEFT model with a rank-2 adapter whose `lora_B` is not 0."""
+    torch.manual_seed(0)
+    settings = {
+        "task_type": "SEQ_CLS" if kind == "bert" else "CAUSAL_LM",
+        "r": 2,
+        "lora_alpha": 4,
+        "lora_dropout": 0.1,
+        "target_modules": TARGET_MODULES[kind],
+        "fan_in_fan_out": kind == "gpt2",
+    } | lora_config
+    model = get_peft_model(base_model(kind, n_labels, hidden_size), LoraConfig(**settings))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+        elif "classifier" in name or "score" in name:
+            nn.init.normal_(parameter, std=0.5)
+    return model.to(dtype)
+
+
+def llama() -> LlamaForCausalLM:
+    """A randomly initialised causal language model of three layers, for float32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_implementation="eager",
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def llama_with_output_layer() -> PeftModel:
+    """Its adapter is in the output layer as well."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj", "lm_head"])
+    model = get_peft_model(llama(), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def laplace_keywords(kind: str) -> dict[str, object]:
+    """What the Laplace classes must be told about such a model."""
+    return {} if kind == "bert" else {"class_token_ids": CLASS_TOKEN_IDS}
+
+
+def ragged_batches(
+    lengths: Sequence[int] = (7, 4, 5, 7, 3, 6, 2, 7),
+    batch_size: int = 3,
+    padding_side: str = "right",
+    padded_to: int = 7,
+    n_classes: int = N_CLASSES,
+    seed: int = 1,
+) -> list[dict[str, torch.Tensor]]:
+    """Batches of the same examples, whatever the batch size and the padding."""
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.full((len(lengths), padded_to), 0)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, length in enumerate(lengths):
+        tokens = torch.randint(1, VOCABULARY, (length,), generator=generator)
+        columns = slice(0, length) if padding_side == "right" else slice(padded_to - length, None)
+        input_ids[row, columns] = tokens
+        attention_mask[row, columns] = 1
+    labels = torch.randint(0, n_classes, (len(lengths),), generator=generator)
+    return [
+        {
+            "input_ids": input_ids[i : i + batch_size],
+            "attention_mask": attention_mask[i : i + batch_size],
+            "labels": labels[i : i + batch_size],
+        }
+        for i in range(0, len(lengths), batch_size)
+    ]
+
+
+class TwoLinear(nn.Module):
+    """A plain module without transformers or PEFT wrappers, for `(X, y)` batches."""
+
+    def __init__(self, n_inputs: int = 5, n_hidden: int = 6, n_outputs: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(n_inputs, n_hidden)
+        self.second = nn.Linear(n_hidden, n_outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+
+class Detour(nn.Module):
+    """One of its two layers runs, and the logits do not depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(5, 3)
+        self.unused = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.unused(x)
+        return self.used(x)
+
+
+def with_lora(model: nn.Module, *target_modules: str, **lora_config: object) -> nn.Module:
+    """Random weights, and an adapter of rank 2 in the named layers, in float64.
+
+    Its `lora_B` is not 0.
+    """
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    settings = {"r": 2, "target_modules": list(target_modules)} | lora_config
+    inject_adapter_in_model(LoraConfig(**settings), model)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "lora_embedding_B" in name:
+            nn.init.normal_(parameter, std=0.5)
+    return model.double()
+
+
+def plain_model(n_outputs: int = 3, **lora_config: object) -> nn.Module:
+    """`TwoLinear` with an adapter in both layers."""
+    return with_lora(TwoLinear(n_outputs=n_outputs), "first", "second", **lora_config)
+
+
+def pairs(n_batches: int = 1, n: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches `(X, y)` of `n` examples for `TwoLinear` with three outputs."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(n, 5, generator=generator).double(), torch.arange(n) % 3)
+        for _ in range(n_batches)
+    ]
+
+
+def sequences(n: int = 4, length: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs `(n, length, 5)` and labels for models that average over positions."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(n, length, 5, generator=generator).double(), torch.arange(n) % 3
+
+
+def real_targets(n: int = 4, n_outputs: int = 2) -> torch.Tensor:
+    """`(n, n_outputs)` targets of a regression."""
+    return torch.randn(n, n_outputs, generator=torch.Generator().manual_seed(2)).double()
+
+
+class Recurrent(nn.Module):
+    """Calls one of its layers, "shared" and "head", twice in a forward pass, as ALBERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.shared(self.shared(x).tanh()).tanh().mean(1))
+
+
+def record_calls(module: nn.Module) -> list[dict]:
+    """Keyword arguments of each call of a module from now on."""
+    calls: list[dict] = []
+
+    forward = module.forward
+
+    @functools.wraps(forward)  # older PEFT calls `forward`, past all hooks
+    def record(**kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return forward(**kwargs)
+
+    module.forward = record
+    return calls

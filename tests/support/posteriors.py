@@ -1,0 +1,147 @@
+"""Posteriors of the small models, and what many tests ask of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import laplace
+import torch
+from laplace.utils.metrics import RunningNLLMetric
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_lora_ext.models.logits_model import LogitsModel
+from tests.support.dense import LinearizedClassifier
+from tests.support.models import laplace_keywords, lora_model, plain_model, ragged_batches
+
+STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
+KFAC_APPROX = ["gradient", "expand", "reduce"]
+PRIORS = ["scalar", "layerwise"]
+ALL_FEATURES = 10**6  # more than the small models have LoRA weights
+GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 7}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def make(
+    model: nn.Module,
+    structure: str = "lowrank_kron",
+    likelihood: str = "classification",
+    **keywords: Any,
+):
+    """What the stock factory builds, silent about trainable heads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The posterior is over")
+        return laplace.Laplace(
+            model, likelihood, subset_of_weights="lora", hessian_structure=structure, **keywords
+        )
+
+
+def fitted(
+    kind: str = "bert",
+    batches: Iterable[Any] | None = None,
+    structure: str = "lowrank_kron",
+    *,
+    model: nn.Module | None = None,
+    dtype: torch.dtype = torch.float64,
+    rank: int = 3,
+    tail: bool = True,
+    kfac_approx: str = "gradient",
+    **keywords: Any,
+):
+    """A posterior of a classifier, by default of `lora_model(kind)` on `ragged_batches()`."""
+    if structure == "lowrank_kron":
+        settings = {"rank": rank, "tail": tail, "kfac_approx": kfac_approx}
+        keywords["backend_kwargs"] = settings | keywords.get("backend_kwargs", {})
+    if model is None:
+        model = lora_model(kind, dtype)
+    la = make(model, structure, **laplace_keywords(kind), **keywords)
+    la.fit(ragged_batches() if batches is None else batches)
+    return la
+
+
+def plain_regression(n_outputs: int = 2):
+    """A posterior of a plain module on twelve examples, and their inputs."""
+    model = plain_model(n_outputs)
+    X = torch.randn(12, 5, generator=generator()).double()
+    y = torch.randn(12, n_outputs, generator=generator(1)).double()
+    la = make(model.requires_grad_(False), likelihood="regression", sigma_noise=0.5)
+    la.fit(DataLoader(TensorDataset(X, y), batch_size=5))
+    return la, X
+
+
+def overconfident(**keywords: Any):
+    """A posterior, and texts of which its model is right about three in four."""
+    la = fitted(**keywords)
+    classifier = la.model.model.base_model.classifier.modules_to_save["default"]
+    classifier.weight.data.mul_(20)
+    la.fit(ragged_batches())
+    texts = ragged_batches(lengths=(7, 4, 5, 7, 3, 6, 2, 7) * 3, seed=7)
+    for index, batch in enumerate(texts):
+        right = la.model(batch).argmax(-1)
+        batch["labels"] = torch.where(torch.arange(3) == index % 4, batch["labels"], right)
+    return la, texts
+
+
+def some_precision(la, prior: str) -> torch.Tensor:
+    """`(1,)` or `(blocks,)` prior precisions."""
+    size = 1 if prior == "scalar" else len(la.blocks)
+    return torch.rand(size, generator=generator(3)).to(la.mean.dtype) + 0.1
+
+
+def count_forward_passes(la) -> list[int]:
+    """A list that gets an entry at each forward pass."""
+    calls: list[int] = []
+    la.model.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def linearized(la, loader, n_features: int = ALL_FEATURES, seed: int = 0):
+    """The linearised model; without a number of features, an exact one."""
+    return la.linearize(loader, n_features, generator(seed))
+
+
+def posterior_and_dense(kind: str):
+    """A posterior, and its linearised model by dense algebra."""
+    la = fitted(kind)
+    model = lora_model(kind).eval()
+    return la, LinearizedClassifier.of(model, ragged_batches(), la.mean, sizes(la))
+
+
+def validation_loss(la, prior_precision, batches, **predictions: Any) -> float:
+    """Negative log-likelihood at one prior precision, by predictions from the inputs."""
+    la.prior_precision = prior_precision
+    metric = RunningNLLMetric()
+    for batch in batches:
+        metric.update(la(batch, **predictions), batch["labels"])
+    return metric.compute().item()
+
+
+class HostLoader:
+    """What the host needs of a DataLoader."""
+
+    def __init__(self, batches: list[dict[str, torch.Tensor]]) -> None:
+        self.batches = batches
+        self.dataset = range(sum(len(batch["labels"]) for batch in batches))
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def stock(model: nn.Module, kind: str, structure: str, batches: list[dict[str, torch.Tensor]]):
+    """The host's own posterior over the same parameters, which alone require grad."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    wrapper = LogitsModel(model, **laplace_keywords(kind))
+    la = laplace.Laplace(wrapper, "classification", "all", structure)
+    la.fit(HostLoader(batches))
+    return la
+
+
+def sizes(la) -> list[int]:
+    """Numbers of weights of the blocks."""
+    return [block.weight.numel() for block in la.blocks]

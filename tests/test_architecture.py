@@ -1,0 +1,114 @@
+"""The package's layout: imports run one way, functions are short, tests mirror the sources."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "laplace_lora_ext"
+FOLDERS = ["models", "passes", "curvature", "predictive", "linearized", "tuning"]
+FLOORS = [
+    {"messages", "precision", "likelihoods"},
+    *({folder} for folder in FOLDERS),
+    {"lora_laplace"},
+    {"lowrank_kron", "structures"},
+    {"laplace"},
+    {"__init__"},
+]
+LONGEST_FUNCTION = 60  # lines, its docstring left out
+
+
+def modules() -> dict[str, Path]:
+    """Names below the package, such as `curvature.block`; a folder's own file has its name."""
+    names = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return names
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> set[str]:
+    """Modules of the package that a module imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name}: a relative import"
+            parts = (node.module or "").split(".")
+            # `from package.folder import module` imports the module.
+            candidates = [[*parts, alias.name] for alias in node.names] + [parts]
+        elif isinstance(node, ast.Import):
+            candidates = [alias.name.split(".") for alias in node.names]
+        else:
+            continue
+        for parts in candidates:
+            if parts[0] == PACKAGE.name:
+                target = ".".join(parts[1:]) or "__init__"
+                found |= {target} & MODULES.keys()
+    return found
+
+
+def floor(name: str) -> int:
+    (number,) = (i for i, rooms in enumerate(FLOORS) if name.split(".")[0] in rooms)
+    return number
+
+
+def test_imports_run_one_way():
+    graph = {name: imports(name) for name in MODULES}
+    assert sum(map(len, graph.values())) > 100
+    upwards = [
+        f"{name} imports {other}"
+        for name, others in graph.items()
+        for other in others
+        if floor(other) > floor(name)
+    ]
+    assert not upwards
+    tuple(TopologicalSorter(graph).static_order())  # raises on a cycle, and names it
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_says_in_a_sentence_what_it_is(folder):
+    docstring = ast.get_docstring(ast.parse(MODULES[folder].read_text(encoding="utf-8")))
+    assert docstring
+    assert docstring.endswith(".")
+    assert ". " not in docstring
+    assert "\n" not in docstring
+
+
+def test_functions_fit_on_a_screen():
+    lengths = {}
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = node.end_lineno - node.lineno + 1
+                if ast.get_docstring(node):
+                    lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+                lengths[f"{name}.{node.name}"] = lines
+    assert len(lengths) > 200
+    assert {n: length for n, length in lengths.items() if length > LONGEST_FUNCTION} == {}
+
+
+def test_every_source_file_has_its_tests_and_every_folder_of_tests_its_sources():
+    for name, path in MODULES.items():
+        if path.stem != "__init__":
+            test = TESTS.joinpath(*name.split(".")[:-1], f"test_{path.stem}.py")
+            assert test.exists(), f"{name} has no {test.relative_to(TESTS)}"
+    for folder in FOLDERS:
+        for test in (TESTS / folder).glob("test_*.py"):
+            subject = test.stem.removeprefix("test_")
+            assert subject == folder or f"{folder}.{subject}" in MODULES, test
+
+
+def test_no_test_imports_from_another():
+    for path in TESTS.rglob("*.py"):
+        if "bench" in path.as_posix():
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+                assert node.module.startswith("tests.support."), path

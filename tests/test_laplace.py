@@ -1,0 +1,107 @@
+"""Importing the package adds structures to the host's factory and changes nothing else."""
+
+import subprocess
+import sys
+import textwrap
+
+import laplace
+import pytest
+
+import laplace_lora_ext
+from tests.support.models import CLASS_TOKEN_IDS, TwoLinear, lora_model
+
+CLASSES = {
+    "lowrank_kron": laplace_lora_ext.LowRankKronLoRALaplace,
+    "kron": laplace_lora_ext.KronLoRALaplace,
+    "diag": laplace_lora_ext.DiagLoRALaplace,
+    "full": laplace_lora_ext.FullLoRALaplace,
+}
+
+
+@pytest.mark.parametrize("structure", CLASSES)
+def test_the_stock_factory_builds_each_structure(structure):
+    la = laplace.Laplace(lora_model("bert"), "classification", "lora", structure)
+    assert type(la) is CLASSES[structure]
+
+
+def test_every_class_has_a_key_of_its_own():
+    for cls in CLASSES.values():
+        assert "_key" in vars(cls)
+
+
+def test_kron_is_the_hosts_default_structure():
+    la = laplace.Laplace(lora_model("bert"), "classification", subset_of_weights="lora")
+    assert type(la) is laplace_lora_ext.KronLoRALaplace
+
+
+def test_nothing_stock_changes():
+    script = """
+        import sys, torch, laplace
+        {imports}
+        from torch.utils.data import DataLoader, TensorDataset
+        torch.manual_seed(0)
+        X, y = torch.randn(20, 4), torch.randint(0, 3, (20,))
+        net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+        for subset in ("all", "last_layer"):
+            for structure in ("kron", "diag", "full"):
+                la = laplace.Laplace(net, "classification", subset, structure)
+                la.fit(DataLoader(TensorDataset(X, y), batch_size=7))
+                la.optimize_prior_precision(n_steps=5)
+                evidence = la.log_marginal_likelihood().item().hex()
+                print(type(la).__module__, type(la).__name__, evidence, la(X).sum(0).tolist())
+    """
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script.format(imports=line))],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for line in ("", "import laplace_lora_ext")
+    ]
+    assert "laplace.baselaplace KronLaplace" in outputs[0]
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("n_labels", "problem_type", "likelihood"),
+    [
+        (3, None, "classification"),
+        (1, None, "regression"),
+        (2, "regression", "regression"),
+        (3, "single_label_classification", "classification"),
+    ],
+)
+def test_likelihood_is_read_off_the_model(n_labels, problem_type, likelihood):
+    model = lora_model("bert", n_labels=n_labels)
+    model.config.problem_type = problem_type
+    la = laplace_lora_ext.Laplace(model, subset_of_weights="lora", hessian_structure="lowrank_kron")
+    assert la.likelihood == likelihood
+
+
+def test_class_tokens_mean_classification():
+    la = laplace_lora_ext.Laplace(
+        lora_model("gpt2"),
+        subset_of_weights="lora",
+        hessian_structure="lowrank_kron",
+        class_token_ids=CLASS_TOKEN_IDS,
+    )
+    assert la.likelihood == "classification"
+
+
+def test_a_given_likelihood_is_taken():
+    la = laplace_lora_ext.Laplace(
+        lora_model("bert"), "regression", subset_of_weights="lora", hessian_structure="diag"
+    )
+    assert la.likelihood == "regression"
+
+
+def test_refuses_to_guess_a_likelihood():
+    with pytest.raises(ValueError, match="Name the likelihood"):
+        laplace_lora_ext.Laplace(TwoLinear(), subset_of_weights="lora")
+    with pytest.raises(ValueError, match="class_token_ids"):
+        laplace_lora_ext.Laplace(lora_model("gpt2"), subset_of_weights="lora")
+    model = lora_model("bert")
+    model.config.problem_type = "multi_label_classification"
+    with pytest.raises(ValueError, match="multi_label_classification"):
+        laplace_lora_ext.Laplace(model, subset_of_weights="lora")

@@ -1,0 +1,223 @@
+"""Seeds against the Fisher's formula, also for very confident samples; losses and targets."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torchmetrics
+from laplace.utils import RunningNLLMetric
+from torch import nn
+
+from laplace_lora_ext import Moments
+from laplace_lora_ext.likelihoods import LIKELIHOODS, Classification, Regression
+from tests.support.dense import softmax_fisher
+from tests.support.models import TwoLinear, pairs, plain_model, real_targets, sequences, with_lora
+from tests.support.posteriors import STRUCTURES, generator, make
+
+
+def fisher(seeds) -> torch.Tensor:
+    scaled = seeds.vectors.double() * seeds.weights.double()[..., None]
+    return torch.einsum("sbi,sbj->bij", scaled, scaled)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3, 10])
+@pytest.mark.parametrize("scale", [1, 10, 20])
+def test_exact_seeds_keep_float32_accuracy_on_confident_samples(n_classes, scale):
+    logits = scale * torch.randn(500, n_classes, generator=torch.Generator().manual_seed(0))
+    seeds = Classification().exact_seeds(logits)
+    assert seeds.vectors.shape == (n_classes - 1, 500, n_classes)
+    expected = softmax_fisher(logits)
+    error = (fisher(seeds) - expected).abs().amax((1, 2)) / expected.abs().amax((1, 2))
+    assert error.max() < 1e-5  # measured: 2e-6 at scale 10
+
+
+def test_seed_vectors_are_of_order_one():
+    logits = torch.tensor([[60.0, 0.0, -60.0], [0.0, 0.0, 0.0]])
+    for seeds in (
+        Classification().exact_seeds(logits),
+        Classification().empirical_seeds(logits, torch.tensor([0, 1])),
+        Classification().sampled_seeds(logits, 2),
+    ):
+        largest = seeds.vectors.abs().amax(-1)
+        assert (largest <= 1.0 + 1e-6).all()
+        assert (largest >= 0.5).all()
+
+
+def test_exact_seeds_of_tied_classes():
+    logits = torch.zeros(2, 4)
+    torch.testing.assert_close(fisher(Classification().exact_seeds(logits)), softmax_fisher(logits))
+
+
+def test_regression_seeds_are_the_identity():
+    seeds = Regression().exact_seeds(torch.randn(5, 3))
+    torch.testing.assert_close(fisher(seeds), torch.eye(3).double().expand(5, 3, 3))
+
+
+def test_empirical_seeds_are_gradients_of_the_loss():
+    logits = 20 * torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(50) % 4
+    precise = logits.double().requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(precise, y, reduction="sum"), precise
+    )
+    seeds = Classification().empirical_seeds(logits, y)
+    scaled = seeds.vectors[0].double() * seeds.weights[0].double()[:, None]
+    # p_y - 1 itself cannot be had in float64 by subtraction; the other entries are p.
+    torch.testing.assert_close(scaled, gradient, rtol=1e-4, atol=1e-15)
+    regression = Regression().empirical_seeds(logits, torch.zeros(50, 4))
+    torch.testing.assert_close(regression.vectors[0] * regression.weights[0][:, None], logits)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_sampled_seeds_are_unbiased(likelihood):
+    torch.manual_seed(0)
+    logits = torch.tensor([[1.0, 0.0, -0.5]])
+    estimate = fisher(LIKELIHOODS[likelihood].sampled_seeds(logits, 40_000))[0]
+    expected = (
+        softmax_fisher(logits)[0] if likelihood == "classification" else torch.eye(3).double()
+    )
+    torch.testing.assert_close(estimate, expected, rtol=0, atol=0.03)  # 4 standard errors
+
+
+def test_sampled_seeds_follow_the_global_random_state():
+    logits = torch.randn(20, 5)
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        draws.append(Classification().sampled_seeds(logits, 2).vectors)
+    assert torch.equal(*draws)
+
+
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def targets_of(name, n, n_outputs):
+    return torch.arange(n) % n_outputs if name == "classification" else real_targets(n, n_outputs)
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_a_slope_is_the_gradient_of_the_loss(name):
+    likelihood, y = LIKELIHOODS[name], targets_of(name, 6, 4)
+    logits = torch.randn(6, 4, generator=generator()).double().requires_grad_()
+    (expected,) = torch.autograd.grad(likelihood.loss(logits, y), logits)
+    torch.testing.assert_close(likelihood.slope(logits, y), expected)
+    seeds = likelihood.empirical_seeds(logits.detach(), y).dense()
+    torch.testing.assert_close(seeds[0], expected)
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_sampled_seeds_of_many_draws_have_as_many_vectors(name):
+    seeds = LIKELIHOODS[name].sampled_seeds(torch.zeros(5, 3), 4)
+    assert seeds.vectors.shape == (4, 5, 3)
+    assert seeds.weights.shape == (4, 5)
+
+
+def test_the_predictive_loss_of_classes_is_that_of_the_links_probabilities():
+    f_mu, y = torch.randn(5, 3, generator=generator()), torch.tensor([0, 2, 1, 0, 0])
+    f_var = torch.eye(3).expand(5, 3, 3)
+    loss = Classification().predictive_loss(
+        lambda m, S: (m * S.sum(-1)).log_softmax(-1), Moments(f_mu, f_var), y, torch.tensor(1.0)
+    )
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(f_mu, y, reduction="none"))
+
+
+def test_the_predictive_loss_of_numbers_is_that_of_a_gaussian_with_noise():
+    f_mu, y = real_targets(5, 1), real_targets(5, 2)[:, :1]
+    f_var = torch.full((5, 1, 1), 2.0).double()
+    loss = Regression().predictive_loss(None, Moments(f_mu, f_var), y, torch.tensor(3.0))
+    normal = torch.distributions.Normal(f_mu, (2.0 + 3.0**2) ** 0.5)
+    torch.testing.assert_close(loss, -normal.log_prob(y)[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "gaussian", "metric"),
+    [
+        ("classification", False, RunningNLLMetric),
+        ("regression", True, torchmetrics.MeanSquaredError),
+    ],
+)
+def test_a_likelihood_knows_its_name_its_kind_and_the_hosts_metric(name, gaussian, metric):
+    likelihood = LIKELIHOODS[name]
+    assert likelihood.name == name
+    assert likelihood.is_gaussian == gaussian
+    assert type(likelihood.metric(2)) is metric
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_regression_loss_is_half_the_sum_of_squares(structure):
+    regressor = plain_model(n_outputs=2)
+    X, y = sequences()[0][:, 0], real_targets()
+    la = make(regressor, structure, "regression")
+    la.fit([(X[:3], y[:3]), (X[3:], y[3:])])
+    expected = (regressor(X).detach() - y).square().sum() / 2
+    torch.testing.assert_close(la.loss, expected, **EXACT)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_regression_with_one_output_takes_targets_with_and_without_a_column(shape):
+    model = with_lora(TwoLinear(n_outputs=1), "first")
+    X, la = sequences()[0][:, 0], make(model, likelihood="regression")
+    la.fit([(X, real_targets(n_outputs=1).reshape(shape))])
+    expected = (model(X).detach() - real_targets(n_outputs=1)).square().sum() / 2
+    torch.testing.assert_close(la.loss, expected, **EXACT)
+
+
+@pytest.mark.parametrize("label", [-1, -100, 3, 7])
+def test_labels_out_of_range_are_refused(la, label):
+    X, y = pairs()[0]
+    bad = y.clone()
+    bad[2] = label
+    with pytest.raises(ValueError, match=rf"batch 1: labels must be from 0 to 2, not .*{label}"):
+        la.fit([(X, y), (X, bad)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.bfloat16])
+def test_labels_that_are_no_integers_are_refused(la, dtype):
+    X, y = pairs()[0]
+    with pytest.raises(ValueError, match=rf"batch 0: labels must be class indices.*{dtype}"):
+        la.fit([(X, y.to(dtype))])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int64])
+def test_labels_of_any_integer_type_are_taken(la, dtype):
+    X, y = pairs()[0]
+    la.fit([(X, y.to(dtype))])
+    evidence = la.log_marginal_likelihood()
+    la.fit([(X, y)])
+    assert torch.equal(evidence, la.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("shape", [(3,), (5,), (4, 1), (4, 3), (2, 2)], ids=str)
+def test_labels_of_another_shape_are_refused(la, shape):
+    X, _ = pairs()[0]
+    expected = re.escape(f"batch 0: labels must be class indices of shape (4,), not {shape}")
+    with pytest.raises(ValueError, match=expected):
+        la.fit([(X, torch.zeros(shape, dtype=torch.long))])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_one_class_is_refused(structure):
+    la = make(plain_model(n_outputs=1), structure)
+    with pytest.raises(ValueError, match="two outputs or more"):
+        la.fit([(pairs()[0][0], torch.zeros(4, dtype=torch.long))])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("shape", [(3, 2), (4,), (4, 1), (4, 2, 1)], ids=str)
+def test_regression_targets_of_another_shape_are_refused(structure, shape):
+    la = make(plain_model(n_outputs=2), structure, "regression")
+    expected = re.escape(f"batch 0: targets {shape} for outputs (4, 2)")
+    with pytest.raises(ValueError, match=expected):
+        la.fit([(pairs()[0][0], torch.zeros(shape).double())])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_regression_targets_that_are_not_finite_are_refused(value):
+    la = make(plain_model(n_outputs=2), likelihood="regression")
+    X, y = pairs()[0][0], torch.zeros(4, 2).double()
+    bad = y.clone()
+    bad[3, 1] = value
+    with pytest.raises(ValueError, match="batch 1: non-finite targets"):
+        la.fit([(X, y), (X, bad)])

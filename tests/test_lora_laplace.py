@@ -1,0 +1,319 @@
+"""The host's API on top of a posterior over LoRA weights."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from laplace.baselaplace import ParametricLaplace
+
+from laplace_lora_ext import LowRankKronLoRALaplace, Moments
+from tests.support.dense import jacobian, jacobians, unpadded
+from tests.support.models import (
+    TwoLinear,
+    laplace_keywords,
+    lora_model,
+    plain_model,
+    ragged_batches,
+    real_targets,
+    sequences,
+    with_lora,
+)
+from tests.support.posteriors import STRUCTURES, fitted, generator, make, plain_regression
+
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+LINKS = ["mc", "probit", "bridge", "bridge_norm"]
+
+
+@pytest.fixture
+def batches():
+    return ragged_batches()
+
+
+@pytest.fixture
+def la(batches):
+    return fitted(batches=batches)
+
+
+def test_evidence_is_differentiable_in_the_prior_precision(la):
+    for shape in ((1,), (len(la.blocks),)):
+        precision = torch.full(shape, 0.7, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(lambda p: la.log_marginal_likelihood(p), (precision,))
+
+
+@pytest.mark.parametrize("link_approx", LINKS)
+def test_glm_probabilities(la, batches, link_approx):
+    probs = la(batches[0], pred_type="glm", link_approx=link_approx)
+    assert probs.shape == (3, 3)
+    torch.testing.assert_close(probs.sum(1), torch.ones(3).double())
+    assert probs.min() > 0
+
+
+def test_monte_carlo_links_approach_the_integral(la, batches):
+    """Against draws from a Cholesky root of the same moments, which are not the library's."""
+    many = la(batches[0], link_approx="mc", n_samples=100_000, generator=generator())
+    few = la(batches[0], link_approx="mc", n_samples=1_000, generator=generator(1))
+    torch.testing.assert_close(many, few, rtol=0, atol=0.05)
+    f_mu, f_var = la.predictive_moments(batches[0])
+    root = torch.linalg.cholesky(f_var)
+    noise = torch.randn(100_000, 3, 3, generator=generator(2)).double()
+    expected = (f_mu + torch.einsum("bij,sbj->sbi", root, noise)).softmax(-1).mean(0)
+    torch.testing.assert_close(many, expected, rtol=0, atol=0.01)
+
+
+def test_diagonal_output_ignores_covariances(la, batches):
+    samples = la.functional_samples(
+        batches[0], n_samples=50_000, diagonal_output=True, generator=generator()
+    )
+    f_mu, f_var = la.predictive_moments(batches[0])
+    covariance = torch.stack([samples[:, i].T.cov() for i in range(3)])
+    expected = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
+    scale = expected.amax().item()
+    torch.testing.assert_close(covariance, expected, rtol=0, atol=0.05 * scale)
+    torch.testing.assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
+
+
+def test_functional_samples_have_the_predictive_moments(la, batches):
+    samples = la.functional_samples(batches[0], n_samples=50_000, generator=generator())
+    f_mu, f_var = la.predictive_moments(batches[0])
+    scale = f_var.amax().item()
+    covariance = torch.stack([samples[:, i].T.cov() for i in range(3)])
+    torch.testing.assert_close(covariance, f_var, rtol=0, atol=0.05 * scale)
+    torch.testing.assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
+
+
+def test_singular_covariances_are_sampled(la):
+    root = torch.randn(4, 3, 1, generator=generator()).double()
+    f_mu, f_var = torch.zeros(4, 3).double(), root @ root.mT
+    samples = la.functional_samples(Moments(f_mu, f_var), n_samples=1000, generator=generator())
+    # All draws lie on the line that the covariance spans.
+    direction = root[..., 0] / root[..., 0].norm(dim=1, keepdim=True)
+    across = samples - (samples * direction).sum(-1, keepdim=True) * direction
+    assert across.abs().max() < 1e-6
+    assert samples.abs().max() > 1
+
+
+@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+def test_a_generator_seeds_every_prediction(la, batches, pred_type):
+    keywords = {"pred_type": pred_type, "n_samples": 5}
+    for call in (
+        lambda g: la(batches[0], link_approx="mc", generator=g, **keywords),
+        lambda g: la.functional_samples(batches[0], generator=g, **keywords),
+        lambda g: la.predictive_samples(batches[0], generator=g, **keywords),
+    ):
+        assert torch.equal(call(generator()), call(generator()))
+        assert not torch.equal(call(generator()), call(generator(1)))
+
+
+def test_nn_predictions_are_those_of_models_with_sampled_weights(la, batches):
+    names = [n for n, _ in la.model.model.named_parameters() if "lora_" in n]
+    draws = generator()
+    expected = []
+    for _ in range(3):
+        sample = la.sample(1, draws)[0]
+        parts = sample.split([b.weight.numel() for b in la.blocks])
+        weights = {
+            name: part.reshape(block.weight.shape)
+            for name, part, block in zip(names, parts, la.blocks, strict=True)
+        }
+        inputs = {k: v for k, v in batches[0].items() if k != "labels"}
+        la.model.model.eval()
+        output = torch.func.functional_call(la.model.model, weights, (), inputs)
+        expected.append(output.logits)
+    samples = la.functional_samples(batches[0], "nn", n_samples=3, generator=generator())
+    torch.testing.assert_close(samples, torch.stack(expected))
+    probs = la(batches[0], "nn", link_approx="mc", n_samples=3, generator=generator())
+    torch.testing.assert_close(probs, torch.stack(expected).softmax(-1).mean(0))
+
+
+def test_samples_have_the_posterior_covariance(la):
+    samples = la.sample(20_000, generator())
+    covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
+    error = (samples.T.cov() - covariance).norm() / covariance.norm()
+    assert error < 2 * (la.n_params / 20_000) ** 0.5
+    torch.testing.assert_close(samples.mean(0), la.mean, rtol=0, atol=0.05)
+
+
+def test_log_prob_is_that_of_the_gaussian(la):
+    value = la.mean + 0.1
+    gaussian = torch.distributions.MultivariateNormal(
+        la.mean, precision_matrix=la.posterior_precision.to_matrix()
+    )
+    torch.testing.assert_close(la.log_prob(value), gaussian.log_prob(value))
+    expected = -0.5 * (value - la.mean) @ la.posterior_precision.to_matrix() @ (value - la.mean)
+    torch.testing.assert_close(la.log_prob(value, normalized=False), expected)
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_joint_regression_covariance(n_outputs):
+    la, X = plain_regression(n_outputs)
+    f_mu, covariance = la(X[:4], joint=True)
+    Js, _ = la.backend.jacobians(X[:4])
+    flat = Js.flatten(0, 1)
+    expected = flat @ torch.linalg.inv(la.posterior_precision.to_matrix()) @ flat.T
+    torch.testing.assert_close(covariance, expected)
+    torch.testing.assert_close(la.functional_covariance(Js), expected)
+    assert f_mu.shape == (4 * n_outputs,)
+    _, f_var = la(X[:4])
+    for i in range(4):
+        here = slice(i * n_outputs, (i + 1) * n_outputs)
+        torch.testing.assert_close(f_var[i], expected[here, here])
+
+
+def test_noise_of_a_regression_scales_the_curvature():
+    la, X = plain_regression()
+    torch.testing.assert_close(
+        la.posterior_precision.to_matrix(),
+        4 * la.H.to_matrix() + torch.eye(la.n_params).double(),
+    )
+    sigma = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda s: la.log_marginal_likelihood(sigma_noise=s), (sigma,))
+    assert la(X)[0].shape == (12, 2)
+
+
+def test_regression_in_the_weights(batches):
+    la, X = plain_regression()
+    mean, variance = la(X, "nn", link_approx="mc", n_samples=4, generator=generator())
+    samples = la.functional_samples(X, "nn", n_samples=4, generator=generator())
+    torch.testing.assert_close(mean, samples.mean(0))
+    torch.testing.assert_close(variance, samples.var(0))
+
+
+def test_temperature_and_prior_mean(batches):
+    la = fitted("gpt2", batches, temperature=0.5, prior_mean=0.1)
+    torch.testing.assert_close(la.scatter, (la.mean - 0.1).square().sum())
+    torch.testing.assert_close(
+        la.posterior_precision.to_matrix(),
+        2 * la.H.to_matrix() + torch.eye(la.n_params).double(),
+    )
+
+
+def test_backpropagation_to_the_inputs():
+    """For a user who optimises an input, `enable_backprop` as the host has it."""
+    la, X = plain_regression()
+    la.enable_backprop = True
+    X = X[:2].requires_grad_()
+
+    def moments(x):
+        return la(x)
+
+    assert torch.autograd.gradcheck(moments, (X,), atol=1e-6)
+
+
+def test_progress_bars_only_where_asked_for(la, batches, capfd):
+    la.fit(batches)
+    assert capfd.readouterr().err == ""
+    la.fit(batches, progress_bar=True)
+    assert "Computing Hessian" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_regression_predicts_mean_and_covariance(structure):
+    regressor = plain_model(n_outputs=2)
+    X, la = sequences()[0][:, 0], make(regressor, structure, "regression", sigma_noise=0.5)
+    la.fit([(X, real_targets())])
+    f_mu, f_var = la(X)
+    torch.testing.assert_close(f_mu, regressor(X).detach(), **EXACT)
+    assert f_var.shape == (4, 2, 2)
+    torch.testing.assert_close(f_var, la.functional_variance(jacobians(regressor, X)), **EXACT)
+    joint_mu, joint_var = la(X, joint=True)
+    assert joint_mu.shape == (8,)
+    for i in range(4):
+        block = joint_var[2 * i : 2 * i + 2, 2 * i : 2 * i + 2]
+        torch.testing.assert_close(block, f_var[i], **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_single_example_can_be_fitted_and_predicted(kind, length):
+    (batch,) = ragged_batches(lengths=(length,), padded_to=length)
+    la = make(lora_model(kind), **laplace_keywords(kind))
+    la.fit([batch])
+    assert la.n_data == 1
+    assert la(batch).shape == (1, 3)
+    assert torch.isfinite(la.log_marginal_likelihood())
+
+
+def test_inputs_that_require_a_gradient_change_nothing():
+    """Not every graph ends in the first LoRA layers."""
+    inputs = sequences()[0][:, 0]
+    curvatures = []
+    for requires_grad in (False, True):
+        la = make(with_lora(TwoLinear(n_outputs=3), "first", "second"))
+        la.fit([(inputs.clone().requires_grad_(requires_grad), torch.arange(4) % 3)])
+        curvatures.append(la.H.to_matrix())
+    torch.testing.assert_close(*curvatures)
+    assert curvatures[0].any()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_predictive_moments_are_the_hosts_predictive_distribution(structure):
+    la, batch = fitted(structure=structure), ragged_batches()[0]
+    moments = la.predictive_moments(batch)
+    assert isinstance(moments, Moments)
+    f_mu, f_var = la._glm_predictive_distribution(batch)
+    assert torch.equal(moments.f_mu, f_mu)
+    assert torch.equal(moments.f_var, f_var)
+    joint_mu, joint_var = la.predictive_moments(batch, joint=True)
+    expected_mu, expected_var = la._glm_predictive_distribution(batch, joint=True)
+    assert torch.equal(joint_mu, expected_mu)
+    assert torch.equal(joint_var, expected_var)
+    assert joint_mu.shape == (9,)
+    assert joint_var.shape == (9, 9)
+    torch.testing.assert_close(joint_mu, f_mu.flatten())
+    for i in range(3):
+        here = slice(3 * i, 3 * i + 3)
+        torch.testing.assert_close(joint_var[here, here], f_var[i])
+    _, variances = la._glm_predictive_distribution(batch, diagonal_output=True)
+    torch.testing.assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
+
+
+def test_the_hosts_predictive_distribution_is_called_as_by_the_host():
+    ours, hosts = (
+        inspect.signature(cls._glm_predictive_distribution).parameters
+        for cls in (LowRankKronLoRALaplace, ParametricLaplace)
+    )
+    assert {name: p.default for name, p in ours.items()} == {
+        name: p.default for name, p in hosts.items()
+    }
+
+
+def test_a_single_example_has_a_batch_of_one_covariance():
+    la = fitted()
+    batch = {key: value[:1] for key, value in ragged_batches()[0].items()}
+    f_mu, f_var = la.predictive_moments(batch)
+    assert (f_mu.shape, f_var.shape) == ((1, 3), (1, 3, 3))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_trainable_head_takes_no_part_in_the_posterior(structure):
+    """It is trained with the adapter, requires grad, and has the largest gradients of all."""
+    model = lora_model("bert")
+    head = model.base_model.model.classifier.modules_to_save["default"]
+    lora = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    assert head.weight.requires_grad
+    trained = head.weight.detach().clone(), head.bias.detach().clone()
+    la = fitted(model=model, structure=structure, prior_precision=0.1)
+    n_params = sum(p.numel() for p in lora.values())
+    assert la.n_params == la.mean.numel() == n_params
+    assert la.sample(2).shape == (2, n_params)
+    assert torch.equal(la.mean, torch.cat([p.detach().flatten() for p in lora.values()]))
+
+    # The variance of predictions is that of the LoRA weights' Jacobians alone.
+    (batch,) = ragged_batches(lengths=(5, 5), padded_to=5)
+    Js = torch.stack([jacobian(model.eval(), unpadded(batch, row)) for row in range(2)])
+    basis = torch.eye(n_params)[:, None].double()
+    precision = torch.linalg.inv(la.functional_variance(basis.transpose(0, 1)))[0]
+    expected = Js @ torch.linalg.inv(precision) @ Js.mT
+    torch.testing.assert_close(la.predictive_moments(batch).f_var, expected)
+
+    # Networks that are sampled have the head that was trained.
+    seen = []
+    head.register_forward_hook(lambda layer, *_: seen.append((layer.weight, layer.bias)))
+    draws = la.functional_samples(batch, pred_type="nn", n_samples=3, generator=generator())
+    assert not torch.allclose(draws[0], draws[1], atol=1e-3)
+    assert len(seen) == 3
+    for weight, bias in [*seen, (head.weight, head.bias)]:
+        assert torch.equal(weight, trained[0])
+        assert torch.equal(bias, trained[1])

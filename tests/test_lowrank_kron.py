@@ -1,0 +1,78 @@
+"""What low-rank factors add to the host's API."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from laplace.curvature.curvlinops import CurvlinopsGGN
+
+from tests.support.models import plain_model, ragged_batches
+from tests.support.posteriors import count_forward_passes, fitted, make
+
+
+def test_refuses_a_diagonal_prior():
+    la = fitted()
+    with pytest.raises(ValueError, match="scalar or per-layer"):
+        la.prior_precision = torch.ones(la.n_params)
+
+
+def test_state_dict_round_trip(tmp_path):
+    la, batches = fitted(), ragged_batches()
+    la.optimize_prior_precision(prior_structure="layerwise", n_steps=5)
+    torch.save(la.state_dict(), tmp_path / "posterior.pt")
+    other = make(la.model.model)
+    other.load_state_dict(torch.load(tmp_path / "posterior.pt", weights_only=True))
+    assert torch.equal(la(batches[0]), other(batches[0]))
+    assert torch.equal(la.log_marginal_likelihood(), other.log_marginal_likelihood())
+    other.fit(batches, override=False)
+    assert other.n_data == 16
+
+
+def test_one_pass_over_the_data_and_none_afterwards():
+    la = fitted()
+    calls = count_forward_passes(la)
+    batches = ragged_batches()
+    statistics = la.predictive_statistics(batches)
+    assert len(calls) == len(batches)
+    statistics.moments(0.3)
+    statistics.variance_by_block(0.3)
+    assert len(calls) == len(batches)
+
+
+def test_bad_data_are_refused():
+    la = fitted()
+    batches = ragged_batches()
+    with pytest.raises(ValueError, match="no data"):
+        la.predictive_statistics([])
+    without = [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
+    assert la.predictive_statistics(without).targets is None
+    with pytest.raises(ValueError, match="others have none"):
+        la.predictive_statistics([batches[0], without[1]])
+    wrong = batches[1] | {"labels": torch.tensor([0, 7, 1])}
+    with pytest.raises(ValueError, match=r"batch 1: labels must be from 0 to 2"):
+        la.predictive_statistics([batches[0], wrong])
+    la.blocks[0].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"batch 0: .*non-finite"):
+        la.predictive_statistics(batches)
+
+
+def test_statistics_of_another_fit_are_refused():
+    la = fitted()
+    statistics = la.predictive_statistics(ragged_batches())
+    la.fit(ragged_batches(seed=9))
+    with pytest.raises(ValueError, match="another fit"):
+        la.variance_by_layer(statistics)
+    with pytest.raises(ValueError, match="another fit"):
+        la.optimize_prior_precision(method="gridsearch", val_loader=statistics)
+
+
+def test_lowrank_kron_refuses_a_backend_without_low_rank_factors():
+    with pytest.raises(ValueError, match=r"CurvlinopsGGN.*LowRankKronGGN.*LowRankKronEF"):
+        make(plain_model(), backend=CurvlinopsGGN)
+
+
+def test_statistics_of_a_posterior_that_is_not_fitted_are_refused():
+    la = make(plain_model())
+    for ask in (la.predictive_statistics, la.variance_by_layer):
+        with pytest.raises(AttributeError, match=r"fit\(\)"):
+            ask(ragged_batches())

@@ -1,0 +1,113 @@
+"""The host's structures over LoRA weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laplace_lora_ext import LowRankKronEF, LowRankKronGGN
+from tests.support.models import lora_model, pairs, plain_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted, make, stock
+
+EXACT = {"rtol": 1e-6, "atol": 1e-9}
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_host_structures_equal_the_stock_classes(kind, structure):
+    model = lora_model(kind, torch.float32 if structure == "full" else torch.float64)
+    batches = ragged_batches()
+    ours = fitted(kind, batches, structure, model=model)
+    theirs = stock(model, kind, structure, batches)
+    # The host's full curvature is computed in float32, whatever the model's dtype.
+    close = {"rtol": 1e-4, "atol": 1e-4} if structure == "full" else EXACT
+    for mine, stocks in [
+        (ours.log_marginal_likelihood(), theirs.log_marginal_likelihood()),
+        (ours(batches[0]), theirs(batches[0])),
+        (ours.mean, theirs.mean),
+        (
+            ours.square_norm(ours.mean + 1).double(),
+            theirs.square_norm(theirs.mean + 1).double(),
+        ),
+    ]:
+        torch.testing.assert_close(mine, stocks.to(mine), **close)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full", "kron"])
+def test_two_runs_are_one_with_the_hosts_structures(structure):
+    def build():
+        return make(lora_model("bert"), structure)
+
+    batches = ragged_batches(lengths=[5] * 6, padded_to=5)
+    once, twice = build(), build()
+    once.fit(batches)
+    twice.fit(batches[:1])
+    twice.fit(batches[1:], override=False)
+    for la in (once, twice):
+        assert la.n_data == 6
+    torch.testing.assert_close(
+        once.log_marginal_likelihood(), twice.log_marginal_likelihood(), rtol=1e-8, atol=1e-10
+    )
+    torch.testing.assert_close(once(batches[0]), twice(batches[0]), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_other_structures_are_tuned_by_the_evidence_too(structure):
+    la = fitted(structure=structure)
+    history = la.optimize_prior_precision()
+    assert history.objective[-1] > history.objective[0]
+    if structure == "diag":
+        history = la.optimize_prior_precision(prior_structure="diag", tolerance=0, n_steps=30)
+        assert history.prior_precision.shape == (30, la.n_params)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_two_classes_work_in_every_structure(structure):
+    la = make(lora_model("bert", n_labels=2), structure)
+    la.fit(ragged_batches(n_classes=2))
+    for link in ("probit", "mc", "bridge"):
+        probabilities = la(ragged_batches()[0], link_approx=link)
+        assert probabilities.shape == (3, 2)
+        torch.testing.assert_close(probabilities.sum(1), torch.ones(3).double())
+
+
+@pytest.mark.parametrize("backend", [LowRankKronGGN, LowRankKronEF])
+def test_kron_refuses_a_backend_with_low_rank_factors(backend):
+    with pytest.raises(ValueError, match=rf"{backend.__name__}.*lowrank_kron"):
+        make(plain_model(), "kron", backend=backend)
+
+
+def test_a_state_of_other_weights_is_refused(la):
+    la.fit([pairs()[0]])
+    state = la.state_dict()
+    with torch.no_grad():
+        la.blocks[0].weight.add_(1e-3)
+    with pytest.raises(ValueError, match="other LoRA weights"):
+        la.load_state_dict(state)
+
+
+UNFITTED = {
+    "predictions": lambda la, data: la(data[0][0]),
+    "sampled networks": lambda la, data: la(data[0][0], pred_type="nn", link_approx="mc"),
+    "moments": lambda la, data: la.predictive_moments(data[0][0]),
+    "logits": lambda la, data: la.functional_samples(data[0][0]),
+    "evidence": lambda la, data: la.log_marginal_likelihood(),
+    "weights": lambda la, data: la.sample(2),
+    "density": lambda la, data: la.log_prob(torch.zeros(la.n_params)),
+    "state": lambda la, data: la.state_dict(),
+    "linearised model": lambda la, data: la.linearize(data),
+    "marglik": lambda la, data: la.optimize_prior_precision(),
+    "linearized_loo": lambda la, data: la.optimize_prior_precision(
+        method="linearized_loo", train_loader=data
+    ),
+    "gridsearch": lambda la, data: la.optimize_prior_precision(
+        method="gridsearch", val_loader=data
+    ),
+}
+
+
+@pytest.mark.parametrize("use", UNFITTED)
+def test_a_posterior_that_is_not_fitted_says_so(la, use):
+    with pytest.raises(AttributeError, match=r"fit\(\)"):
+        UNFITTED[use](la, pairs())
+    assert la.prior_precision.tolist() == [1.0]

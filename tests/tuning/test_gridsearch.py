@@ -1,0 +1,176 @@
+"""The best of a grid of prior precisions, by brute force."""
+
+import pytest
+import torch
+import torchmetrics
+from laplace.utils.metrics import RunningNLLMetric
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.models import ragged_batches
+from tests.support.posteriors import (
+    GRID,
+    STRUCTURES,
+    count_forward_passes,
+    fitted,
+    plain_regression,
+    some_precision,
+    validation_loss,
+)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("link_approx", ["probit", "mc", "mean_field", "bridge", "bridge_norm"])
+def test_gridsearch_equals_brute_force(validation, link_approx, dtype, tail):
+    la = fitted(dtype=dtype, tail=tail)
+    predictions = {"link_approx": link_approx, "n_samples": 30}
+    torch.manual_seed(0)
+    losses = [
+        validation_loss(la, point, validation, **predictions) for point in torch.logspace(-2, 2, 7)
+    ]
+    torch.manual_seed(0)
+    history = la.optimize_prior_precision(
+        method="gridsearch", val_loader=validation, **predictions, **GRID
+    )
+    assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
+    best = torch.logspace(-2, 2, 7)[losses.index(min(losses))]
+    torch.testing.assert_close(la.prior_precision.float(), best[None])
+    assert history.prior_precision.shape == (7, 1)
+
+
+def test_gridsearch_scales_a_layerwise_prior(validation):
+    la = fitted(dtype=torch.float64)
+    base = some_precision(la, "layerwise")
+    history = la.optimize_prior_precision(
+        method="gridsearch", val_loader=validation, init_prior_prec=base, **GRID
+    )
+    factors = torch.logspace(-2, 2, 7)
+    torch.testing.assert_close(history.prior_precision, factors[:, None].double() * base)
+    losses = [
+        validation_loss(la, factor * base, validation, link_approx="probit") for factor in factors
+    ]
+    assert history.objective.tolist() == pytest.approx(losses)
+    scalar = la.optimize_prior_precision(
+        method="gridsearch", val_loader=validation, init_prior_prec=5.0, **GRID
+    )
+    torch.testing.assert_close(scalar.prior_precision[:, 0], factors)  # the host's grid
+
+
+def test_gridsearch_passes_the_data_once_and_given_statistics_not_at_all(validation):
+    la = fitted()
+    calls = count_forward_passes(la)
+    la.optimize_prior_precision(method="gridsearch", val_loader=validation)
+    assert len(calls) == len(validation)
+    expected = la.prior_precision
+    statistics = la.predictive_statistics(validation)
+    calls.clear()
+    la.optimize_prior_precision(method="gridsearch", val_loader=statistics)
+    torch.testing.assert_close(la.prior_precision, expected)
+    la.optimize_prior_precision(method="val_gd", val_loader=statistics, n_steps=5)
+    assert not calls
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_gridsearch_of_sampled_networks_and_other_structures(validation, structure):
+    la = fitted(structure=structure)
+    predictions = {"pred_type": "nn", "link_approx": "mc", "n_samples": 2}
+    torch.manual_seed(0)
+    losses = [
+        validation_loss(la, point, validation, **predictions) for point in torch.logspace(-2, 2, 7)
+    ]
+    torch.manual_seed(0)
+    history = la.optimize_prior_precision(
+        "nn", "gridsearch", val_loader=validation, n_samples=2, **GRID
+    )
+    assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_loss_without_the_variance_says_so():
+    la, X = plain_regression()
+    loader = DataLoader(TensorDataset(X, X[:, :2]), batch_size=5)
+    with pytest.warns(UserWarning, match="predictive variance"):
+        la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=3)
+
+
+def test_a_loss_that_is_finite_nowhere_or_no_number_is_refused(validation):
+    la = fitted()
+    for value, message in ((torch.inf, "no point of the grid"), (torch.nan, "not a number")):
+        with pytest.raises(ValueError, match=message):
+            la.optimize_prior_precision(
+                method="gridsearch",
+                val_loader=validation,
+                loss=lambda *_, value=value: torch.tensor(value),
+            )
+        torch.testing.assert_close(la.prior_precision, torch.ones(1).double())
+
+
+def test_a_users_metric_is_reset_before_every_point(validation):
+    class Counting(torchmetrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.add_state("seen", default=torch.tensor(0.0))
+
+        def update(self, probs, targets):
+            self.seen += len(targets)
+
+        def compute(self):
+            return self.seen
+
+    la = fitted()
+    metric = Counting()
+    metric.update(torch.zeros(5, 3), torch.zeros(5))
+    with pytest.warns(UserWarning, match="same at every point"):
+        history = la.optimize_prior_precision(
+            method="gridsearch", val_loader=validation, loss=metric, grid_size=3
+        )
+    assert history.objective.tolist() == [8, 8, 8]
+
+
+@pytest.mark.parametrize("loss", [None, "metric", "function"])
+def test_gridsearch_scores_each_point_by_itself(loss):
+    la, batches = fitted(), ragged_batches()
+    losses = {
+        None: None,
+        "metric": RunningNLLMetric(),
+        "function": lambda probs, y: torch.nn.functional.nll_loss(probs.log(), y),
+    }
+    grid = torch.logspace(-2, 2, 5)
+    scores = []
+    for point in grid:
+        la.prior_precision = point
+        metric = RunningNLLMetric()
+        for batch in batches:
+            metric.update(la(batch, link_approx="probit"), batch["labels"])
+        scores.append(metric.compute().item())
+    la.optimize_prior_precision(
+        method="gridsearch",
+        val_loader=batches,
+        loss=losses[loss],
+        log_prior_prec_min=-2,
+        log_prior_prec_max=2,
+        grid_size=5,
+    )
+    torch.testing.assert_close(la.prior_precision.float(), grid[[scores.index(min(scores))]])
+
+
+def test_metrics_with_a_variance():
+    """A metric that takes mean, variance and target is given all three, as by the host."""
+    la, X = plain_regression()
+
+    class Calibration(torchmetrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.add_state("total", default=torch.tensor(0.0).double())
+
+        def update(self, mean, variance, target):
+            self.total += (variance.diagonal(dim1=1, dim2=2) - (mean - target) ** 2).abs().sum()
+
+        def compute(self):
+            return self.total
+
+    y = torch.randn(12, 2).double()
+    loader = DataLoader(TensorDataset(X, y), batch_size=5)
+    la.optimize_prior_precision(
+        method="gridsearch", val_loader=loader, loss=Calibration(), grid_size=3
+    )
+    assert len(la.prior_precision) == 1

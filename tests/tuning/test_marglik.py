@@ -1,0 +1,61 @@
+"""The evidence at the trained weights."""
+
+import pytest
+import torch
+
+from tests.support.posteriors import PRIORS, fitted, plain_regression, sizes
+
+
+@pytest.mark.parametrize("structure", PRIORS)
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_evidence_converges(dtype, tail, structure):
+    """Its slope is 0 where the search ends, and no point of a grid is higher."""
+    la = fitted(dtype=dtype, tail=tail)
+    history = la.optimize_prior_precision(prior_structure=structure, n_steps=3000)
+    assert 11 < len(history.objective) < 3000
+    precision = torch.as_tensor(la.prior_precision).clone().requires_grad_()
+    la.log_marginal_likelihood(precision).backward()
+    assert (precision.grad * precision).abs().max() < 0.05  # nats in a factor of e
+    la.prior_precision = precision.detach()
+    final = la.log_marginal_likelihood().item()
+    assert history.objective[-1].item() == pytest.approx(final, abs=1e-6)
+    assert history.objective.max().item() <= final + 1e-2
+    size = 1 if structure == "scalar" else len(la.blocks)
+    assert history.prior_precision.shape == (len(history.step), size)
+    torch.testing.assert_close(history.prior_precision[-1].to(dtype), la.prior_precision)
+    if structure == "scalar":
+        grid = torch.logspace(-4, 4, 81)
+        assert max(la.log_marginal_likelihood(point).item() for point in grid) <= final + 1e-3
+
+
+@pytest.mark.parametrize("structure", PRIORS)
+def test_an_evidence_without_a_maximum_is_said(structure):
+    la = fitted()
+    la.prior_mean = la.mean
+    with pytest.warns(UserWarning, match="no maximum"):
+        la.optimize_prior_precision(prior_structure=structure)
+    assert torch.isfinite(la.prior_precision).all()
+
+
+def test_one_block_that_runs_away_is_named():
+    la = fitted()
+    before = la.mean.split(sizes(la))
+    la.prior_mean = torch.cat([before[0], *(torch.zeros_like(part) for part in before[1:])])
+    with pytest.warns(UserWarning, match=r"for 1 of 8.*layer\.0\.attention\.self\.query\.lora_A"):
+        la.optimize_prior_precision(prior_structure="layerwise", n_steps=400)
+
+
+def test_the_noise_of_a_regression_is_tuned_with_the_prior():
+    la, _ = plain_regression()
+    before = la.log_marginal_likelihood().item()
+    la.optimize_prior_precision(optimize_sigma_noise=True, n_steps=3000)
+    prior, sigma = (
+        torch.as_tensor(value).clone().requires_grad_()
+        for value in (la.prior_precision, la.sigma_noise)
+    )
+    evidence = la.log_marginal_likelihood(prior, sigma)
+    evidence.backward()
+    assert evidence.item() > before
+    assert abs(prior.grad * prior).item() < 0.05
+    assert abs(sigma.grad * sigma).item() < 0.05

@@ -1,0 +1,104 @@
+"""What all methods share: where they start, and that a failure undoes everything."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from laplace_lora_ext import GridSearch, LinearizedLOO, Marglik, TuningHistory, ValGD
+from tests.support.models import ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted, plain_regression
+
+
+def first_point(la, **options) -> torch.Tensor:
+    method = Marglik(n_steps=1, tolerance=0, **options)
+    return method(la).prior_precision[0]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_search_starts_where_it_is_told_to(structure):
+    la = fitted(structure=structure)
+    shapes = {"scalar": 1, "layerwise": len(la.blocks)}
+    if structure == "diag":
+        shapes["diag"] = la.n_params
+    for prior, size in shapes.items():
+        start = first_point(la, init_prior_prec=2.5, prior_structure=prior)
+        torch.testing.assert_close(start, torch.full((size,), 2.5).double())
+    several = torch.linspace(1, 2, len(la.blocks))
+    torch.testing.assert_close(first_point(la, init_prior_prec=several), several.double())
+
+
+@pytest.mark.parametrize(
+    "start", [0.0, -1.0, torch.tensor([1.0] * 7 + [-1.0]), torch.tensor([1.0] * 7 + [0.0])], ids=str
+)
+def test_a_start_that_is_not_above_0_is_refused(start):
+    la = fitted(prior_precision=0.4)
+    with pytest.raises(ValueError, match="init_prior_prec must be above 0"):
+        Marglik(init_prior_prec=start)(la)
+    assert la.prior_precision.tolist() == [0.4]
+
+
+def test_options_are_fields_that_stay():
+    method = ValGD(val_loader=[], n_steps=3)
+    assert (method.n_steps, method.lr, method.prior_structure) == (3, 0.1, "scalar")
+    with pytest.raises(FrozenInstanceError):
+        method.n_steps = 4
+    with pytest.raises(TypeError):
+        ValGD()
+
+
+def test_an_object_is_called_with_a_posterior():
+    la = fitted()
+    history = LinearizedLOO(train_loader=ragged_batches(), prior_structure="layerwise")(la)
+    assert isinstance(history, TuningHistory)
+    best = history.prior_precision[history.objective.argmin()]
+    torch.testing.assert_close(la.prior_precision, best)
+    assert len(la.prior_precision) == len(la.blocks)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_search_that_fails_on_its_way_undoes_everything(structure):
+    la = fitted(structure=structure, prior_precision=0.4)
+    batch, points = ragged_batches()[0], []
+    expected = la(batch), la.sample(2, torch.Generator().manual_seed(0))
+
+    def loss(*_):
+        points.append(la.prior_precision.item())
+        if len(points) == 5:
+            raise KeyboardInterrupt
+        return torch.tensor(float(len(points)))
+
+    with pytest.raises(KeyboardInterrupt):
+        GridSearch(val_loader=ragged_batches(), loss=loss)(la)
+    assert len(set(points)) > 1
+    assert la.prior_precision.tolist() == [0.4]
+    assert torch.equal(la(batch), expected[0])
+    assert torch.equal(la.sample(2, torch.Generator().manual_seed(0)), expected[1])
+
+
+def test_a_loo_that_fails_leaves_the_prior_precision():
+    la = fitted(prior_precision=0.4)
+    for data, message in ((ragged_batches(seed=9), "training data of this fit"), ([], "no data")):
+        with pytest.raises(ValueError, match=message):
+            LinearizedLOO(train_loader=data, init_prior_prec=7.0)(la)
+        assert la.prior_precision.tolist() == [0.4]
+
+
+def test_the_noise_of_a_regression_is_restored_too():
+    la, X = plain_regression()
+    before = la(X)
+
+    def fail():
+        with la.trying():
+            la.prior_precision, la.sigma_noise = 9.0, 3.0
+            la(X)
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        fail()
+    assert la.prior_precision.tolist() == [1.0]
+    assert float(la.sigma_noise) == 0.5
+    for now, then in zip(la(X), before, strict=True):
+        assert torch.equal(now, then)
