@@ -56,9 +56,9 @@ class TextRun(Run):  # what is not given is the task's own choice
     train_examples: int | None = number(None, "texts to fine-tune on")
     test_examples: int | None = number(None, "texts on which every method is measured")
     shifted_examples: int | None = number(None, "texts of each other distribution")
-    files_per_library: int | None = number(None, "source files of each library, drawn; all if not")
+    files_per_library: int | None = number(None, "source files read of each library; or all")
     data: Path | None = option(
-        None, "the paper's tasks, DATA/dataset/configuration/split.jsonl; the hub if not", type=Path
+        None, "the paper's tasks, DATA/dataset/configuration/split.jsonl; or the hub", type=Path
     )
     shifted: tuple[str, ...] = option(
         (), "of obqa: arc_challenge arc_easy computer_science engineering law health", nargs="*"
@@ -88,11 +88,11 @@ class Compare(OneModel):
     """
 
     validation_examples: int = number(100, "texts on which a temperature is chosen")
-    test_examples: int | None = number(400, "texts on which every method is measured")
+    test_examples: int | None = number(300, "texts on which every method is measured")
     shifted_examples: int | None = number(100, "texts of another distribution")
     prior_structure: str = option("layerwise", OTHER_ROWS, choices=("scalar", "layerwise"))
     link: str = option("probit", OTHER_ROWS, choices=("mc", "probit"))
-    every_row: bool = flag("also lowrank_kron by the evidence, and both with a scalar prior and mc")
+    every_row: bool = flag("also lowrank_kron by the evidence, and with the paper's scalar and mc")
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,9 @@ class Cost(Run):
     contestants: tuple[str, ...] = option(CONTESTANTS, "methods to run, by their keys", **MANY)
     repetitions: int = number(5, "calls that are timed, fewer of one that takes very long")
     limit: float = option(40.0, "seconds after which a contestant is ended", type=float)
-    memory_limit: float | None = option(None, "MB a contestant may need, or all free", type=float)
+    memory_limit: float | None = option(
+        None, "MB that one may add; or all that is free", type=float
+    )
     seed: int = option(0, "seed of weights and tokens", type=int)
 
 

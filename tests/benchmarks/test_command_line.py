@@ -18,7 +18,7 @@ def test_help_is_quick_and_explains_every_option():
     assert time.perf_counter() - started < 2
     for name in Compare.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in text
-    assert "default: 400" in text
+    assert "default: 10000" in text
     for experiment in COMMANDS:
         assert experiment.__name__.lower() in text
 
