@@ -139,17 +139,10 @@ def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
     overrides["model"] = folder if isinstance(folder, str) else None
     given = {name: value for name, value in overrides.items() if value is not None}
     settings = replace(source.hyperparameters, **given)
-    return Pretrained(
-        task,
-        replace(settings, warmup_steps=min(settings.warmup_steps, settings.steps)),
-        load_tokenizer(folder, task.truncation_side),
-        folder,
-        device_of(options.device),
-        options.cache,
-        not options.quiet,
-        options.dtype,
-        options.load_in_8bit,
-    )
+    settings = replace(settings, warmup_steps=min(settings.warmup_steps, settings.steps))
+    place = (folder, device_of(options.device), options.cache, not options.quiet)
+    tokenizer = load_tokenizer(folder, task.truncation_side)
+    return Pretrained(task, settings, tokenizer, *place, options.dtype, options.load_in_8bit)
 
 
 def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> AdaptedModel:

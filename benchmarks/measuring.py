@@ -54,23 +54,23 @@ def peak_memory(device: str) -> Iterator[dict[str, float]]:
     includes the time before the block, and a process inherits it from the one that started it.
     """
     on_cuda, process = torch.device(device).type == "cuda", psutil.Process()
-    done, found, seen = threading.Event(), {}, []
+    before = torch.cuda.memory_allocated() if on_cuda else process.memory_info().rss
+    done, found, peak = threading.Event(), {}, before
 
     def watch() -> None:
+        nonlocal peak
         while not done.wait(SECONDS_BETWEEN_SAMPLES):
-            seen.append(process.memory_info().rss)
+            peak = max(peak, process.memory_info().rss)
 
-    thread = threading.Thread(target=watch, daemon=True)
-    before = torch.cuda.memory_allocated() if on_cuda else process.memory_info().rss
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     else:
-        thread.start()
+        threading.Thread(target=watch, daemon=True).start()
     try:
         yield found
     finally:
         done.set()
-        peak = torch.cuda.max_memory_allocated() if on_cuda else max([before, *seen])
+        peak = torch.cuda.max_memory_allocated() if on_cuda else peak
         found["megabytes"] = (peak - before) / BYTES_PER_MEGABYTE
 
 

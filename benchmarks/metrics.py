@@ -66,12 +66,10 @@ def entropy(probabilities: torch.Tensor) -> torch.Tensor:
 
 def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> list[dict[str, float | None]]:
     """Share of texts, mean confidence and accuracy in bins of the confidence; None if empty."""
-    confidence, prediction = _checked(probabilities).max(-1)
+    confidence, found = _checked(probabilities).max(-1)
     # Like torchmetrics, a bin includes its lower edge; the last one has both.
     place = (confidence * NUMBER_OF_BINS).long().clamp_max(NUMBER_OF_BINS - 1).numpy()
-    texts: Any = pd.DataFrame(
-        {"confidence": confidence, "accuracy": (prediction == labels).double()}
-    )
+    texts: Any = pd.DataFrame({"confidence": confidence, "accuracy": (found == labels).double()})
     bins = texts.groupby(place).mean().reindex(range(NUMBER_OF_BINS)).astype(object)
     shares = pd.Series(place).value_counts(normalize=True).reindex(bins.index, fill_value=0.0)
     return bins.where(bins.notna(), None).assign(share=shares).to_dict("records")

@@ -92,11 +92,11 @@ def load_model(
     if in_8bit:
         options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_8bit=True)
         options["device_map"] = {"": device}
-    kind: Any = transformers.AutoModelForCausalLM
-    if classes is not None:
+    if classes is None:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+    else:
         kind = transformers.AutoModelForSequenceClassification
-        options["num_labels"] = classes
-    model = kind.from_pretrained(name, **options)
+        model = kind.from_pretrained(name, num_labels=classes, **options)
     return model if in_8bit else model.to(device)
 
 

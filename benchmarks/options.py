@@ -46,9 +46,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class TextRun(Run):
-    """What is not given is the task's own choice."""
-
+class TextRun(Run):  # what is not given is the task's own choice
     task: str = option(
         "docstrings",
         "docstrings, names or choices (of installed sources; the last for a causal language model),"
@@ -84,11 +82,9 @@ class OneModel(TextRun):
 
 @dataclass(frozen=True)
 class Compare(OneModel):
-    """The README's example beside what it is compared with.
+    """The README's example beside what it is compared with, in five minutes on two idle cores.
 
-    Fine-tunes a pretrained encoder on docstrings, and compares the calibration and cost of
-    Laplace-LoRA, stock laplace-torch, temperature scaling and the bare model, in up to five minutes
-    on two processor cores. Writes figures.json, table.md and reliability.png.
+    Writes figures.json, table.md and reliability.png.
     """
 
     validation_examples: int = number(100, "texts on which a temperature is chosen")
@@ -101,11 +97,9 @@ class Compare(OneModel):
 
 @dataclass(frozen=True)
 class Tuning(OneModel):
-    """What choosing a prior precision costs and is worth.
+    """What choosing a prior precision costs and is worth, in a quarter of an hour.
 
-    Times every way of choosing beside one prediction pass and the stock class, and measures on the
-    test texts what the choices are worth, in up to a quarter of an hour. Writes tuning.json,
-    tuning.md, tuning.png and variance_by_layer.png.
+    Writes tuning.json, tuning.md, tuning.png and variance_by_layer.png.
     """
 
     validation_examples: int = number(200, "texts on which a prior precision is chosen")
@@ -117,11 +111,10 @@ class Tuning(OneModel):
 
 @dataclass(frozen=True)
 class Calibration(TextRun):
-    """Calibration of every method of the paper, on its tasks or on embedded ones.
+    """Calibration of every method of the paper on its tasks or embedded ones; an hour a seed.
 
-    With prior precisions by the training set and by validation data, under every link; a seed of
-    docstrings takes up to an hour. Writes calibration.json, calibration.md, layers.png,
-    calibration_reliability.png, selective_accuracy.png and along_training.png.
+    Writes calibration.json, .md and _reliability.png, selective_accuracy.png, layers.png, and
+    along_training.png.
     """
 
     steps: int | None = number(None, "training steps; the task's own number if not given")
@@ -136,11 +129,9 @@ class Calibration(TextRun):
 
 @dataclass(frozen=True)
 class Fidelity(Run):
-    """Error of each curvature against the exact one, and the memory that it keeps.
+    """Error of each curvature against the exact one, and the memory it keeps; twelve minutes.
 
-    Trains small models on real text, and compares every curvature of their LoRA weights with the
-    exact Gauss-Newton matrix, in twelve minutes. Writes fidelity.json, fidelity.md and
-    fidelity.png.
+    Writes fidelity.json, fidelity.md and fidelity.png.
     """
 
     hidden_size: int = number(128, "width of the models, a multiple of 8")
@@ -150,31 +141,23 @@ class Fidelity(Run):
     test_examples: int = number(100, "texts whose predictive covariances are compared")
     epochs: int = number(100, "passes of the LoRA training over its texts")
     files_per_library: int = number(200, "source files of each library that are read")
-    seeds: tuple[int, ...] = number(
-        (0, 1), "seeds of texts, weights and training", type=int, **MANY
-    )
+    seeds: tuple[int, ...] = number((0, 1), "of texts, weights and training", type=int, **MANY)
 
 
 @dataclass(frozen=True)
 class Cost(Run):
-    """Time and memory of fits and predictions against the model's width.
+    """Time and memory of fits and predictions of random Llamas, by their width; 20 minutes.
 
-    On random weights in the shape of Llama, with this library, the stock classes, the package
-    bayesian-lora and the model's passes alone, in up to 20 minutes. Writes cost.json, cost.md and
-    cost.png.
+    Writes cost.json, cost.md and cost.png.
     """
 
     hidden_sizes: tuple[int, ...] = number((256, 512, 1024, 2048, 4096), "of the models", **MANY)
-    layers: tuple[int, ...] = number(
-        (4, 4, 2, 2, 1), "of each of them, or one number for all", **MANY
-    )
+    layers: tuple[int, ...] = number((4, 4, 2, 2, 1), "of each, or one number for all", **MANY)
     batches: tuple[int, ...] = number((8, 4, 4, 2, 1), "of a fit, likewise", **MANY)
     prediction_batch_sizes: tuple[int, ...] = number(
         (1, 8, 32), "of predictions; on a CPU, 8 at most of models wider than 1024", **MANY
     )
-    growth_widths: tuple[int, ...] = number(
-        (512, 1024, 2048, 4096, 8192), "of single blocks", **MANY
-    )
+    growth_widths: tuple[int, ...] = number((512, 1024, 2048, 4096, 8192), "of blocks", **MANY)
     dtypes: tuple[str, ...] = option(
         DTYPES[:2], "on a CPU, all but the first for the smallest model", choices=DTYPES, **MANY
     )
@@ -191,10 +174,9 @@ class Cost(Run):
 
 @dataclass(frozen=True)
 class Table7b(Run):
-    """The paper's table of costs, on random weights in the shape of Llama-2-7B; on a GPU.
+    """The paper's table of costs, in the shape of Llama-2-7B; a small shape runs on a CPU.
 
-    Time and memory of LoRA's training and of a Laplace fit after it. Needs a GPU that holds 13 GB
-    of weights; a small shape runs on a CPU. Writes table7b.json and table7b.md.
+    Writes table7b.json and table7b.md.
     """
 
     hidden_size: int = number(4096, "hidden size")

@@ -79,10 +79,8 @@ def random_loader(
     tokens = torch.randint(shape.vocabulary, (texts, shape.length), generator=generator)
     labels = torch.randint(shape.classes, (texts,), generator=generator)
 
-    def collate(places: list[int]) -> Any:
-        batch = {"input_ids": tokens[places], "labels": labels[places]}
-        return BatchEncoding({**batch, "attention_mask": torch.ones_like(tokens[places])}).to(
-            device
-        )
+    def collate(rows: list[int]) -> Any:
+        batch = {"input_ids": tokens[rows], "labels": labels[rows]}
+        return BatchEncoding({**batch, "attention_mask": torch.ones_like(tokens[rows])}).to(device)
 
     return DataLoader(range(texts), batch_size=batch_size, collate_fn=collate)  # pyright: ignore

@@ -49,14 +49,13 @@ def provenance(options: Run, device: str) -> Figures:
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         processor = next(iter(names), processor)
     on_cuda = torch.device(device).type == "cuda"
-    machine = {
+    machine: Figures = {
         "device": device,
         "processor": processor,
         "threads": torch.get_num_threads(),
-        "accelerator": torch.cuda.get_device_name(device) if on_cuda else None,
-        "system": platform.system(),
-        "python": platform.python_version(),
     }
+    machine["accelerator"] = torch.cuda.get_device_name(device) if on_cuda else None
+    machine |= {"system": platform.system(), "python": platform.python_version()}
     return {"settings": settings, "machine": machine, "versions": versions}
 
 
@@ -73,9 +72,7 @@ def label(row: Row) -> str:
 
 def table(rows: Sequence[Row], columns: Sequence[str], titles: Mapping[str, str] = TITLES) -> str:
     """Some figures of each row as a Markdown table whose source is readable too."""
-    cells = {
-        titles.get(key) or title_of(key): [_cell(row.get(key)) for row in rows] for key in columns
-    }
+    cells = {titles.get(k) or title_of(k): [_cell(row.get(k)) for row in rows] for k in columns}
     sides = ["left", *["right"] * (len(columns) - 1)]
     return pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True, colalign=sides)
 

@@ -70,14 +70,10 @@ class Trial:
     """Fine-tune with one seed, and measure the methods of which the keys are given, beside MAP."""
 
     def __init__(
-        self,
-        pretrained: Pretrained,
-        samples: int,
-        seed: int,
-        methods: Collection[str] = CONTESTANTS,
+        self, pretrained: Pretrained, samples: int, seed: int, keys: Collection[str] = CONTESTANTS
     ) -> None:
         self.pretrained, self.samples, self.seed = pretrained, samples, seed
-        self.methods = [METHODS[key] for key in CONTESTANTS if key in {"map", *methods}]
+        self.methods = [METHODS[key] for key in CONTESTANTS if key in {"map", *keys}]
         self.loaders, self._labels = {}, {}
         for name in (TEST, *pretrained.task.shifted):
             self.loaders[name] = pretrained.loader(name, PREDICTION_BATCH_SIZE)
@@ -141,16 +137,12 @@ class Trial:
         return la, la.predictive_statistics(self.loaders[TEST])
 
     def _rows(
-        self,
-        model: AdaptedModel,
-        train: Records,
-        validation: Records,
-        methods: Collection[str] = CONTESTANTS,
+        self, model: AdaptedModel, train: Records, validation: Records, keys: Any = CONTESTANTS
     ) -> list[Row]:
         """Figures under one of the protocols: without validation data, or with them."""
         rows, map_classes = [], torch.empty(0)
         protocol = SPLIT if validation else WHOLE
-        for method in (method for method in self.methods if method.key in methods):
+        for method in (method for method in self.methods if method.key in keys):
             if self.pretrained.show_progress:
                 print(f"Seed {self.seed}, {protocol}: {method.title}", file=sys.stderr)
             for prediction in self._predictions(method, model, train, validation):

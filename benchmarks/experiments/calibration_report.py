@@ -12,13 +12,11 @@ from benchmarks.report import Figures, Row, draw_reliability, hardware_of, label
 WHOLE, SPLIT = "whole training set", "80/20 split"
 IDENTITY = ["name", "protocol", "chosen_by", "link"]
 PREFERRED = "preferred"  # the link of a method that a seed's validation data prefer
+ENSEMBLES = ("map", "mc_dropout", "checkpoint_ensemble", "deep_ensemble")
 FIGURES = ["accuracy", "nll", "ece", "calibrated_ece", "brier", "away_from_map"]
 # The rows that diagrams show: rivals, the paper's choices, and the library's.
 DRAWN = {
-    (WHOLE, "map", "", ""),
-    (WHOLE, "mc_dropout", "", ""),
-    (WHOLE, "checkpoint_ensemble", "", ""),
-    (WHOLE, "deep_ensemble", "", ""),
+    *((WHOLE, key, "", "") for key in ENSEMBLES),
     (WHOLE, "last_layer", "evidence, layerwise", "probit"),
     (WHOLE, "lowrank_kron_paper", "evidence, scalar", "mc"),
     (WHOLE, "lowrank_kron", "evidence, scalar", "mc"),

@@ -43,8 +43,7 @@ class Line:
     prediction_batch_size: int = PREDICTION_BATCH_SIZE
 
 
-# The README's example.
-RECIPE = Line("lowrank_kron", "leave-one-out, layerwise", "mean field")
+RECIPE = Line("lowrank_kron", "leave-one-out, layerwise", "mean field")  # the README's example
 
 
 def lines_of(options: Compare) -> list[Line]:
@@ -89,14 +88,14 @@ def run(options: Compare) -> Figures:
         rows.append(row | run_alone(measure, line, pretrained, options))
     finished = time.perf_counter()
     seconds = {"reading": read - started, "fine_tuning": trained - read}
+    data = pretrained.description
     figures = {
         **provenance(options, pretrained.device),
-        "data": pretrained.description,
+        "data": data,
         "training": {"train_accuracy": known["accuracy"], "train_nll": known["nll"]},
         "methods": rows,
         "seconds": {**seconds, "methods": finished - trained},
     }
-    data = pretrained.description
     ((name, count),) = data["shifted"].items()
     summary = (
         f"{pretrained.hyperparameters.model} with LoRA, fine-tuned on {data['train']} texts of "

@@ -25,6 +25,8 @@ WIDEST_WITH_LARGE_BATCHES = 1024
 # Rivals that hold the Jacobian of all weights take minutes and gigabytes for more.
 LARGEST_BATCH_OF_JACOBIANS = 8
 
+Message = tuple[str, Row]  # a kind, and figures
+
 
 def run(options: Cost) -> Figures:
     """Measure every method at every shape, and write tables, figures and plot."""
@@ -79,6 +81,8 @@ def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
         list(numbers) * (len(sizes) if len(numbers) == 1 else 1)
         for numbers in (options.layers, options.batches)
     )
+    shared: dict[str, Any] = {"vocabulary": VOCABULARY, "target_modules": ("q_proj", "v_proj")}
+    shared |= {name: getattr(options, name) for name in ("rank", "classes", "batch_size", "length")}
     for dtype in options.dtypes:
         for hidden_size, depth, count in zip(sizes, layers, batches, strict=True):
             is_extra = dtype != options.dtypes[0] and hidden_size != min(sizes)
@@ -89,20 +93,13 @@ def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
                 layers=depth,
                 intermediate_size=round(INTERMEDIATE_RATIO * hidden_size),
                 heads=1 if hidden_size % HEAD_SIZE else hidden_size // HEAD_SIZE,
-                vocabulary=VOCABULARY,
-                rank=options.rank,
-                target_modules=("q_proj", "v_proj"),
-                classes=options.classes,
-                batch_size=options.batch_size,
-                length=options.length,
                 dtype=dtype,
+                **shared,
             )
             yield shape, count
 
 
-def contest(
-    key: str, shape: Shape, batches: int, options: Cost, device: str
-) -> Iterator[tuple[str, Row]]:
+def contest(key: str, shape: Shape, batches: int, options: Cost, device: str) -> Iterator[Message]:
     """Figures of a method's phases at one shape, in a process of its own; and "failed" ones."""
     sizes = sorted(set(options.prediction_batch_sizes))
     limits = [LARGEST_BATCH_OF_JACOBIANS] if _holds_jacobian(key) else []

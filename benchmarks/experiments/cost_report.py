@@ -21,11 +21,9 @@ def text_of(figures: Figures) -> str:
         f"Random weights in the shape of Llama: they stand for shapes and speed only. Batches of a "
         f"fit have {settings['batch_size']} texts of {settings['length']} tokens, "
         f"{settings['classes']} classes; its seconds are those of a batch.\nBare loops are the "
-        "model's passes alone: one forward and C - 1 backward passes for a fit, C for a prediction "
-        "(probit); bayesian-lora fits by one sampled label and one backward pass.\nSeconds are "
-        f"medians (minimum to maximum; of {repetitions} calls after one that warms up, where no "
-        "other number is given). Megabytes are peaks over model and data, of predictions with the "
-        f"posterior.\n{hardware_of(figures)}; {figures['seconds']:.0f} s in all."
+        "model's passes alone; bayesian-lora fits by one sampled label and one backward pass.\n"
+        f"Seconds are medians of {repetitions} warm calls, if no number is given; megabytes are "
+        f"peaks over model and data.\n{hardware_of(figures)}; {figures['seconds']:.0f} s in all."
     ]
     shapes: dict[str, dict[str, Row]] = {}
     for row in figures["measurements"]:

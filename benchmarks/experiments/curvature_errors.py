@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from laplace.utils.matrix import KronDecomposed
 from scipy.optimize import minimize_scalar
+from torch import Tensor
 
 BYTES_OF_A_NUMBER = 4
 LOG_PRECISION_BOUNDS = (math.log(1e-6), math.log(1e6))
 
 
 def jacobians(
-    model: Callable[[Any], torch.Tensor], weights: Sequence[Any], examples: Iterable[Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    model: Callable[[Any], Tensor], weights: Sequence[Any], examples: Iterable[Any]
+) -> tuple[Tensor, Tensor]:
     """Jacobians `(N, C, P)` and logits `(N, C)` of batches of one example, a class at a time."""
     rows, outputs = [], []
     for example in examples:
@@ -28,20 +29,18 @@ def jacobians(
 class DenseCurvature:
     """A block-diagonal curvature H, of dense blocks `(p, p)` whose p add up to P."""
 
-    def __init__(self, blocks: Sequence[torch.Tensor]) -> None:
+    def __init__(self, blocks: Sequence[Tensor]) -> None:
         self.blocks = list(blocks)
 
     @classmethod
-    def of_softmax(
-        cls, Js: torch.Tensor, logits: torch.Tensor, sizes: Sequence[int]
-    ) -> "DenseCurvature":
+    def of_softmax(cls, Js: Tensor, logits: Tensor, sizes: Sequence[int]) -> "DenseCurvature":
         """Sum `Jᵀ (diag(p) - p pᵀ) J` over examples, within blocks of the given sizes."""
         p = logits.softmax(-1)
         fisher = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
         parts = Js.split(list(sizes), dim=-1)
         return cls([J.flatten(0, 1).mT @ (fisher @ J).flatten(0, 1) for J in parts])
 
-    def covariance(self, Js: torch.Tensor, prior_precision: float) -> torch.Tensor:
+    def covariance(self, Js: Tensor, prior_precision: float) -> Tensor:
         """Covariance `(N, C, C)` of the linearised logits, `J (H + λ I)⁻¹ Jᵀ`."""
         total = torch.zeros(())
         parts = Js.split([len(block) for block in self.blocks], dim=-1)
@@ -56,18 +55,18 @@ class DenseCurvature:
         roots = self._roots(prior_precision)
         return sum(2 * root.diagonal().log().sum().item() for root in roots)
 
-    def facts(self, Js: torch.Tensor, λ: float) -> "PosteriorFacts":
+    def facts(self, Js: Tensor, λ: float) -> "PosteriorFacts":
         """What it says at the prior precision that its evidence chooses."""
         kept = sum(block.numel() for block in self.blocks)
         return PosteriorFacts(self.blocks, self.covariance(Js, λ), self.log_det(λ), kept, λ)
 
-    def _roots(self, prior_precision: float) -> Iterable[torch.Tensor]:
+    def _roots(self, prior_precision: float) -> Iterable[Tensor]:
         """Cholesky factors of the blocks of `H + λ I`, one at a time."""
         for block in self.blocks:
             yield torch.linalg.cholesky(block + prior_precision * torch.eye(len(block)).to(block))
 
 
-def evidence_prior_precision(curvature: DenseCurvature, weights: torch.Tensor) -> float:
+def evidence_prior_precision(curvature: DenseCurvature, weights: Tensor) -> float:
     """The λ that maximises the evidence: of least `log det(I + H / λ) + λ ‖w‖²` for weights w."""
     eigenvalues = torch.cat([torch.linalg.eigvalsh(block) for block in curvature.blocks])
     eigenvalues = eigenvalues.clamp_min(0)
@@ -84,21 +83,21 @@ def evidence_prior_precision(curvature: DenseCurvature, weights: torch.Tensor) -
 class PosteriorFacts(NamedTuple):
     """What a curvature H says at a prior precision λ."""
 
-    blocks: Sequence[torch.Tensor]  # (p, p), one for each LoRA weight
-    covariance: torch.Tensor  # (N, C, C), of the linearised logits of the test texts
+    blocks: Sequence[Tensor]  # (p, p), one for each LoRA weight
+    covariance: Tensor  # (N, C, C), of the linearised logits of the test texts
     log_det: float  # of H + λ I, in nats
     numbers_kept: int  # after a fit, the weights themselves aside
     own_prior_precision: float  # that its own evidence would choose
 
 
 def approximate_posterior(
-    la: Any, sizes: Sequence[int], Js: torch.Tensor, prior_precision: float
+    la: Any, sizes: Sequence[int], Js: Tensor, prior_precision: float
 ) -> PosteriorFacts:
     """Facts of a fitted approximation, for sizes of the weights and the test texts' Jacobians."""
     la.optimize_prior_precision(method="marglik")
     own = la.prior_precision.item()
     la.prior_precision = prior_precision
-    dense = torch.diag(la.H) if isinstance(la.H, torch.Tensor) else la.H.to_matrix()
+    dense = torch.diag(la.H) if isinstance(la.H, Tensor) else la.H.to_matrix()
     rows = dense.split(list(sizes))
     blocks = [row.split(list(sizes), dim=1)[place] for place, row in enumerate(rows)]
     log_det = la.log_det_posterior_precision.item()
@@ -107,7 +106,7 @@ def approximate_posterior(
 
 def numbers_kept(H: Any) -> int:
     """Count the numbers in the tensors of a fitted curvature: diagonal, the host's, or low-rank."""
-    if isinstance(H, torch.Tensor):
+    if isinstance(H, Tensor):
         return H.numel()
     if isinstance(H, KronDecomposed):
         factors = [*H.eigenvectors, *H.eigenvalues]
@@ -117,18 +116,18 @@ def numbers_kept(H: Any) -> int:
 
 
 def errors(
-    found: PosteriorFacts, exact: PosteriorFacts, full_covariance: torch.Tensor, λ: float
+    found: PosteriorFacts, exact: PosteriorFacts, full_covariance: Tensor, λ: float
 ) -> dict[str, float]:
     """Measure how far a posterior is from the exact ones, in units of their figures.
 
     The log-determinant's error is in nats per weight, and in units of `log det(I + H / λ)`.
     """
 
-    def distance(parts: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    def distance(parts: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
         squares = sum((a - b).square().sum().item() for a, b in zip(parts, exact, strict=True))
         return math.sqrt(squares / sum(b.square().sum().item() for b in exact))
 
-    def trace(matrices: Iterable[torch.Tensor]) -> float:
+    def trace(matrices: Iterable[Tensor]) -> float:
         return sum(matrix.trace().item() for matrix in matrices)
 
     weights = sum(len(block) for block in exact.blocks)

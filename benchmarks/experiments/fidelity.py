@@ -17,7 +17,7 @@ from benchmarks.experiments.fidelity_report import draw, means, text_of
 from benchmarks.fine_tuning import fine_tune
 from benchmarks.measuring import set_up
 from benchmarks.methods import posterior
-from benchmarks.methods.method import Posterior
+from benchmarks.methods.method import Posterior, labels_of
 from benchmarks.methods.posteriors import over_lora
 from benchmarks.models import device_of, encoder_folder, load_tokenizer
 from benchmarks.options import Fidelity
@@ -29,12 +29,11 @@ from laplace_lora_ext.curvature.statistics import KFAC_APPROX
 
 KEYWORDS = ("kfac_approx", "rank", "tail")
 _PARAMETERS = inspect.signature(LowRankKronInterface).parameters
+Curvature = tuple[Posterior, dict[str, Any]]
 DEFAULTS: dict[str, Any] = {keyword: _PARAMETERS[keyword].default for keyword in KEYWORDS}
 
 
-def all_curvatures(
-    ranks: Iterable[int], hidden_size: int
-) -> Iterator[tuple[Posterior, dict[str, Any]]]:
+def all_curvatures(ranks: Iterable[int], hidden_size: int) -> Iterator[Curvature]:
     """Methods with the library's settings of their curvatures, which the host's structures lack."""
     sizes = [
         (f"rank {rank}{', tail' if tail else ''}", rank, tail)
@@ -53,8 +52,7 @@ def run(options: Fidelity) -> Figures:
     """Measure every curvature on every model and seed, and write tables, figures and plot."""
     set_up(options)
     transformers.logging.set_verbosity_error()
-    models: list[Row] = []
-    rows: list[Row] = []
+    models, rows = [], []
     for seed in options.seeds:
         sizes = Sizes(options.base_examples, options.train_examples, options.test_examples, 0)
         task = read_docstrings(sizes, seed, options.files_per_library, not options.quiet)
@@ -79,25 +77,14 @@ def run(options: Fidelity) -> Figures:
     return figures
 
 
-def _measure(
-    architecture: Architecture, task: Task, seed: int, options: Fidelity
-) -> tuple[Row, list[Row]]:
+def _measure(kind: Architecture, task: Task, seed: int, options: Fidelity) -> tuple[Row, list[Row]]:
     """Train one model; return what it is like, and the errors of each curvature on it."""
     folder = encoder_folder()  # whose tokenizer is used, and not its weights
-    settings = replace(LORA, model=architecture.name, target_modules=architecture.target_modules)
+    settings = replace(LORA, model=kind.name, target_modules=kind.target_modules)
     settings = settings.for_epochs(options.epochs, len(task.validation), warmup=0)
-    small = SmallModel(
-        task,
-        settings,
-        load_tokenizer(folder),
-        folder,
-        device_of(options.device),
-        options.cache,
-        not options.quiet,
-        architecture=architecture,
-        hidden_size=options.hidden_size,
-        seed=seed,
-    )
+    place = (folder, device_of(options.device), options.cache, not options.quiet)
+    own: Any = {"architecture": kind, "hidden_size": options.hidden_size, "seed": seed}
+    small = SmallModel(task, settings, load_tokenizer(folder), *place, **own)
     train, test = small.records(task.validation), small.records(task.test)
     model = fine_tune(small, train, seed)
     # The norms of a Llama compute in float32 within, for all curvatures alike.
@@ -106,14 +93,10 @@ def _measure(
     sizes = [weight.numel() for weight in weights]
     # Texts of their own batches are not padded.
     (Js, logits), (test_Js, test_logits) = (
-        exactly.jacobians(
-            model.logits_model, weights, tqdm(small.loader(texts, 1), disable=options.quiet)
-        )
-        for texts in (train, test)
+        exactly.jacobians(model.logits_model, weights, tqdm(alone, disable=options.quiet))
+        for alone in (small.loader(train, 1), small.loader(test, 1))
     )
-    labels, test_labels = (
-        torch.tensor([record["labels"] for record in texts]) for texts in (train, test)
-    )
+    labels, test_labels = (labels_of(small.loader(texts)) for texts in (train, test))
     curvature = exactly.DenseCurvature.of_softmax(Js, logits, sizes)
     flat = torch.cat([weight.detach().flatten() for weight in weights])
     prior_precision = exactly.evidence_prior_precision(curvature, flat)
@@ -122,7 +105,7 @@ def _measure(
     exact_figures = (exact, full.covariance(test_Js, prior_precision), prior_precision)
     rows = []
     curvatures = list(all_curvatures(options.ranks, options.hidden_size))
-    for method, settings in tqdm(curvatures, desc=architecture.name, disable=options.quiet):
+    for method, settings in tqdm(curvatures, desc=kind.name, disable=options.quiet):
         la = method.build(model)
         la.fit(small.loader(train))
         found = exactly.approximate_posterior(la, sizes, test_Js, prior_precision)

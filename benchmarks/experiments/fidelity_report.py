@@ -46,13 +46,11 @@ def means(rows: Sequence[Row]) -> list[Row]:
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Places of the points to which no other is equal or lower in both costs, by the first one."""
-
-    def is_beaten(point: tuple[float, float]) -> bool:
-        return any(
-            other != point and other[0] <= point[0] and other[1] <= point[1] for other in points
-        )
-
-    places = [place for place, point in enumerate(points) if not is_beaten(point)]
+    places = [
+        place
+        for place, p in enumerate(points)
+        if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
+    ]
     return sorted(places, key=lambda place: points[place])
 
 

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 from benchmarks.measuring import Job, growth_exponent, repeated_seconds
+from benchmarks.methods.posteriors import LARGE_FACTOR_RANK
 from benchmarks.options import Cost
 from benchmarks.report import Row
 from laplace_lora_ext import LowRankKron
@@ -17,7 +18,6 @@ from laplace_lora_ext.passes import Rows
 WIDEST_STOCK = 2048
 NUMBERS_OF_BLOCKS = (2, 4, 8, 16)
 BLOCK_WIDTH = 1024
-LARGE_FACTOR_RANK = 10
 
 
 def growth(options: Cost, device: str) -> list[Row]:
@@ -35,9 +35,8 @@ def growth(options: Cost, device: str) -> list[Row]:
         ("Stock Kron, eigh of a d x d factor", "d", stock_widths, jobs.stock_decompose),
         (f"lowrank_kron, one batch into blocks of {width}", "blocks", NUMBERS_OF_BLOCKS, many),
     ):
-        figures = [
-            repeated_seconds(job_of(size), options.repetitions, options.limit) for size in sizes
-        ]
+        limits = (options.repetitions, options.limit)
+        figures = [repeated_seconds(job_of(size), *limits) for size in sizes]
         row = {"name": name, "against": against, "sizes": list(sizes), "figures": figures}
         seconds = [figure["median"] for figure in figures]
         rows.append({**row, "seconds": seconds, "exponent": growth_exponent(sizes, seconds)})

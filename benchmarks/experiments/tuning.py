@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, fine_tune, prepare
 from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import posterior
+from benchmarks.methods.priors import PRIORS
 from benchmarks.metrics import quality
 from benchmarks.options import Tuning
 from benchmarks.report import Figures, Row, provenance, save, table, write
@@ -20,7 +21,6 @@ from laplace_lora_ext import LinearizedModel, PredictiveStatistics, TuningHistor
 
 REPETITIONS = 3
 LINKS = ("probit", "mc", "mean_field")
-PRIORS = {structure: {"prior_structure": structure} for structure in ("scalar", "layerwise")}
 
 
 def run(options: Tuning) -> Figures:
@@ -66,9 +66,7 @@ def run(options: Tuning) -> Figures:
     seconds[f"Stock Kron, gridsearch of {points}"] = taken
     seconds[f"the same for {options.grid_size}, in proportion"] = taken * options.grid_size / points
     one_pass = seconds["One prediction pass"]
-    costs = [
-        {"name": name, "seconds": each, "passes": each / one_pass} for name, each in seconds.items()
-    ]
+    costs = [{"name": key, "seconds": x, "passes": x / one_pass} for key, x in seconds.items()]
     figures = {
         **provenance(options, pretrained.device),
         "data": pretrained.description,
@@ -115,9 +113,7 @@ def _choices(
     la: Any, searches: dict[str, dict[str, Any]], test: PredictiveStatistics, options: Tuning
 ) -> tuple[list[Row], dict[str, TuningHistory], dict[str, float]]:
     """Measure what each way of choosing is worth on the test texts."""
-    histories: dict[str, TuningHistory] = {}
-    shares: dict[str, float] = {}
-    rows: list[Row] = []
+    histories, shares, rows = {}, {}, []
     labels: Any = test.targets
     for name, search in searches.items():
         history = histories[name] = la.optimize_prior_precision(**search)

@@ -99,11 +99,7 @@ def other_seeds(model: AdaptedModel, validation: DataLoader) -> Members:
 def scaled(model: AdaptedModel, validation: DataLoader) -> Members:
     """The model with its logits divided by the temperature that validation data prefer."""
     temperature = fit_temperature(model.logits(validation), labels_of(validation))
-
-    def logits_of(batch: Any) -> torch.Tensor:
-        return model.logits_model(batch) / temperature
-
-    return Members(lambda: iter([logits_of]), temperature)
+    return Members(lambda: iter([lambda x: model.logits_model(x) / temperature]), temperature)
 
 
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:

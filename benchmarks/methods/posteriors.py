@@ -118,11 +118,10 @@ class BayesianLoRA:
         inputs = type(batch)({key: value for key, value in batch.items() if key != "labels"})
         # As `LogitsModel` does for the others: no cache, and the answer's logits alone.
         known = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
-        options = {"use_cache": False, "logits_to_keep": 1}
-        options = {key: value for key, value in options.items() if key in known}
+        options = [("use_cache", False), ("logits_to_keep", 1)]
         jacobian, mean = self._package.main.jacobian_mean(
             self._inner,
-            type(batch)({**inputs, **options}),
+            type(batch)({**inputs, **{key: v for key, v in options if key in known}}),
             output_callback=lambda outputs: outputs.logits[:, -1, tokens],
         )
         prior_variance = torch.ones((), device=self._device)

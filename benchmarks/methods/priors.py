@@ -21,15 +21,15 @@ LINKS: dict[str, dict[str, Any]] = {
     "bridge": {"link_approx": "bridge"},
 }
 LAYERWISE = {"prior_structure": "layerwise"}
-EVIDENCES: dict[str, dict[str, Any]] = {
-    "evidence, scalar": {"method": "marglik"},
-    "evidence, layerwise": {"method": "marglik", **LAYERWISE},
-}
-LINEARIZED: dict[str, dict[str, Any]] = {
-    "leave-one-out, scalar": {"method": "linearized_loo"},
-    "leave-one-out, layerwise": {"method": "linearized_loo", **LAYERWISE},
-    "linearized evidence, scalar": {"method": "linearized_marglik"},
-    "linearized evidence, layerwise": {"method": "linearized_marglik", **LAYERWISE},
+PRIORS = {"scalar": {"prior_structure": "scalar"}, "layerwise": LAYERWISE}
+EVIDENCES = {f"evidence, {key}": {"method": "marglik", **prior} for key, prior in PRIORS.items()}
+LINEARIZED = {
+    f"{name}, {key}": {"method": method, **prior}
+    for name, method in (
+        ("leave-one-out", "linearized_loo"),
+        ("linearized evidence", "linearized_marglik"),
+    )
+    for key, prior in PRIORS.items()
 }
 GRID_SEARCH, DESCENT = "validation, scalar", "validation, layerwise"
 SCALED = "validation, factor of linearized evidence"
@@ -49,6 +49,9 @@ class Prediction(NamedTuple):
     is_choice: bool = False  # whether validation data prefer this link to the other ones
 
 
+Predictions = Iterator[Prediction]
+
+
 class _Choice(NamedTuple):
     """A prior precision for a link, and its loss on validation data where they have chosen it."""
 
@@ -62,10 +65,9 @@ class Beliefs:
     """Gaussian logits of a data set under any prior precision; low-rank ones see the data once."""
 
     def __init__(self, la: Any, loader: DataLoader) -> None:
-        self._la = la
-        self._loader = loader
-        passed_once = hasattr(la, "predictive_statistics")
-        self.statistics = la.predictive_statistics(loader) if passed_once else None
+        self._la, self._loader = la, loader
+        gather = getattr(la, "predictive_statistics", None)
+        self.statistics = gather(loader) if gather else None
 
     def moments(self, prior_precisions: Sequence[torch.Tensor]) -> list[Moments]:
         """Mean and covariance of the logits under each prior precision."""
@@ -87,9 +89,7 @@ def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
     return la(x, pred_type="glm", n_samples=samples, **LINKS[link]).detach().cpu()
 
 
-def by_training(
-    la: Any, train: DataLoader | None, loaders: Loaders, samples: int
-) -> Iterator[Prediction]:
+def by_training(la: Any, train: DataLoader | None, loaders: Loaders, samples: int) -> Predictions:
     """Choose prior precisions by the evidence and, given batches, in the linearised model too."""
     data = {} if train is None else {"train_loader": la.linearize(train)}
     choices = []
@@ -102,7 +102,7 @@ def by_training(
 
 def by_validation(
     la: Any, validation: DataLoader, train: DataLoader | None, loaders: Loaders, samples: int
-) -> Iterator[Prediction]:
+) -> Predictions:
     """Choose by a grid, by a factor of the linearised evidence, and by the paper's algorithm 3."""
     beliefs, labels = Beliefs(la, validation), labels_of(validation)
 
@@ -129,9 +129,7 @@ def by_validation(
     return _predictions(la, choices, loaders, samples)
 
 
-def _predictions(
-    la: Any, choices: list[_Choice], loaders: Loaders, samples: int
-) -> Iterator[Prediction]:
+def _predictions(la: Any, choices: list[_Choice], loaders: Loaders, samples: int) -> Predictions:
     distinct = {id(choice.prior_precision): choice.prior_precision for choice in choices}
     moments = {}
     for name, loader in loaders.items():

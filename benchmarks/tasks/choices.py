@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.options import TextRun
 from benchmarks.tasks.docstrings import ENCODER
@@ -24,11 +25,7 @@ def read(options: TextRun, seed: int, validation: int) -> Task:
     return draw(options, seed, sizes, ask, Task("choices", LETTERS, True, (), ()))
 
 
-FINE_TUNING = replace(
-    ENCODER,
-    model="docstring language model",
-    target_modules=("q_proj", "v_proj", "lm_head"),
-    maximum_length=128,
-    learning_rate=5e-3,
-)
+LAYERS = ("q_proj", "v_proj", "lm_head")
+MODEL: Any = {"model": "docstring language model", "target_modules": LAYERS}
+FINE_TUNING = replace(ENCODER, **MODEL, maximum_length=128, learning_rate=5e-3)
 TASK = TaskSource("choices", read, language_model, FINE_TUNING)

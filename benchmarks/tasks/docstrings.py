@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -33,16 +33,8 @@ LIBRARY_NAME = re.compile(
 )
 NEUTRAL_WORD = "library"
 TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
-ENCODER = Hyperparameters(
-    model="all-MiniLM-L6-v2",
-    target_modules=("query", "value"),
-    batch_size=16,
-    maximum_length=32,
-    learning_rate=2e-3,
-    steps=375,
-    checkpoints=5,
-    warmup_steps=20,
-)
+LEARNING: Any = {"learning_rate": 2e-3, "steps": 375, "checkpoints": 5, "warmup_steps": 20}
+ENCODER = Hyperparameters("all-MiniLM-L6-v2", ("query", "value"), 16, 32, **LEARNING)
 
 
 class Documented(NamedTuple):
@@ -56,12 +48,9 @@ class Documented(NamedTuple):
 def source_files(library: str) -> list[Path]:
     """Find the Python files of an installed package, without its tests, in a fixed order."""
     root = package_folder(library)
-
-    def is_test(path: Path) -> bool:
-        parts = path.relative_to(root).with_suffix("").parts
-        return bool(TEST_FOLDERS.intersection(parts)) or path.stem.startswith("test_")
-
-    return [path for path in sorted(root.rglob("*.py")) if not is_test(path)]
+    files = [path for path in sorted(root.rglob("*.py")) if not path.stem.startswith("test_")]
+    parts = {path: path.relative_to(root).with_suffix("").parts for path in files}
+    return [path for path in files if not TEST_FOLDERS.intersection(parts[path])]
 
 
 def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:

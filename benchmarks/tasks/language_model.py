@@ -1,11 +1,9 @@
 """A small Llama-shaped language model, trained from scratch on the installed sources' docstrings.
 
-No pretrained causal language model comes as a package, so the benchmark makes its own. Its texts
-teach it to find again what it has read: summaries that are said twice, and questions which of four
-names is asked for, by the name itself or by its summary. Behind each of the four it has to say
-whether this is the one; from answers behind the last alone, a model this small learns so slowly
-that it found no more than half of the names after 8,000 steps. The functions and classes of the
-benchmark's own task are kept out of the texts.
+No pretrained causal language model comes as a package. Its texts teach it to find again what it has
+read: summaries that are said twice, and questions which of four names is asked for, by the name
+itself or by its summary. Behind each of the four it has to say whether this is the one; from
+answers alone, a model this small learns too slowly. The task's functions are kept out of the texts.
 """
 
 import hashlib
@@ -39,15 +37,11 @@ from benchmarks.training import Hyperparameters, train
 ANSWER = "Answer:"
 PADDING, UNKNOWN = "<pad>", "<unk>"
 VERDICTS = "no", "yes"
+ENCODING: Any = {"padding": True, "truncation": True, "return_tensors": "pt"}
+ENCODING["return_token_type_ids"] = False
 VOCABULARY, HIDDEN_SIZE, LAYERS, HEADS = 2000, 64, 3, 4
 TRAINING = Hyperparameters(
-    model="docstring language model",
-    target_modules=(),
-    batch_size=64,
-    maximum_length=128,
-    learning_rate=4e-3,
-    steps=3000,
-    checkpoints=0,
+    "docstring language model", (), 64, 128, learning_rate=4e-3, steps=3000, checkpoints=0
 )
 
 
@@ -78,13 +72,11 @@ def train_tokenizer(pools: Sequence[Sequence[Named]], vocabulary: int) -> Any:
         single = part in LETTERS
         tokenizer.add_tokens([tokenizers.AddedToken(part, single_word=single, normalized=False)])
     texts = (text for pool in pools for one in pool for text in (one.name, one.summary))
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[PADDING, UNKNOWN], show_progress=False
-    )
+    special = {"special_tokens": [PADDING, UNKNOWN], "show_progress": False}
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocabulary, **special)
     tokenizer.train_from_iterator(texts, trainer)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PADDING, unk_token=UNKNOWN
-    )
+    special = {"pad_token": PADDING, "unk_token": UNKNOWN}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def train_language_model(
@@ -108,14 +100,8 @@ def train_language_model(
     tokenizer.truncation_side = "left"  # a long question keeps its list
 
     def collate(examples: list[Example]) -> tuple[Any, list[Targets]]:
-        encoded = tokenizer(
-            [example.text for example in examples],
-            padding=True,
-            truncation=True,
-            max_length=settings.maximum_length,
-            return_tensors="pt",
-            return_token_type_ids=False,
-        )
+        texts = [example.text for example in examples]
+        encoded = tokenizer(texts, max_length=settings.maximum_length, **ENCODING)
         labels = [example.label for example in examples if example.label is not None]
         if labels:
             return encoded, verdicts_and_answers(encoded["input_ids"], labels, tokenizer)
@@ -169,9 +155,8 @@ def random_examples(
     """Write texts by turns: summaries said twice, questions for a name itself, or for a summary."""
     pools = [pool for pool in pools if len({one.name for one in pool}) >= len(LETTERS)]
     examples = []
-    weights = [len(pool) for pool in pools]
     for _ in range(count):
-        (pool,) = rng.choices(pools, weights)
+        (pool,) = rng.choices(pools, [len(pool) for pool in pools])
         one = rng.choice(pool)
         if step % 3 == 0:
             summary = one.summary.lower()

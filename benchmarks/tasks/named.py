@@ -27,6 +27,9 @@ class Named(NamedTuple):
     file: str
 
 
+Ask = Callable[[list[Named], random.Random], Iterator[Example]]
+
+
 def spoken(name: str) -> str:
     """Spell a name as words in lower case: "minimumEdge_cut" is "minimum edge cut"."""
     return masked(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name.replace("_", " "))).lower()
@@ -72,13 +75,7 @@ def asked_for_choice(
         yield example
 
 
-def draw(
-    options: TextRun,
-    seed: int,
-    sizes: Sizes,
-    ask: Callable[[list[Named], random.Random], Iterator[Example]],
-    task: Task,
-) -> Task:
+def draw(options: TextRun, seed: int, sizes: Sizes, ask: Ask, task: Task) -> Task:
     """Fill a task with what is asked about each library's functions and classes."""
     rng = random.Random(seed)
     examples = {}
@@ -89,15 +86,9 @@ def draw(
     shifted = examples.pop(SHIFTED_LIBRARY)[: sizes.shifted]
     drawn = [one for of_library in examples.values() for one in of_library]
     rng.shuffle(drawn)
-    if len(drawn) < sizes.train + sizes.validation + sizes.test:
-        raise ValueError(
-            f"The installed sources give {len(drawn)} texts for the task {task.name!r}; ask for "
-            "fewer."
-        )
-    return replace(
-        task,
-        train=drawn[: sizes.train],
-        test=drawn[sizes.train : (tested := sizes.train + sizes.test)],
-        validation=drawn[tested : tested + sizes.validation],
-        shifted={SHIFTED_LIBRARY: shifted},
-    )
+    tested = sizes.train + sizes.test
+    if len(drawn) < tested + sizes.validation:
+        raise ValueError(f"The task {task.name} has only {len(drawn)} texts; ask for fewer.")
+    train, test = drawn[: sizes.train], drawn[sizes.train : tested]
+    sets = {"train": train, "test": test, "validation": drawn[tested : tested + sizes.validation]}
+    return replace(task, **sets, shifted={SHIFTED_LIBRARY: shifted})

@@ -14,17 +14,11 @@ from benchmarks.tasks.task import Example, Task, TaskSource
 from benchmarks.training import Hyperparameters
 
 CAUSAL_HYPERPARAMETERS = Hyperparameters(
-    model="meta-llama/Llama-2-7b-hf",
-    target_modules=("q_proj", "v_proj", "lm_head"),
-    batch_size=4,
-    maximum_length=300,
+    "meta-llama/Llama-2-7b-hf", ("q_proj", "v_proj", "lm_head"), batch_size=4, maximum_length=300
 )
 # The paper names no layers of RoBERTa and follows PEFT's defaults, which are these.
 ENCODER_HYPERPARAMETERS = Hyperparameters(
-    model="FacebookAI/roberta-base",
-    target_modules=("query", "value"),
-    batch_size=32,
-    maximum_length=256,
+    "FacebookAI/roberta-base", ("query", "value"), batch_size=32, maximum_length=256
 )
 FALSE_OR_TRUE = ("False", "True")
 
@@ -127,18 +121,13 @@ PAPER_TASKS: dict[str, PaperTask] = {
     "boolq_pairs": _super_glue("boolq", paper_prompts.boolq_pair),
 }
 
-HEALTH = (
-    "anatomy clinical_knowledge college_medicine human_aging nutrition professional_medicine "
-    "virology"
-)
-COMPUTER_SCIENCE = (
-    "college_computer_science computer_security high_school_computer_science machine_learning"
-)
+MEDICINE = ["anatomy", "clinical_knowledge", "college_medicine", "human_aging", "nutrition"]
+SCIENCE = ["college_computer_science", "computer_security", "high_school_computer_science"]
 MMLU_SUBJECTS: dict[str, Sequence[str]] = {
-    "computer_science": COMPUTER_SCIENCE.split(),
+    "computer_science": [*SCIENCE, "machine_learning"],
     "engineering": ["electrical_engineering"],
     "law": ["international_law", "jurisprudence", "professional_law"],
-    "health": HEALTH.split(),
+    "health": [*MEDICINE, "professional_medicine", "virology"],
 }
 
 SHIFTED_TASK = "obqa"

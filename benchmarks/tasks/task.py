@@ -1,6 +1,6 @@
 """What a task is: texts and labels, before any tokenizer or model, and how it is fine-tuned."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -25,7 +25,7 @@ class Task:
     is_prompt: bool
     train: Sequence[Example]
     test: Sequence[Example]
-    shifted: dict[str, Sequence[Example]] = field(default_factory=dict)
+    shifted: Mapping[str, Sequence[Example]] = field(default_factory=dict)
     validation: Sequence[Example] = ()
     truncation_side: Literal["right", "left"] = "right"
 
