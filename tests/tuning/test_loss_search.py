@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from laplace_lora_ext.tuning.loss_search import search_grid, search_line
+from tests.support.models import ragged_batches
+from tests.support.posteriors import fitted
 
 
 def test_a_search_without_a_minimum_says_so():
@@ -59,3 +61,13 @@ def test_a_grid_is_searched_point_by_point():
     history = search_grid(lambda point: next(losses), grid)
     assert torch.equal(history.prior_precision, grid)
     assert history.objective.tolist() == [2.0, math.inf, 1.0]
+
+
+def test_a_descent_is_measured_twenty_times_and_at_its_end():
+    la = fitted()
+    statistics = la.predictive_statistics(ragged_batches(seed=7))
+    options = {"val_loader": statistics, "link_approx": "probit", "n_steps": 45}
+    history = la.optimize_prior_precision(method="val_gd", **options)
+    assert history.step.tolist() == [*range(0, 45, 2), 45]
+    best = history.prior_precision[history.objective.argmin()]
+    torch.testing.assert_close(la.prior_precision, best)
