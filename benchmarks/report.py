@@ -81,7 +81,7 @@ def title_of(key: str) -> str:
     """A figure's key as a title, such as "Fit (s)" for "fit_seconds"."""
     words = key.split("_")
     unit = f" ({UNITS[words.pop()]})" if words[-1] in UNITS and words[1:] else ""
-    title = " ".join(words)
+    title = " ".join(word.upper() if word in {"nll", "ece"} else word for word in words)
     return title[:1].upper() + title[1:] + unit
 
 
