@@ -90,8 +90,7 @@ def read_or_train(
         digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     path = cache / f"fine-tuned-{digest.hexdigest()[:16]}.pt"
     if path.exists():
-        place = next(model.parameters()).device
-        checkpoints = torch.load(path, map_location=place, weights_only=True)
+        checkpoints = torch.load(path, next(model.parameters()).device, weights_only=True)
         model.load_state_dict(checkpoints[max(checkpoints)], strict=False)
         model.eval()
         return checkpoints

@@ -62,8 +62,8 @@ def lines_of(options: Compare) -> list[Line]:
     ]
     if options.every_row:
         lines.append(Line("lowrank_kron", *settings))
-    if options.every_row and settings != protocol:
-        lines += [Line("lowrank_kron_paper", *protocol), Line("lowrank_kron", *protocol)]
+        for key in ("lowrank_kron_paper", "lowrank_kron") if settings != protocol else ():
+            lines.append(Line(key, *protocol))
     return [*lines, RECIPE]
 
 

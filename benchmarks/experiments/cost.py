@@ -36,18 +36,19 @@ def run(options: Cost) -> Figures:
     measuring.set_up(options)
     measured, failures = [], []
     for shape, batches in shapes_of(options, device):
+        rows = []
         place = {"hidden_size": shape.hidden_size, "layers": shape.layers, "dtype": shape.dtype}
         for key in options.contestants:
             if not options.quiet:
-                text = f"{shape.hidden_size}, {shape.dtype}: {METHODS[key].title}"
-                print(text, file=sys.stderr)
+                print(shape.hidden_size, shape.dtype, METHODS[key].title, file=sys.stderr)
             row = {**place, "contestant": key, "name": METHODS[key].title}
             for kind, content in contest(key, shape, batches, options, device):
-                (failures if kind == "failed" else measured).append({**row, **content})
-    bare = {_place(row): row["median"] for row in measured if row["contestant"] == "bare"}
-    for row in measured:
-        seconds = bare.get(_place(row))
-        row["in_bare_loops"] = row["median"] / seconds if seconds else None
+                (failures if kind == "failed" else rows).append({**row, **content})
+        bare = {row["phase"]: row["median"] for row in rows if row["contestant"] == "bare"}
+        for row in rows:
+            seconds = bare.get(row["phase"])
+            row["in_bare_loops"] = row["median"] / seconds if seconds else None
+        measured += rows
     figures = {
         "weights": MEANING,
         **provenance(options, device),
@@ -165,10 +166,6 @@ def _bytes_of(content: Any) -> int:
         return content.nbytes
     parts = content.values() if isinstance(content, Mapping) else content
     return sum(map(_bytes_of, parts)) if isinstance(content, (Mapping, list, tuple)) else 0
-
-
-def _place(row: Row) -> tuple:
-    return row["hidden_size"], row["layers"], row["dtype"], row["phase"]
 
 
 def _fit_growth(measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+from torch.utils.data import DataLoader
 
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, fine_tune, prepare
 from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import posterior
 from benchmarks.methods.priors import PRIORS
 from benchmarks.metrics import quality
+from benchmarks.models import AdaptedModel
 from benchmarks.options import Tuning
 from benchmarks.report import Figures, Row, provenance, save, table, write
 from laplace_lora_ext import LinearizedModel, PredictiveStatistics, TuningHistory
@@ -33,7 +35,6 @@ def run(options: Tuning) -> Figures:
     validation = pretrained.loader("validation", PREDICTION_BATCH_SIZE)
     la = posterior("lowrank_kron").build(model)
     la.fit(train, progress_bar=not options.quiet)
-
     seconds: dict[str, float] = {}
 
     def timed(name: str, job: Callable[[], object]) -> None:
@@ -56,15 +57,11 @@ def run(options: Tuning) -> Figures:
     choices, histories, shares = _choices(la, searches, test, options)
     for name in (name for name in searches if not name.endswith(LINKS[1:])):
         timed(name, lambda name=name: la.optimize_prior_precision(**searches[name]))
-
-    # The host's class predicts from one text at a time at the lowest cost.
-    stock = posterior("stock_kron").build(replace(model, model=copy.deepcopy(model.model)))
-    stock.fit(train, progress_bar=not options.quiet)
-    points = options.stock_grid_size
+    points, size = options.stock_grid_size, options.grid_size
     grid |= {"val_loader": pretrained.loader("validation", 1), "grid_size": points}
-    taken = seconds_of(lambda: stock.optimize_prior_precision(**grid))
+    taken = _stock_seconds(model, train, grid)
     seconds[f"Stock Kron, gridsearch of {points}"] = taken
-    seconds[f"the same for {options.grid_size}, in proportion"] = taken * options.grid_size / points
+    seconds[f"the same for {size}, in proportion"] = taken * size / points
     one_pass = seconds["One prediction pass"]
     costs = [{"name": key, "seconds": x, "passes": x / one_pass} for key, x in seconds.items()]
     figures = {
@@ -87,6 +84,13 @@ def run(options: Tuning) -> Figures:
     _draw_histories(histories, options.output / "tuning.png")
     _draw_shares(shares, options.output / "variance_by_layer.png")
     return figures
+
+
+def _stock_seconds(model: AdaptedModel, train: DataLoader, grid: dict[str, Any]) -> float:
+    """Time the host's class, which predicts from one text at a time at the lowest cost."""
+    stock = posterior("stock_kron").build(replace(model, model=copy.deepcopy(model.model)))
+    stock.fit(train)
+    return seconds_of(lambda: stock.optimize_prior_precision(**grid))
 
 
 def _searches(
