@@ -83,6 +83,7 @@ def command_lines() -> list[str]:
     for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"):
         path = ROOT / name
         text = path.read_text(encoding="utf-8") if path.exists() else ""
+        text = re.sub(r"\\\n\s*", " ", text)  # a line that goes on
         code = re.findall(r"^ {4,}(.+)$", text, re.MULTILINE)
         code += [line for _, block in FENCE.findall(text) for line in block.splitlines()]
         code += re.findall(r"`([^`]+)`", FENCE.sub("", text))

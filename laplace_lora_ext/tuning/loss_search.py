@@ -69,7 +69,7 @@ def search_line(
     Warns
     -----
     UserWarning
-        If the loss is least a factor of 1e8 from the start, which is as far as it goes.
+        If the loss is least a factor of 1e8 from the start or at the limits of float32.
     """
     recorder = Recorder()
     farthest = math.log(_FARTHEST)
@@ -89,7 +89,9 @@ def search_line(
     if history.objective.min() == history.objective.max():
         raise ValueError("The loss does not depend on the prior precision.")
     best = history.prior_precision[history.objective.argmin()]
-    if abs((best / prior_precision).log().mean()) > 0.99 * farthest:
+    lowest, highest = (best.log().min() - REACH[0]).item(), (REACH[1] - best.log().max()).item()
+    moved = abs((best / prior_precision).log().mean().item())
+    if moved > 0.99 * farthest or min(lowest, highest) < 0.01:
         warn(
             "The leave-one-out loss has no minimum in reach: it is least at prior precisions from "
             f"{best.min().item():.3g} to {best.max().item():.3g}. Is the adapter untrained, or the "

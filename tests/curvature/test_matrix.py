@@ -91,6 +91,8 @@ def test_sum_form_operations_equal_dense_ones(shapes, rank, tail, scale):
         )
     else:
         assert kron.logdet() == -torch.inf
+        with pytest.raises(ValueError, match="singular"):
+            kron.inv_square_form(W)
 
 
 def test_sums_add_factors_and_normalizers():

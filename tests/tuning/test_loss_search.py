@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from laplace_lora_ext.tuning.loss_search import search_grid, search_line
+from tests.support.models import ragged_batches
+from tests.support.posteriors import fitted
 
 
 def test_a_search_without_a_minimum_says_so():
@@ -23,9 +25,10 @@ def test_a_line_stays_within_the_range_of_float32(start, sign):
     """From there, the farthest factor would leave it."""
     limits = torch.finfo(torch.float32)
     proportions = torch.tensor([1.0, 2.0])
-    history = search_line(
-        lambda point: sign * math.atan(point.log().mean() / 100), start * proportions, 100
-    )
+    with pytest.warns(UserWarning, match="no minimum in reach"):
+        history = search_line(
+            lambda point: sign * math.atan(point.log().mean() / 100), start * proportions, 100
+        )
     points = history.prior_precision
     assert points.max() <= limits.max * (1 + 1e-9)
     assert points.min() >= limits.tiny * (1 - 1e-9)
@@ -59,3 +62,13 @@ def test_a_grid_is_searched_point_by_point():
     history = search_grid(lambda point: next(losses), grid)
     assert torch.equal(history.prior_precision, grid)
     assert history.objective.tolist() == [2.0, math.inf, 1.0]
+
+
+def test_a_descent_is_measured_twenty_times_and_at_its_end():
+    la = fitted()
+    statistics = la.predictive_statistics(ragged_batches(seed=7))
+    options = {"val_loader": statistics, "link_approx": "probit", "n_steps": 45}
+    history = la.optimize_prior_precision(method="val_gd", **options)
+    assert history.step.tolist() == [*range(0, 45, 2), 45]
+    best = history.prior_precision[history.objective.argmin()]
+    torch.testing.assert_close(la.prior_precision, best)
