@@ -168,9 +168,7 @@ class Cost(Run):
     contestants: tuple[str, ...] = option(CONTESTANTS, "methods to run, by their keys", **MANY)
     repetitions: int = number(5, "calls that are timed, fewer of one that takes very long")
     limit: float = option(40.0, "seconds after which a contestant is ended", type=float)
-    memory_limit: float | None = option(
-        None, "MB that one may add; or all that is free", type=float
-    )
+    memory_limit: float | None = option(None, "MB to add at most; or all free", type=float)
     seed: int = option(0, "seed of weights and tokens", type=int)
 
 
