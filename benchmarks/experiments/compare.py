@@ -1,12 +1,13 @@
 """The main job: fine-tune one model, run every method on it, and report."""
 
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
 from benchmarks.measuring import Send, peak_memory, run_alone, set_up
@@ -79,13 +80,13 @@ def run(options: Compare) -> Figures:
     known = quality(model.logits(train).softmax(-1), labels_of(train))
     trained = time.perf_counter()
     lines = lines_of(options)
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        row = {"name": METHODS[line.method].title, **asdict(line)}
-        row["label"] = label(row)
-        if not options.quiet:
-            print(f"{number}/{len(lines)} {row['label']}", file=sys.stderr)
-        rows.append(row | run_alone(measure, line, pretrained, options))
+    alone = options if options.threads else replace(options, threads=1)  # of two cores
+    with ThreadPoolExecutor(1 if pretrained.device.startswith("cuda") else 2) as pool:
+        found = pool.map(lambda line: run_alone(measure, line, pretrained, alone), lines)
+        progress, rows = tqdm(found, total=len(lines), disable=options.quiet), []
+        for line, row in zip(lines, progress, strict=True):
+            of_line = {"name": METHODS[line.method].title, **asdict(line)}
+            rows.append({**of_line, "label": label(of_line), **row})
     finished = time.perf_counter()
     seconds = {"reading": read - started, "fine_tuning": trained - read}
     data = pretrained.description
@@ -115,8 +116,7 @@ def measure(send: Send, line: Line, pretrained: Pretrained, options: Compare) ->
     set_up(options)
     model = fine_tune(pretrained, pretrained.data["train"], options.seed)
     test = pretrained.loader(TEST, line.prediction_batch_size)
-    (name,) = pretrained.task.shifted
-    shifted = pretrained.loader(name, line.prediction_batch_size)
+    shifted = pretrained.loader(*pretrained.task.shifted, line.prediction_batch_size)
     # The weights are mapped from their file: they count as the model's memory once they are used.
     model.logits([next(iter(test))])
     with peak_memory(pretrained.device) as memory:
