@@ -88,7 +88,7 @@ class Compare(OneModel):
     """
 
     validation_examples: int = number(100, "texts on which a temperature is chosen")
-    test_examples: int | None = number(300, "texts on which every method is measured")
+    test_examples: int | None = number(200, "texts on which every method is measured")
     shifted_examples: int | None = number(100, "texts of another distribution")
     prior_structure: str = option("layerwise", OTHER_ROWS, choices=("scalar", "layerwise"))
     link: str = option("probit", OTHER_ROWS, choices=("mc", "probit"))
