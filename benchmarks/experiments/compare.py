@@ -116,7 +116,7 @@ def measure(send: Send, line: Line, pretrained: Pretrained, options: Compare) ->
     set_up(options)
     model = fine_tune(pretrained, pretrained.data["train"], options.seed)
     test = pretrained.loader(TEST, line.prediction_batch_size)
-    shifted = pretrained.loader(*pretrained.task.shifted, line.prediction_batch_size)
+    shifted = pretrained.loader(next(iter(pretrained.task.shifted)), line.prediction_batch_size)
     # The weights are mapped from their file: they count as the model's memory once they are used.
     model.logits([next(iter(test))])
     with peak_memory(pretrained.device) as memory:
