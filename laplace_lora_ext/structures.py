@@ -79,6 +79,12 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.n_params, self.n_params, device=self._device, dtype=self._dtype)
 
+    def _add_batch(self, H: Any, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        if not self.model.output_size:  # ASDL's Jacobians ask for it before their first pass
+            with self.model.prepared(), torch.no_grad():
+                self.model(X)
+        return super()._add_batch(H, X, y)
+
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
         """Log-determinant of the posterior precision, in float64."""

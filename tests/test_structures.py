@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import laplace
 import pytest
 import torch
+from laplace.curvature.asdl import AsdlGGN
+from laplace.curvature.curvlinops import CurvlinopsGGN
 
 from laplace_lora_ext import LowRankKronEF, LowRankKronGGN
 from tests.support.models import lora_model, pairs, plain_model, ragged_batches
@@ -111,3 +114,16 @@ def test_a_posterior_that_is_not_fitted_says_so(la, use):
     with pytest.raises(AttributeError, match=r"fit\(\)"):
         UNFITTED[use](la, pairs())
     assert la.prior_precision.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+@pytest.mark.parametrize("backend", [CurvlinopsGGN, AsdlGGN])
+def test_the_hosts_own_backends_fit_several_batches(structure, backend):
+    """Their passes may be functional, and their hooks stay from batch to batch."""
+    evidences = []
+    for backend_kwarg in ({"backend": backend}, {}):
+        model = lora_model("bert", torch.float64)
+        la = laplace.Laplace(model, "classification", "lora", structure, **backend_kwarg)
+        la.fit(ragged_batches())
+        evidences.append(la.log_marginal_likelihood().item())
+    assert evidences[0] == pytest.approx(evidences[1], rel=1e-4)

@@ -35,10 +35,14 @@ def check_activations(block: Block, *tensors: torch.Tensor) -> None:
 
 
 def check_logits(logits: torch.Tensor) -> None:
-    """Refuse logits that are not finite, or that no gradient can start from."""
+    """Refuse logits that are not finite."""
     if not torch.isfinite(logits).all():
         raise ValueError("non-finite logits, though every LoRA layer's activations are finite")
-    if not logits.requires_grad:
+
+
+def check_differentiable(*logits_require_grad: bool) -> None:
+    """Refuse passes of which none gives logits that a gradient can start from."""
+    if not any(logits_require_grad):
         raise RuntimeError(
             "The logits carry no gradient to the LoRA layers: the model detaches them, or runs "
             "under torch.no_grad."
@@ -52,24 +56,26 @@ def inspected(
     x: Any,
     check_targets: Callable[[torch.Tensor], object],
 ) -> Iterator[None]:
-    """Check passes that the host makes on a batch `x`, and remove hooks that it leaves behind.
+    """Check passes that the host makes on a batch `x`.
 
     Each pass must call the layers of all blocks; what it returns goes to `check_targets`. Where the
-    host fails for a reason of its own, one more pass names the reason.
+    host fails, the hooks that it leaves behind are removed, and one more pass names the reason.
 
     Raises
     ------
     RuntimeError, ValueError
         As `record`.
     """
-    with _hooks_restored(model):
-        try:
+    restore_hooks = _remember_hooks(model)
+    try:
+        with _checking(model, blocks, check_targets):
+            yield
+    except BaseException as error:
+        restore_hooks()
+        if isinstance(error, Exception):
             with _checking(model, blocks, check_targets):
-                yield
-        except Exception:
-            with _hooks_restored(model), _checking(model, blocks, check_targets):
                 model(x)
-            raise
+        raise
 
 
 @contextmanager
@@ -77,6 +83,7 @@ def _checking(
     model: LogitsModel, blocks: Sequence[Block], check_targets: Callable[[torch.Tensor], object]
 ) -> Iterator[None]:
     n_calls = [0] * len(blocks)
+    differentiable: list[bool] = []
 
     def called(index: int, _: nn.Module, args: tuple, output: torch.Tensor) -> None:
         n_calls[index] += 1
@@ -87,29 +94,32 @@ def _checking(
         n_calls[:] = [0] * len(blocks)
         check_logits(logits)
         check_targets(logits)
+        # A pass for functional derivatives, of which there may be others, has no graph of its own.
+        differentiable.append(logits.requires_grad)
 
     handles = [model.register_forward_hook(finished)]
     for index, block in enumerate(blocks):
         handles.append(block.layer.register_forward_hook(partial(called, index)))
     try:
         yield
+        check_differentiable(*differentiable)
     finally:
         for handle in handles:
             handle.remove()
 
 
-@contextmanager
-def _hooks_restored(model: nn.Module) -> Iterator[None]:
-    """Remove the hooks that were not there before: curvlinops leaves some where it fails."""
+def _remember_hooks(model: nn.Module) -> Callable[[], None]:
+    """What removes the hooks that are added from now on."""
     before = [
         (hooks, set(hooks))
         for module in model.modules()
         for name, hooks in vars(module).items()
         if "_hooks" in name and isinstance(hooks, dict)
     ]
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for hooks, known in before:
             for key in set(hooks) - known:
                 del hooks[key]
+
+    return restore

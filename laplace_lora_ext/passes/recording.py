@@ -17,7 +17,12 @@ from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.positions import Positions
-from laplace_lora_ext.passes.checks import check_activations, check_called, check_logits
+from laplace_lora_ext.passes.checks import (
+    check_activations,
+    check_called,
+    check_differentiable,
+    check_logits,
+)
 
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
@@ -99,6 +104,7 @@ class Recording:
                 for call in calls:
                     check_activations(block, *call)
         check_logits(self.logits)
+        check_differentiable(self.logits.requires_grad)
         self._positions = model.positions(x, len(self.logits))
 
     def visit_inputs(self, visit: Callable[[list[int], Rows], None]) -> None:
