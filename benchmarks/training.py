@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -46,6 +47,31 @@ class Hyperparameters:
         return replace(self, steps=steps, warmup_steps=int(warmup * steps), checkpoints=1)
 
 
+class Recipe:
+    """Maximum likelihood by AdamW without weight decay; other trainings change parts of it."""
+
+    name = "maximum likelihood"
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        """Add what is trained beside the weights."""
+
+    def optimizer(self, weights: list[torch.nn.Parameter], settings: Hyperparameters) -> Any:
+        return torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0)
+
+    def drawing(self, optimizer: Any) -> AbstractContextManager[Any]:
+        """Where a gradient is taken: with the weights, or with a sample of them."""
+        return nullcontext()
+
+    def after_step(
+        self, model: torch.nn.Module, step: int, steps_an_epoch: int, pace: float
+    ) -> None:
+        """Do what is not in the loss; `pace` is the schedule's share of the learning rate."""
+
+    def deviations(self, model: torch.nn.Module, optimizer: Any) -> Weights:
+        """What a checkpoint keeps beside the weights."""
+        return {}
+
+
 def train(
     model: torch.nn.Module,
     loader: DataLoader,
@@ -53,10 +79,13 @@ def train(
     settings: Hyperparameters,
     show_progress: bool,
     maximum_gradient_norm: float = math.inf,
+    recipe: Recipe | None = None,
 ) -> dict[int, Weights]:
-    """Train what requires gradients, without weight decay; copies of it by the number of steps."""
+    """Train what requires gradients; copies of it by the number of steps."""
+    recipe = recipe or Recipe()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=settings.learning_rate, weight_decay=0.0)
+    optimizer = recipe.optimizer(list(trained.values()), settings)
+    first_rate = optimizer.param_groups[0]["lr"]
     steps = (settings.warmup_steps, settings.steps)
     schedule = transformers.get_linear_schedule_with_warmup(optimizer, *steps)
     checkpoints = {}
@@ -64,15 +93,19 @@ def train(
     model.train()
     progress = tqdm(range(1, settings.steps + 1), desc="Training", disable=not show_progress)
     for step in progress:
-        loss = loss_of(next(batches))
-        loss.backward()
+        batch = next(batches)
+        with recipe.drawing(optimizer):
+            loss = loss_of(batch)
+            loss.backward()
         if maximum_gradient_norm < math.inf:
             torch.nn.utils.clip_grad_norm_(trained.values(), maximum_gradient_norm)
         optimizer.step()
+        recipe.after_step(model, step, len(loader), schedule.get_last_lr()[0] / first_rate)
         schedule.step()
         optimizer.zero_grad()
         if step in settings.checkpoint_steps:
-            checkpoints[step] = {name: p.detach().clone() for name, p in trained.items()}
+            weights = {name: p.detach().clone() for name, p in trained.items()}
+            checkpoints[step] = weights | recipe.deviations(model, optimizer)
         progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
     if not math.isfinite(loss.item()):
         raise RuntimeError("Training diverged; lower the learning rate.")

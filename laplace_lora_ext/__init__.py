@@ -19,6 +19,7 @@ from laplace_lora_ext.structures import (
     KronLoRALaplace,
 )
 from laplace_lora_ext.tuning import (
+    Agreement,
     GridSearch,
     LinearizedLOO,
     LinearizedMarglik,
@@ -29,6 +30,7 @@ from laplace_lora_ext.tuning import (
 
 __all__ = [
     "PAPER_SETTINGS",
+    "Agreement",
     "DiagLoRALaplace",
     "FullLoRALaplace",
     "GridSearch",

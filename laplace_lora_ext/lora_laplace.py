@@ -293,8 +293,13 @@ class LoRALaplace(ParametricLaplace):
         optimize_sigma_noise: bool = False,
         batch_size: int = 4,
         generator: torch.Generator | None = None,
-        train_loader: DataLoader | Iterable[Any] | LinearizedModel | None = None,
+        train_loader: DataLoader
+        | Iterable[Any]
+        | LinearizedModel
+        | PredictiveStatistics
+        | None = None,
         pooling: float = 3.0,
+        max_change: float = 0.1,
     ) -> TuningHistory:
         """Choose the prior precision; if anything goes wrong, it stays as it was.
 
@@ -353,10 +358,8 @@ class LoRALaplace(ParametricLaplace):
             raise
         self._agreement = MapAgreement()
 
-    def validation_statistics(
-        self, val_loader: Any, progress_bar: bool
-    ) -> PredictiveStatistics | None:
-        """Statistics of validation data, with targets, where the structure has such."""
+    def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics | None:
+        """Statistics of a data set, or those that are given, where the structure has such."""
         return None
 
     @without_autocast

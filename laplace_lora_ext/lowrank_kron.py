@@ -165,16 +165,12 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         variances = statistics.variance_by_block(prior_precision, self._H_factor)
         return VarianceShares.of(self.blocks, variances.mean(0))
 
-    def validation_statistics(self, val_loader: Any, progress_bar: bool) -> PredictiveStatistics:
-        if isinstance(val_loader, PredictiveStatistics):
-            self._check_H_init()
-            val_loader.check_fit(self.H.spectrum)
-            statistics = val_loader
-        else:
-            statistics = self.predictive_statistics(val_loader, progress_bar)
-        if statistics.targets is None:
-            raise ValueError("Validation data need labels, and the loader gives none.")
-        return statistics
+    def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics:
+        if not isinstance(loader, PredictiveStatistics):
+            return self.predictive_statistics(loader, progress_bar)
+        self._check_H_init()
+        loader.check_fit(self.H.spectrum)
+        return loader
 
     def _statistics(
         self,

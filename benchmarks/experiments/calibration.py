@@ -5,14 +5,16 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.benchmark import timer
 
 from benchmarks import metrics
 from benchmarks.experiments.calibration_report import SPLIT, WHOLE, draw, text_of
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
-from benchmarks.measuring import set_up
+from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import METHODS, posterior
 from benchmarks.methods.method import Method, PointMethod, Posterior
 from benchmarks.methods.priors import Prediction, by_training, by_validation
@@ -21,7 +23,8 @@ from benchmarks.options import Calibration
 from benchmarks.report import Figures, Row, provenance, write
 from benchmarks.training import Records
 
-POINTS = ("map", "mc_dropout", "checkpoint_ensemble", "deep_ensemble", "temperature_scaling")
+ENSEMBLES = ("mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon")
+POINTS = ("map", *ENSEMBLES, "temperature_scaling")
 CURVATURES = ("diag", "kron", "lowrank_kron_paper", "lowrank_kron", "mean_at_start")
 CONTESTANTS = (*POINTS, "last_layer", "first_half", *CURVATURES)
 ALONG_TRAINING = (*POINTS, "lowrank_kron_paper", "lowrank_kron")
@@ -29,6 +32,7 @@ NO_CLASS = -1  # label of a text for which no class is right
 VALIDATION_SHARE = 0.2
 FIRM = 1e12  # a prior precision beside which no curvature counts
 GROUPS = 8  # of texts by their margins
+TIMED_BATCHES = 4  # of a posterior's predictions
 
 
 def run(options: Calibration) -> Figures:
@@ -145,28 +149,39 @@ class Trial:
         for method in (method for method in self.methods if method.key in keys):
             if self.pretrained.show_progress:
                 print(f"Seed {self.seed}, {protocol}: {method.title}", file=sys.stderr)
-            for prediction in self._predictions(method, model, train, validation):
+            for prediction, seconds in self._predictions(method, model, train, validation):
                 if method.key == "map":
                     map_classes = prediction.probabilities[TEST].argmax(-1)
                 name = {"protocol": protocol, "method": method.key, "name": method.title}
-                rows.append({**name, **self._row(prediction, map_classes)})
+                rows.append({**name, **seconds, **self._row(prediction, map_classes)})
         return rows
 
     def _predictions(
         self, method: Method, model: AdaptedModel, train: Records, validation: Records
-    ) -> Iterator[Prediction]:
+    ) -> Iterator[tuple[Prediction, dict[str, float]]]:
+        """Predictions, and seconds of a fit and of predictions of the test texts."""
         held_out = self.pretrained.loader(validation, PREDICTION_BATCH_SIZE)
+        texts = self.pretrained.loader(train, PREDICTION_BATCH_SIZE)
+        test, started = self.loaders[TEST], timer()
         if isinstance(method, PointMethod):
             if method.needs_validation == bool(validation) or method.key == "map":
-                members = method.fit(model, held_out)
+                members = method.fit(model, texts, held_out)
+                seconds = {"fit_seconds": timer() - started}
+                seconds["predict_seconds"] = seconds_of(lambda: members.predict({TEST: test}))
                 chosen_by = "validation" if method.needs_validation else ""
                 found = members.predict(self.loaders)
-                yield Prediction(found, chosen_by, chosen=members.temperature)
+                yield Prediction(found, chosen_by, chosen=members.temperature), seconds
         elif isinstance(method, Posterior):
             la = self._fitted(method, model, train)
-            texts = self.pretrained.loader(train, PREDICTION_BATCH_SIZE)
+            seconds = {"fit_seconds": timer() - started}
+            batches = list(islice(test, TIMED_BATCHES))
+            each = seconds_of(lambda: [la(batch, link_approx="probit") for batch in batches])
+            seconds["predict_seconds"] = each * len(test) / len(batches)
             data = (texts if method.linearized else None, self.loaders, self.samples)
-            yield from by_validation(la, held_out, *data) if validation else by_training(la, *data)
+            choose = (
+                partial(by_validation, la, held_out) if validation else partial(by_training, la)
+            )
+            yield from ((prediction, seconds) for prediction in choose(*data))
 
     def _fitted(self, method: Posterior, model: AdaptedModel, records: Records) -> Any:
         la = method.build(model)

@@ -12,8 +12,9 @@ from benchmarks.report import Figures, Row, draw_reliability, hardware_of, label
 WHOLE, SPLIT = "whole training set", "80/20 split"
 IDENTITY = ["name", "protocol", "chosen_by", "link"]
 PREFERRED = "preferred"  # the link of a method that a seed's validation data prefer
-ENSEMBLES = ("map", "mc_dropout", "checkpoint_ensemble", "deep_ensemble")
+ENSEMBLES = ("map", "mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon")
 FIGURES = ["accuracy", "nll", "ece", "calibrated_ece", "brier", "away_from_map"]
+FIGURES += ["fit_seconds", "predict_seconds"]
 # The rows that diagrams show: rivals, the paper's choices, and the library's.
 DRAWN = {
     *((WHOLE, key, "", "") for key in ENSEMBLES),
@@ -22,7 +23,8 @@ DRAWN = {
     (WHOLE, "lowrank_kron", "evidence, scalar", "mc"),
     (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "mc"),
     (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "probit"),
-    (WHOLE, "lowrank_kron", "leave-one-out, layerwise", "mean field"),
+    (WHOLE, "lowrank_kron", "leave-one-out, scalar", "mean field"),
+    (WHOLE, "lowrank_kron", "agreement", "mean field"),
     (SPLIT, "temperature_scaling", "validation", ""),
     (SPLIT, "lowrank_kron", "validation, factor of linearized evidence", "mean field"),
 }

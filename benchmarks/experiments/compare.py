@@ -13,7 +13,7 @@ from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine
 from benchmarks.measuring import Send, peak_memory, run_alone, set_up
 from benchmarks.methods import METHODS, posterior
 from benchmarks.methods.method import PointMethod, labels_of
-from benchmarks.methods.priors import EVIDENCES, LINEARIZED, probabilities
+from benchmarks.methods.priors import AGREEMENT, EVIDENCES, WITH_DATA, probabilities
 from benchmarks.metrics import quality, reliability, shift_detection
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Compare
@@ -44,7 +44,7 @@ class Line:
     prediction_batch_size: int = PREDICTION_BATCH_SIZE
 
 
-RECIPE = Line("lowrank_kron", "leave-one-out, layerwise", "mean field")  # the README's example
+RECIPE = Line("lowrank_kron", AGREEMENT, "mean field")  # the README's example
 
 
 def lines_of(options: Compare) -> list[Line]:
@@ -97,12 +97,12 @@ def run(options: Compare) -> Figures:
         "methods": rows,
         "seconds": {**seconds, "methods": finished - trained},
     }
-    ((name, count),) = data["shifted"].items()
+    shifted = ", ".join(f"{count} of {name}" for name, count in data["shifted"].items())
     summary = (
         f"{pretrained.hyperparameters.model} with LoRA, fine-tuned on {data['train']} texts of "
         f"the task {data['name']} (training accuracy {known['accuracy']:.3f}, NLL "
         f"{known['nll']:.4f}); measured on {data['test']} texts of {', '.join(data['classes'])};\n"
-        f"shifted texts: {count} of {name}. {hardware_of(figures)}; seed {options.seed}; "
+        f"shifted texts: {shifted or 'none'}. {hardware_of(figures)}; seed {options.seed}; "
         f"{finished - started:.0f} s in all."
     )
     report = f"{summary}\n\n{table(rows, COLUMNS.split())}"
@@ -116,7 +116,9 @@ def measure(send: Send, line: Line, pretrained: Pretrained, options: Compare) ->
     set_up(options)
     model = fine_tune(pretrained, pretrained.data["train"], options.seed)
     test = pretrained.loader(TEST, line.prediction_batch_size)
-    shifted = pretrained.loader(next(iter(pretrained.task.shifted)), line.prediction_batch_size)
+    shifted = [
+        pretrained.loader(name, line.prediction_batch_size) for name in pretrained.task.shifted
+    ]
     # The weights are mapped from their file: they count as the model's memory once they are used.
     model.logits([next(iter(test))])
     with peak_memory(pretrained.device) as memory:
@@ -125,10 +127,10 @@ def measure(send: Send, line: Line, pretrained: Pretrained, options: Compare) ->
         fitted_at = time.perf_counter()
         found = predict(test)
         predicted_at = time.perf_counter()
-        found_shifted = predict(shifted)
+        found_shifted = [predict(loader) for loader in shifted]
     figures = {
         **quality(found, labels_of(test)),
-        **shift_detection(found, found_shifted),
+        **(shift_detection(found, torch.cat(found_shifted)) if shifted else {}),
         "fit_seconds": fitted_at - started,
         "predict_seconds": predicted_at - fitted_at,
         "peak_megabytes": memory["megabytes"],
@@ -144,14 +146,15 @@ def fitted(
     """Fit a method; return what predicts batches, and its temperature or prior precisions."""
     method = METHODS[line.method]
     if isinstance(method, PointMethod):
-        members = method.fit(model, pretrained.loader("validation", PREDICTION_BATCH_SIZE))
+        validation = pretrained.loader("validation", PREDICTION_BATCH_SIZE)
+        members = method.fit(model, pretrained.loader("train", PREDICTION_BATCH_SIZE), validation)
         chosen = {"temperature": members.temperature} if method.needs_validation else {}
         return lambda batches: members.predict({"": batches})[""], chosen
     train = pretrained.loader("train", line.fit_batch_size)
     la = posterior(line.method).build(model)
     la.fit(train)
-    data = {"train_loader": train} if line.chosen_by in LINEARIZED else {}
-    la.optimize_prior_precision(**(EVIDENCES | LINEARIZED)[line.chosen_by], **data)
+    data = {"train_loader": train} if line.chosen_by in WITH_DATA else {}
+    la.optimize_prior_precision(**(EVIDENCES | WITH_DATA)[line.chosen_by], **data)
 
     def predict(batches: Any) -> torch.Tensor:
         return torch.cat([probabilities(la, batch, line.link, samples) for batch in batches])

@@ -5,9 +5,10 @@ from functools import partial
 from laplace.curvature.asdl import AsdlGGN
 
 from benchmarks.methods import method as points
-from benchmarks.methods import posteriors
+from benchmarks.methods import posteriors, sampled
 from benchmarks.methods.method import Method, PointMethod, Posterior
 
+BLOB, IVON = (partial(sampled.retrained, kind()) for kind in (sampled.BLoB, sampled.IVONLoRA))
 MEAN_AT_START = "lowrank_kron, prior mean at start"
 ASDL = partial(posteriors.stock, structure="kron", backend=AsdlGGN)
 METHODS: dict[str, Method] = {
@@ -16,9 +17,12 @@ METHODS: dict[str, Method] = {
         PointMethod("map", "MAP", points.as_it_is),
         PointMethod("mc_dropout", "MC dropout", points.with_dropout),
         PointMethod("checkpoint_ensemble", "Checkpoint ensemble", points.last_checkpoints),
-        PointMethod("deep_ensemble", "Deep ensemble", points.other_seeds),
+        PointMethod("deep_ensemble", "Deep ensemble", points.other_seeds, trainings=2),
+        PointMethod("tfb", "TFB", sampled.training_free),
+        PointMethod("blob", "BLoB", BLOB, trainings=1),
+        PointMethod("ivon", "IVON-LoRA", IVON, trainings=1),
         PointMethod("temperature_scaling", "Temperature scaling", points.scaled, True),
-        Posterior("last_layer", "Last layer (LLLA)", posteriors.of_last_layer),
+        Posterior("last_layer", "Last layer (LLLA)", posteriors.of_last_layer, linearized=True),
         Posterior("first_half", "First half of the layers", posteriors.of_first_half),
         # The stock curvatures through this library's class, and the stock classes themselves.
         Posterior("diag", "Stock diag", partial(posteriors.over_lora, structure="diag")),

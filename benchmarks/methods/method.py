@@ -1,6 +1,6 @@
 """What a method is, and those without a posterior: MAP, ensembles, temperature scaling."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class Members:
     temperature: float | None = None
 
     @torch.no_grad()
-    def predict(self, loaders: Loaders) -> Probabilities:
+    def predict(self, loaders: Mapping[str, Iterable[Any]]) -> Probabilities:
         """Mean of the members' probabilities."""
         draws: dict[str, list[torch.Tensor]] = {name: [] for name in loaders}
         for logits_of in self.logits():
@@ -47,10 +47,11 @@ class Members:
 
 @dataclass(frozen=True)
 class PointMethod(Method):
-    """A method without a posterior: `fit` takes the model and, if need be, validation batches."""
+    """A method without a posterior: `fit` takes the model, and training and validation batches."""
 
-    fit: Callable[[AdaptedModel, DataLoader], Members]
+    fit: Callable[[AdaptedModel, DataLoader, DataLoader], Members]
     needs_validation: bool = False
+    trainings: int = 0  # beside the model's own
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,11 @@ def labels_of(loader: DataLoader) -> torch.Tensor:
     return torch.tensor([record["labels"] for record in records])
 
 
-def as_it_is(model: AdaptedModel, validation: DataLoader) -> Members:
+def as_it_is(model: AdaptedModel, *_: DataLoader) -> Members:
     return Members(lambda: iter([model.logits_model]))
 
 
-def with_dropout(model: AdaptedModel, validation: DataLoader) -> Members:
+def with_dropout(model: AdaptedModel, *_: DataLoader) -> Members:
     """Passes with the dropout of the training."""
 
     def passes() -> Iterator[LogitsOf]:
@@ -82,13 +83,13 @@ def with_dropout(model: AdaptedModel, validation: DataLoader) -> Members:
     return Members(passes)
 
 
-def last_checkpoints(model: AdaptedModel, validation: DataLoader) -> Members:
+def last_checkpoints(model: AdaptedModel, *_: DataLoader) -> Members:
     """The last checkpoints of one training; the last one stays."""
     steps = list(model.checkpoints)[-CHECKPOINTS_IN_ENSEMBLE:]
     return Members(lambda: (model.at(step).logits_model for step in steps))
 
 
-def other_seeds(model: AdaptedModel, validation: DataLoader) -> Members:
+def other_seeds(model: AdaptedModel, *_: DataLoader) -> Members:
     """Trainings that differ in their seeds, as far as this one has come."""
     assert model.another is not None
     step = max(model.checkpoints)
@@ -96,7 +97,7 @@ def other_seeds(model: AdaptedModel, validation: DataLoader) -> Members:
     return Members(lambda: iter([member.logits_model for member in (model, *others)]))
 
 
-def scaled(model: AdaptedModel, validation: DataLoader) -> Members:
+def scaled(model: AdaptedModel, _: DataLoader, validation: DataLoader) -> Members:
     """The model with its logits divided by the temperature that validation data prefer."""
     temperature = fit_temperature(model.logits(validation), labels_of(validation))
     return Members(lambda: iter([lambda x: model.logits_model(x) / temperature]), temperature)

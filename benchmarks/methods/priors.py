@@ -8,9 +8,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.methods.method import Loaders, Probabilities, labels_of
+from benchmarks.methods.sampled import MOST_CHANGED, SAMPLES
 from benchmarks.metrics import negative_log_likelihood
 from laplace_lora_ext import Moments
 from laplace_lora_ext.passes import jacobians
+from laplace_lora_ext.predictive.sampling import gaussian_samples
 
 # Links and searches, in the words of a table and as keywords of the host's.
 LINKS: dict[str, dict[str, Any]] = {
@@ -31,6 +33,8 @@ LINEARIZED = {
     )
     for key, prior in PRIORS.items()
 }
+AGREEMENT, TFB_RULE = "agreement", "TFB's rule"
+WITH_DATA = {AGREEMENT: {"method": "agreement"}, **LINEARIZED}
 GRID_SEARCH, DESCENT = "validation, scalar", "validation, layerwise"
 SCALED = "validation, factor of linearized evidence"
 GRID = torch.logspace(-2, 4, 49)
@@ -91,13 +95,36 @@ def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
 
 def by_training(la: Any, train: DataLoader | None, loaders: Loaders, samples: int) -> Predictions:
     """Choose prior precisions by the evidence and, given batches, in the linearised model too."""
-    data = {} if train is None else {"train_loader": la.linearize(train)}
+    searches: dict[str, Any] = dict(EVIDENCES)
+    if train is not None:
+        statistics, linearized = la.predictive_statistics(train), la.linearize(train)
+        for chosen_by, search in WITH_DATA.items():
+            data = statistics if chosen_by == AGREEMENT else linearized
+            searches[chosen_by] = {**search, "train_loader": data}
     choices = []
-    for chosen_by, search in (EVIDENCES | LINEARIZED if data else EVIDENCES).items():
-        la.optimize_prior_precision(**search, **(data if chosen_by in LINEARIZED else {}))
+    for chosen_by, search in searches.items():
+        la.optimize_prior_precision(**search)
         prior_precision = la.prior_precision.clone()
         choices += [_Choice(chosen_by, link, prior_precision) for link in LINKS]
+    if train is not None:
+        prior_precision = by_tfb_rule(Beliefs(la, train))
+        choices += [_Choice(TFB_RULE, link, prior_precision) for link in LINKS]
     return _predictions(la, choices, loaders, samples)
+
+
+def by_tfb_rule(beliefs: "Beliefs") -> torch.Tensor:
+    """The smallest of a grid of scalars at which ten draws' mean keeps the predicted classes.
+
+    TFB's rule for our covariance: of the training texts, at most 1 % may change class.
+    """
+    for prior_precision in GRID:
+        (moments,) = beliefs.moments([prior_precision[None]])
+        draws = torch.Generator().manual_seed(0)
+        noise = torch.randn((SAMPLES, *moments.f_mu.shape), generator=draws)
+        found = gaussian_samples(moments.f_mu, moments.f_var, noise).softmax(-1).mean(0)
+        if (found.argmax(-1) != moments.f_mu.argmax(-1)).double().mean() <= MOST_CHANGED:
+            break
+    return prior_precision[None]
 
 
 def by_validation(

@@ -5,19 +5,16 @@ downloaded or stored; every run reads the first paragraph of their public docstr
 """
 
 import ast
-import random
 import re
-import warnings
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
-from benchmarks.models import encoder_folder, package_folder
+from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
-from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
+from benchmarks.tasks.balanced import draw_balanced
+from benchmarks.tasks.sources import drawn_files, syntax_tree
+from benchmarks.tasks.task import Sizes, Task, TaskSource
 from benchmarks.training import Hyperparameters
 
 LIBRARIES = ("numpy", "scipy", "networkx", "sympy", "torch")
@@ -32,7 +29,6 @@ LIBRARY_NAME = re.compile(
     re.IGNORECASE,
 )
 NEUTRAL_WORD = "library"
-TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
 LEARNING: Any = {"learning_rate": 2e-3, "steps": 375, "checkpoints": 5, "warmup_steps": 20}
 ENCODER = Hyperparameters("all-MiniLM-L6-v2", ("query", "value"), 16, 32, **LEARNING)
 
@@ -45,20 +41,9 @@ class Documented(NamedTuple):
     file: Path
 
 
-def source_files(library: str) -> list[Path]:
-    """Find the Python files of an installed package, without its tests, in a fixed order."""
-    root = package_folder(library)
-    files = [path for path in sorted(root.rglob("*.py")) if not path.stem.startswith("test_")]
-    parts = {path: path.relative_to(root).with_suffix("").parts for path in files}
-    return [path for path in files if not TEST_FOLDERS.intersection(parts[path])]
-
-
 def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:
     """Yield name and first docstring paragraph of each public function and class of a source."""
-    with warnings.catch_warnings():
-        # Invalid escapes in somebody else's sources are not this benchmark's business.
-        warnings.simplefilter("ignore", SyntaxWarning)
-        pending: list[ast.AST] = [ast.parse(source)]
+    pending = [syntax_tree(source)]
     while pending:
         for node in ast.iter_child_nodes(pending.pop()):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -79,10 +64,7 @@ def read_library(
 ) -> list[Documented]:
     """Collect each masked summary of an installed library once, in the order of the sources."""
     found: dict[str, Documented] = {}
-    files = source_files(library)
-    if maximum_files is not None and len(files) > maximum_files:
-        files = random.Random(seed).sample(files, maximum_files)
-    for path in tqdm(files, desc=f"Reading {library}", disable=not show_progress, unit="file"):
+    for path in drawn_files(library, seed, maximum_files, show_progress):
         for name, summary in docstring_summaries(path.read_text(encoding="utf-8")):
             text = masked(summary)
             if len(text.split()) >= MINIMUM_WORDS:
@@ -102,30 +84,9 @@ def read_docstrings(
     """Draw balanced, disjoint sets of texts; a label is the library's place in `LIBRARIES`."""
     libraries = (*LIBRARIES, SHIFTED_LIBRARY)
     found = [read_library(library, seed, files_per_library, show_progress) for library in libraries]
-    # A text that occurs in more than one library has no one right answer.
-    owners = Counter(one.summary.casefold() for of_library in found for one in of_library)
-    texts = [
-        [one.summary for one in of_library if owners[one.summary.casefold()] == 1]
-        for of_library in found
-    ]
-    generator = random.Random(seed)
-    for library_texts in texts:
-        generator.shuffle(library_texts)
-
-    def draw(count: int) -> list[Example]:
-        examples = []
-        for place in range(count):
-            label = place % len(LIBRARIES)
-            if not texts[label]:
-                raise ValueError(f"{LIBRARIES[label]} has too few docstrings; ask for fewer texts.")
-            examples.append(Example(texts[label].pop(), label))
-        return examples
-
-    if len(texts[-1]) < sizes.shifted:
-        raise ValueError(f"{SHIFTED_LIBRARY} has only {len(texts[-1])} texts; ask for fewer.")
-    shifted = {SHIFTED_LIBRARY: [Example(text, None) for text in texts[-1][: sizes.shifted]]}
-    train, validation, test = (draw(count) for count in (sizes.train, sizes.validation, sizes.test))
-    return Task("docstrings", LIBRARIES, False, train, test, shifted, validation)
+    texts = [[one.summary for one in of_library] for of_library in found]
+    sets = draw_balanced(texts, LIBRARIES, sizes, seed, SHIFTED_LIBRARY)
+    return Task("docstrings", LIBRARIES, False, **sets)
 
 
 TASK = TaskSource("docstrings", read, lambda options: encoder_folder(), ENCODER)

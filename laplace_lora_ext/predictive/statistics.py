@@ -103,6 +103,12 @@ class PredictiveStatistics:
         if not torch.equal(self.spectrum.leading, spectrum.leading):
             raise ValueError("The statistics are those of another fit: gather them again.")
 
+    def required_targets(self) -> torch.Tensor:
+        """The targets; an error where the data had none."""
+        if self.targets is None:
+            raise ValueError("Validation data need labels, and the loader gives none.")
+        return self.targets
+
     def __len__(self) -> int:
         return len(self.f_mu)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from laplace_lora_ext.tuning.agreement import Agreement
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.linearized_loo import LinearizedLOO
@@ -16,6 +17,7 @@ from laplace_lora_ext.tuning.val_gd import ValGD
 
 __all__ = [
     "METHODS",
+    "Agreement",
     "GridSearch",
     "LinearizedLOO",
     "LinearizedMarglik",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 METHODS: dict[str, type[TuningMethod]] = {
+    "agreement": Agreement,
     "marglik": Marglik,
     "linearized_marglik": LinearizedMarglik,
     "linearized_loo": LinearizedLOO,

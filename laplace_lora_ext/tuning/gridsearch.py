@@ -102,11 +102,10 @@ class GridSearch(TuningMethod):
         """Validation batches as pairs or mappings, anew at each prior precision."""
         statistics = None
         if self.pred_type == "glm":
-            statistics = la.validation_statistics(self.val_loader, self.progress_bar)
+            statistics = la.statistics_of(self.val_loader, self.progress_bar)
         if statistics is None:
             return self._checked_batches(la)
-        targets = statistics.targets
-        assert targets is not None
+        targets = statistics.required_targets()
 
         def batches() -> Iterable[Any]:
             moments = statistics.moments(torch.as_tensor(la.prior_precision), la._H_factor)

@@ -117,8 +117,7 @@ def minimize_validation_loss(
     step and 20 times on the way, always with the same draws. The leaf `log_prior_precision` is
     changed in place, to the best of the measured ones; the other arguments are those of `ValGD`.
     """
-    targets = statistics.targets
-    assert targets is not None
+    targets = statistics.required_targets()
     recorder = Recorder()
     optimizer = torch.optim.Adam([log_prior_precision], lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=n_steps)

@@ -63,7 +63,7 @@ class ValGD(TuningMethod):
 
     def _search(self, la: Tunable) -> TuningHistory:
         logarithm = self._start(la).log().requires_grad_()
-        statistics = la.validation_statistics(self.val_loader, self.progress_bar)
+        statistics = la.statistics_of(self.val_loader, self.progress_bar)
         if statistics is None:
             raise NotImplementedError(
                 'method="val_gd" needs hessian_structure="lowrank_kron": use "gridsearch" instead.'

@@ -63,14 +63,15 @@ def test_rewards_are_those_of_the_model():
 
 
 @pytest.mark.parametrize(
-    "method", ["marglik", "linearized_marglik", "linearized_loo", "gridsearch", "val_gd"]
+    "method",
+    ["agreement", "marglik", "linearized_marglik", "linearized_loo", "gridsearch", "val_gd"],
 )
 def test_the_prior_precision_is_tuned_on_preferences(method):
     la = fit(lora_model("bert", n_labels=1))
     data = {} if method == "marglik" else {"val_loader": [preferences()]}
-    if method.startswith("linearized"):
+    if method.startswith("linearized") or method == "agreement":
         data = {"train_loader": [preferences()]}
-    steps = {} if method == "gridsearch" else {"n_steps": 200}
+    steps = {} if method in ("agreement", "gridsearch") else {"n_steps": 200}
     history = la.optimize_prior_precision(method=method, **data, **steps)
     assert torch.isfinite(history.objective).all()
     assert la.prior_precision.item() != 0.5

@@ -14,6 +14,13 @@ from tests.support.posteriors import fitted, generator
 
 # Of each method, options that all differ from their defaults and matter for the result.
 OPTIONS = {
+    "agreement": {
+        "train_loader": ragged_batches(),
+        "init_prior_prec": 3.0,
+        "prior_structure": "layerwise",
+        "max_change": 0.3,
+        "n_samples": 7,
+    },
     "marglik": {"n_steps": 4, "lr": 0.3, "tolerance": 0, "prior_structure": "layerwise"},
     "linearized_marglik": {
         "train_loader": ragged_batches(),

@@ -1,0 +1,51 @@
+"""The task exceptions: which exception a message is raised with."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+
+from benchmarks.models import encoder_folder
+from benchmarks.options import TextRun
+from benchmarks.tasks.balanced import draw_balanced
+from benchmarks.tasks.docstrings import ENCODER, LIBRARIES, SHIFTED_LIBRARY, masked
+from benchmarks.tasks.sources import syntax_trees
+from benchmarks.tasks.task import Sizes, Task, TaskSource
+
+EXCEPTIONS = ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")
+MINIMUM_WORDS = 4
+BLANK = "..."  # for what an f-string fills in
+
+
+def read(options: TextRun, seed: int, validation: int) -> Task:
+    """Draw the messages that the options ask for."""
+    sizes = Sizes(100, validation, 500, 0).asked(options)
+    messages = defaultdict(list)
+    for library in (*LIBRARIES, SHIFTED_LIBRARY):
+        for tree in syntax_trees(library, seed, options.files_per_library, not options.quiet):
+            for exception, message in raised(tree):
+                messages[exception].append(message)
+    found = [messages[exception] for exception in EXCEPTIONS]
+    return Task("exceptions", EXCEPTIONS, False, **draw_balanced(found, EXCEPTIONS, sizes, seed))
+
+
+def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield name and message of each exception that is raised with a literal message."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[message, *_])):
+                text = masked(literal(message))
+                if len(text.split()) >= MINIMUM_WORDS and name not in text:
+                    yield name, text
+
+
+def literal(node: ast.AST) -> str:
+    """The text of a string, with blanks for what is filled in; empty for other expressions."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(literal(value) or BLANK for value in values)
+    return ""
+
+
+TASK = TaskSource("exceptions", read, lambda options: encoder_folder(), ENCODER)

@@ -1,0 +1,112 @@
+"""The tasks types and belongs: what a parameter's description says, and of which function it is.
+
+Both read the sections "Parameters" of docstrings in NumPy's style.
+"""
+
+import ast
+import random
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any, NamedTuple
+
+from benchmarks.models import encoder_folder
+from benchmarks.options import TextRun
+from benchmarks.tasks.balanced import draw_balanced
+from benchmarks.tasks.docstrings import ENCODER, masked
+from benchmarks.tasks.sources import syntax_trees
+from benchmarks.tasks.task import Sizes, Task, TaskSource
+
+NUMPYDOC_LIBRARIES = ("numpy", "scipy", "networkx", "matplotlib", "pandas")
+SECTION = re.compile(r"^Parameters\n-{4,}\n(.*?)(?=\n\n\S[^\n]*\n-{3,}|\Z)", re.M | re.S)
+PARAMETER = re.compile(r"^(\w+) ?: ?([^\n]+)\n((?:(?:[ ]{2,}[^\n]*)?\n)*)", re.M)
+# The first word of a type as it is written, and the class that it is of.
+TYPES = {
+    **dict.fromkeys(("array_like", "array-like", "ndarray", "array", "(N,)", "(M,"), "array"),
+    **dict.fromkeys(("bool", "boolean"), "truth value"),
+    **dict.fromkeys(("int", "integer"), "whole number"),
+    **dict.fromkeys(("float", "scalar"), "real number"),
+    **dict.fromkeys(("str", "string"), "text"),
+    **dict.fromkeys(("callable", "function"), "function"),
+    **dict.fromkeys(("dict", "dictionary"), "dictionary"),
+    **dict.fromkeys(("list", "tuple", "sequence"), "sequence"),
+}
+CLASSES = tuple(dict.fromkeys(TYPES.values()))
+VERDICTS = ("another function", "this function")
+MINIMUM_WORDS = 5
+
+
+class Parameter(NamedTuple):
+    """What is said of a parameter, and the summary of the function that takes it."""
+
+    type: str
+    description: str
+    summary: str
+    file: int  # number of the source file
+
+
+def read_parameters(options: TextRun, seed: int) -> list[Parameter]:
+    """Collect each description once, in the order of the sources."""
+    found: dict[str, Parameter] = {}
+    numbers = count()
+    for library in NUMPYDOC_LIBRARIES:
+        trees = syntax_trees(library, seed, options.files_per_library, not options.quiet)
+        for tree in trees:
+            for parameter in described(tree, next(numbers)):
+                found.setdefault(parameter.description.casefold(), parameter)
+    return list(found.values())
+
+
+def described(tree: ast.AST, number: int) -> Iterator[Parameter]:
+    """Yield the parameters that the public docstrings of a source describe."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        docstring = ast.get_docstring(node) or ""
+        summary = masked(docstring.split("\n\n", maxsplit=1)[0])
+        if not (section := SECTION.search(textwrap.dedent(docstring))):
+            continue
+        for _, kind, text in PARAMETER.findall(section[1] + "\n"):
+            description = masked(text.split("\n\n", maxsplit=1)[0])
+            if len(description.split()) >= MINIMUM_WORDS <= len(summary.split()):
+                yield Parameter(
+                    re.split(r"[,;\s]", kind)[0].strip("`"), description, summary, number
+                )
+
+
+def read_types(options: TextRun, seed: int, validation: int) -> Task:
+    """Draw descriptions, to be told which type the parameter has."""
+    by_class = defaultdict(list)
+    for parameter in read_parameters(options, seed):
+        if (kind := TYPES.get(parameter.type)) is not None:
+            by_class[kind].append(parameter.description)
+    found = [by_class[kind] for kind in CLASSES]
+    sizes = Sizes(480, validation, 480, 0).asked(options)
+    return Task("types", CLASSES, False, **draw_balanced(found, CLASSES, sizes, seed))
+
+
+def read_belongs(options: TextRun, seed: int, validation: int) -> Task:
+    """Pair summaries and descriptions; wrong pairs are of functions of one file."""
+    generator = random.Random(seed)
+    summaries: dict[int, set[str]] = defaultdict(set)
+    parameters = read_parameters(options, seed)
+    for parameter in parameters:
+        summaries[parameter.file].add(parameter.summary)
+    found: Any = ([], [])
+    for place, parameter in enumerate(parameters):
+        others = sorted(summaries[parameter.file] - {parameter.summary})
+        if others:
+            summary = parameter.summary if place % 2 else generator.choice(others)
+            found[place % 2].append((summary, parameter.description))
+    sizes = Sizes(800, validation, 500, 0).asked(options)
+    return Task("belongs", VERDICTS, False, **draw_balanced(found, VERDICTS, sizes, seed))
+
+
+PAIRS = replace(ENCODER, maximum_length=48, steps=400)
+TASKS = (
+    TaskSource("types", read_types, lambda options: encoder_folder(), ENCODER),
+    TaskSource("belongs", read_belongs, lambda options: encoder_folder(), PAIRS),
+)

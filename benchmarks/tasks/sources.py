@@ -1,0 +1,46 @@
+"""Source files of installed packages; they are parsed, never imported."""
+
+import ast
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from benchmarks.models import package_folder
+
+TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
+
+
+def source_files(library: str) -> list[Path]:
+    """Find the Python files of an installed package, without its tests, in a fixed order."""
+    root = package_folder(library)
+    files = [path for path in sorted(root.rglob("*.py")) if not path.stem.startswith("test_")]
+    parts = {path: path.relative_to(root).with_suffix("").parts for path in files}
+    return [path for path in files if not TEST_FOLDERS.intersection(parts[path])]
+
+
+def drawn_files(
+    library: str, seed: int, maximum_files: int | None, show_progress: bool
+) -> Iterator[Path]:
+    """Yield the source files of an installed package, or so many drawn by the seed."""
+    files = source_files(library)
+    if maximum_files is not None and len(files) > maximum_files:
+        files = random.Random(seed).sample(files, maximum_files)
+    yield from tqdm(files, desc=f"Reading {library}", disable=not show_progress, unit="file")
+
+
+def syntax_tree(source: str) -> ast.AST:
+    """Parse a source without a word on its invalid escapes, which are not our business."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return ast.parse(source)
+
+
+def syntax_trees(
+    library: str, seed: int, maximum_files: int | None, show_progress: bool
+) -> Iterator[ast.AST]:
+    """Yield the parsed sources of an installed package."""
+    for path in drawn_files(library, seed, maximum_files, show_progress):
+        yield syntax_tree(path.read_text(encoding="utf-8"))

@@ -1,0 +1,161 @@
+"""The broadest posterior whose draws agree with the model on the training data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import tqdm
+from scipy.optimize import brentq
+
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.tuning.history import Recorder, TuningHistory
+from laplace_lora_ext.tuning.loss_search import draw_seed
+from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+
+_FARTHEST = math.log(1e8)  # of a factor of the prior precision where the search starts
+_STRIDE = math.log(10.0)  # from one factor to the next until the change is passed
+_ACCURACY = 1e-2  # of the logarithm of the chosen factor
+_CHUNK = 2**22  # numbers that are sampled at once
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Agreement(TuningMethod):
+    """Take the broadest posterior whose draws still agree with the model on the training data.
+
+    A draw of the posterior has class probabilities of its own. The mean total variation distance
+    between them and the model's, `½ Σ_c |p_c - p*_c|`, says how far a draw changes the predictions
+    of the training data; the prior precision is the smallest at which that is `max_change`. Labels
+    play no part, so that a model which has learnt them by heart can't mislead the choice, and
+    `benchmarks/README.md` shows what it is worth.
+
+    Parameters
+    ----------
+    init_prior_prec, prior_structure, progress_bar
+        of `TuningMethod`; one common factor of the start is chosen
+    train_loader : DataLoader, iterable or PredictiveStatistics
+        the data of the fit, or texts like them; labels are not used. With "lowrank_kron" they
+        pass through the model once, or not at all where `la.predictive_statistics(train_loader)`
+        is given
+    max_change : float, default=0.1
+        between 0 and 1: the distance that is allowed on average
+    n_samples : int, default=100
+        draws for each example, the same for every prior precision
+    generator : torch.Generator, optional
+        of the draws
+
+    Raises
+    ------
+    ValueError
+        If `max_change` is not between 0 and 1, the likelihood has no classes, or there are no
+        data.
+
+    Warns
+    -----
+    UserWarning
+        If no prior precision within a factor of 1e8 of the start has this change.
+
+    References
+    ----------
+    Shi et al., "Training-free Bayesianization for low-rank adapters of large language models",
+    arXiv:2412.05723: the most noise that changes next to no prediction. There the noise is
+    isotropic, and what changes is the most probable class of the mean of ten draws.
+    """
+
+    train_loader: Iterable[Any] | PredictiveStatistics
+    max_change: float = 0.1
+    n_samples: int = 100
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_change < 1:
+            raise ValueError(f"max_change must be between 0 and 1, not {self.max_change}.")
+
+    def _search(self, la: Tunable) -> TuningHistory:
+        if la.trained_likelihood.is_gaussian:
+            raise ValueError(
+                'method="agreement" compares class probabilities: regression has none.'
+            )
+        start = self._start(la)
+        moments = self._moments(la)
+        seed = draw_seed(self.generator)
+        recorder = Recorder()
+        bar = tqdm.tqdm(desc="[Comparing draws with the model]", disable=not self.progress_bar)
+
+        def excess(log_factor: float) -> float:
+            prior_precision = math.exp(log_factor) * start
+            draws = torch.Generator().manual_seed(seed)
+            total = n_examples = 0.0
+            for part in moments(prior_precision):
+                total += mean_change(part, self.n_samples, draws).item()
+                n_examples += len(part.f_mu)
+            if not n_examples:
+                raise ValueError("The loader has no data.")
+            recorder.add(len(recorder.objectives), total / n_examples, prior_precision)
+            bar.update()
+            return total / n_examples - self.max_change
+
+        with bar:
+            log_factor = _root(cache(excess))
+        la.prior_precision = math.exp(log_factor) * start
+        history = recorder.history()
+        if abs(log_factor) > 0.99 * _FARTHEST:
+            warn(
+                f"No prior precision within a factor of 1e8 changes the predictions by "
+                f"{self.max_change:g} on average: at {la.prior_precision.mean().item():.3g} it is "
+                f"{history.objective[-1].item():.3g}. Is the adapter untrained?"
+            )
+        return history
+
+    def _moments(self, la: Tunable) -> Callable[[torch.Tensor], Iterable[Moments]]:
+        """Gaussian logits of the data under a prior precision, in parts."""
+        statistics = la.statistics_of(self.train_loader, self.progress_bar)
+        if statistics is not None:
+            n_outputs = statistics.f_mu.shape[1]
+            rows = max(1, _CHUNK // (self.n_samples * n_outputs))
+            parts = [statistics[i : i + rows] for i in range(0, len(statistics), rows)]
+            return lambda prior_precision: (part.moments(prior_precision) for part in parts)
+
+        def of_batches(prior_precision: torch.Tensor) -> Iterable[Moments]:
+            la.prior_precision = prior_precision
+            for batch in self.train_loader:  # pyright: ignore[reportGeneralTypeIssues]
+                X, _ = la.model.split_if_labelled(batch)
+                yield la.predictive_moments(X).to("cpu")
+
+        return of_batches
+
+
+def mean_change(
+    moments: Moments, n_samples: int, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Total variation distance between draws' probabilities and those of the mean logits.
+
+    The mean over the draws, summed over the examples; `()`.
+    """
+    f_mu, f_var = moments.to("cpu")
+    noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
+    drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
+    distance = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2
+    return distance.double().mean(0).sum()
+
+
+def _root(excess: Callable[[float], float]) -> float:
+    """Where a falling function of a log-factor passes 0, or the end of its reach."""
+    here, value = 0.0, excess(0.0)
+    direction = 1.0 if value > 0 else -1.0
+    while abs(here) < _FARTHEST:
+        there = max(-_FARTHEST, min(here + direction * _STRIDE, _FARTHEST))
+        next_value = excess(there)
+        if (next_value > 0) != (value > 0):
+            root = brentq(excess, *sorted((here, there)), xtol=_ACCURACY)
+            assert isinstance(root, float)
+            return root
+        here, value = there, next_value
+    return here
