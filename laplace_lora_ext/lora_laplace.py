@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
+from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.likelihoods import LIKELIHOODS
+from laplace_lora_ext.linearized.basis import Basis, eigenbasis
 from laplace_lora_ext.linearized.data import linearize
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.messages import naming, warn
@@ -366,7 +368,7 @@ class LoRALaplace(ParametricLaplace):
     def linearize(
         self,
         train_loader: DataLoader | Iterable[Any],
-        n_features: int = 4096,
+        n_features: int | None = None,
         generator: torch.Generator | None = None,
         progress_bar: bool = False,
     ) -> LinearizedModel:
@@ -376,12 +378,12 @@ class LoRALaplace(ParametricLaplace):
         ----------
         train_loader : DataLoader or iterable
             the data of the fit
-        n_features : int, default=4096
-            about how many random features stand for the Jacobian of an output: N examples with C
-            outputs take `4 N C n_features` bytes of main memory. As many as there are LoRA
-            weights are exact
+        n_features : int, optional
+            along about how many directions Jacobians of different examples are compared; those
+            eigenvectors that the curvature keeps if omitted. N examples with C outputs take
+            `4 N C n_features` bytes of main memory. As many as there are LoRA weights are exact
         generator : torch.Generator, optional
-            of the random features
+            of directions beside the eigenvectors
         progress_bar : bool, default=False
 
         Raises
@@ -391,11 +393,18 @@ class LoRALaplace(ParametricLaplace):
             not finite; the message names the batch.
         """
         self._check_H_init()
-        distance = self.mean - self.prior_mean
+        if n_features is not None and n_features < 1:
+            raise ValueError(f"n_features must be at least 1, not {n_features}.")
         fitted = self.model, self.blocks, self.trained_likelihood
-        model = linearize(*fitted, distance, train_loader, n_features, generator, progress_bar)
+        basis = Basis(self._eigenbasis(train_loader), n_features, generator)
+        distance = self.mean - self.prior_mean
+        model = linearize(*fitted, distance, train_loader, basis, progress_bar)
         model.check_training_data(self.n_data, float(self.loss))
         return model
+
+    def _eigenbasis(self, loader: Iterable[Any]) -> LowRankKronDecomposed:
+        """A curvature with eigenvectors; a structure without them needs a pass for it."""
+        return eigenbasis(self.model, self.blocks, self.trained_likelihood, loader)
 
     # --- predictions ---------------------------------------------------------------------------
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from laplace_lora_ext.likelihoods import LIKELIHOODS, Seeds
+from laplace_lora_ext.likelihoods import LIKELIHOODS
+from laplace_lora_ext.linearized.gram import Gram
 from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.sampling import square_root
+from laplace_lora_ext.predictive.statistics import from_triangle
 
 _MOST_ITERATIONS = 1000  # of L-BFGS for a mode
 _CURVATURE_PAIRS = 20  # that L-BFGS remembers
@@ -36,12 +40,41 @@ class EvidenceAtMode(NamedTuple):
     error: float
 
 
-class LinearizedModel:
-    """Logits of a training set, linear in features of the LoRA weights: `f = offset + Φ u`.
+class _Mode(NamedTuple):
+    """Most probable logits and weights under a prior precision.
 
-    With Φ the Jacobians at the trained weights θ*, u is the weights' distance from the prior mean
-    θ₀, and the offset is `f(θ*) - Φ (θ* - θ₀)`. With Φ a random sketch of the Jacobians whose inner
-    products have the right expectation, u has fewer coordinates and the same prior `N(0, I / λ)`.
+    Attributes
+    ----------
+    f_mu : torch.Tensor
+        `(N, C)`
+    coordinates : torch.Tensor
+        `(F,)`, of the features' weights, standard normal under the prior
+    own : torch.Tensor
+        `(N C,)`, of what each example adds itself, likewise
+    loss : torch.Tensor
+    error : float
+        bound on the log-density that the mode lacks
+    """
+
+    f_mu: torch.Tensor
+    coordinates: torch.Tensor
+    own: torch.Tensor
+    loss: torch.Tensor
+    error: float
+
+
+class LinearizedModel:
+    """Logits of a training set, linear in the LoRA weights: `f = offset + J u`.
+
+    J are the Jacobians at the trained weights θ*, u is the weights' distance from the prior mean
+    θ₀, and the offset is `f(θ*) - J (θ* - θ₀)`. Examples meet through the features Φ of their
+    Jacobians, along a few directions of the weights. What an example has outside of these is taken
+    to be its own: its inner products with itself are exact, those with other examples 0,
+
+        J_n J_mᵀ ≈ Φ_n Φ_mᵀ + [n = m] R_n
+
+    as in the FITC approximation of a Gaussian process. A low-rank posterior does the same, since
+    the directions that its rank leaves out keep their prior.
 
     Training rarely ends in a mode of the posterior: it knows no prior, and stops early or goes on
     until the loss is near 0. An evidence taken there charges the prior for all that the weights
@@ -62,6 +95,8 @@ class LinearizedModel:
     targets : torch.Tensor
         `(N,)` labels or `(N, C)` numbers
     likelihood : {"classification", "regression"}
+    own : torch.Tensor, optional
+        `(N, blocks, C (C + 1) / 2)`, upper triangles of R, of each block; 0 if omitted
 
     Attributes
     ----------
@@ -76,6 +111,8 @@ class LinearizedModel:
     ICML 2022, for the evidence.
     Vehtari et al., "Bayesian leave-one-out cross-validation approximations for Gaussian latent
     variable models", JMLR 17 (2016), for cross-validation (Laplace-LOO).
+    Snelson & Ghahramani, "Sparse Gaussian processes using pseudo-inputs", NeurIPS 2005, and
+    Quiñonero-Candela & Rasmussen, JMLR 6 (2005), for FITC.
     """
 
     def __init__(
@@ -86,16 +123,19 @@ class LinearizedModel:
         offset: torch.Tensor,
         targets: torch.Tensor,
         likelihood: str,
+        own: torch.Tensor | None = None,
     ) -> None:
         self.n_blocks = int(feature_block.max()) + 1
+        self._f_mu = f_mu
         self._features = features
         self._block = feature_block
         self._offset = offset
         self.targets = targets
         self._likelihood = LIKELIHOODS[likelihood]
+        n_pairs = f_mu.shape[1] * (f_mu.shape[1] + 1) // 2
+        self._own = features.new_zeros(len(f_mu), self.n_blocks, n_pairs) if own is None else own
         self.loss = self._likelihood.loss(f_mu, targets).item()
-        self._root = self._curvature_root(self._likelihood.exact_seeds(f_mu))
-        self._start = features.new_zeros(features.shape[-1])
+        self._start = features.new_zeros(features.shape[-1]), torch.zeros_like(offset)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -114,17 +154,25 @@ class LinearizedModel:
         constant : float, default=0.0
             what the log-likelihood has beside the loss: regression's normalisation
         """
-        by_feature = self._by_feature(prior_precision)
-        mode, loss, error = self._mode(by_feature, scale)
-        rows = self._root * (scale / by_feature).sqrt()
-        cholesky = _cholesky_with_identity(rows)
-        determined = torch.linalg.solve_triangular(cholesky, rows, upper=False).square().sum(0)
-        squares = mode.double().square()
-        penalty = by_feature @ squares / 2 + cholesky.diagonal().log().sum()
-        evidence = constant - scale * loss - penalty
-        return EvidenceAtMode(
-            evidence.item(), self._by_block(determined), self._by_block(squares), error
-        )
+        by_block = self._by_block(prior_precision)
+        own = self._own_covariance(by_block)
+        mode = self._mode(by_block, own, scale)
+        root, half_logdet = self._whitener(self._f_mu, own, scale)
+        gram = self._gram(root, by_block)
+        evidence = constant - scale * mode.loss - gram.half_logdet() - half_logdet
+        evidence = evidence - (mode.coordinates.square().sum() + mode.own.square().sum()) / 2
+        dimension = self._sum_by_block(gram.determined())
+        scatter = self._sum_by_block(mode.coordinates.square()) / by_block
+        # At the mode the prior's pull on what an example adds itself is the slope of its loss.
+        slope = scale * self._likelihood.slope(mode.f_mu, self.targets)
+        for part, whitened in self._whitened(root, by_block):
+            identity = torch.eye(whitened.shape[1]).to(whitened)
+            sensitivity = root[part].mT @ (identity - gram.quadratic(whitened)) @ root[part]
+            own_blocks = from_triangle(self._own[part].double(), self._offset.shape[1])
+            dimension += torch.einsum("ncd,nbcd->b", sensitivity, own_blocks) / by_block
+            pull = torch.einsum("nc,nbcd,nd->b", slope[part], own_blocks, slope[part])
+            scatter += pull / by_block.square()
+        return EvidenceAtMode(evidence.item(), dimension, scatter, mode.error)
 
     def check_training_data(self, n_data: int, loss: float) -> None:
         """Refuse a posterior whose data are others in number or loss."""
@@ -159,78 +207,105 @@ class LinearizedModel:
         Moments
             `(N, C)` and `(N, C, C)`, in float64
         """
-        by_feature = self._by_feature(prior_precision)
-        f_mu = self._logits(self._mode(by_feature, scale)[0])
-        seeds = self._likelihood.exact_seeds(f_mu.double())
-        rows = self._curvature_root(seeds) * (scale / by_feature).sqrt()
-        cholesky = _cholesky_with_identity(rows)
-        columns = seeds.dense()
-        curvature = scale * torch.einsum("sbc,sbd->bcd", columns, columns)
-        slope = scale * self._likelihood.slope(f_mu.double(), self.targets)
-        parts = []
-        for features, H in zip(self._features.split(_CHUNK), curvature.split(_CHUNK), strict=True):
-            whitened = features.double() / by_feature.sqrt()
-            solved = rows @ whitened.flatten(0, 1).mT
-            solved = torch.linalg.solve_triangular(cholesky, solved, upper=False)
-            explained = solved.mT.unflatten(0, whitened.shape[:2])
-            variance = whitened @ whitened.mT - explained @ explained.mT
-            identity = torch.eye(variance.shape[-1]).to(variance)
-            cavity = torch.linalg.solve(identity - variance @ H, variance)
-            parts.append((cavity + cavity.mT) / 2)
-        f_var = torch.cat(parts)
-        return Moments(f_mu.double() + (f_var @ slope[..., None]).squeeze(-1), f_var)
+        by_block = self._by_block(prior_precision)
+        own = self._own_covariance(by_block)
+        f_mu = self._mode(by_block, own, scale).f_mu
+        root, _ = self._whitener(f_mu, own, scale)
+        gram = self._gram(root, by_block)
+        identity = torch.eye(f_mu.shape[1]).to(f_mu)
+        cavities = []
+        for start in range(0, len(self), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            # Of the features alone: an example's own part is left out with it, and adds its prior.
+            V = gram.quadratic(self._scaled_features(part, by_block))
+            cavity = torch.linalg.solve(identity - V @ (root[part].mT @ root[part]), V)
+            cavities.append((cavity + cavity.mT) / 2 + own[part])
+        f_var = torch.cat(cavities)
+        slope = scale * self._likelihood.slope(f_mu, self.targets)
+        return Moments(f_mu + (f_var @ slope[..., None]).squeeze(-1), f_var)
 
     @torch.enable_grad()
-    def _mode(
-        self, precision: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """The most probable u, its loss, and a bound on the log-density that it lacks."""
-        # In v = √λ u the prior is a standard normal, and the log-density is concave by 1 at least:
-        # where its gradient is g, it is within ‖g‖² / 2 of its maximum.
-        deviation = precision.rsqrt().to(self._features)
-        v = (self._start / deviation).requires_grad_()
+    def _mode(self, by_block: torch.Tensor, own: torch.Tensor, scale: float) -> _Mode:
+        """The most probable u."""
+        # In coordinates that are standard normal under the prior, the log-density is concave by 1
+        # at least: where its gradient is g, it is within ‖g‖² / 2 of its maximum.
+        deviation = by_block[self._block].rsqrt().to(self._features)
+        own_root = square_root(own).to(self._features)
+        u, e = self._start
+        x = torch.cat([u / deviation, e.flatten()]).requires_grad_()
         optimizer = torch.optim.LBFGS(
-            [v],
+            [x],
             max_iter=_MOST_ITERATIONS,
             max_eval=2 * _MOST_ITERATIONS,
             history_size=_CURVATURE_PAIRS,
-            tolerance_grad=1e-2 / math.sqrt(len(v)),
+            tolerance_grad=1e-2 / math.sqrt(len(x)),
             tolerance_change=0,
             line_search_fn="strong_wolfe",
         )
 
+        def logits() -> torch.Tensor:
+            v, e = x[: len(deviation)], x[len(deviation) :].view_as(self._offset)
+            return (
+                self._offset + self._features @ (v * deviation) + (own_root @ e[..., None])[..., 0]
+            )
+
         def objective() -> torch.Tensor:
             optimizer.zero_grad()
-            value = scale * self._loss(v * deviation) + v.square().sum() / 2
+            loss = self._likelihood.loss(logits(), self.targets)
+            value = scale * loss + x.square().sum() / 2
             value.backward()
             return value
 
         optimizer.step(objective)
         objective()
-        assert v.grad is not None
-        error = v.grad.double().square().sum().item() / 2
-        self._start = mode = (v * deviation).detach()  # nearby for the next prior precision
-        return mode, self._loss(mode).double(), error
+        assert x.grad is not None
+        error = x.grad.double().square().sum().item() / 2
+        v, e = x.detach().split([len(deviation), self._offset.numel()])
+        self._start = v * deviation, e.view_as(self._offset)  # near the next mode
+        f_mu = logits().detach().double()
+        loss = self._likelihood.loss(f_mu, self.targets)
+        return _Mode(f_mu, v.double(), e.double(), loss, error)
 
-    def _curvature_root(self, seeds: Seeds) -> torch.Tensor:
-        """R, `(rows, F)` in float64, with no more rows than features: `RᵀR = Φᵀ H Φ`."""
-        vectors = seeds.dense().to(self._features)
-        rows = torch.einsum("sbc,bcf->sbf", vectors, self._features).flatten(0, 1).double()
-        return torch.linalg.qr(rows, mode="r").R if len(rows) > rows.shape[1] else rows
+    def _whitener(
+        self, f_mu: torch.Tensor, own: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Roots A `(N, S, C)` of what the logits' own parts leave of the curvature, `AᵀA`.
 
-    def _logits(self, u: torch.Tensor) -> torch.Tensor:
-        return self._offset + self._features @ u
+        With the curvature `H = R Rᵀ` and the own covariance D that is `R (I + Rᵀ D R)⁻¹ Rᵀ`. Also
+        half of the log-determinants of `I + Rᵀ D R`, summed.
+        """
+        R = scale**0.5 * self._likelihood.exact_seeds(f_mu.double()).dense().permute(1, 2, 0)
+        cholesky = torch.linalg.cholesky(torch.eye(R.shape[2]).to(R) + R.mT @ own @ R)
+        root = torch.linalg.solve_triangular(cholesky, R.mT, upper=False)
+        return root, cholesky.diagonal(dim1=1, dim2=2).log().sum()
 
-    def _loss(self, u: torch.Tensor) -> torch.Tensor:
-        return self._likelihood.loss(self._logits(u), self.targets)
+    def _gram(self, root: torch.Tensor, by_block: torch.Tensor) -> Gram:
+        """Precision of the features' weights, in coordinates that have prior precision 1."""
+        n_rows, n_features = root.shape[0] * root.shape[1], len(self._block)
 
-    def _by_feature(self, prior_precision: torch.Tensor) -> torch.Tensor:
-        return prior_precision.detach().double().expand(self.n_blocks)[self._block]
+        def parts() -> Iterator[torch.Tensor]:
+            return (whitened.flatten(0, 1) for _, whitened in self._whitened(root, by_block))
 
-    def _by_block(self, values: torch.Tensor) -> torch.Tensor:
+        return Gram(parts, n_rows, n_features)
+
+    def _whitened(
+        self, root: torch.Tensor, by_block: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """`A Φ / √λ` of some examples at a time, `(b, S, F)`."""
+        for start in range(0, len(self), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            yield part, root[part] @ self._scaled_features(part, by_block)
+
+    def _scaled_features(self, part: slice, by_block: torch.Tensor) -> torch.Tensor:
+        return self._features[part].double() * by_block[self._block].rsqrt()
+
+    def _own_covariance(self, by_block: torch.Tensor) -> torch.Tensor:
+        """`Σ R / λ` over the blocks, `(N, C, C)`."""
+        triangles = torch.einsum("nbt,b->nt", self._own.double(), by_block.reciprocal())
+        return from_triangle(triangles, self._offset.shape[1])
+
+    def _by_block(self, prior_precision: torch.Tensor) -> torch.Tensor:
+        return prior_precision.detach().double().cpu().expand(self.n_blocks)
+
+    def _sum_by_block(self, values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(self.n_blocks).index_add(0, self._block, values)
-
-
-def _cholesky_with_identity(rows: torch.Tensor) -> torch.Tensor:
-    """Lower factor of `I + R Rᵀ`."""
-    return torch.linalg.cholesky(torch.eye(len(rows)).to(rows) + rows @ rows.mT)

@@ -3,22 +3,30 @@
 import pytest
 import torch
 
+from laplace_lora_ext.predictive.statistics import from_triangle
 from tests.support.models import ragged_batches
-from tests.support.posteriors import fitted, linearized, posterior_and_dense, sizes
+from tests.support.posteriors import (
+    STRUCTURES,
+    fitted,
+    linearized,
+    posterior_and_dense,
+    sizes,
+)
 
 
-def test_the_large_side_is_sketched_and_the_small_one_kept():
-    la = fitted()
-    rank, columns = 2, 3
-    model = linearized(la, ragged_batches(), n_features=rank * columns * len(la.blocks))
-    sketched = model._features.split(rank * columns, dim=-1)
-    whole = linearized(la, ragged_batches())._features.split(sizes(la), dim=-1)
-    assert len(sketched) == len(whole)
-    for features, jacobians in zip(sketched, whole, strict=True):
-        jacobians = jacobians.unflatten(-1, (rank, -1)).flatten(0, 2)
-        features = features.unflatten(-1, (rank, columns)).flatten(0, 2)
-        matrix = torch.linalg.lstsq(jacobians, features).solution
-        torch.testing.assert_close(jacobians @ matrix, features)
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("n_features", [None, 70])
+def test_inner_products_of_an_example_with_itself_are_exact(n_features, structure):
+    la = fitted(structure=structure)
+    model = linearized(la, ragged_batches(), n_features=n_features)
+    whole = linearized(fitted(), ragged_batches())
+    assert model._features.shape[-1] < whole._features.shape[-1] == la.n_params
+    parts = model._features.split(torch.bincount(model._block).tolist(), dim=-1)
+    own = from_triangle(model._own, model._offset.shape[1])
+    jacobians = whole._features.split(sizes(la), dim=-1)
+    for index, (features, jacobian) in enumerate(zip(parts, jacobians, strict=True)):
+        products = features @ features.mT + own[:, index]
+        torch.testing.assert_close(products, jacobian @ jacobian.mT)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])

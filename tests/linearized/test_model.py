@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from laplace_lora_ext import LinearizedModel
+from laplace_lora_ext.predictive.statistics import upper_triangle
 from tests.support.dense import LinearizedClassifier
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
@@ -114,14 +115,42 @@ def test_a_larger_training_set_than_features_has_the_same_moments():
     offset = torch.randn(200, 3, dtype=torch.float64)
 
     model = LinearizedModel(offset, features, block, offset, targets, "classification")
-    assert len(model._root) == 12
     precision = torch.tensor([0.5, 2.0]).double()
     f_mu, f_var = model.leave_one_out(precision)
     dense = LinearizedClassifier(offset, features, offset, targets, [6, 6])
-    mode = model._mode(precision[block], 1.0)[0]
+    mode = model._start[0]
     expected_mu, expected_var = dense.leave_one_out(precision[block], mode=mode)
     torch.testing.assert_close(f_mu, expected_mu)
     torch.testing.assert_close(f_var, expected_var)
+
+
+@pytest.mark.parametrize("structure", PRIORS)
+@pytest.mark.parametrize("n", [3, 9])  # fewer rows than features, and more
+def test_what_features_leave_out_is_a_weight_of_each_example_of_its_own(n, structure):
+    torch.manual_seed(0)
+    block = torch.arange(12) // 6
+    features, offset = torch.randn(n, 3, 12).double(), torch.randn(n, 3).double()
+    roots = torch.randn(n, 2, 3, 3).double()
+    f_mu, targets = torch.randn(n, 3).double(), torch.randint(3, (n,))
+    own = upper_triangle(roots @ roots.mT)
+    model = LinearizedModel(f_mu, features, block, offset, targets, "classification", own)
+    # The same model, where each example has three more features of each block.
+    columns = torch.zeros(n, 3, 2, n, 3).double()
+    for example in range(n):
+        columns[example, :, :, example] = roots[example].transpose(0, 1)
+    order = torch.cat([block, torch.arange(2).repeat_interleave(3 * n)]).argsort(stable=True)
+    wider = torch.cat([features, columns.flatten(2)], dim=2)[..., order]
+    dense = LinearizedClassifier(f_mu, wider, offset, targets, [6 + 3 * n] * 2)
+    precision = torch.tensor([0.7] if structure == "scalar" else [0.3, 2.0]).double()
+    evidence, dimension, scatter, error = model.evidence(precision)
+    assert error < 1e-3
+    assert evidence == pytest.approx(dense.evidence(precision).item(), abs=error + 1e-8)
+    expected_dimension, expected_scatter = dense.balance(precision)
+    torch.testing.assert_close(dimension, expected_dimension)
+    torch.testing.assert_close(scatter, expected_scatter, rtol=1e-2, atol=0)
+    moments = model.leave_one_out(precision)
+    expected = dense.leave_one_out(dense.spread(precision))
+    torch.testing.assert_close(tuple(moments), tuple(expected), rtol=1e-2, atol=1e-2)
 
 
 def test_it_is_close_to_fits_without_the_example():

@@ -100,7 +100,7 @@ def count_forward_passes(la) -> list[int]:
     return calls
 
 
-def linearized(la, loader, n_features: int = ALL_FEATURES, seed: int = 0):
+def linearized(la, loader, n_features: int | None = ALL_FEATURES, seed: int = 0):
     """The linearised model; without a number of features, an exact one."""
     return la.linearize(loader, n_features, generator(seed))
 
