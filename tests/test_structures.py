@@ -103,6 +103,9 @@ UNFITTED = {
     "linearized_loo": lambda la, data: la.optimize_prior_precision(
         method="linearized_loo", train_loader=data
     ),
+    "agreement": lambda la, data: la.optimize_prior_precision(
+        method="agreement", train_loader=data
+    ),
     "gridsearch": lambda la, data: la.optimize_prior_precision(
         method="gridsearch", val_loader=data
     ),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.fine_tuning import TEST
 from benchmarks.methods.method import Loaders, Probabilities, labels_of
 from benchmarks.methods.sampled import MOST_CHANGED, SAMPLES
 from benchmarks.metrics import negative_log_likelihood
@@ -51,6 +52,7 @@ class Prediction(NamedTuple):
     link: str = ""
     chosen: float | None = None  # temperature, or geometric mean of the prior precisions
     is_choice: bool = False  # whether validation data prefer this link to the other ones
+    regret: float | None = None  # NLL over that of the best factor of its prior on the test texts
 
 
 Predictions = Iterator[Prediction]
@@ -157,10 +159,12 @@ def by_validation(
 
 
 def _predictions(la: Any, choices: list[_Choice], loaders: Loaders, samples: int) -> Predictions:
+    test, labels = Beliefs(la, loaders[TEST]), labels_of(loaders[TEST])
     distinct = {id(choice.prior_precision): choice.prior_precision for choice in choices}
     moments = {}
     for name, loader in loaders.items():
-        of_set = Beliefs(la, loader).moments(list(distinct.values()))
+        beliefs = test if name == TEST else Beliefs(la, loader)
+        of_set = beliefs.moments(list(distinct.values()))
         moments[name] = dict(zip(distinct, of_set, strict=True))
     for choice in choices:
         rivals = [other.loss for other in choices if other.chosen_by == choice.chosen_by]
@@ -170,4 +174,18 @@ def _predictions(la: Any, choices: list[_Choice], loaders: Loaders, samples: int
         }
         is_choice = choice.loss == min(rivals)  # never, if not chosen by validation
         chosen = choice.prior_precision.log().mean().exp().item()
-        yield Prediction(predicted, choice.chosen_by, choice.link, chosen, is_choice)
+        regret = None
+        if choice.link == "mean field" and test.statistics is not None:
+            least = least_loss(la, test, choice, labels)
+            regret = negative_log_likelihood(predicted[TEST], labels) - least
+        yield Prediction(predicted, choice.chosen_by, choice.link, chosen, is_choice, regret)
+
+
+def least_loss(la: Any, test: Beliefs, choice: _Choice, labels: torch.Tensor) -> float:
+    """The test texts' NLL at the best factor of a prior precision, 1 included."""
+    grid = [factor * choice.prior_precision for factor in FACTORS]
+    losses = (
+        negative_log_likelihood(probabilities(la, moments, choice.link, 1), labels)
+        for (moments,) in (test.moments([point]) for point in grid)
+    )
+    return min(losses)

@@ -49,7 +49,7 @@ class Agreement(TuningMethod):
     n_samples : int, default=100
         draws for each example, the same for every prior precision
     generator : torch.Generator, optional
-        of the draws
+        of the draws, which are the same in every call if omitted
 
     Raises
     ------
@@ -85,7 +85,7 @@ class Agreement(TuningMethod):
             )
         start = self._start(la)
         moments = self._moments(la)
-        seed = draw_seed(self.generator)
+        seed = 0 if self.generator is None else draw_seed(self.generator)
         recorder = Recorder()
         bar = tqdm.tqdm(desc="[Comparing draws with the model]", disable=not self.progress_bar)
 

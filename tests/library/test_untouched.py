@@ -126,6 +126,9 @@ USES: dict[str, Callable[[Any, list], object]] = {
     "glm bridge": lambda la, batches: la(batches[0], link_approx="bridge"),
     "evidence": lambda la, batches: la.log_marginal_likelihood(),
     "state": lambda la, batches: la.load_state_dict(la.state_dict()),
+    "agreement": lambda la, batches: la.optimize_prior_precision(
+        method="agreement", train_loader=batches
+    ),
     "marglik": lambda la, batches: la.optimize_prior_precision(
         method="marglik", prior_structure="layerwise", n_steps=3
     ),
