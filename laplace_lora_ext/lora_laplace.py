@@ -308,10 +308,10 @@ class LoRALaplace(ParametricLaplace):
         Parameters
         ----------
         method : str or TuningMethod
-            how. "marglik", "linearized_marglik" and "linearized_loo" need no validation data,
-            "gridsearch" and "val_gd" do. Each name stands for an object of
-            `laplace_lora_ext.tuning`, which says what it does and what its options mean; such an
-            object can be given instead
+            how. "agreement" is the recommended one; it, "marglik", "linearized_marglik" and
+            "linearized_loo" need no validation data, "gridsearch" and "val_gd" do. Each name
+            stands for an object of `laplace_lora_ext.tuning`, which says what it does and what its
+            options mean; such an object can be given instead
         verbose : bool, default=False
             print the result
         **options
@@ -334,8 +334,8 @@ class LoRALaplace(ParametricLaplace):
         Notes
         -----
         "marglik" tends to choose a smaller prior precision than validation data would, that is a
-        broader posterior. "linearized_marglik" comes closer, and "linearized_loo" closest; both
-        need the training data once more. `benchmarks/README.md` has the figures.
+        broader posterior. "linearized_marglik" and "linearized_loo" come closer, and "agreement"
+        closest; all three need the training data once more. `benchmarks/README.md` has the figures.
         """
         options = {
             name: value

@@ -62,5 +62,5 @@ class MapAgreement:
             f"{self._away} of {self._rows} predictions have another most probable class than the "
             f"model itself, which costs accuracy: the posterior is broad. {link}a larger "
             "prior_precision narrows it, such as one that optimize_prior_precision chooses by "
-            'method="linearized_loo" on the training data, or by "gridsearch" on others.'
+            'method="agreement" on the training data, or by "gridsearch" on others.'
         )

@@ -28,6 +28,9 @@ class LinearizedLOO(TuningMethod):
     (Laplace-LOO). Of a layerwise prior the loss chooses one common factor, and
     `LinearizedMarglik` the proportions.
 
+    The Jacobians are those at the trained weights, which have seen every example: an example that
+    is left out is easier than a new one. `Agreement` does not suffer from that.
+
     Parameters
     ----------
     init_prior_prec, prior_structure, progress_bar
