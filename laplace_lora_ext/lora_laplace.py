@@ -25,6 +25,7 @@ from laplace_lora_ext.linearized.data import linearize
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
+from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
     Block,
@@ -194,6 +195,7 @@ class LoRALaplace(ParametricLaplace):
         with self._prepared():
             return super().backend
 
+    @exclusive
     @torch.inference_mode(False)  # what is kept must not be inference tensors
     def fit(
         self,
@@ -272,6 +274,7 @@ class LoRALaplace(ParametricLaplace):
         by_block = torch.stack([part.sum() for part in squares.split(self._sizes)])
         return (by_block * precision).sum()
 
+    @exclusive
     def optimize_prior_precision(
         self,
         pred_type: str = "glm",
@@ -364,6 +367,7 @@ class LoRALaplace(ParametricLaplace):
         """Statistics of a data set, or those that are given, where the structure has such."""
         return None
 
+    @exclusive
     @without_autocast
     def linearize(
         self,
@@ -408,6 +412,7 @@ class LoRALaplace(ParametricLaplace):
 
     # --- predictions ---------------------------------------------------------------------------
 
+    @exclusive
     def __call__(
         self,
         x: Any,
@@ -475,6 +480,7 @@ class LoRALaplace(ParametricLaplace):
             self._agreement.add(output, link_approx)
         return output
 
+    @exclusive
     def predictive_moments(
         self, x: Any, *, joint: bool = False
     ) -> Moments | tuple[torch.Tensor, torch.Tensor]:

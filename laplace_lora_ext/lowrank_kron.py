@@ -15,6 +15,7 @@ from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterf
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import naming
+from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.passes import visit_jacobians
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics, statistics_of_batch
@@ -104,6 +105,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         self._check_H_init()
         return self.H.spectrum.logdet(self._H_factor, self.prior_precision)
 
+    @exclusive
     def predictive_statistics(
         self,
         loader: DataLoader | Iterable[Any],
@@ -141,6 +143,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
                 parts.append(self._statistics(labelled, device, dtype))
         return PredictiveStatistics.concatenate(parts)
 
+    @exclusive
     def variance_by_layer(self, x: Any) -> VarianceShares:
         """Where the uncertainty comes from: shares in the variance of the logits.
 

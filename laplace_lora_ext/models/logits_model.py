@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.models.answers import AnswerTokens
+from laplace_lora_ext.models.locks import lock_of
 from laplace_lora_ext.models.positions import Positions
 
 _LABEL_KEYS = ("label", "labels")
@@ -147,13 +148,23 @@ class LogitsModel(nn.Module):
         """Where batches go: the device of the model's first parameter."""
         return next(self.model.parameters()).device
 
+    @property
+    def lock(self) -> Any:
+        """What a thread holds while it uses the model."""
+        return lock_of(self._transformer[0] or self.model)
+
     @contextmanager
     def prepared(self, trainable: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         """The model in evaluation mode, with gradients for the given parameters alone.
 
-        On leaving, also by an exception, every module's mode, and every parameter's
-        `requires_grad` and `.grad` are as they were.
+        Other threads wait. On leaving, also by an exception, every module's mode, and every
+        parameter's `requires_grad` and `.grad` are as they were.
         """
+        with self.lock, self._prepared(trainable):
+            yield
+
+    @contextmanager
+    def _prepared(self, trainable: Sequence[torch.Tensor]) -> Iterator[None]:
         modes = [(module, module.training) for module in self.modules()]
         parameters = [(p, p.requires_grad, p.grad) for p in self.parameters()]
         wanted = {id(parameter) for parameter in trainable}
