@@ -35,11 +35,20 @@ class AnswerTokens:
         self.ids = ids
         self._transformer = transformer
 
-    def options(self, inputs: Any) -> dict[str, Any]:
-        """Keyword arguments that the decoder understands and the batch does not have yet."""
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the decoder can be told the positions of its tokens."""
+        transformer = self._transformer
+        return transformer is not None and "position_ids" in _parameters(transformer)
+
+    def options(self, inputs: Any, counts_positions: bool) -> dict[str, Any]:
+        """Keyword arguments that the decoder understands and the batch does not have yet.
+
+        `counts_positions` asks for positions that count from the first real token.
+        """
         if self._transformer is None:
             return {}
-        accepted = inspect.signature(self._transformer.forward).parameters
+        accepted = _parameters(self._transformer)
         options: dict[str, Any] = {"use_cache": False}
         given = inputs if isinstance(inputs, Mapping) else {}
         mask = given.get("attention_mask")
@@ -48,8 +57,7 @@ class AnswerTokens:
             options["logits_to_keep"] = last_real_position(inputs)[:, None]
         elif mask is None or mask[:, -1].all():
             options["logits_to_keep"] = options["num_logits_to_keep"] = 1
-        if mask is not None and not mask[:, 0].all():
-            # Learned positions count from the first real token, not from the padding before it.
+        if counts_positions and mask is not None and not mask[:, 0].all():
             options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
         return {key: v for key, v in options.items() if key in accepted and key not in given}
 
@@ -69,6 +77,10 @@ class AnswerTokens:
         if logits.shape[1] > 1:
             logits = logits.take_along_dim(last_real_position(inputs)[:, None, None], dim=1)
         return logits[:, 0, self.ids]
+
+
+def _parameters(transformer: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(transformer.forward).parameters
 
 
 def last_real_position(inputs: Any) -> torch.Tensor:

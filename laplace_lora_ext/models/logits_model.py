@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from laplace_lora_ext.models.answers import AnswerTokens
 from laplace_lora_ext.models.locks import lock_of
+from laplace_lora_ext.models.padding import LeftPadding
 from laplace_lora_ext.models.positions import Positions
 
 _LABEL_KEYS = ("label", "labels")
@@ -63,6 +64,8 @@ class LogitsModel(nn.Module):
         self.output_size = 0
         self._transformer = (find_transformer(model),)  # in a tuple: no second child module
         self._answers = self._find_answers(class_token_ids)
+        takes_positions = self._answers is not None and self._answers.takes_positions
+        self._left_padding = LeftPadding(takes_positions)
 
     @property
     def class_token_ids(self) -> list[int] | None:
@@ -78,12 +81,9 @@ class LogitsModel(nn.Module):
         ValueError
             If what it returns is not `(B, C)`.
         """
+        self.settle(batch)
         inputs = self._inputs(batch)
-        if self._answers is None:
-            logits = logits_of(self._call(inputs, **model_kwargs))
-        else:
-            options = self._answers.options(inputs) | model_kwargs
-            logits = self._answers.select(logits_of(self._call(inputs, **options)), inputs)
+        logits = self._logits(inputs, bool(self._left_padding.passes), **model_kwargs)
         if logits.ndim != 2:
             raise ValueError(
                 f"Expected logits of shape (batch, outputs) and got {tuple(logits.shape)}. Wrap "
@@ -91,6 +91,20 @@ class LogitsModel(nn.Module):
             )
         self.output_size = logits.shape[-1]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def settle(self, batch: Any) -> None:
+        """Find out on the first left-padded batch how the model numbers positions.
+
+        Passes that are recorded are preceded by this, since it makes passes of its own.
+
+        Warns
+        -----
+        UserWarning
+            If predictions depend on left padding anyway.
+        """
+        if self._transformer[0] is not None and self._left_padding.is_open(batch):
+            with self.prepared(), torch.no_grad():
+                self._left_padding.settle(self._inputs(batch), self._logits)
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """Inputs and labels of a training batch, a mapping or a pair `(X, y)`.
@@ -197,6 +211,12 @@ class LogitsModel(nn.Module):
             if isinstance(value, torch.Tensor):
                 inputs[key] = value.to(self.device)
         return inputs
+
+    def _logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
+        if self._answers is None:
+            return logits_of(self._call(inputs, **kwargs))
+        options = self._answers.options(inputs, counts_positions) | kwargs
+        return self._answers.select(logits_of(self._call(inputs, **options)), inputs)
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, Mapping) and self._transformer[0] is not None:

@@ -66,6 +66,7 @@ def inspected(
     RuntimeError, ValueError
         As `record`.
     """
+    model.settle(x)
     restore_hooks = _remember_hooks(model)
     try:
         with _checking(model, blocks, check_targets):

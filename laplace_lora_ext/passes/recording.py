@@ -224,6 +224,7 @@ def record(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[Reco
         If an activation or a logit is not finite.
     """
     recording = Recording(blocks)
+    model.settle(x)
     with (
         model.prepared(),
         torch.inference_mode(False),

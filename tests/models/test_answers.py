@@ -116,7 +116,7 @@ def test_positions_count_from_the_first_real_token_of_left_padding():
     calls = record_calls(model.base_model.model)
     (batch,) = ragged_batches(lengths=(2, 4), padded_to=4, padding_side="left")
     LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-    assert calls[0]["position_ids"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    assert calls[-1]["position_ids"].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
 
 
 def test_right_padding_needs_no_positions():

@@ -1,0 +1,90 @@
+"""How a model numbers the positions of left-padded texts: asked of the model, not guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.messages import warn
+
+Predict = Callable[[Mapping[str, Any], bool], torch.Tensor]
+"""Logits `(B, C)` of inputs; True passes positions that count from the first real token."""
+
+# Shares of the largest logit. Rounding stays below the first, another model is above it.
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+_ROUNDING_OF_HALF = 0.05
+
+
+class LeftPadding:
+    """Whether positions must be passed for left-padded texts to predict what they do without it.
+
+    Models with learned positions often count the padding too; others count from the first real
+    token by themselves, from the padding's index, or in three dimensions. The first batch with
+    left padding tells: one of its texts is predicted alone, padded as it is, and padded with
+    positions. The model's own way is kept unless only the last agrees with the text alone.
+
+    Parameters
+    ----------
+    can_pass : bool
+        whether the model takes positions, and may be given them
+
+    Attributes
+    ----------
+    passes : bool or None
+        the verdict; None before there is one
+    """
+
+    def __init__(self, can_pass: bool) -> None:
+        self._can_pass = can_pass
+        self.passes: bool | None = None
+
+    def is_open(self, inputs: Any) -> bool:
+        """Whether a batch has the first left padding, and no positions of its own."""
+        if self.passes is not None or not isinstance(inputs, Mapping) or "position_ids" in inputs:
+            return False
+        mask = inputs.get("attention_mask")
+        return isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask[:, 0].all().item()
+
+    def settle(self, inputs: Mapping[str, Any], predict: Predict) -> None:
+        """Decide, by three predictions of one text.
+
+        Warns
+        -----
+        UserWarning
+            If the text's prediction depends on its padding anyway, or can't be checked.
+        """
+        mask = inputs["attention_mask"].bool()
+        row = int(mask.int().argmax(-1).argmax())  # that with the most padding in front
+        first = int(mask[row].int().argmax())
+        padded = {key: _rows(value, row, 0, mask.shape) for key, value in inputs.items()}
+        alone = {key: _rows(value, row, first, mask.shape) for key, value in inputs.items()}
+        self.passes = False
+        try:
+            expected = predict(alone, False)
+            rounding = _ROUNDING.get(expected.dtype, _ROUNDING_OF_HALF) * expected.abs().max()
+            apart = (predict(padded, False) - expected).abs().max()
+            if apart > rounding and self._can_pass:
+                with_positions = (predict(padded, True) - expected).abs().max()
+                self.passes = bool(with_positions < apart / 2)
+                apart = torch.minimum(apart, with_positions)
+        except Exception as error:
+            warn(
+                "Whether left padding changes the model's predictions can't be checked "
+                f"({type(error).__name__}: {error}). Pad on the right to be sure."
+            )
+            return
+        if apart > max(10 * rounding, _ROUNDING_OF_HALF * expected.abs().max()):
+            warn(
+                f"The model's predictions depend on left padding: a text's logits differ by "
+                f"{apart.item():.3g} from those without it. Pad on the right."
+            )
+
+
+def _rows(value: Any, row: int, first: int, shape: torch.Size) -> Any:
+    """One text of a batch's tensor, from its position `first`."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != shape[0]:
+        return value
+    of_row = value[row : row + 1]
+    return of_row[:, first:] if value.shape[:2] == shape else of_row

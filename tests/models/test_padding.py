@@ -1,0 +1,135 @@
+"""Left padding: the model's own way to number positions, unless it is proven wrong."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from laplace_lora_ext.models.logits_model import LogitsModel
+from tests.support.models import CLASS_TOKEN_IDS, VOCABULARY, lora_model, ragged_batches
+from tests.support.posteriors import fitted, make
+
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 12, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "intermediate_size": 16, "pad_token_id": 0}
+LEARNED = {"max_position_embeddings": 20, "is_decoder": True}
+ROTARY = {"num_key_value_heads": 1}
+DECODERS = {  # that number positions by themselves, and one way or another
+    "Roberta": LEARNED,
+    "XLMRoberta": LEARNED,
+    "Camembert": LEARNED,
+    "RobertaPreLayerNorm": LEARNED,
+    "Qwen2": ROTARY,
+    "Mistral": ROTARY,
+}
+
+
+def decoder(kind: str, **settings: object) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **settings)
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(
+        config, attn_implementation="eager"
+    )
+    targets = ["query", "value"] if settings is not ROTARY and "is_decoder" in settings else None
+    targets = targets or ["q_proj", "v_proj"]
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets, init_lora_weights=False)
+    return get_peft_model(model, lora).eval()
+
+
+def alone(model: nn.Module, batch: dict) -> torch.Tensor:
+    """Each text by itself, without padding, as the model predicts it."""
+    rows = []
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        logits = model(input_ids=ids[mask.bool()][None], use_cache=False).logits
+        rows.append(logits[0, -1, CLASS_TOKEN_IDS])
+    return torch.stack(rows)
+
+
+def real(batches: list) -> list:
+    """The same without padding tokens among the real ones, which RoBERTa takes for padding."""
+    for batch in batches:
+        mask = batch["attention_mask"].bool()
+        batch["input_ids"] = torch.where(mask, batch["input_ids"].clamp_min(1), 0)
+    return batches
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_decoders_that_number_positions_by_themselves_are_left_alone(kind):
+    model = decoder(kind, **DECODERS[kind])
+    (batch,) = real(ragged_batches(batch_size=8, padding_side="left"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+    torch.testing.assert_close(found, alone(model, batch), rtol=1e-4, atol=1e-4)
+
+
+def test_posteriors_of_padded_and_unpadded_texts_are_the_same():
+    batches = real(ragged_batches(batch_size=3, padding_side="left"))
+    single = real(ragged_batches(batch_size=1, padding_side="left"))
+    for batch in single:
+        real_tokens = batch["attention_mask"][0].bool()
+        for key in ("input_ids", "attention_mask"):
+            batch[key] = batch[key][:, real_tokens]
+    evidence = []
+    for data in (batches, single):
+        la = make(decoder("Roberta", **LEARNED), class_token_ids=CLASS_TOKEN_IDS)
+        la.fit(data)
+        evidence.append(la.log_marginal_likelihood())
+    torch.testing.assert_close(*evidence, rtol=1e-4, atol=1e-4)
+
+
+def test_the_check_is_made_once_and_not_without_left_padding():
+    model = lora_model("gpt2").eval()
+    logits_model = LogitsModel(model, CLASS_TOKEN_IDS)
+    calls: list[int] = []
+    model.base_model.model.register_forward_hook(lambda *_: calls.append(1))
+    logits_model(ragged_batches()[0])
+    assert len(calls) == 1
+    left = ragged_batches(padding_side="left")
+    logits_model(left[0])
+    assert len(calls) == 1 + 3 + 1
+    logits_model(left[1])
+    assert len(calls) == 1 + 3 + 2
+
+
+def test_a_recorded_pass_does_not_see_the_check():
+    la = fitted("gpt2", ragged_batches(padding_side="left"))
+    other = fitted("gpt2", ragged_batches(padding_side="right"))
+    expected = other.log_marginal_likelihood()
+    torch.testing.assert_close(la.log_marginal_likelihood(), expected, rtol=1e-6, atol=0)
+
+
+def test_a_classifier_that_depends_on_left_padding_says_so_once():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=12, n_layer=2, n_head=2, n_positions=20, pad_token_id=0
+    )
+    model = transformers.GPT2ForSequenceClassification(config)
+    nn.init.normal_(model.transformer.wpe.weight)
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    logits_model = LogitsModel(get_peft_model(model, lora).eval())
+    left = real(ragged_batches(padding_side="left"))
+    with pytest.warns(UserWarning, match="depend on left padding.*Pad on the right"):
+        logits_model(left[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        logits_model(left[1])
+        LogitsModel(model)(real(ragged_batches(padding_side="right"))[0])
+
+
+def test_what_cannot_be_checked_is_said():
+    model = lora_model("gpt2").eval()
+    logits_model = LogitsModel(model, CLASS_TOKEN_IDS)
+    batch = ragged_batches(padding_side="left")[0]
+    call = logits_model._call
+
+    def refuse_single_texts(inputs, **kwargs):
+        if len(inputs["input_ids"]) == 1:
+            raise ValueError("no single texts")
+        return call(inputs, **kwargs)
+
+    logits_model._call = refuse_single_texts
+    with pytest.warns(UserWarning, match="can't be checked.*no single texts"):
+        logits_model(batch)
