@@ -24,6 +24,7 @@ from laplace_lora_ext.linearized.basis import Basis, eigenbasis
 from laplace_lora_ext.linearized.data import linearize
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.messages import naming, warn
+from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged, scalings
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -118,6 +119,7 @@ class LoRALaplace(ParametricLaplace):
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self._predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
         self._agreement = MapAgreement()
+        self._scalings = scalings(self.blocks)
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
         with self._prepared():  # the host collects the parameters that require grad
@@ -223,6 +225,8 @@ class LoRALaplace(ParametricLaplace):
         RuntimeError
             If LoRA layers are bypassed in the forward pass.
         """
+        if not override:
+            self._check_model()
         H = self._zeros()
         loss, n_data = torch.zeros((), device=self._device, dtype=torch.float64), 0
         batches = tqdm.tqdm(train_loader, desc="[Computing Hessian]", disable=not progress_bar)
@@ -245,9 +249,15 @@ class LoRALaplace(ParametricLaplace):
         self._adopt(H, n_data)
         self.loss, self.n_data = loss, n_data
         self.n_outputs = self.model.output_size
-        self.mean = self._weights()
+        self.mean, self._scalings = self._weights(), scalings(self.blocks)
         self._posterior_scale = None
         self._agreement = MapAgreement()
+
+    def _check_model(self) -> None:
+        """Refuse to use the posterior with another model than that of the fit."""
+        check_runs(self.blocks)
+        if self.n_data:
+            check_unchanged(self.blocks, self.mean, self._scalings)
 
     def _weights(self) -> torch.Tensor:
         """A copy of the LoRA weights as one vector, `(parameters,)`."""
@@ -399,6 +409,7 @@ class LoRALaplace(ParametricLaplace):
         self._check_H_init()
         if n_features is not None and n_features < 1:
             raise ValueError(f"n_features must be at least 1, not {n_features}.")
+        self._check_model()
         fitted = self.model, self.blocks, self.trained_likelihood
         basis = Basis(self._eigenbasis(train_loader), n_features, generator)
         distance = self.mean - self.prior_mean
@@ -500,6 +511,7 @@ class LoRALaplace(ParametricLaplace):
             # Some links change them in place.
             f_mu, f_var = X.to(self._device, self._dtype, copy=True)
         else:
+            self._check_model()
             with torch.set_grad_enabled(self.enable_backprop):
                 f_mu, f_var = self._moments(X, joint)
         if not torch.isfinite(f_var).all():
@@ -584,6 +596,7 @@ class LoRALaplace(ParametricLaplace):
         """Logits `(B, C)` of the model with one draw of its LoRA weights."""
         if isinstance(X, Moments):
             raise ValueError('Moments hold no inputs: pass these for pred_type="nn".')
+        self._check_model()
         drawn = self._sampled_weights(generator)
         weights = {
             name: drawn[id(p)] for name, p in self.model.named_parameters() if id(p) in drawn

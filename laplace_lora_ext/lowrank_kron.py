@@ -184,6 +184,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> PredictiveStatistics:
+        self._check_model()
         fitted = self.model, self.blocks, self.trained_likelihood, self.H, self._H_factor.detach()
         return statistics_of_batch(*fitted, batch, device, dtype)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -36,11 +37,14 @@ class Block:
         `lora_A` or `lora_B`, whose weight `(m, n)` the block is
     small_output : bool
         whether the LoRA rank is the size of the layer's output (`lora_A`) or of its input
+    owner : peft.tuners.lora.LoraLayer or None
+        PEFT's layer that it is part of
     """
 
     name: str
     layer: nn.Linear
     small_output: bool
+    owner: Any = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -113,7 +117,12 @@ def find_blocks(
     layers = _select(layers, target_modules, layers_to_transform)
     _refuse_unsupported(layers, adapter)
     blocks = [
-        Block(f"{name}.{part}.{adapter}.weight", getattr(layer, part)[adapter], part == "lora_A")
+        Block(
+            f"{name}.{part}.{adapter}.weight",
+            getattr(layer, part)[adapter],
+            part == "lora_A",
+            layer,
+        )
         for name, layer in layers.items()
         for part in ("lora_A", "lora_B")
     ]

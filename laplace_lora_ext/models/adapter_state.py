@@ -1,0 +1,75 @@
+"""Whether a model is still the one that a posterior was fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from laplace_lora_ext.models.lora_layers import Block
+
+
+def check_runs(blocks: Sequence[Block]) -> None:
+    """Refuse a model in which the blocks' adapter plays no part.
+
+    Raises
+    ------
+    RuntimeError
+        If it is merged, disabled, or not active.
+    """
+    for block in blocks:
+        owner = block.owner
+        if owner is None:
+            continue
+        if owner.merged:
+            raise RuntimeError(
+                f"LoRA layer {block.name} is merged, so that its weights play no part: call "
+                "model.unmerge_adapter() first."
+            )
+        if owner.disable_adapters:
+            raise RuntimeError(
+                f"LoRA layer {block.name} is disabled: call model.enable_adapter_layers()."
+            )
+        if block.adapter not in owner.active_adapters:
+            raise RuntimeError(
+                f"The posterior is over the adapter {block.adapter!r}, which is not active in "
+                f"LoRA layer {block.name}: call model.set_adapter({block.adapter!r})."
+            )
+
+
+def scalings(blocks: Sequence[Block]) -> list[float | None]:
+    """What each block's LoRA layer multiplies its output with."""
+    return [
+        None if block.owner is None else float(block.owner.scaling[block.adapter])
+        for block in blocks
+    ]
+
+
+def check_unchanged(
+    blocks: Sequence[Block], mean: torch.Tensor, fitted_scalings: Sequence[float | None]
+) -> None:
+    """Refuse a model whose LoRA weights or scalings are not those of the fit.
+
+    Raises
+    ------
+    RuntimeError
+        The message names the first layer that differs.
+    """
+    parts = mean.split([block.weight.numel() for block in blocks])
+    weights = torch.cat([block.weight.detach().flatten().to(mean) for block in blocks])
+    if not torch.equal(weights, mean):
+        changed = next(
+            block.name
+            for block, part in zip(blocks, parts, strict=True)
+            if not torch.equal(block.weight.detach().flatten().to(mean), part)
+        )
+        raise RuntimeError(
+            f"The weights of LoRA layer {changed} have changed since the fit, which the posterior "
+            "is around: fit again, or load the weights of the fit."
+        )
+    for block, before, now in zip(blocks, fitted_scalings, scalings(blocks), strict=True):
+        if before != now:
+            raise RuntimeError(
+                f"The scaling of LoRA layer {block.name} was {before:g} at the fit and is "
+                f"{now:g}: fit again, or set it back."
+            )

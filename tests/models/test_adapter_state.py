@@ -1,0 +1,70 @@
+"""A posterior is used with the model that it was fitted to, and with no other."""
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted
+
+USES = {
+    "glm": lambda la, batches: la(batches[0]),
+    "nn": lambda la, batches: la(batches[0], pred_type="nn", link_approx="mc", n_samples=2),
+    "moments": lambda la, batches: la.predictive_moments(batches[0]),
+    "functional samples": lambda la, batches: la.functional_samples(batches[0], n_samples=2),
+    "linearised model": lambda la, batches: la.linearize(batches),
+    "more data": lambda la, batches: la.fit(batches, override=False),
+}
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("use", USES)
+def test_weights_that_have_changed_since_the_fit_are_named(use, structure):
+    la = fitted(structure=structure)
+    USES[use](la, ragged_batches())
+    la.blocks[3].weight.data[0, 0] += 1e-3  # seen by no version counter
+    with pytest.raises(RuntimeError, match=rf"{la.blocks[3].name} have changed since the fit"):
+        USES[use](la, ragged_batches())
+    la.blocks[3].weight.data[0, 0] -= 1e-3
+    la.fit(ragged_batches())
+    USES[use](la, ragged_batches())
+
+
+def test_statistics_of_changed_weights_are_refused():
+    la = fitted()
+    la.blocks[0].weight.data.mul_(1.01)
+    for use in (la.predictive_statistics, lambda batches: la.variance_by_layer(batches[0])):
+        with pytest.raises(RuntimeError, match="fit again"):
+            use(ragged_batches())
+
+
+@pytest.mark.parametrize("use", USES)
+def test_another_scaling_is_named(use):
+    la = fitted()
+    la.blocks[2].owner.set_scale("default", 5.0)
+    with pytest.raises(RuntimeError, match=rf"scaling of LoRA layer {la.blocks[2].name} was 2 "):
+        USES[use](la, ragged_batches())
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_adapter_that_plays_no_part_is_refused(use):
+    model = lora_model("bert")
+    la = fitted(model=model)
+    model.merge_adapter()
+    with pytest.raises(RuntimeError, match=r"merged.*unmerge_adapter"):
+        USES[use](la, ragged_batches())
+    model.unmerge_adapter()
+    la.fit(ragged_batches())  # unmerging leaves rounding errors in the base, and none here
+    with model.disable_adapter(), pytest.raises(RuntimeError, match=r"disabled.*enable_adapter"):
+        USES[use](la, ragged_batches())
+    model.add_adapter("other", LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+    model.set_adapter("other")
+    with pytest.raises(RuntimeError, match=r"'default', which is not active.*set_adapter"):
+        USES[use](la, ragged_batches())
+    model.set_adapter("default")
+    USES[use](la, ragged_batches())
+
+
+def test_weights_in_half_precision_are_compared_as_they_are_kept():
+    la = fitted(dtype=torch.bfloat16)
+    assert torch.isfinite(la(ragged_batches()[0])).all()
