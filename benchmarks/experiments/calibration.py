@@ -4,7 +4,7 @@ import random
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 

@@ -29,11 +29,13 @@ def sampled(model: AdaptedModel, noise: Noise) -> Members:
         for _ in range(SAMPLES):
             drawn = noise(generator)
             before = {name: weights[name].detach().clone() for name in drawn}
-            for name, change in drawn.items():
-                weights[name].data += change
-            yield model.logits_model
-            for name, value in before.items():
-                weights[name].data = value
+            try:
+                for name, change in drawn.items():
+                    weights[name].data += change
+                yield model.logits_model
+            finally:
+                for name, value in before.items():
+                    weights[name].data = value
 
     return Members(draws)
 
@@ -47,33 +49,43 @@ MOST_TEXTS = 500
 
 
 def training_free(model: AdaptedModel, train: DataLoader, *_: DataLoader) -> Members:
-    """TFB by its label-free rule: the most noise that changes next to no predicted class.
-
-    In the basis where lora_B is `U diag(d)`, row i of lora_A has noise of deviation σ / d_i.
-    """
+    """TFB by its label-free rule: the most noise that changes next to no predicted class."""
     weights = dict(model.model.named_parameters())
-    bases = {}
-    for name in (name for name in weights if "lora_A" in name):
-        B = weights[name.replace("lora_A", "lora_B")].detach()
-        _, d, Vh = torch.linalg.svd(B, full_matrices=False)
-        bases[name] = Vh.mT / d
+    bases = {
+        name: noise_basis(weights[name.replace("lora_A", "lora_B")].detach())
+        for name in weights
+        if "lora_A" in name
+    }
 
     def noise_of(sigma: float) -> Noise:
         def noise(generator: torch.Generator) -> Weights:
-            drawn = {name: torch.randn(weights[name].shape, generator=generator) for name in bases}
-            return {name: sigma * bases[name] @ drawn[name].to(bases[name]) for name in bases}
+            drawn = {}
+            for name, basis in bases.items():
+                shape = (basis.shape[1], weights[name].shape[1])
+                drawn[name] = sigma * basis @ torch.randn(shape, generator=generator).to(basis)
+            return drawn
 
         return noise
 
     texts = {"train": list(islice(train, MOST_TEXTS // (train.batch_size or 1)))}
     classes = as_it_is(model).predict(texts)["train"].argmax(-1)
     lower, upper = map(math.log, REACH_OF_NOISE)
-    for _ in range(BISECTIONS):
+    for _step in range(BISECTIONS):
         middle = (lower + upper) / 2
         found = sampled(model, noise_of(math.exp(middle))).predict(texts)["train"].argmax(-1)
         changed = (found != classes).double().mean().item()
         lower, upper = (lower, middle) if changed > MOST_CHANGED else (middle, upper)
     return sampled(model, noise_of(math.exp(lower)))
+
+
+def noise_basis(B: torch.Tensor) -> torch.Tensor:
+    """What noise of lora_A is multiplied with, so that B @ lora_A has it along the columns of U.
+
+    With the lora_B `U diag(d) Vᵀ` it is `V diag(1 / d)`; where d is 0, noise would change nothing.
+    """
+    _, d, Vh = torch.linalg.svd(B, full_matrices=False)
+    rounding = max(B.shape) * torch.finfo(B.dtype).eps * d.amax()
+    return Vh.mT * torch.where(d > rounding, 1 / d, 0)
 
 
 # --- methods that train again -----------------------------------------------------------------

@@ -59,16 +59,24 @@ def masked(summary: str) -> str:
     return " ".join(LIBRARY_NAME.sub(NEUTRAL_WORD, summary).split())
 
 
-def read_library(
+def documented(
     library: str, seed: int, maximum_files: int | None, show_progress: bool
-) -> list[Documented]:
-    """Collect each masked summary of an installed library once, in the order of the sources."""
-    found: dict[str, Documented] = {}
+) -> Iterator[Documented]:
+    """Yield what an installed library documents, with masked summaries."""
     for path in drawn_files(library, seed, maximum_files, show_progress):
         for name, summary in docstring_summaries(path.read_text(encoding="utf-8")):
             text = masked(summary)
             if len(text.split()) >= MINIMUM_WORDS:
-                found.setdefault(text.casefold(), Documented(name, text, path))
+                yield Documented(name, text, path)
+
+
+def read_library(
+    library: str, seed: int, maximum_files: int | None, show_progress: bool
+) -> list[Documented]:
+    """Collect each summary of an installed library once, in the order of the sources."""
+    found: dict[str, Documented] = {}
+    for one in documented(library, seed, maximum_files, show_progress):
+        found.setdefault(one.summary.casefold(), one)
     return list(found.values())
 
 

@@ -25,7 +25,7 @@ SECTION = re.compile(r"^Parameters\n-{4,}\n(.*?)(?=\n\n\S[^\n]*\n-{3,}|\Z)", re.
 PARAMETER = re.compile(r"^(\w+) ?: ?([^\n]+)\n((?:(?:[ ]{2,}[^\n]*)?\n)*)", re.M)
 # The first word of a type as it is written, and the class that it is of.
 TYPES = {
-    **dict.fromkeys(("array_like", "array-like", "ndarray", "array", "(N,)", "(M,"), "array"),
+    **dict.fromkeys(("array_like", "array-like", "ndarray", "array", "(N", "(M"), "array"),
     **dict.fromkeys(("bool", "boolean"), "truth value"),
     **dict.fromkeys(("int", "integer"), "whole number"),
     **dict.fromkeys(("float", "scalar"), "real number"),
@@ -49,15 +49,14 @@ class Parameter(NamedTuple):
 
 
 def read_parameters(options: TextRun, seed: int) -> list[Parameter]:
-    """Collect each description once, in the order of the sources."""
-    found: dict[str, Parameter] = {}
+    """Collect all that is described, in the order of the sources."""
+    found = []
     numbers = count()
     for library in NUMPYDOC_LIBRARIES:
         trees = syntax_trees(library, seed, options.files_per_library, not options.quiet)
         for tree in trees:
-            for parameter in described(tree, next(numbers)):
-                found.setdefault(parameter.description.casefold(), parameter)
-    return list(found.values())
+            found += described(tree, next(numbers))
+    return found
 
 
 def described(tree: ast.AST, number: int) -> Iterator[Parameter]:
@@ -89,20 +88,29 @@ def read_types(options: TextRun, seed: int, validation: int) -> Task:
 
 
 def read_belongs(options: TextRun, seed: int, validation: int) -> Task:
-    """Pair summaries and descriptions; wrong pairs are of functions of one file."""
-    generator = random.Random(seed)
+    """Pair summaries and descriptions, each description once."""
+    found = pairs(read_parameters(options, seed), random.Random(seed))
+    sizes = Sizes(800, validation, 500, 0).asked(options)
+    return Task("belongs", VERDICTS, False, **draw_balanced(found, VERDICTS, sizes, seed))
+
+
+def pairs(parameters: list[Parameter], generator: random.Random) -> Any:
+    """Wrong pairs of a summary and a description, of functions of one file, and right ones."""
+    first: dict[str, Parameter] = {}
     summaries: dict[int, set[str]] = defaultdict(set)
-    parameters = read_parameters(options, seed)
+    owners: dict[str, set[str]] = defaultdict(set)
     for parameter in parameters:
+        description = parameter.description.casefold()
+        first.setdefault(description, parameter)
         summaries[parameter.file].add(parameter.summary)
+        owners[description].add(parameter.summary)
     found: Any = ([], [])
-    for place, parameter in enumerate(parameters):
-        others = sorted(summaries[parameter.file] - {parameter.summary})
+    for place, (description, parameter) in enumerate(first.items()):
+        others = sorted(summaries[parameter.file] - owners[description])
         if others:
             summary = parameter.summary if place % 2 else generator.choice(others)
             found[place % 2].append((summary, parameter.description))
-    sizes = Sizes(800, validation, 500, 0).asked(options)
-    return Task("belongs", VERDICTS, False, **draw_balanced(found, VERDICTS, sizes, seed))
+    return found
 
 
 PAIRS = replace(ENCODER, maximum_length=48, steps=400)

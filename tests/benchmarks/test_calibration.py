@@ -7,25 +7,26 @@ import torch
 
 import laplace_lora_ext
 from benchmarks.experiments.calibration import CONTESTANTS, Trial, chosen_methods
-from benchmarks.experiments.calibration_report import summarize
+from benchmarks.experiments.calibration_report import FIGURES, summarize
 from benchmarks.methods import METHODS
 from benchmarks.methods.method import Posterior
 from benchmarks.methods.priors import (
     DESCENT,
     EVIDENCES,
     GRID_SEARCH,
-    LINEARIZED,
     LINKS,
     LINKS_OF_DESCENT,
     SCALED,
+    TFB_RULE,
+    WITH_DATA,
 )
 from tests.benchmarks.support import is_picture, run
 from tests.support.dense import jacobian, logits_of, unpadded
 from tests.support.models import lora_model, ragged_batches
 
 LAPLACE = [key for key in CONTESTANTS if isinstance(METHODS[key], Posterior)]
-ENSEMBLES = {"mc_dropout", "checkpoint_ensemble", "deep_ensemble"}
-TWO_MEANS = ["lowrank_kron", "mean_at_start"]
+ENSEMBLES = {"mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon"}
+LINEARIZED = [key for key in LAPLACE if METHODS[key].linearized]
 
 
 def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, capsys):
@@ -42,9 +43,9 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, cap
     assert {row["method"] for row in with_split} == {"map", "temperature_scaling", *LAPLACE}
     by_evidence = [row for row in rows if row["chosen_by"] in EVIDENCES]
     assert len(by_evidence) == len(LAPLACE) * len(LINKS) * len(EVIDENCES)
-    linearized = [row for row in rows if row["chosen_by"] in LINEARIZED]
-    kinds = len(LINKS) * len(LINEARIZED)
-    assert [row["method"] for row in linearized[::kinds]] == TWO_MEANS
+    with_data = [row for row in rows if row["chosen_by"] in {*WITH_DATA, TFB_RULE}]
+    kinds = len(LINKS) * (len(WITH_DATA) + 1)
+    assert [row["method"] for row in with_data[::kinds]] == LINEARIZED
     for key in LAPLACE:  # validation data prefer one link of each structure
         own = [row for row in with_split if row["method"] == key]
         scalar, layerwise, scaled = (
@@ -55,10 +56,11 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, cap
         assert sum(scalar.values()) == 1
         assert set(layerwise) == (set() if key in ("diag", "kron") else set(LINKS_OF_DESCENT))
         assert sum(layerwise.values()) == bool(layerwise)
-        assert len(scaled) == (len(LINKS) if key in TWO_MEANS else 0)
+        assert len(scaled) == (len(LINKS) if key in LINEARIZED else 0)
         assert sum(scaled.values()) == bool(scaled)
     for row in (*rows, *figures["along_training"]):
         assert 0 < row["nll"] < 50
+        assert row["fit_seconds"] >= 0 < row["predict_seconds"]
         assert 0 <= row["shifted"]["matplotlib"]["shift_auroc"] <= 1
         assert 0 <= row["shifted"]["matplotlib"]["accuracy"] <= 1
     assert {row["step"] for row in figures["along_training"]} == {1, 3}
@@ -82,11 +84,11 @@ def test_methods_can_be_chosen_by_key_or_title():
 
 
 def test_summaries_are_means_and_deviations_over_seeds():
-    figures = dict.fromkeys(("accuracy", "ece", "calibrated_ece", "brier", "away_from_map"), 0.5)
+    figures = dict.fromkeys(FIGURES, 0.5)
     rows = [
         {
             **{"protocol": "80/20 split", "name": "m", "chosen_by": "validation", "link": link},
-            **{"nll": nll, "is_choice": chosen, "seed": seed, "shifted": {}, **figures},
+            **{**figures, "nll": nll, "is_choice": chosen, "seed": seed, "shifted": {}},
         }
         for seed, link, nll, chosen in (
             (0, "mc", 1.0, True),

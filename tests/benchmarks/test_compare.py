@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.experiments.compare import RECIPE, lines_of
+from benchmarks.experiments.compare import RECIPE, Line, lines_of
 from tests.benchmarks.support import is_picture, parsed, run
 
 SIZES = {"train_examples": 15, "validation_examples": 10, "test_examples": 10, "epochs": 1}
@@ -19,7 +19,7 @@ def test_the_main_job_writes_table_figures_and_diagram(tmp_path, capsys):
         "Stock diag, evidence, layerwise, probit",
         "Stock Kron, evidence, layerwise, probit",
         "lowrank_kron (paper), evidence, layerwise, probit",
-        "lowrank_kron, leave-one-out, layerwise, mean field",
+        "lowrank_kron, agreement, mean field",
     ]
     for row in rows:
         assert row["label"] in printed
@@ -27,11 +27,28 @@ def test_the_main_job_writes_table_figures_and_diagram(tmp_path, capsys):
         assert row["fit_seconds"] >= 0 < row["predict_seconds"]
     assert rows[0]["accuracy"] == rows[1]["accuracy"]
     assert rows[1]["chosen"]["temperature"] > 0
-    assert len(rows[-1]["chosen"]["prior_precision"]) == 24
+    assert len(rows[-1]["chosen"]["prior_precision"]) == 1
     assert (folder / "table.md").read_text().count("\n| ") == len(rows) + 1
     assert is_picture(folder / "reliability.png")
     assert figures["data"]["shifted"] == {"matplotlib": 6}
     assert "Training" in progress
+
+
+def test_a_task_without_shifted_texts_is_measured_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("benchmarks.experiments.compare.lines_of", lambda _: [Line("map"), RECIPE])
+    own = {
+        "task": "submodules",
+        "train_examples": 24,
+        "test_examples": 12,
+        "files_per_library": 300,
+    }
+    options = {**SMALL, **own, "seed": 1, "cache": tmp_path / "cache"}
+    figures, printed, _ = run(capsys, tmp_path / "results", "", "--quiet", **options)
+    assert "shifted texts: none" in printed
+    assert figures["data"]["shifted"] == {}
+    for row in figures["methods"]:
+        assert 0 < row["nll"] < 10
+        assert "shift_auroc" not in row
 
 
 def test_rows_follow_the_options():
@@ -43,7 +60,7 @@ def test_rows_follow_the_options():
         ("lowrank_kron", "evidence, scalar", "probit"),
         ("lowrank_kron_paper", "evidence, scalar", "mc"),
         ("lowrank_kron", "evidence, scalar", "mc"),
-        ("lowrank_kron", "leave-one-out, layerwise", "mean field"),
+        ("lowrank_kron", "agreement", "mean field"),
     ]
     protocol = parsed("--every-row", prior_structure="scalar", link="mc")
     assert len(lines_of(protocol)) == len(every) - 2

@@ -1,6 +1,7 @@
 """The one fine-tuning, its cache, and methods on what it leaves, with tiny models."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,35 +11,16 @@ from benchmarks.fine_tuning import fine_tune, prepare
 from benchmarks.methods import METHODS, posterior
 from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.methods.posteriors import over_lora
-from benchmarks.methods.priors import Beliefs, by_training
+from benchmarks.methods.priors import GRID, Beliefs, by_tfb_rule, by_training
 from benchmarks.tasks.paper import PAPER_SHIFTS, PAPER_TASKS
+from laplace_lora_ext import Moments
 from tests.benchmarks.support import (
     MMLU_ROW,
     ROWS,
     parsed,
-    save_tiny_models,
     write_rows,
     write_task,
 )
-
-
-@pytest.fixture(scope="module")
-def tiny_models(tmp_path_factory):
-    return save_tiny_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def prepared(tiny_models, tmp_path):
-    """Makes a tiny model, with two steps of training, and made-up rows of a task of the paper."""
-
-    def make(task, **options):
-        write_task(task, tmp_path)
-        model = {"task": task, "model": tiny_models[PAPER_TASKS[task].is_prompt]}
-        files = {"data": tmp_path, "cache": tmp_path / "cache"}
-        settings = {"steps": 2, "batch_size": 2, **model, **files, **options}
-        return prepare(parsed("calibration --quiet", **settings), 0)
-
-    return make
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -76,7 +58,7 @@ def test_missing_data_and_models_end_in_one_line(tmp_path, monkeypatch):
     write_task("rte", tmp_path)
     with pytest.raises(SystemExit, match="no-one/no-model"):
         prepare(parsed("calibration --quiet", **options, model="no-one/no-model"), 0)
-    with pytest.raises(SystemExit, match=r"'imdb'; there are docstrings, names, choices, wino"):
+    with pytest.raises(SystemExit, match=r"'imdb'; there are docstrings, names, choices, submod"):
         prepare(parsed("calibration --quiet", task="imdb"), 0)
 
 
@@ -97,6 +79,26 @@ def test_moments_of_the_hosts_structures_are_those_of_predictions(prepared):
                 scaled = f_mu / (1 + torch.pi / 8 * f_var.diagonal(dim1=1, dim2=2)).sqrt()
                 assert torch.allclose(scaled.softmax(-1)[rows], direct, atol=1e-5)
     assert not torch.allclose(moments[0].f_var, moments[1].f_var)
+
+
+def test_tfbs_rule_takes_the_smallest_prior_precision_that_changes_few_classes():
+    torch.manual_seed(0)
+    f_mu, tried = torch.randn(200, 3), []
+
+    def moments(prior_precisions):
+        (value,) = prior_precisions
+        tried.append(value)
+        return [Moments(f_mu, torch.eye(3).expand(200, 3, 3) / value)]
+
+    chosen = by_tfb_rule(SimpleNamespace(moments=moments))
+    assert torch.equal(torch.cat(tried), GRID[: len(tried)])
+    assert torch.equal(chosen, tried[-1])
+    noise = torch.randn((10, 200, 3), generator=torch.Generator().manual_seed(0))
+    changed = [
+        ((f_mu + noise / value.sqrt()).softmax(-1).mean(0).argmax(-1) != f_mu.argmax(-1)).sum()
+        for value in tried
+    ]
+    assert changed[-1] <= 2 < min(changed[:-1])
 
 
 def test_ensembles_average_probabilities(prepared):
@@ -172,7 +174,7 @@ def test_a_temperature_is_recovered(prepared):
     pretrained = prepared("mrpc")
     model = fine_tune(pretrained, pretrained.data["train"], seed=0)
     loader = pretrained.loader("train", 2)
-    members = METHODS["temperature_scaling"].fit(model, loader)
+    members = METHODS["temperature_scaling"].fit(model, pretrained.loader("train"), loader)
     scaled = (model.logits(loader) / members.temperature).softmax(-1)
     assert members.temperature == fit_temperature(model.logits(loader), labels_of(loader))
     assert torch.allclose(members.predict({"": loader})[""], scaled)

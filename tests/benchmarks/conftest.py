@@ -1,0 +1,26 @@
+"""Tiny models that are fine-tuned on made-up rows of the paper's tasks."""
+
+import pytest
+
+from benchmarks.fine_tuning import prepare
+from benchmarks.tasks.paper import PAPER_TASKS
+from tests.benchmarks.support import parsed, save_tiny_models, write_task
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory):
+    return save_tiny_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def prepared(tiny_models, tmp_path):
+    """Makes a tiny model, with two steps of training, and made-up rows of a task of the paper."""
+
+    def make(task, **options):
+        write_task(task, tmp_path)
+        model = {"task": task, "model": tiny_models[PAPER_TASKS[task].is_prompt]}
+        files = {"data": tmp_path, "cache": tmp_path / "cache"}
+        settings = {"steps": 2, "batch_size": 2, **model, **files, **options}
+        return prepare(parsed("calibration --quiet", **settings), 0)
+
+    return make

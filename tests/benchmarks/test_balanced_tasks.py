@@ -1,0 +1,137 @@
+"""The tasks of balanced classes: what is read from a source, and how sets are drawn of it."""
+
+import ast
+import random
+
+import pytest
+
+from benchmarks.tasks import TASKS
+from benchmarks.tasks.balanced import draw_balanced
+from benchmarks.tasks.exceptions import raised
+from benchmarks.tasks.parameters import Parameter, described, pairs, read_types
+from benchmarks.tasks.task import Example, Sizes
+from tests.benchmarks.support import parsed
+
+FILES = {"submodules": 300, "exceptions": 40, "types": 40, "belongs": 20}  # read of each library
+DOCUMENTED = '''
+def scale(a, b):
+    """Scale all entries of an array.
+
+    Parameters
+    ----------
+    a : (N,) array_like, optional
+        The entries that are scaled by NumPy.
+
+        A second paragraph.
+    b : float
+        The factor.
+
+    Returns
+    -------
+    c : ndarray
+        The entries after they are scaled.
+    """
+
+def _hidden(a):
+    """Scale all entries of an array.
+
+    Parameters
+    ----------
+    a : int
+        A number that is not public at all.
+    """
+'''
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_sets_are_balanced_disjoint_and_reproducible(name):
+    def read(seed):
+        each = {"train_examples": len(classes), "test_examples": 2 * len(classes)}
+        options = parsed("--quiet", task=name, files_per_library=FILES[name], **each)
+        return TASKS[name].read(options, seed, len(classes))
+
+    classes = {"submodules": 12, "exceptions": 4, "types": 8, "belongs": 2}[name] * "x"
+    task = read(1)
+    assert task == read(1)
+    assert len(task.classes) == len(classes)
+    assert not task.shifted
+    sets = (task.train, task.validation, task.test)
+    for texts, of_each in zip(sets, (1, 1, 2), strict=True):
+        assert sorted(one.label for one in texts) == sorted([*range(len(classes))] * of_each)
+    assert len({one.text for texts in sets for one in texts}) == 4 * len(classes)
+
+
+def test_the_sets_of_another_seed_are_others():
+    options = parsed("--quiet", task="belongs", files_per_library=20, train_examples=2)
+    read = TASKS["belongs"].read
+    assert read(options, 0, 0).train != read(options, 1, 0).train
+
+
+def test_a_text_of_two_classes_is_left_out():
+    found = [["One.", "Both.", "one."], [("Pair", "a"), "both."], ["Out.", "Both."]]
+    sets = draw_balanced(found, ("a", "b"), Sizes(2, 0, 0, 1), 0, "c")
+    assert sets["train"] == [Example("one.", 0), Example(("Pair", "a"), 1)]
+    assert sets["shifted"] == {"c": [Example("Out.", None)]}
+    with pytest.raises(ValueError, match="a has too few texts; ask for fewer"):
+        draw_balanced(found, ("a", "b"), Sizes(2, 0, 1, 1), 0, "c")
+    with pytest.raises(ValueError, match="c has only 1 texts; ask for fewer"):
+        draw_balanced(found, ("a", "b"), Sizes(2, 0, 0, 2), 0, "c")
+
+
+def test_messages_are_those_that_are_raised_and_do_not_name_their_exception():
+    source = """
+raise ValueError("the numpy array must be square")
+raise TypeError(f"expected a list, got {type(x)} instead")
+raise RuntimeError("too short")
+raise TypeError("this is why a TypeError is raised")
+raise ValueError(message)
+raise errors.ValueError("this is another module's own")
+raise
+"""
+    assert list(raised(ast.parse(source))) == [
+        ("ValueError", "the library array must be square"),
+        ("TypeError", "expected a list, got ... instead"),
+    ]
+
+
+def test_parameters_are_those_that_public_docstrings_describe():
+    (found,) = described(ast.parse(DOCUMENTED), 3)
+    summary = "Scale all entries of an array."
+    assert found == Parameter("(N", "The entries that are scaled by library.", summary, 3)
+
+
+def test_wrong_pairs_are_of_one_file_and_not_true_of_another_function():
+    parameters = [
+        Parameter("int", f"Description {description}.", f"Summary {summary}.", file)
+        for description, summary, file in (
+            *((0, "a", 0), (0, "b", 0), (1, "a", 0), (2, "c", 0), (3, "d", 1), (4, "d", 1)),
+            *((number, number % 3, 2) for number in range(10, 40)),
+        )
+    ]
+    true = {(one.summary, one.description) for one in parameters}
+    file_of = {one.summary: one.file for one in parameters}
+    file_of_description = {one.description: one.file for one in parameters}
+    for seed in range(5):
+        wrong, right = pairs(parameters, random.Random(seed))
+        assert ("Summary c.", "Description 0.") in wrong
+        assert len(wrong) == 17
+        assert len(right) == 16
+        assert set(right) <= true
+        assert not set(wrong) & true
+        assert all(file_of[one] == file_of_description[other] for one, other in wrong)
+
+
+def test_a_description_of_two_types_is_left_out(monkeypatch):
+    kinds = ("array", "bool", "int", "float", "str", "callable", "dict", "list")
+    found = [
+        Parameter(kind, description, "", 0)
+        for kind in kinds
+        for description in ("Of every type.", f"Of {kind}.")
+    ]
+    monkeypatch.setattr("benchmarks.tasks.parameters.read_parameters", lambda *_: found)
+    options = parsed("--quiet", train_examples=8, test_examples=8)
+    with pytest.raises(ValueError, match="array has too few texts"):
+        read_types(options, 0, 0)
+    found += [Parameter(kind, f"Also of {kind}.", "", 0) for kind in kinds]
+    texts = [text for text, _ in read_types(options, 0, 0).train]
+    assert "Of every type." not in texts

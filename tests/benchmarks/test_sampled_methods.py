@@ -1,0 +1,145 @@
+"""Rivals that predict with sampled weights: their noise, their trainings, and what they leave."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal, kl_divergence
+from torch.utils.data import DataLoader
+
+from benchmarks.fine_tuning import fine_tune
+from benchmarks.methods import METHODS, sampled
+from benchmarks.methods.sampled import DEVIATION, BLoB, IVONLoRA, noise_basis, training_free
+from benchmarks.models import AdaptedModel
+from tests.support.models import lora_model, ragged_batches
+
+
+def many_texts():
+    """Batches of 200 texts, which a loader gives as they are."""
+    batches = ragged_batches(lengths=(7, 4, 5, 7, 3, 6, 2, 7) * 25, batch_size=20)
+    return DataLoader(batches, batch_size=None)
+
+
+def copied(model):
+    return copy.deepcopy(model.state_dict())
+
+
+def assert_same(model, before):
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("most", [0.01, 0.2])
+def test_tfb_takes_the_most_noise_that_changes_few_classes(most, monkeypatch):
+    monkeypatch.setattr(sampled, "MOST_CHANGED", most)
+    model, texts = AdaptedModel(lora_model("bert", hidden_size=32).eval()), many_texts()
+    before = copied(model.model)
+    members = training_free(model, texts, texts)
+    found = members.predict({"": texts})[""]
+    assert_same(model.model, before)
+    p = model.logits(texts).softmax(-1)
+    changed = (found.argmax(-1) != p.argmax(-1)).double().mean()
+    assert most - 0.05 < changed <= most
+    assert (found - p).abs().mean() > 0.003
+
+
+def test_sampled_weights_are_set_back_where_not_all_draws_are_used():
+    model = AdaptedModel(lora_model("bert").eval())
+    before = copied(model.model)
+    name = next(name for name in before if "lora_A" in name)
+    members = sampled.sampled(model, lambda _: {name: torch.ones(before[name].shape)})
+    draws = members.logits()
+    next(draws)
+    assert torch.equal(model.model.state_dict()[name], before[name] + 1)
+    draws.close()
+    assert_same(model.model, before)
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (2, 3)])
+def test_noise_of_tfb_is_isotropic_in_the_columns_of_lora_b(shape):
+    torch.manual_seed(0)
+    B = torch.randn(shape).double() * torch.tensor([5.0, 1.0, 0.1])
+    effect = B @ noise_basis(B)  # on independent standard normal numbers
+    U = torch.linalg.svd(B, full_matrices=False).U
+    torch.testing.assert_close(effect @ effect.mT, U @ U.mT)
+
+
+def test_tfb_leaves_alone_what_lora_b_does_not_read():
+    assert noise_basis(torch.zeros(7, 3)).count_nonzero() == 0
+    torch.manual_seed(0)
+    B = torch.randn(7, 1) @ torch.randn(1, 3)
+    effect = B @ noise_basis(B)
+    column = B[:, :1] / B[:, :1].norm()
+    torch.testing.assert_close(effect @ effect.mT, column @ column.mT)
+
+
+@pytest.mark.parametrize("task", ["mrpc", "obqa"])
+@pytest.mark.parametrize(("key", "recipe"), [("blob", BLoB), ("ivon", IVONLoRA)])
+def test_a_rival_trains_a_model_of_its_own(key, recipe, task, prepared):
+    pretrained = prepared(task, steps=3, learning_rate=1e-2)
+    train = pretrained.data["train"]
+    model = fine_tune(pretrained, train, 0)
+    before, loader = copied(model.model), pretrained.loader(train, 8)
+    trained = {name: p for name, p in model.model.named_parameters() if p.requires_grad}
+    members = METHODS[key].fit(model, loader, loader)
+    found = members.predict({"": loader})[""]
+    again = METHODS[key].fit(model, loader, loader)  # of a training that is read from the cache
+    assert torch.equal(again.predict({"": loader})[""], found)
+    assert_same(model.model, before)
+    assert torch.allclose(found.sum(-1), torch.ones(len(train)))
+    batch = next(iter(loader))
+    draws = [logits_of(batch).detach() for logits_of in members.logits()]
+    assert not any(torch.equal(draws[0], draw) for draw in draws[1:])
+    other = model.retrained(recipe())
+    assert list(other.checkpoints) == [1, 2, 3]
+    kept = other.checkpoints[3]
+    deviations = {name: kept[name] for name in kept if name.endswith(DEVIATION)}
+    noisy = trained if key == "ivon" else [name for name in trained if "lora_A" in name]
+    assert set(deviations) == {name + DEVIATION for name in noisy}
+    for name, deviation in deviations.items():
+        assert deviation.shape == trained[name.removesuffix(DEVIATION)].shape
+        assert torch.isfinite(deviation).all()
+        assert (deviation > 0).all()
+    assert any(not torch.equal(kept[name], p) for name, p in trained.items())
+
+
+class Adapter(nn.Module):
+    """One matrix where PEFT has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(5, 3, bias=False)})
+
+
+@pytest.mark.parametrize(("step", "share"), [(1, 1 / 8), (3, 1 / 2), (4, 1 / 8)])
+def test_a_step_of_blobs_divergence_is_one_against_its_gradient(step, share):
+    torch.manual_seed(0)
+    model, recipe = Adapter().double(), BLoB()
+    recipe.prepare(model)
+    layer = model.lora_A["default"]
+    before = [layer.weight.detach().clone(), layer.spread.detach().clone()]
+    weight, spread = (p.clone().requires_grad_() for p in before)
+    prior = Normal(torch.tensor(0.0).double(), recipe.prior_deviation)
+    divergence = kl_divergence(Normal(weight, spread.square()), prior).sum()
+    gradients = torch.autograd.grad(divergence, [weight, spread])
+    recipe.after_step(model, step, steps_an_epoch=3, pace=0.5)
+    rate = 0.5 * share * recipe.learning_rate
+    for p, start, gradient in zip((layer.weight, layer.spread), before, gradients, strict=True):
+        torch.testing.assert_close(p.detach(), start - rate * gradient)
+
+
+def test_blobs_noise_is_that_of_its_weights_in_training_alone():
+    torch.manual_seed(0)
+    model, recipe = Adapter(), BLoB()
+    recipe.prepare(model)
+    layer, x = model.lora_A["default"], torch.randn(5)
+    exact = nn.functional.linear(x, layer.weight)
+    assert torch.equal(layer.eval()(x), exact)
+    layer.train()
+    noise = torch.stack([layer(x) - exact for _ in range(4000)]).detach()
+    variances = layer.spread.detach() ** 4 @ x.square()
+    torch.testing.assert_close(
+        noise.T.cov(), variances.diag(), rtol=0.1, atol=0.1 * variances.min()
+    )
