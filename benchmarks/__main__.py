@@ -10,7 +10,10 @@ from inspect import cleandoc
 from benchmarks import options
 
 # A module in `benchmarks.experiments` of the same name runs each.
-COMMANDS = (options.Tuning, options.Calibration, options.Fidelity, options.Cost, options.Table7b)
+COMMANDS = (
+    *(options.Tuning, options.Calibration, options.Overview),
+    *(options.Fidelity, options.Cost, options.Table7b),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -129,6 +129,16 @@ class Calibration(TextRun):
 
 
 @dataclass(frozen=True)
+class Overview(Run):
+    """Calibration of every method over several tasks, from runs of calibration; seconds.
+
+    Writes overview.json, overview.md and overview.png.
+    """
+
+    runs: tuple[Path, ...] = option((), "folders that `calibration` has written", type=Path, **MANY)
+
+
+@dataclass(frozen=True)
 class Fidelity(Run):
     """Error of each curvature against the exact one, and the memory it keeps; twelve minutes.
 

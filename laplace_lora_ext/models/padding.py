@@ -12,9 +12,8 @@ from laplace_lora_ext.messages import warn
 Predict = Callable[[Mapping[str, Any], bool], torch.Tensor]
 """Logits `(B, C)` of inputs; True passes positions that count from the first real token."""
 
-# Shares of the largest logit. Rounding stays below the first, another model is above it.
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-_ROUNDING_OF_HALF = 0.05
+# Shares of the largest logit that rounding explains, in half precision and in others.
+_ROUNDING_OF_HALF, _ROUNDING = 0.05, 1e-3
 
 
 class LeftPadding:
@@ -23,7 +22,8 @@ class LeftPadding:
     Models with learned positions often count the padding too; others count from the first real
     token by themselves, from the padding's index, or in three dimensions. The first batch with
     left padding tells: one of its texts is predicted alone, padded as it is, and padded with
-    positions. The model's own way is kept unless only the last agrees with the text alone.
+    positions. The last is chosen where it is nearer to the text alone, if only by the rounding of
+    rotary positions; else the model's own way is kept.
 
     Parameters
     ----------
@@ -63,9 +63,8 @@ class LeftPadding:
         self.passes = False
         try:
             expected = predict(alone, False)
-            rounding = _ROUNDING.get(expected.dtype, _ROUNDING_OF_HALF) * expected.abs().max()
             apart = (predict(padded, False) - expected).abs().max()
-            if apart > rounding and self._can_pass:
+            if self._can_pass:
                 with_positions = (predict(padded, True) - expected).abs().max()
                 self.passes = bool(with_positions < apart / 2)
                 apart = torch.minimum(apart, with_positions)
@@ -75,7 +74,9 @@ class LeftPadding:
                 f"({type(error).__name__}: {error}). Pad on the right to be sure."
             )
             return
-        if apart > max(10 * rounding, _ROUNDING_OF_HALF * expected.abs().max()):
+        is_half = expected.dtype in (torch.float16, torch.bfloat16)
+        rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING
+        if apart > rounding * expected.abs().max():
             warn(
                 f"The model's predictions depend on left padding: a text's logits differ by "
                 f"{apart.item():.3g} from those without it. Pad on the right."

@@ -1,0 +1,43 @@
+"""One table and one figure over the calibration of several tasks."""
+
+import json
+
+import pytest
+
+from benchmarks.experiments.calibration_report import SPLIT, WHOLE
+from tests.benchmarks.support import run
+
+ROW = {"chosen_by": "", "link": "", "accuracy": 0.7, "ece": 0.1, "regret": None}
+ROW |= {"fit_seconds": 1.0, "predict_seconds": 2.0}
+
+
+def written(folder, task: str, losses: dict[int, float]):
+    """A run of two methods on a task."""
+    rows = []
+    for seed, nll in losses.items():
+        rows.append({**ROW, "seed": seed, "method": "map", "protocol": WHOLE, "nll": nll})
+        rows.append({**ROW, "seed": seed, "method": "map", "protocol": SPLIT, "nll": 99.0})
+        chosen = {"method": "lowrank_kron", "chosen_by": "agreement", "link": "mean field"}
+        ours = {**ROW, "seed": seed, "protocol": WHOLE, **chosen, "nll": nll / 2, "regret": 0.01}
+        rows += [ours, {**ours, "link": "mc", "nll": 99.0}]
+    folder.mkdir()
+    figures = {"methods": rows, "task": {"name": task}}
+    (folder / "calibration.json").write_text(json.dumps(figures), encoding="utf-8")
+    return folder
+
+
+def test_means_over_seeds_and_tasks_of_the_methods_that_are_shown(tmp_path, capsys):
+    folders = [
+        written(tmp_path / "one", "first", {0: 1.0, 1: 3.0}),
+        written(tmp_path / "two", "second", {0: 4.0, 1: 4.0}),
+    ]
+    figures, report, _ = run(capsys, tmp_path / "out", "overview", runs=folders)
+    of_tasks = {(row["task"], row["name"]): row["nll"] for row in figures["tasks"]}
+    ours = "lowrank_kron, agreement"
+    assert of_tasks == pytest.approx(
+        {("first", "MAP"): 2, ("first", ours): 1, ("second", "MAP"): 4, ("second", ours): 2}
+    )
+    assert {row["name"]: row["nll"] for row in figures["all"]} == {"MAP": 3, ours: 1.5}
+    assert {row["name"]: row["regret"] for row in figures["all"]} == {"MAP": None, ours: 0.01}
+    assert "second, seeds 0, 1:" in report
+    assert (tmp_path / "out" / "overview.png").stat().st_size > 1000
