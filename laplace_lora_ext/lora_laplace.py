@@ -285,6 +285,8 @@ class LoRALaplace(ParametricLaplace):
         return (by_block * precision).sum()
 
     @exclusive
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def optimize_prior_precision(
         self,
         pred_type: str = "glm",
@@ -378,6 +380,7 @@ class LoRALaplace(ParametricLaplace):
         return None
 
     @exclusive
+    @torch.inference_mode(False)
     @without_autocast
     def linearize(
         self,

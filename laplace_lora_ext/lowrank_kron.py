@@ -106,6 +106,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return self.H.spectrum.logdet(self._H_factor, self.prior_precision)
 
     @exclusive
+    @torch.inference_mode(False)
     def predictive_statistics(
         self,
         loader: DataLoader | Iterable[Any],

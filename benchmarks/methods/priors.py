@@ -11,7 +11,7 @@ from benchmarks.fine_tuning import TEST
 from benchmarks.methods.method import Loaders, Probabilities, labels_of
 from benchmarks.methods.sampled import MOST_CHANGED, SAMPLES
 from benchmarks.metrics import negative_log_likelihood
-from laplace_lora_ext import Moments
+from laplace_lora_ext import Moments, PredictiveStatistics
 from laplace_lora_ext.passes import jacobians
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 
@@ -109,18 +109,18 @@ def by_training(la: Any, train: DataLoader | None, loaders: Loaders, samples: in
         prior_precision = la.prior_precision.clone()
         choices += [_Choice(chosen_by, link, prior_precision) for link in LINKS]
     if train is not None:
-        prior_precision = by_tfb_rule(Beliefs(la, train))
+        prior_precision = by_tfb_rule(statistics)
         choices += [_Choice(TFB_RULE, link, prior_precision) for link in LINKS]
     return _predictions(la, choices, loaders, samples)
 
 
-def by_tfb_rule(beliefs: "Beliefs") -> torch.Tensor:
+def by_tfb_rule(statistics: PredictiveStatistics) -> torch.Tensor:
     """The smallest of a grid of scalars at which ten draws' mean keeps the predicted classes.
 
     TFB's rule for our covariance: of the training texts, at most 1 % may change class.
     """
     for prior_precision in GRID:
-        (moments,) = beliefs.moments([prior_precision[None]])
+        moments = statistics.moments(prior_precision[None])
         draws = torch.Generator().manual_seed(0)
         noise = torch.randn((SAMPLES, *moments.f_mu.shape), generator=draws)
         found = gaussian_samples(moments.f_mu, moments.f_var, noise).softmax(-1).mean(0)

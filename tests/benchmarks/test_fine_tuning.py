@@ -85,10 +85,9 @@ def test_tfbs_rule_takes_the_smallest_prior_precision_that_changes_few_classes()
     torch.manual_seed(0)
     f_mu, tried = torch.randn(200, 3), []
 
-    def moments(prior_precisions):
-        (value,) = prior_precisions
+    def moments(value):
         tried.append(value)
-        return [Moments(f_mu, torch.eye(3).expand(200, 3, 3) / value)]
+        return Moments(f_mu, torch.eye(3).expand(200, 3, 3) / value)
 
     chosen = by_tfb_rule(SimpleNamespace(moments=moments))
     assert torch.equal(torch.cat(tried), GRID[: len(tried)])

@@ -1,6 +1,7 @@
 """Methods by name and as objects, and the options that each takes."""
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from inspect import signature
 
@@ -231,3 +232,23 @@ def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
     assert "Optimized prior precision" in out
     for title in ("Predictive statistics", "Grid search", "validation loss", "evidence"):
         assert title in err
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_methods_work_where_gradients_are_off(context, method):
+    chosen = []
+    for within in (nullcontext, context):
+        la = fitted()
+        torch.manual_seed(0)
+        options = {name: value for name, value in OPTIONS[method].items() if name != "pred_type"}
+        if method in ("agreement", "val_gd"):
+            key = "train_loader" if method == "agreement" else "val_loader"
+            with within():
+                options[key] = la.predictive_statistics(ragged_batches())
+        with within(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            la.optimize_prior_precision(method=method, **options)
+        assert not la.prior_precision.is_inference()
+        chosen.append(la.prior_precision)
+    torch.testing.assert_close(*chosen)
