@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import benchmarks.fine_tuning as fine_tuning_module
-from benchmarks.fine_tuning import fine_tune, prepare
+from benchmarks.fine_tuning import TEST, fine_tune, prepare
 from benchmarks.methods import METHODS, posterior
 from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.methods.posteriors import over_lora
@@ -32,15 +32,15 @@ def test_every_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
     assert settings.target_modules == paper.target_modules
     assert (settings.steps, settings.batch_size) == (2, 2)
     model = fine_tune(pretrained, pretrained.data["train"], seed=0)
-    loaders = {"train": pretrained.loader("train", 8)}
-    predictions = [METHODS["map"].fit(model, loaders["train"]).predict(loaders)]
+    loaders = {TEST: pretrained.loader("train", 8)}
+    predictions = [METHODS["map"].fit(model, loaders[TEST]).predict(loaders)]
     la = posterior("lowrank_kron").build(model)
-    la.fit(loaders["train"])
+    la.fit(loaders[TEST])
     predictions += [found.probabilities for found in by_training(la, None, loaders, 10)]
     texts = len(pretrained.task.train)
     for found in predictions:
-        assert found["train"].shape == (texts, len(PAPER_TASKS[name].classes))
-        assert torch.allclose(found["train"].sum(-1), torch.ones(texts), atol=1e-4)
+        assert found[TEST].shape == (texts, len(PAPER_TASKS[name].classes))
+        assert torch.allclose(found[TEST].sum(-1), torch.ones(texts), atol=1e-4)
 
 
 def test_shifted_texts_of_the_paper_are_read(prepared, tmp_path):
