@@ -42,7 +42,7 @@ def run(options: Overview) -> Figures:
     """Read the runs, and write table and diagram."""
     frame: Any = pd.concat([read(folder) for folder in options.runs], ignore_index=True)
     rows = frame.groupby(["name", "task"], sort=False)[COLUMNS].mean().reset_index()
-    of_all = frame.groupby("name", sort=False)[COLUMNS].mean().reset_index()
+    of_all = rows.groupby("name", sort=False)[COLUMNS].mean().reset_index()
     figures: Figures = {
         "tasks": rows.to_dict("records"),
         "all": of_all.to_dict("records"),
