@@ -4,7 +4,7 @@ import random
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -167,9 +167,12 @@ class Trial:
             if method.needs_validation == bool(validation) or method.key == "map":
                 members = method.fit(model, texts, held_out)
                 seconds = {"fit_seconds": timer() - started}
-                seconds["predict_seconds"] = seconds_of(lambda: members.predict({TEST: test}))
+                started = timer()
+                found = members.predict({TEST: test})
+                seconds["predict_seconds"] = timer() - started
+                if shifted := {name: self.loaders[name] for name in self.loaders if name != TEST}:
+                    found |= members.predict(shifted)
                 chosen_by = "validation" if method.needs_validation else ""
-                found = members.predict(self.loaders)
                 yield Prediction(found, chosen_by, chosen=members.temperature), seconds
         elif isinstance(method, Posterior):
             la = self._fitted(method, model, train)
@@ -178,10 +181,8 @@ class Trial:
             each = seconds_of(lambda: [la(batch, link_approx="probit") for batch in batches])
             seconds["predict_seconds"] = each * len(test) / len(batches)
             data = (texts if method.linearized else None, self.loaders, self.samples)
-            choose = (
-                partial(by_validation, la, held_out) if validation else partial(by_training, la)
-            )
-            yield from ((prediction, seconds) for prediction in choose(*data))
+            found = by_validation(la, held_out, *data) if validation else by_training(la, *data)
+            yield from ((prediction, seconds) for prediction in found)
 
     def _fitted(self, method: Posterior, model: AdaptedModel, records: Records) -> Any:
         la = method.build(model)

@@ -35,7 +35,7 @@ class LinearizedLOO(TuningMethod):
     ----------
     init_prior_prec, prior_structure, progress_bar
         of `TuningMethod`; several numbers in `init_prior_prec` are the proportions themselves
-    train_loader, tolerance, pooling, generator
+    train_loader, tolerance, pooling
         of `LinearizedMarglik`
     n_steps : int, default=1000
         at most, of each search
@@ -43,6 +43,8 @@ class LinearizedLOO(TuningMethod):
         of the predictions that are scored: choose the one that you predict with
     n_samples : int, default=100
         of the logits, with "mc"
+    generator : torch.Generator, optional
+        of these samples
 
     Raises
     ------
@@ -74,7 +76,7 @@ class LinearizedLOO(TuningMethod):
 
     def _search(self, la: Tunable) -> TuningHistory:
         start = self._start(la).cpu()
-        model = linearized(la, self.train_loader, self.generator, self.progress_bar)
+        model = linearized(la, self.train_loader, self.progress_bar)
         if len(start) > 1 and not self._is_base:
             start = self._proportions(la, model)
         scale = float(la._H_factor)

@@ -39,8 +39,6 @@ class LinearizedMarglik(TuningMethod):
         the scalar that the evidence prefers, as if the data had determined so many more directions
         of the block. With 0 each block has its own evidence alone, which often raises its prior
         precision without bound
-    generator : torch.Generator, optional
-        of the random features
 
     Raises
     ------
@@ -62,14 +60,13 @@ class LinearizedMarglik(TuningMethod):
     n_steps: int = 1000
     tolerance: float = 1e-3
     pooling: float = 3.0
-    generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
         check_pooling(self.pooling)
 
     def _search(self, la: Tunable) -> TuningHistory:
         start = self._start(la).cpu()
-        model = linearized(la, self.train_loader, self.generator, self.progress_bar)
+        model = linearized(la, self.train_loader, self.progress_bar)
         scale = float(la._H_factor)
         constant = float(la.log_likelihood + scale * la.loss)
         history = maximize_linearized_evidence(
@@ -93,7 +90,6 @@ def check_pooling(pooling: float) -> None:
 def linearized(
     la: Tunable,
     train_loader: Iterable[Any] | LinearizedModel,
-    generator: torch.Generator | None,
     progress_bar: bool,
 ) -> LinearizedModel:
     """The linearised model of the data of the fit, whether or not it is made already.
@@ -108,4 +104,4 @@ def linearized(
     if isinstance(train_loader, LinearizedModel):
         train_loader.check_training_data(la.n_data, float(la.loss))
         return train_loader
-    return la.linearize(train_loader, generator=generator, progress_bar=progress_bar)
+    return la.linearize(train_loader, progress_bar=progress_bar)
