@@ -10,6 +10,10 @@ import torchmetrics
 from laplace.utils import RunningNLLMetric
 from torch.nn.functional import cross_entropy, nll_loss, one_hot
 
+from laplace_lora_ext.messages import warn
+
+_ROUNDING = 1e-2  # of probabilities in half precision
+
 Moments = tuple[torch.Tensor, torch.Tensor]
 """Mean `(B, C)` and covariance `(B, C, C)` of logits."""
 
@@ -113,6 +117,11 @@ class Classification:
         ------
         ValueError
             If their shape, type or range does not fit, or there is only one class.
+
+        Warns
+        -----
+        UserWarning
+            If the logits look like probabilities.
         """
         n_outputs = logits.shape[-1]
         if n_outputs < 2:
@@ -124,6 +133,11 @@ class Classification:
             )
         if len(y) and (y.min() < 0 or y.max() >= n_outputs):
             raise ValueError(f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}")
+        if len(y) and (logits >= 0).all() and (logits.sum(-1) - 1).abs().max() < _ROUNDING:
+            warn(
+                "The model's outputs are not negative and sum to one: return logits, and leave the "
+                "softmax to the likelihood."
+            )
         return self.as_targets(y.to(logits.device), logits.dtype)
 
 

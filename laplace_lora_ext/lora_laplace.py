@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torchmetrics
-import tqdm
 from laplace.baselaplace import ParametricLaplace
 from laplace.curvature import CurvatureInterface
 from torch import nn
@@ -26,6 +25,7 @@ from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged, scalings
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
+from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
@@ -63,7 +63,9 @@ class LoRALaplace(ParametricLaplace):
     backend : type of CurvatureInterface, optional
     backend_kwargs : dict, optional
     class_token_ids : sequence of int, optional
-        for a causal language model: the tokens of the answers, one a class
+        for a language model: the tokens of the answers, one a class
+    mask_token_id : int, optional
+        for a masked language model: the token at which the answer is read
     target_modules, layers_to_transform
         as in `peft.LoraConfig`: which LoRA layers take part; all if omitted
     **kwargs
@@ -104,6 +106,7 @@ class LoRALaplace(ParametricLaplace):
         *,
         backend_kwargs: dict[str, Any] | None = None,
         class_token_ids: Sequence[int] | None = None,
+        mask_token_id: int | None = None,
         target_modules: str | Sequence[str] | None = None,
         layers_to_transform: int | Iterable[int] | None = None,
         **kwargs: Any,
@@ -115,7 +118,7 @@ class LoRALaplace(ParametricLaplace):
         warn_if_untrained(self.blocks)
         rewards = likelihood == "reward_modeling"
         adapted = PreferenceModel if rewards else LogitsModel
-        self.model = adapted(model, class_token_ids, dict_key_y)
+        self.model = adapted(model, class_token_ids, dict_key_y, mask_token_id)
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self._predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
         self._agreement = MapAgreement()
@@ -229,9 +232,8 @@ class LoRALaplace(ParametricLaplace):
             self._check_model()
         H = self._zeros()
         loss, n_data = torch.zeros((), device=self._device, dtype=torch.float64), 0
-        batches = tqdm.tqdm(train_loader, desc="[Computing Hessian]", disable=not progress_bar)
-        for index, batch in enumerate(batches):
-            with naming(f"batch {index}"):
+        for name, batch in named_batches(train_loader, "[Computing Hessian]", progress_bar):
+            with naming(name):
                 X, y = self.model.split(batch)
                 loss_of_batch, H = self._add_batch(H, X, y)
             loss += loss_of_batch.to(loss)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import tqdm
 from laplace.baselaplace import KronLaplace, ParametricLaplace
 from laplace.curvature import CurvatureInterface
 from torch.utils.data import DataLoader
@@ -15,6 +14,7 @@ from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterf
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import naming
+from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.passes import visit_jacobians
 from laplace_lora_ext.precision import without_autocast
@@ -136,10 +136,9 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             or a number is not finite; the message names the batch.
         """
         self._check_H_init()
-        batches = tqdm.tqdm(loader, desc="[Predictive statistics]", disable=not progress_bar)
         parts = []
-        for index, batch in enumerate(batches):
-            with naming(f"batch {index}"):
+        for name, batch in named_batches(loader, "[Predictive statistics]", progress_bar):
+            with naming(name):
                 labelled = self.model.split_if_labelled(batch)
                 parts.append(self._statistics(labelled, device, dtype))
         return PredictiveStatistics.concatenate(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -221,3 +222,16 @@ def test_regression_targets_that_are_not_finite_are_refused(value):
     bad[3, 1] = value
     with pytest.raises(ValueError, match="batch 1: non-finite targets"):
         la.fit([(X, y), (X, bad)])
+
+
+def test_probabilities_in_place_of_logits_are_warned_of():
+    classification = LIKELIHOODS["classification"]
+    logits = torch.tensor([[2.0, -1.0, 0.5], [0.0, 1.0, 0.0]])
+    y = torch.tensor([0, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        classification.check_targets(y, logits)
+        classification.check_targets(y, logits.log_softmax(-1))
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.warns(UserWarning, match="not negative and sum to one: return logits"):
+            classification.check_targets(y, logits.to(dtype).softmax(-1))

@@ -11,6 +11,7 @@ from laplace_lora_ext.curvature.backend import LowRankKronGGN
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import naming
+from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.predictive.statistics import upper_triangle
@@ -71,8 +72,8 @@ def eigenbasis(
     """Pass over the data for a curvature with eigenvectors, where a posterior has none."""
     backend = LowRankKronGGN(model, likelihood.name, blocks=blocks)
     H = backend.zeros()
-    for index, batch in enumerate(loader):
-        with naming(f"batch {index}"):
+    for name, batch in named_batches(loader):
+        with naming(name):
             backend.accumulate(H, *model.split(batch))
     return H.cut().decompose()
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import tqdm
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.linearized.basis import Basis
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.messages import naming
+from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes import visit_jacobians
@@ -37,9 +37,8 @@ def linearize(
         for block, part in zip(blocks, parts, strict=True)
     ]
     results = []
-    batches = tqdm.tqdm(loader, desc="[Linearizing]", disable=not progress_bar)
-    for index, batch in enumerate(batches):
-        with naming(f"batch {index}"):
+    for name, batch in named_batches(loader, "[Linearizing]", progress_bar):
+        with naming(name):
             X, y = model.split(batch)
             f_mu, features, own, moved = _features(model, blocks, X, basis, distances)
             y = likelihood.check_targets(y, f_mu)

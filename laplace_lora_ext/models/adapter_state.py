@@ -55,6 +55,12 @@ def check_unchanged(
     RuntimeError
         The message names the first layer that differs.
     """
+    device, dtype = blocks[0].weight.device, blocks[0].statistics_dtype
+    if (device, dtype) != (mean.device, mean.dtype):
+        raise RuntimeError(
+            f"The model was moved to {device} ({dtype}) since the fit on {mean.device} "
+            f"({mean.dtype}): move it back, or fit again."
+        )
     parts = mean.split([block.weight.numel() for block in blocks])
     for block, part in zip(blocks, parts, strict=True):
         if not torch.equal(block.weight.detach().flatten().to(mean), part):

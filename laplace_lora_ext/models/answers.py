@@ -1,4 +1,4 @@
-"""Class logits of a language model: those of the answers' tokens after the last real token."""
+"""Class logits of a language model: those of the answers' tokens where the answer is read."""
 
 from __future__ import annotations
 
@@ -8,31 +8,57 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.batches import text_config
 
 
 class AnswerTokens:
-    """The tokens of a causal language model's answers, one a class.
+    """The tokens of a language model's answers, one a class.
 
-    `transformer` is None for another kind of model that returns logits of a vocabulary.
+    They are read after the last real token of a causal language model, at the mask token of a
+    masked one, and after the decoder's start token, or what the batch gives as its input, of an
+    encoder-decoder.
+
+    Parameters
+    ----------
+    class_token_ids : sequence of int
+    transformer : PreTrainedModel or None
+        None for another kind of model that returns logits of a vocabulary
+    mask_token_id : int, optional
+        for a masked language model
 
     Raises
     ------
     ValueError
-        If a token repeats or lies outside the vocabulary, or there are fewer than two.
-    NotImplementedError
-        For an encoder-decoder.
+        If a token repeats or lies outside the vocabulary, or there are fewer than two; if a masked
+        language model's mask token is not known, or an encoder-decoder has no start token.
     """
 
-    def __init__(self, class_token_ids: Sequence[int], transformer: PreTrainedModel | None) -> None:
-        if transformer is not None and transformer.config.is_encoder_decoder:
-            raise NotImplementedError("class_token_ids are for causal language models only.")
-        vocabulary = getattr(getattr(transformer, "config", None), "vocab_size", None)
-        ids = list(class_token_ids)
+    def __init__(
+        self,
+        class_token_ids: Sequence[int],
+        transformer: PreTrainedModel | None,
+        mask_token_id: int | None = None,
+    ) -> None:
+        config = None if transformer is None else text_config(transformer)
+        vocabulary = getattr(config, "vocab_size", None)
+        ids = [int(token) for token in class_token_ids]
         if len(ids) < 2 or len(set(ids)) < len(ids):
             raise ValueError(f"class_token_ids must be two or more distinct tokens, not {ids}.")
         if min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary):
             raise ValueError(f"class_token_ids {ids} are not all in the vocabulary.")
+        if transformer is not None and _is_masked(transformer) and mask_token_id is None:
+            raise ValueError(
+                f"{type(transformer).__name__} is a masked language model: pass "
+                "mask_token_id=tokenizer.mask_token_id, where the answer is read."
+            )
         self.ids = ids
+        self.mask_token_id = mask_token_id
         self._transformer = transformer
 
     @property
@@ -52,10 +78,12 @@ class AnswerTokens:
         options: dict[str, Any] = {"use_cache": False}
         given = inputs if isinstance(inputs, Mapping) else {}
         mask = given.get("attention_mask")
+        if self._transformer.config.is_encoder_decoder:
+            options |= self._start(given)
         # Newer decoders compute logits for one position a row, older ones for the last few of all.
-        if hasattr(inspect.getmodule(self._transformer.forward), "slice_logits_to_keep"):
-            options["logits_to_keep"] = last_real_position(inputs)[:, None]
-        elif mask is None or mask[:, -1].all():
+        elif hasattr(inspect.getmodule(self._transformer.forward), "slice_logits_to_keep"):
+            options["logits_to_keep"] = self._position(inputs)[:, None]
+        elif self.mask_token_id is None and (mask is None or mask[:, -1].all()):
             options["logits_to_keep"] = options["num_logits_to_keep"] = 1
         if counts_positions and mask is not None and not mask[:, 0].all():
             options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
@@ -75,8 +103,62 @@ class AnswerTokens:
                 f"{tuple(logits.shape)}."
             )
         if logits.shape[1] > 1:
-            logits = logits.take_along_dim(last_real_position(inputs)[:, None, None], dim=1)
+            logits = logits.take_along_dim(self._position(inputs)[:, None, None], dim=1)
         return logits[:, 0, self.ids]
+
+    def warn_if_answered(self, inputs: Any) -> None:
+        """Warn where every text ends in one of the answers, which is then not to be predicted."""
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        decodes = self._transformer is not None and self._transformer.config.is_encoder_decoder
+        if tokens is None or tokens.ndim != 2 or decodes or self.mask_token_id is not None:
+            return
+        last = tokens.take_along_dim(last_real_position(inputs)[:, None], dim=1)
+        if torch.isin(last, torch.tensor(self.ids, device=last.device)).all():
+            warn(
+                "Every text of the batch ends in one of class_token_ids, and the token after it "
+                "is predicted: leave the answers out of the prompts."
+            )
+
+    def _start(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The decoder's start token for each text, unless the batch has a decoder input."""
+        if given.get("decoder_input_ids") is not None or "decoder_inputs_embeds" in given:
+            return {}
+        transformer: Any = self._transformer
+        start = getattr(transformer.config, "decoder_start_token_id", None)
+        if start is None:
+            start = getattr(transformer.generation_config, "decoder_start_token_id", None)
+        if start is None:
+            raise ValueError("The model has no decoder_start_token_id: give decoder_input_ids.")
+        texts = next(v for v in given.values() if isinstance(v, torch.Tensor) and v.ndim > 1)
+        return {"decoder_input_ids": texts.new_full((len(texts), 1), start, dtype=torch.long)}
+
+    def _position(self, inputs: Any) -> torch.Tensor:
+        """`(B,)` index of the position at which the answer is read."""
+        if self.mask_token_id is not None:
+            is_mask = inputs["input_ids"] == self.mask_token_id
+            if (is_mask.sum(-1) != 1).any():
+                counts = is_mask.sum(-1).tolist()
+                raise ValueError(
+                    f"Each text must have one mask token {self.mask_token_id}; they have {counts}."
+                )
+            return is_mask.int().argmax(-1)
+        if self._transformer is not None and self._transformer.config.is_encoder_decoder:
+            decoder = {
+                key.removeprefix("decoder_"): value
+                for key, value in inputs.items()
+                if key.startswith("decoder_")
+            }
+            return last_real_position(decoder)
+        return last_real_position(inputs)
+
+
+def _is_masked(transformer: PreTrainedModel) -> bool:
+    name = type(transformer).__name__
+    return (
+        name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+        and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        and not transformer.config.is_encoder_decoder
+    )
 
 
 def _parameters(transformer: PreTrainedModel) -> Mapping[str, inspect.Parameter]:

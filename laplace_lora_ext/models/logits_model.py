@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import extract_model_from_parallel
-from peft import PeftModel
+from peft import PeftMixedModel, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.models.answers import AnswerTokens
+from laplace_lora_ext.models.batches import complete, moved
+from laplace_lora_ext.models.compiled import running_eagerly, warn_if_compiled
 from laplace_lora_ext.models.locks import lock_of
 from laplace_lora_ext.models.padding import LeftPadding
 from laplace_lora_ext.models.positions import Positions
@@ -33,10 +34,12 @@ class LogitsModel(nn.Module):
         wrapper, is called with a batch's keys as keyword arguments. Any other module is called
         with the batch itself, a mapping or a tensor, as laplace-torch does.
     class_token_ids : sequence of int, optional
-        For a causal language model: tokens of the answers. The logits are those of these tokens
-        after the last real token of each row.
+        For a language model: tokens of the answers. The logits are those of these tokens where
+        the answer is read; see `AnswerTokens`.
     dict_key_y : str, default="labels"
         Key of the labels in a mapping; never passed on to the model.
+    mask_token_id : int, optional
+        For a masked language model: the token at which the answer is read.
 
     Attributes
     ----------
@@ -46,10 +49,14 @@ class LogitsModel(nn.Module):
     Raises
     ------
     ValueError
-        If `class_token_ids` is missing for a causal language model, repeats a token, has fewer
-        than two or one outside the vocabulary.
+        If `class_token_ids` is missing for a language model, or doesn't suit it.
     NotImplementedError
-        If `class_token_ids` is given for an encoder-decoder.
+        For a `PeftMixedModel`.
+
+    Warns
+    -----
+    UserWarning
+        If the model is compiled: it runs eagerly here.
     """
 
     def __init__(
@@ -57,13 +64,20 @@ class LogitsModel(nn.Module):
         model: nn.Module,
         class_token_ids: Sequence[int] | None = None,
         dict_key_y: str = "labels",
+        mask_token_id: int | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(model, PeftMixedModel):
+            raise NotImplementedError(
+                "A PeftMixedModel mixes kinds of adapters: load the LoRA adapter alone, as a "
+                "PeftModel."
+            )
+        warn_if_compiled(model)
         self.model = model
         self.dict_key_y = dict_key_y
         self.output_size = 0
         self._transformer = (find_transformer(model),)  # in a tuple: no second child module
-        self._answers = self._find_answers(class_token_ids)
+        self._answers = self._find_answers(class_token_ids, mask_token_id)
         takes_positions = self._answers is not None and self._answers.takes_positions
         self._left_padding = LeftPadding(takes_positions)
 
@@ -83,6 +97,8 @@ class LogitsModel(nn.Module):
         """
         self.settle(batch)
         inputs = self._inputs(batch)
+        if self._answers is not None:
+            self._answers.warn_if_answered(inputs)
         logits = self._logits(inputs, bool(self._left_padding.passes), **model_kwargs)
         if logits.ndim != 2:
             raise ValueError(
@@ -102,9 +118,12 @@ class LogitsModel(nn.Module):
         UserWarning
             If predictions depend on left padding anyway.
         """
-        if self._transformer[0] is not None and self._left_padding.is_open(batch):
+        if self._transformer[0] is None or self._left_padding.passes is not None:
+            return
+        inputs = self._inputs(batch)
+        if self._left_padding.is_open(inputs):
             with self.prepared(), torch.no_grad():
-                self._left_padding.settle(self._inputs(batch), self._logits)
+                self._left_padding.settle(inputs, self._logits)
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """Inputs and labels of a training batch, a mapping or a pair `(X, y)`.
@@ -142,6 +161,7 @@ class LogitsModel(nn.Module):
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """How rows at a layer belong to the examples of a batch with `n_examples` logits."""
+        batch = self._inputs(batch)
         if not isinstance(batch, Mapping):
             return Positions(n_examples, n_examples, _n_positions(batch), None)
         mask = batch.get("attention_mask")
@@ -171,10 +191,10 @@ class LogitsModel(nn.Module):
     def prepared(self, trainable: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         """The model in evaluation mode, with gradients for the given parameters alone.
 
-        Other threads wait. On leaving, also by an exception, every module's mode, and every
-        parameter's `requires_grad` and `.grad` are as they were.
+        Other threads wait, and compiled modules run eagerly. On leaving, also by an exception,
+        every module's mode, and every parameter's `requires_grad` and `.grad` are as they were.
         """
-        with self.lock, self._prepared(trainable):
+        with self.lock, self._prepared(trainable), running_eagerly(self.model):
             yield
 
     @contextmanager
@@ -197,19 +217,27 @@ class LogitsModel(nn.Module):
                 parameter.grad = grad
 
     def _inputs(self, batch: Any) -> Any:
-        """The batch on the model's device, without labels, of the type that it had."""
+        """The batch on the model's device, without labels, of the type that it had.
+
+        Raises
+        ------
+        ValueError, NotImplementedError
+            As `complete`.
+        """
+        transformer = self._transformer[0]
+        if isinstance(batch, np.ndarray):
+            batch = torch.as_tensor(batch)
         if isinstance(batch, torch.Tensor):
-            return batch.to(self.device)
+            batch = batch.to(self.device)
+            is_tokens = batch.ndim == 2 and not batch.is_floating_point()
+            if transformer is None or not is_tokens:
+                return batch
+            batch = {"input_ids": batch}
         if not isinstance(batch, Mapping):
             return batch
-        # A shallow copy of another kind of mapping might share its contents with the user's.
-        inputs = copy.copy(batch) if isinstance(batch, (dict, UserDict)) else dict(batch)
-        for key in (self.dict_key_y, *_LABEL_KEYS):
-            if key in inputs:
-                del inputs[key]
-        for key, value in inputs.items():
-            if isinstance(value, torch.Tensor):
-                inputs[key] = value.to(self.device)
+        inputs = moved(batch, self.device, self.dict_key_y, *_LABEL_KEYS)
+        if transformer is not None:
+            complete(inputs, transformer, self.device)
         return inputs
 
     def _logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
@@ -223,10 +251,12 @@ class LogitsModel(nn.Module):
             return self.model(**inputs, **kwargs)
         return self.model(inputs, **kwargs)
 
-    def _find_answers(self, class_token_ids: Sequence[int] | None) -> AnswerTokens | None:
+    def _find_answers(
+        self, class_token_ids: Sequence[int] | None, mask_token_id: int | None
+    ) -> AnswerTokens | None:
         transformer = self._transformer[0]
         if class_token_ids is not None:
-            return AnswerTokens(class_token_ids, transformer)
+            return AnswerTokens(class_token_ids, transformer, mask_token_id)
         if transformer is not None and transformer.can_generate():
             raise ValueError(
                 f"{type(transformer).__name__} is a language model: pass class_token_ids, the "

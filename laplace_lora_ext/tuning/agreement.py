@@ -13,6 +13,7 @@ import tqdm
 from scipy.optimize import brentq
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
@@ -125,7 +126,7 @@ class Agreement(TuningMethod):
 
         def of_batches(prior_precision: torch.Tensor) -> Iterable[Moments]:
             la.prior_precision = prior_precision
-            for batch in self.train_loader:  # pyright: ignore[reportGeneralTypeIssues]
+            for _, batch in named_batches(self.train_loader):  # pyright: ignore[reportArgumentType]
                 X, _ = la.model.split_if_labelled(batch)
                 yield la.predictive_moments(X).to("cpu")
 

@@ -11,6 +11,7 @@ import torch
 import torchmetrics
 from laplace.utils import validate
 
+from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.loss_search import search_grid
@@ -117,7 +118,7 @@ class GridSearch(TuningMethod):
     def _checked_batches(self, la: Tunable) -> Callable[[], Iterable[Any]]:
         def batches() -> Iterable[Any]:
             empty = True
-            for batch in self.val_loader:  # pyright: ignore[reportGeneralTypeIssues]
+            for _, batch in named_batches(self.val_loader):  # pyright: ignore[reportArgumentType]
                 la.model.split(batch)  # refuses what has no labels
                 empty = False
                 yield batch

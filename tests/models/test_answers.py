@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,10 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
     T5Config,
     T5ForConditionalGeneration,
     modeling_utils,
@@ -200,10 +205,134 @@ def test_class_tokens_must_be_in_the_vocabulary(ids):
         LogitsModel(lora_model("gpt2"), ids)
 
 
-def test_class_tokens_of_an_encoder_decoder_are_refused():
-    config = T5Config(vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    with pytest.raises(NotImplementedError, match="causal language models only"):
-        LogitsModel(T5ForConditionalGeneration(config), [1, 2])
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=8,
+        d_kv=4,
+        d_ff=8,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config).double().eval()
+
+
+def bart() -> nn.Module:
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=8,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=8,
+        decoder_ffn_dim=8,
+        max_position_embeddings=64,
+        decoder_start_token_id=2,
+    )
+    return BartForConditionalGeneration(config).double().eval()
+
+
+def encoder_decoder_logits(model: nn.Module, batch: Mapping, start: list[int]) -> torch.Tensor:
+    """Brute force: each text alone, with what its decoder begins with."""
+    rows = []
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        decoder = torch.tensor([start])
+        logits = model(input_ids=ids[mask.bool()][None], decoder_input_ids=decoder).logits
+        rows.append(logits[0, -1, CLASS_TOKEN_IDS])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("make_model", "start"), [(t5, 0), (bart, 2)])
+def test_an_encoder_decoder_answers_after_its_start_token(make_model, start):
+    model = make_model()
+    (batch,) = ragged_batches(batch_size=8)
+    torch.testing.assert_close(
+        LogitsModel(model, CLASS_TOKEN_IDS)(batch),
+        encoder_decoder_logits(model, batch, [start]),
+        rtol=1e-9,
+        atol=1e-9,
+    )
+
+
+def test_an_encoder_decoder_answers_after_the_decoder_input_that_the_batch_gives():
+    model = t5()
+    (batch,) = ragged_batches(batch_size=8)
+    batch["decoder_input_ids"] = torch.tensor([[0, 9, 4]]).expand(8, -1)
+    torch.testing.assert_close(
+        LogitsModel(model, CLASS_TOKEN_IDS)(batch),
+        encoder_decoder_logits(model, batch, [0, 9, 4]),
+        rtol=1e-9,
+        atol=1e-9,
+    )
+
+
+def test_an_encoder_decoder_without_a_start_token_is_refused():
+    model = t5()
+    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
+    with pytest.raises(ValueError, match=r"no decoder_start_token_id.*decoder_input_ids"):
+        LogitsModel(model, CLASS_TOKEN_IDS)(ragged_batches()[0])
+
+
+MASK = 7
+
+
+def masked_model() -> nn.Module:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
+    return BertForMaskedLM(config).double().eval()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_masked_language_model_answers_at_its_mask_token(side):
+    model = masked_model()
+    (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3), padding_side=side)
+    ids, real = batch["input_ids"], batch["attention_mask"].bool()
+    ids[ids == MASK] += 1
+    places = real.int().argmax(-1) + torch.tensor([5, 1, 0, 2])
+    ids[torch.arange(4), places] = MASK
+    rows = []
+    for row, mask in zip(ids, real, strict=True):
+        logits = model(input_ids=row[mask][None]).logits[0]
+        rows.append(logits[row[mask] == MASK][0, CLASS_TOKEN_IDS])
+    adapted = LogitsModel(model, CLASS_TOKEN_IDS, mask_token_id=MASK)
+    torch.testing.assert_close(adapted(batch), torch.stack(rows), rtol=1e-9, atol=1e-9)
+
+
+def test_a_masked_language_model_needs_its_mask_token():
+    with pytest.raises(ValueError, match=r"BertForMaskedLM.*mask_token_id"):
+        LogitsModel(masked_model(), CLASS_TOKEN_IDS)
+
+
+@pytest.mark.parametrize("n_masks", [0, 2])
+def test_each_text_of_a_masked_language_model_has_one_mask_token(n_masks):
+    (batch,) = ragged_batches(lengths=(7, 7), padded_to=7)
+    batch["input_ids"][batch["input_ids"] == MASK] += 1
+    batch["input_ids"][0, 0] = MASK
+    batch["input_ids"][1, :n_masks] = MASK
+    with pytest.raises(ValueError, match=rf"one mask token 7; they have \[1, {n_masks}\]"):
+        LogitsModel(masked_model(), CLASS_TOKEN_IDS, mask_token_id=MASK)(batch)
+
+
+def test_prompts_that_end_in_their_answers_are_warned_of():
+    model = LogitsModel(causal_model("gpt2"), CLASS_TOKEN_IDS)
+    (batch,) = ragged_batches(lengths=(4, 6, 7))
+    batch["input_ids"][[0, 1], [3, 5]] = torch.tensor(CLASS_TOKEN_IDS[:2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(batch)
+    batch["input_ids"][2, 6] = CLASS_TOKEN_IDS[1]
+    with pytest.warns(UserWarning, match="leave the answers out of the prompts"):
+        model(batch)
 
 
 @pytest.mark.parametrize("ids", [tuple(CLASS_TOKEN_IDS), torch.tensor(CLASS_TOKEN_IDS)], ids=type)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftMixedModel
 from torch import nn
 from transformers import (
     BatchEncoding,
@@ -18,6 +19,7 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     TwoLinear,
+    base_model,
     lora_model,
     ragged_batches,
     record_calls,
@@ -268,3 +270,9 @@ def test_labels_under_another_key_are_found_by_dict_key_y():
     la = make(lora_model("bert"), dict_key_y="answer")
     la.fit(batches)
     assert la.n_data == 8
+
+
+def test_a_mixed_model_is_refused():
+    model = PeftMixedModel(base_model("bert"), LoraConfig(r=2, target_modules=["query"]))
+    with pytest.raises(NotImplementedError, match=r"PeftMixedModel.*as a PeftModel"):
+        make(model)

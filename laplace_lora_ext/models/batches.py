@@ -1,0 +1,144 @@
+"""What a batch means: tensors on the model's device, and padding that is told from text."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+import tqdm
+from transformers import PreTrainedModel
+
+from laplace_lora_ext.messages import warn
+
+_PACKED = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "seq_idx")
+_LOGITS_TO_KEEP = ("logits_to_keep", "num_logits_to_keep")
+
+
+def named_batches(
+    loader: Iterable[Any], description: str = "", progress_bar: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Each batch that is not empty, with its name for error messages."""
+    batches = tqdm.tqdm(loader, desc=description, disable=not progress_bar)
+    for index, batch in enumerate(batches):
+        if not _is_empty(batch):
+            yield f"batch {index}", batch
+
+
+def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any:
+    """A copy of a batch, of the type that it had, on a device and without some of its keys."""
+    # A shallow copy of another kind of mapping might share its contents with the user's.
+    inputs = copy.copy(batch) if isinstance(batch, (dict, UserDict)) else dict(batch)
+    for key in left_out:
+        if key in inputs:
+            del inputs[key]
+    for key, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            inputs[key] = value.to(device)
+    return inputs
+
+
+def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) -> None:
+    """Make tensors of a transformers batch's lists and arrays, and add a mask that it lacks.
+
+    Raises
+    ------
+    ValueError
+        If it asks for logits of certain positions, or its padding can't be told from text.
+    NotImplementedError
+        If several texts are packed into a row.
+    """
+    for key, value in inputs.items():
+        if isinstance(value, np.ndarray) or _is_nested_numbers(value):
+            inputs[key] = torch.as_tensor(np.asarray(value)).to(device)
+    _check_meaning(inputs)
+    tokens, padding = inputs.get("input_ids"), _pad_token(transformer)
+    accepts_mask = "attention_mask" in signature(transformer.forward).parameters
+    if tokens is None or padding is None or not accepts_mask:
+        return
+    if inputs.get("attention_mask") is None and (mask := find_padding(tokens, padding)) is not None:
+        inputs["attention_mask"] = mask
+
+
+def find_padding(input_ids: torch.Tensor, pad_token_id: int) -> torch.Tensor | None:
+    """The attention mask that a batch of token ids `(..., T)` lacks; None if nothing is padded.
+
+    Padding stands at one end of some rows.
+
+    Raises
+    ------
+    ValueError
+        If the padding token stands inside of a padded batch's texts as well.
+
+    Warns
+    -----
+    UserWarning
+        If there is padding.
+    """
+    is_text = input_ids != pad_token_id
+    if is_text[..., 0].all() and is_text[..., -1].all():
+        return None
+    begins = (is_text[..., 1:] & ~is_text[..., :-1]).sum(-1) + is_text[..., 0]
+    if (begins > 1).any():
+        raise ValueError(
+            f"The batch has no attention_mask, and its padding can't be told from text: token "
+            f"{pad_token_id} stands inside of a row too. Pass the attention_mask."
+        )
+    warn(
+        f"The batch has no attention_mask: tokens {pad_token_id} at the ends of its rows are taken "
+        "for padding. Pass the tokenizer's attention_mask."
+    )
+    return is_text.long()
+
+
+def text_config(transformer: PreTrainedModel) -> Any:
+    """The configuration of the part that reads tokens."""
+    config = transformer.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _pad_token(transformer: PreTrainedModel) -> int | None:
+    pad_token_id = getattr(text_config(transformer), "pad_token_id", None)
+    return pad_token_id if isinstance(pad_token_id, int) else None
+
+
+def _check_meaning(inputs: Mapping[str, Any]) -> None:
+    for key in _LOGITS_TO_KEEP:
+        if inputs.get(key) is not None:
+            raise ValueError(f"Leave {key} out of the batch: the library reads the logits itself.")
+    packed = [key for key in _PACKED if inputs.get(key) is not None]
+    if packed or _restarts(inputs.get("position_ids"), inputs.get("attention_mask")):
+        raise NotImplementedError(
+            f"Rows hold several texts each, as {packed[0] if packed else 'position_ids'} says, and "
+            "have one row of logits: give each text a row of its own."
+        )
+
+
+def _is_empty(batch: Any) -> bool:
+    if isinstance(batch, Mapping):
+        sizes = [len(v) for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim]
+        return bool(sizes) and not any(sizes)
+    first = batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
+    if isinstance(first, Mapping):
+        return _is_empty(first)
+    return isinstance(first, torch.Tensor) and first.ndim > 0 and not len(first)
+
+
+def _is_nested_numbers(value: Any) -> bool:
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return isinstance(value, (bool, int, float)) and not isinstance(value, torch.Tensor)
+
+
+def _restarts(position_ids: Any, mask: Any) -> bool:
+    """Whether positions of a row's text go back to where they were before."""
+    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2:
+        return False
+    falls = position_ids[:, 1:] < position_ids[:, :-1]
+    if isinstance(mask, torch.Tensor) and mask.shape == position_ids.shape:
+        falls = falls & mask[:, 1:].bool() & mask[:, :-1].bool()
+    return bool(falls.any())
