@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -43,6 +44,21 @@ def scalings(blocks: Sequence[Block]) -> list[float | None]:
         None if block.owner is None else float(block.owner.scaling[block.adapter])
         for block in blocks
     ]
+
+
+def fingerprint(blocks: Sequence[Block]) -> str:
+    """A hash of the blocks' names, values and scalings.
+
+    What does not change the model does not change it: the adapter's name, the weights' device, and
+    a data type that holds the same values.
+    """
+    digest = hashlib.sha256()
+    for block, scaling in zip(blocks, scalings(blocks), strict=True):
+        name = block.name.replace(f".{block.adapter}.weight", "")
+        values = block.weight.detach().double().cpu().contiguous()
+        digest.update(repr((name, tuple(values.shape), scaling)).encode())
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def check_unchanged(

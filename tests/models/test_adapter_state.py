@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
-from tests.support.models import lora_model, ragged_batches
+from laplace_lora_ext.models.adapter_state import fingerprint
+from laplace_lora_ext.models.lora_layers import find_blocks
+from tests.support.models import base_model, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted
 
 USES = {
@@ -79,3 +81,28 @@ def test_an_adapter_that_plays_no_part_is_refused(use):
 def test_weights_in_half_precision_are_compared_as_they_are_kept():
     la = fitted(dtype=torch.bfloat16)
     assert torch.isfinite(la(ragged_batches()[0])).all()
+
+
+def test_a_fingerprint_is_that_of_what_the_model_computes_with():
+    model = lora_model("bert", torch.float32)
+    before = fingerprint(find_blocks(model))
+    assert before == fingerprint(find_blocks(lora_model("bert", torch.float32)))
+    assert before == fingerprint(find_blocks(model.double()))
+    blocks = find_blocks(model)
+    weight = blocks[3].weight.data
+    weight[0, 0] += 1e-6
+    assert fingerprint(blocks) != before
+    weight[0, 0] = find_blocks(lora_model("bert", torch.float32))[3].weight[0, 0]
+    assert fingerprint(blocks) == before
+    assert fingerprint(blocks[:-1]) != before
+    blocks[2].owner.set_scale("default", 5.0)
+    assert fingerprint(blocks) != before
+
+
+def test_a_fingerprint_does_not_depend_on_the_adapters_name():
+    names = []
+    for name in ("default", "other"):
+        torch.manual_seed(0)
+        model = get_peft_model(base_model("bert"), LoraConfig(target_modules=["query"]), name)
+        names.append(fingerprint(find_blocks(model)))
+    assert names[0] == names[1]
