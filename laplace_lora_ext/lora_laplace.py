@@ -23,7 +23,7 @@ from laplace_lora_ext.linearized.basis import Basis, eigenbasis
 from laplace_lora_ext.linearized.data import linearize
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.messages import naming, warn
-from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged, scalings
+from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.locks import exclusive
@@ -34,6 +34,7 @@ from laplace_lora_ext.models.lora_layers import (
     warn_if_untrained,
     warn_of_other_trainable,
 )
+from laplace_lora_ext.models.model_state import FittedModel, ModelState
 from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.passes import jacobians
 from laplace_lora_ext.passes.checks import inspected
@@ -122,7 +123,7 @@ class LoRALaplace(ParametricLaplace):
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self._predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
         self._agreement = MapAgreement()
-        self._scalings = scalings(self.blocks)
+        self._fitted: FittedModel | None = None
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
         with self._prepared():  # the host collects the parameters that require grad
@@ -251,15 +252,16 @@ class LoRALaplace(ParametricLaplace):
         self._adopt(H, n_data)
         self.loss, self.n_data = loss, n_data
         self.n_outputs = self.model.output_size
-        self.mean, self._scalings = self._weights(), scalings(self.blocks)
+        self.mean, self._fitted = self._weights(), FittedModel(self.model, self.blocks)
         self._posterior_scale = None
         self._agreement = MapAgreement()
 
     def _check_model(self) -> None:
         """Refuse to use the posterior with another model than that of the fit."""
         check_runs(self.blocks)
-        if self.n_data:
-            check_unchanged(self.blocks, self.mean, self._scalings)
+        if self._fitted is not None:
+            check_unchanged(self.blocks, self.mean)
+            self._fitted.check()
 
     def _weights(self) -> torch.Tensor:
         """A copy of the LoRA weights as one vector, `(parameters,)`."""
@@ -660,20 +662,57 @@ class LoRALaplace(ParametricLaplace):
 
     # --- state ---------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """State as the host's, with what the posterior rests on."""
+        state = ParametricLaplace.state_dict(self)  # refuses a posterior that has not been fitted
+        assert self._fitted is not None
+        model = self._fitted.state.state_dict()
+        return state | {"settings": self._settings(), "model": model}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a posterior that was fitted around the model's present weights.
 
         Raises
         ------
         ValueError
-            If it belongs to another class, another likelihood or other weights.
+            If it belongs to another class, another likelihood, another model or other settings;
+            the message names what differs, and nothing is changed.
         """
-        self._check_weights(state_dict)
-        super().load_state_dict(state_dict)
+        missing = {"mean", "H", "cls_name", "settings", "model"} - state_dict.keys()
+        if missing:
+            raise ValueError(f"The state of a posterior has {sorted(missing)}, and this has not.")
+        self._check_state(state_dict)
+        self.prior_precision = state_dict["prior_precision"]  # raises before all is changed
+        self._load_curvature(state_dict)
+        self._fitted = FittedModel(self.model, self.blocks)
+        self._posterior_scale = None
+        self._agreement = MapAgreement()
 
-    def _check_weights(self, state_dict: dict[str, Any]) -> None:
+    def _load_curvature(self, state_dict: dict[str, Any]) -> None:
+        ParametricLaplace.load_state_dict(self, state_dict)
+
+    def _settings(self) -> dict[str, Any]:
+        """How the curvature was computed."""
+        return {"backend": self._backend_cls.__name__}
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["cls_name"] != type(self).__name__:
+            return  # the host's error says so
+        fitted = ModelState.from_state_dict(state_dict["model"])
+        difference = fitted.difference(ModelState.of(self.model, self.blocks))
+        if difference is not None:
+            raise ValueError(f"The posterior was fitted to another model. {difference}.")
+        for name, value in self._settings().items():
+            before = state_dict["settings"].get(name)
+            if before != value:
+                raise ValueError(f"The posterior was fitted with {name}={before!r}, not {value!r}.")
         mean, weights = state_dict["mean"], self._weights()
-        if mean.shape == weights.shape and not torch.equal(mean.to(weights), weights):
+        if mean.dtype != weights.dtype:
+            raise ValueError(
+                f"The posterior is in {mean.dtype}, and the model's LoRA weights need "
+                f"{weights.dtype}: load them in the precision of the fit."
+            )
+        if not torch.equal(mean.to(weights), weights):
             raise ValueError(
                 "The posterior was fitted around other LoRA weights than the model has now."
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from laplace.baselaplace import KronLaplace, ParametricLaplace
+from laplace.baselaplace import KronLaplace
 from laplace.curvature import CurvatureInterface
 from torch.utils.data import DataLoader
 
@@ -188,12 +188,15 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         fitted = self.model, self.blocks, self.trained_likelihood, self.H, self._H_factor.detach()
         return statistics_of_batch(*fitted, batch, device, dtype)
 
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | self.backend.settings
+
     def state_dict(self) -> dict[str, Any]:
         """State as the host's, with tensors and numbers alone for the curvature."""
-        return ParametricLaplace.state_dict(self) | {"H": self.H_facs.state_dict()}
+        return super().state_dict() | {"H": self.H_facs.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._check_weights(state_dict)
-        ParametricLaplace.load_state_dict(self, state_dict)
-        self.H_facs = LowRankKron.from_state_dict(state_dict["H"])
-        self.H = self.H_facs.decompose()
+    def _load_curvature(self, state_dict: dict[str, Any]) -> None:
+        sums = LowRankKron.from_state_dict(state_dict["H"])
+        H = sums.decompose()
+        super()._load_curvature(state_dict)
+        self.H_facs, self.H = sums, H

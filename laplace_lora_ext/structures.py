@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, ParametricLaplace
+from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace
 from laplace.curvature import CurvatureInterface
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from laplace.utils.matrix import Kron, KronDecomposed
@@ -40,9 +40,13 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
         means = _with_scaled_inputs(H, 1 / n_data)
         self.H_facs, self.H = means, means.decompose(damping=self.damping)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._check_weights(state_dict)
-        ParametricLaplace.load_state_dict(self, state_dict)
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        assert self.H_facs is not None
+        return state | {"H": self.H_facs.kfacs}
+
+    def _load_curvature(self, state_dict: dict[str, Any]) -> None:
+        super()._load_curvature(state_dict)
         self.H_facs = Kron(state_dict["H"])
         self.H = self.H_facs.decompose(damping=self.damping)
 

@@ -80,6 +80,12 @@ class LowRankKronInterface(CurvatureInterface):
         self._likelihood = LIKELIHOODS[likelihood]
         self.tail = tail
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the curvature depends on beside the model and the data."""
+        names = {approx: name for name, approx in KFAC_APPROX.items()}
+        return {"rank": self.rank, "kfac_approx": names[self.kfac_approx], "tail": self.tail}
+
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
         """What is back-propagated for the Fisher of a batch."""
         raise NotImplementedError
@@ -179,6 +185,11 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         super().__init__(
             model, likelihood, *args, stochastic=stochastic, num_samples=num_samples, **kwargs
         )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        draws = self.num_samples if self.stochastic else None
+        return super().settings | {"stochastic": self.stochastic, "num_samples": draws}
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
         if self.stochastic:

@@ -61,10 +61,8 @@ def fingerprint(blocks: Sequence[Block]) -> str:
     return digest.hexdigest()
 
 
-def check_unchanged(
-    blocks: Sequence[Block], mean: torch.Tensor, fitted_scalings: Sequence[float | None]
-) -> None:
-    """Refuse a model whose LoRA weights or scalings are not those of the fit.
+def check_unchanged(blocks: Sequence[Block], mean: torch.Tensor) -> None:
+    """Refuse a model whose LoRA weights are not those of the fit, or have been moved.
 
     Raises
     ------
@@ -83,10 +81,4 @@ def check_unchanged(
             raise RuntimeError(
                 f"The weights of LoRA layer {block.name} have changed since the fit, which the "
                 "posterior is around: fit again, or load the weights of the fit."
-            )
-    for block, before, now in zip(blocks, fitted_scalings, scalings(blocks), strict=True):
-        if before != now:
-            raise RuntimeError(
-                f"The scaling of LoRA layer {block.name} was {before:g} at the fit and is "
-                f"{now:g}: fit again, or set it back."
             )

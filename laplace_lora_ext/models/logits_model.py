@@ -85,6 +85,10 @@ class LogitsModel(nn.Module):
     def class_token_ids(self) -> list[int] | None:
         return None if self._answers is None else self._answers.ids
 
+    @property
+    def mask_token_id(self) -> int | None:
+        return None if self._answers is None else self._answers.mask_token_id
+
     def forward(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
         """Logits `(B, C)` of a batch, which is moved to the model's device, without its labels.
 

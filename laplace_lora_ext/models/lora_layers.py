@@ -144,7 +144,7 @@ def warn_if_untrained(blocks: Sequence[Block]) -> None:
 def warn_of_other_trainable(model: nn.Module) -> None:
     """Warn once of trainable parameters that are not LoRA weights, and so are held fixed."""
     names = [
-        _strip_wrappers(name)
+        strip_wrappers(name)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and not re.search(r"\.lora_[AB]\..*\.weight$", name)
     ]
@@ -155,13 +155,13 @@ def warn_of_other_trainable(model: nn.Module) -> None:
         )
 
 
-def _strip_wrappers(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """Drop the names that DistributedDataParallel and torch.compile put in front."""
     return re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name)
 
 
 def _by_stripped_name(layers: dict[str, lora.LoraLayer]) -> dict[str, lora.LoraLayer]:
-    stripped = {_strip_wrappers(name): layer for name, layer in layers.items()}
+    stripped = {strip_wrappers(name): layer for name, layer in layers.items()}
     return stripped if len(stripped) == len(layers) else layers
 
 

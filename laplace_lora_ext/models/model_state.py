@@ -1,0 +1,165 @@
+"""What a posterior rests on beside its LoRA weights: scalings, answers, and all other weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from laplace_lora_ext.models.adapter_state import scalings
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
+
+_SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
+_ROUNDING = 2**-6  # between two precisions of which one is bfloat16
+
+_OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.([^.]+)")
+
+
+class Weight(NamedTuple):
+    """A few numbers of a weight, in float64."""
+
+    dtype: str
+    shape: list[int]
+    sample: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Weight:
+        flat = weight.detach().flatten()
+        sample = flat[:: max(1, len(flat) // _SAMPLED)][:_SAMPLED]
+        return cls(str(weight.dtype), list(weight.shape), sample.cpu().double().clone())
+
+    def equals(self, other: Weight) -> bool:
+        """Whether both are the same numbers, in the same precision or another one."""
+        if self.shape != other.shape or self.sample.shape != other.sample.shape:
+            return False
+        tolerance = 0.0 if self.dtype == other.dtype else _ROUNDING
+        close = torch.isclose(self.sample, other.sample, rtol=tolerance, atol=0, equal_nan=True)
+        return bool(close.all())
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What predictions come from, but for the values of the LoRA weights themselves.
+
+    Attributes
+    ----------
+    blocks : dict
+        shape and scaling by the name of the LoRA weight, without the adapter's name
+    class_token_ids, mask_token_id
+        of the `LogitsModel`
+    weights : dict
+        a `Weight` for each floating-point weight of the base model and the head. The adapter's
+        name is left out, and other adapters are
+    """
+
+    blocks: dict[str, tuple[list[int], float | None]]
+    class_token_ids: list[int] | None
+    mask_token_id: int | None
+    weights: dict[str, Weight]
+
+    @classmethod
+    def of(cls, model: LogitsModel, blocks: Sequence[Block]) -> ModelState:
+        """That of a model as it is."""
+        return cls(
+            {
+                _without_adapter(block.name, block.adapter): (list(block.weight.shape), scaling)
+                for block, scaling in zip(blocks, scalings(blocks), strict=True)
+            },
+            model.class_token_ids,
+            model.mask_token_id,
+            {name: Weight.of(weight) for name, weight in other_weights(model, blocks)},
+        )
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> ModelState:
+        """Rebuild what `state_dict` has returned."""
+        weights = {name: Weight(*weight) for name, weight in state["weights"].items()}
+        blocks = {name: (shape, scaling) for name, (shape, scaling) in state["blocks"].items()}
+        return cls(blocks, state["class_token_ids"], state["mask_token_id"], weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names, numbers and tensors, ready for `torch.save`."""
+        return vars(self) | {"weights": {name: tuple(w) for name, w in self.weights.items()}}
+
+    def difference(self, now: ModelState) -> str | None:
+        """What has changed, as a sentence without its full stop; None if nothing has."""
+        if self.blocks.keys() != now.blocks.keys():
+            odd = sorted(self.blocks.keys() ^ now.blocks.keys())[0]
+            there = "is" if odd in now.blocks else "is not"
+            return f"The LoRA weight {odd} {there} in the model's posterior now"
+        for name, (shape, scaling) in self.blocks.items():
+            new_shape, new_scaling = now.blocks[name]
+            if shape != new_shape:
+                return f"The LoRA weight {name} was {shape} at the fit and is {new_shape}"
+            if scaling != new_scaling:
+                return f"The scaling of {name} was {scaling:g} at the fit and is {new_scaling:g}"
+        for name in ("class_token_ids", "mask_token_id"):
+            before, after = getattr(self, name), getattr(now, name)
+            if before != after:
+                return f"{name} were {before} at the fit and are {after}"
+        for name, weight in self.weights.items():
+            if name not in now.weights:
+                return f"The weight {name} of the fit is not in the model now"
+            if not weight.equals(now.weights[name]):
+                return f"The weight {name} is not that of the fit"
+        return None
+
+
+class FittedModel:
+    """Watches over a model since a fit, at the price of a look at each parameter's address.
+
+    Parameters
+    ----------
+    model : LogitsModel
+    blocks : sequence of Block
+    """
+
+    def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
+        self.state = ModelState.of(model, blocks)
+        self._model, self._blocks = model, blocks
+        self._marks = self._find_marks()
+
+    def check(self) -> None:
+        """Refuse the model if it is not that of the fit.
+
+        Raises
+        ------
+        RuntimeError
+            The message names what differs.
+        """
+        marks = self._find_marks()
+        if marks == self._marks:
+            return
+        difference = self.state.difference(ModelState.of(self._model, self._blocks))
+        if difference is not None:
+            raise RuntimeError(f"{difference}: fit again, or undo the change.")
+        self._marks = marks
+
+    def _find_marks(self) -> list[Any]:
+        """What moves when a weight or a scaling does."""
+        marks: list[Any] = list(scalings(self._blocks))
+        for _, weight in other_weights(self._model, self._blocks):
+            marks.append((weight.data_ptr(), 0 if weight.is_inference() else weight._version))
+        return marks
+
+
+def other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Floating-point weights of the base model, the head and other LoRA layers, by name.
+
+    Those of other adapters are left out, and those that are not in memory.
+    """
+    adapter, ours = blocks[0].adapter, {id(block.weight) for block in blocks}
+    for name, weight in model.named_parameters():
+        if id(weight) in ours or weight.is_meta or not weight.is_floating_point():
+            continue
+        if {owner for _, owner in _OF_ADAPTER.findall(name)} <= {adapter}:
+            yield _without_adapter(strip_wrappers(name), adapter), weight
+
+
+def _without_adapter(name: str, adapter: str) -> str:
+    return _OF_ADAPTER.sub(lambda m: f".{m[1]}" if m[2] == adapter else m[0], name)

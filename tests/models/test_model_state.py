@@ -1,0 +1,175 @@
+"""A posterior is used with the base, the head and the answers that it was fitted with."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from laplace_lora_ext.models.model_state import FittedModel, ModelState
+from tests.support.models import CLASS_TOKEN_IDS, lora_model, plain_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted, make
+
+RANK = {"backend_kwargs": {"rank": 3}}
+
+
+def head(model: nn.Module) -> torch.Tensor:
+    return model.base_model.model.classifier.modules_to_save["default"].weight
+
+
+def base(model: nn.Module) -> torch.Tensor:
+    return model.base_model.model.bert.encoder.layer[0].output.dense.weight
+
+
+def add(weight: torch.Tensor, value: float) -> None:
+    with torch.no_grad():
+        weight.add_(value)
+
+
+@pytest.mark.parametrize("weight_of", [head, base])
+def test_a_head_or_base_that_has_changed_since_the_fit_is_named(weight_of):
+    la, batch = fitted(), ragged_batches()[0]
+    la(batch)
+    weight = weight_of(la.model.model)
+    before = weight.detach().clone()
+    add(weight, 1e-6)
+    for use in (la, la.predictive_moments, lambda x: la.predictive_statistics([x])):
+        with pytest.raises(RuntimeError, match=r"weight .* is not that of the fit: fit again"):
+            use(batch)
+    with torch.no_grad():
+        weight.copy_(before)
+    la(batch)  # the same values again, at the price of one more look
+    weight.data = weight.data.clone()
+    la(batch)
+
+
+def test_a_weight_that_is_replaced_is_named():
+    la, batch = fitted(), ragged_batches()[0]
+    layer = la.model.model.base_model.model.bert.pooler.dense
+    layer.weight = nn.Parameter(layer.weight.detach() * 1.001)
+    with pytest.raises(RuntimeError, match=r"bert\.pooler\.dense\.weight is not that of the fit"):
+        la(batch)
+
+
+def test_other_adapters_may_come_and_go():
+    model, batch = lora_model("bert"), ragged_batches()[0]
+    model.add_adapter("other", LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+    model.set_adapter("default")
+    la = fitted(model=model)
+    expected = la(batch)
+    for name, weight in model.named_parameters():
+        if ".other." in name:
+            add(weight, 1.0)
+    assert torch.equal(la(batch), expected)
+    model.delete_adapter("other")
+    model.add_adapter("third", LoraConfig(task_type="SEQ_CLS", r=3, target_modules=["value"]))
+    model.set_adapter("default")
+    assert torch.equal(la(batch), expected)
+
+
+def test_lora_layers_outside_the_posterior_count_as_well():
+    la = fitted(target_modules=["value"])
+    for name, weight in la.model.model.named_parameters():
+        if "query.lora_B" in name:
+            add(weight, 1e-3)
+    with pytest.raises(RuntimeError, match=r"query\.lora_B\.weight is not that of the fit"):
+        la(ragged_batches()[0])
+
+
+def changed_head(model):
+    add(head(model), 1e-6)
+
+
+def changed_base(model):
+    add(base(model), 1e-6)
+
+
+def changed_scaling(model):
+    model.base_model.model.bert.encoder.layer[0].attention.self.query.set_scale("default", 3.0)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed_head, r"classifier\.modules_to_save\.weight is not that of the fit"),
+        (changed_base, r"output\.dense\.weight is not that of the fit"),
+        (changed_scaling, r"scaling of .*query\.lora_A.* was 2 at the fit and is 6"),
+    ],
+)
+def test_a_state_of_another_model_is_not_loaded(structure, change, message):
+    model = lora_model("bert")
+    state = fitted(model=model, structure=structure).state_dict()
+    other = make(copy.deepcopy(model), structure, **(RANK if "low" in structure else {}))
+    change(other.model.model)
+    with pytest.raises(ValueError, match=rf"fitted to another model\. .*{message}"):
+        other.load_state_dict(state)
+    assert other.n_data == 0
+
+
+def test_a_state_of_other_answers_is_not_loaded():
+    la = fitted("gpt2")
+    other = make(la.model.model, class_token_ids=CLASS_TOKEN_IDS[::-1], **RANK)
+    with pytest.raises(
+        ValueError, match=r"class_token_ids were \[11, 23, 42\] .* are \[42, 23, 11"
+    ):
+        other.load_state_dict(la.state_dict())
+
+
+def test_a_state_of_other_layers_is_not_loaded():
+    la = fitted()
+    other = make(la.model.model, target_modules=["value"], **RANK)
+    with pytest.raises(ValueError, match=r"query\.lora_A\.weight is not in the model's posterior"):
+        other.load_state_dict(la.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 4}, "rank=3, not 4"),
+        ({"rank": 3, "kfac_approx": "expand"}, "kfac_approx='gradient', not 'expand'"),
+        ({"rank": 3, "tail": False}, "tail=True, not False"),
+        ({"rank": 3, "stochastic": True}, "stochastic=False, not True"),
+    ],
+)
+def test_a_state_of_other_settings_is_not_loaded(settings, message):
+    la = fitted()
+    other = make(la.model.model, backend_kwargs=settings)
+    with pytest.raises(ValueError, match=f"fitted with {message}"):
+        other.load_state_dict(la.state_dict())
+
+
+def test_a_state_is_loaded_under_another_name_of_the_adapter_and_another_precision_of_the_base():
+    model = lora_model("bert", torch.float32)
+    la, batch = fitted(model=model), ragged_batches()[0]
+    renamed = lora_model("bert", torch.float32)
+    renamed.load_state_dict(model.state_dict())
+    renamed.base_model.model.bert.embeddings.bfloat16().float().bfloat16()
+    state = ModelState.of(la.model, la.blocks)
+    other = make(renamed, **RANK)
+    assert state.difference(ModelState.of(other.model, other.blocks)) is None
+    named = {name.replace(".default", "") for name in state.blocks}
+    assert named == set(state.blocks)
+    other.load_state_dict(la.state_dict())
+    add(renamed.base_model.model.bert.embeddings.word_embeddings.weight, 0.1)
+    with pytest.raises(ValueError, match="word_embeddings"):
+        other.load_state_dict(la.state_dict())
+    assert torch.isfinite(la(batch)).all()
+
+
+def test_states_that_lack_something_are_refused():
+    la = fitted()
+    state = la.state_dict()
+    del state["model"], state["mean"]
+    with pytest.raises(ValueError, match=r"\['mean', 'model'\], and this has not"):
+        la.load_state_dict(state)
+
+
+def test_a_look_at_an_unchanged_model_reads_no_weight(monkeypatch):
+    la = fitted(model=plain_model(), batches=[(torch.randn(4, 5).double(), torch.arange(4) % 3)])
+    watch = FittedModel(la.model, la.blocks)
+    monkeypatch.setattr(ModelState, "of", None)
+    watch.check()
