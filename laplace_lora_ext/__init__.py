@@ -6,7 +6,7 @@ structures "lowrank_kron", "kron", "diag" and "full".
 
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
-from laplace_lora_ext.laplace import Laplace
+from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
@@ -51,4 +51,5 @@ __all__ = [
     "TuningHistory",
     "ValGD",
     "VarianceShares",
+    "from_pretrained",
 ]

@@ -1,15 +1,28 @@
-"""The host's factory, with a likelihood that is read off the model where it is left out."""
+"""Ways to get a Laplace approximation: the host's factory, and files."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import laplace
+import laplace.curvature as host_backends
+import torch
 from laplace.baselaplace import BaseLaplace
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
+from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
+from laplace_lora_ext.files import read_posterior
+from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.logits_model import find_transformer
+from laplace_lora_ext.models.model_state import ModelState
+from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
 
+_CLASSES = LowRankKronLoRALaplace, KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace
+_BACKENDS = LowRankKronGGN, LowRankKronEF, *vars(host_backends).values()
 _LIKELIHOODS = {
     "single_label_classification": "classification",
     "regression": "regression",
@@ -44,6 +57,58 @@ def Laplace(  # noqa: N802
     if likelihood is None:
         likelihood = "classification" if kwargs.get("class_token_ids") else _likelihood_of(model)
     return laplace.Laplace(model, likelihood, *args, **kwargs)
+
+
+def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRALaplace:
+    """The posterior that `save_pretrained` has written, around a model's present weights.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        the model of the fit, with its adapter, head and base
+    folder : str or Path
+    **kwargs
+        of the class of the posterior, where the defaults don't fit, such as `dict_key_y`
+
+    Returns
+    -------
+    LoRALaplace
+
+    Raises
+    ------
+    FileNotFoundError
+        If the folder lacks one of the two files.
+    ValueError
+        If the files were changed or are not such, or the model is not that of the fit; the message
+        says which.
+    """
+    state = read_posterior(folder)
+    try:
+        fitted, settings = ModelState.from_state_dict(state["model"]), dict(state["settings"])
+        options = {
+            "class_token_ids": fitted.class_token_ids,
+            "mask_token_id": fitted.mask_token_id,
+            "target_modules": sorted({name.rpartition(".lora_")[0] for name in fitted.blocks}),
+            "prior_mean": state["prior_mean"],
+            "temperature": state["temperature"],
+            "enable_backprop": state["enable_backprop"],
+            "likelihood": state["likelihood"],
+            "backend": _named(settings.pop("backend"), _BACKENDS),
+            "backend_kwargs": settings,
+        }
+        cls = _named(state["cls_name"], _CLASSES)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder} holds no complete posterior: {error!r}.") from error
+    la = cls(model, **options | kwargs)
+    device = la.blocks[0].weight.device
+    on_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
+    la.load_state_dict(on_device | {"model": state["model"]})
+    return la
+
+
+def _named(name: str, classes: Iterable[Any]) -> Any:
+    """The class with a name, of several."""
+    return {cls.__name__: cls for cls in classes if isinstance(cls, type)}[name]
 
 
 def _likelihood_of(model: nn.Module) -> str:

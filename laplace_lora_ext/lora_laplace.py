@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import huggingface_hub
 import torch
 import torchmetrics
 from laplace.baselaplace import ParametricLaplace
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
+from laplace_lora_ext.files import write_posterior
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.linearized.basis import Basis, eigenbasis
 from laplace_lora_ext.linearized.data import linearize
@@ -662,6 +665,44 @@ class LoRALaplace(ParametricLaplace):
 
     # --- state ---------------------------------------------------------------------------------
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the posterior into a folder, such as that of the adapter.
+
+        `laplace_lora_ext.from_pretrained(model, folder)` reads it. There are two files,
+        "laplace_posterior.safetensors" and "laplace_posterior.json".
+
+        Parameters
+        ----------
+        folder : str or Path
+            made where there is none
+        """
+        summary = {
+            "evidence": self.log_marginal_likelihood().item(),
+            "mean_prior_precision": torch.as_tensor(self.prior_precision).mean().item(),
+            "n_data": self.n_data,
+        }
+        write_posterior(folder, self.state_dict(), summary)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Upload the adapter and the posterior to the Hugging Face hub.
+
+        Parameters
+        ----------
+        repo_id : str
+            made where there is none
+        **kwargs
+            of `huggingface_hub.upload_folder`, such as `token` and `commit_message`
+
+        Returns
+        -------
+        huggingface_hub.CommitInfo
+        """
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            find_peft_model(self.model).save_pretrained(folder)
+            huggingface_hub.create_repo(repo_id, exist_ok=True, token=kwargs.get("token"))
+            return huggingface_hub.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
+
     def state_dict(self) -> dict[str, Any]:
         """State as the host's, with what the posterior rests on."""
         state = ParametricLaplace.state_dict(self)  # refuses a posterior that has not been fitted
@@ -692,8 +733,9 @@ class LoRALaplace(ParametricLaplace):
         ParametricLaplace.load_state_dict(self, state_dict)
 
     def _settings(self) -> dict[str, Any]:
-        """How the curvature was computed."""
-        return {"backend": self._backend_cls.__name__}
+        """Backend of the curvature, and its options."""
+        options = {k: v for k, v in self._backend_kwargs.items() if k != "blocks"}
+        return {"backend": self._backend_cls.__name__, **options}
 
     def _check_state(self, state_dict: dict[str, Any]) -> None:
         if state_dict["cls_name"] != type(self).__name__:

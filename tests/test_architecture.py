@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "laplace_lora_ext"
 FOLDERS = ["models", "passes", "curvature", "predictive", "linearized", "tuning"]
 FLOORS = [
-    {"messages", "precision", "likelihoods"},
+    {"messages", "precision", "files", "likelihoods"},
     *({folder} for folder in FOLDERS),
     {"lora_laplace"},
     {"lowrank_kron", "structures"},

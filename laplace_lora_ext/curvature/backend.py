@@ -188,8 +188,8 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
 
     @property
     def settings(self) -> dict[str, Any]:
-        draws = self.num_samples if self.stochastic else None
-        return super().settings | {"stochastic": self.stochastic, "num_samples": draws}
+        draws = {"num_samples": self.num_samples} if self.stochastic else {}
+        return super().settings | {"stochastic": self.stochastic, **draws}
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
         if self.stochastic:

@@ -107,7 +107,8 @@ class ModelState:
                 return f"The weight {name} of the fit is not in the model now"
             if not weight.equals(now.weights[name]):
                 return f"The weight {name} is not that of the fit"
-        return None
+        new = [name for name in now.weights if ".lora_" in name and name not in self.weights]
+        return f"The LoRA weight {new[0]} was not in the model of the fit" if new else None
 
 
 class FittedModel:

@@ -1,0 +1,131 @@
+"""Posteriors on disk: tensors as safetensors, all else as JSON, each guarded by a hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import safetensors.torch
+import torch
+
+TENSORS = "laplace_posterior.safetensors"
+DESCRIPTION = "laplace_posterior.json"
+_FORMAT = "laplace_lora_ext posterior"
+_VERSION = 1
+_NO_HASH = "0" * 64
+
+
+def write_posterior(
+    folder: str | Path, state: Mapping[str, Any], summary: Mapping[str, Any]
+) -> None:
+    """Write the state of a posterior into a folder, which is made where there is none.
+
+    Both files are written elsewhere first, so that none is ever half there; a pair of which one is
+    old and one new does not load.
+
+    Parameters
+    ----------
+    folder : str or Path
+    state : Mapping
+        of a Laplace approximation: tensors, numbers and text in dictionaries and lists
+    summary : Mapping
+        numbers for people who look into the JSON file, which are not read again
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _without_tensors(state, "", tensors)
+    with TemporaryDirectory(dir=folder, prefix=".posterior-") as work:
+        new_tensors, new_description = Path(work, TENSORS), Path(work, DESCRIPTION)
+        safetensors.torch.save_file(tensors, new_tensors, metadata={"format": "pt"})
+        description = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "summary": dict(summary),
+            "state": tree,
+            "tensors_sha256": _hash(new_tensors.read_bytes()),
+            "sha256": _NO_HASH,
+        }
+        text = json.dumps(description, indent=1)
+        text = text.replace(_NO_HASH, _hash(text.encode()))
+        new_description.write_text(text, encoding="utf-8")
+        os.replace(new_tensors, folder / TENSORS)
+        os.replace(new_description, folder / DESCRIPTION)
+
+
+def read_posterior(folder: str | Path) -> dict[str, Any]:
+    """The state that `write_posterior` has written; nothing in the files is executed.
+
+    Raises
+    ------
+    FileNotFoundError
+        If one of the two files is not there.
+    ValueError
+        If a file is another one, has been changed or cut, or comes from a newer version; the
+        message names it.
+    """
+    path = Path(folder, DESCRIPTION)
+    description = _read_description(path)
+    tensors_path = Path(folder, TENSORS)
+    content = tensors_path.read_bytes()
+    if _hash(content) != description["tensors_sha256"]:
+        raise ValueError(f"{tensors_path} is not the file that was saved with {path.name}.")
+    try:
+        return _with_tensors(description["state"], safetensors.torch.load(content))
+    except (KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{path} and {tensors_path.name} don't fit together.") from error
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    try:
+        description = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON file, or has been cut: {error}.") from error
+    if not isinstance(description, dict) or description.get("format") != _FORMAT:
+        raise ValueError(f"{path} does not describe a posterior of this library.")
+    expected = str(description.get("sha256"))
+    if content.count(expected.encode()) != 1 or expected == _NO_HASH:
+        raise ValueError(f"{path} has been changed since it was saved.")
+    if _hash(content.replace(expected.encode(), _NO_HASH.encode())) != expected:
+        raise ValueError(f"{path} has been changed since it was saved.")
+    if description["version"] != _VERSION:
+        raise ValueError(
+            f"{path} has the format's version {description['version']}, and this release of "
+            f"laplace_lora_ext reads {_VERSION}: install a newer one."
+        )
+    return description
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _without_tensors(node: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A tree for JSON, whose tensors are gathered by name."""
+    if isinstance(node, torch.Tensor):
+        tensors[name] = node.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
+    if isinstance(node, Mapping):
+        items = {key: _without_tensors(v, f"{name}/{key}", tensors) for key, v in node.items()}
+        return {"items": items}
+    if isinstance(node, (list, tuple)):
+        return [_without_tensors(v, f"{name}/{i}", tensors) for i, v in enumerate(node)]
+    if node is None or isinstance(node, (bool, int, float, str)):
+        return node
+    raise TypeError(f"{name} is a {type(node).__name__}, which can't be saved.")
+
+
+def _with_tensors(node: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_with_tensors(value, tensors) for value in node]
+    if not isinstance(node, dict):
+        return node
+    if "tensor" in node:
+        return tensors[node["tensor"]]
+    return {key: _with_tensors(value, tensors) for key, value in node["items"].items()}
