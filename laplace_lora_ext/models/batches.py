@@ -56,7 +56,7 @@ def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) ->
         if isinstance(value, np.ndarray) or _is_nested_numbers(value):
             inputs[key] = torch.as_tensor(np.asarray(value)).to(device)
     _check_meaning(inputs)
-    tokens, padding = inputs.get("input_ids"), _pad_token(transformer)
+    tokens, padding = inputs.get("input_ids"), pad_token(transformer)
     accepts_mask = "attention_mask" in signature(transformer.forward).parameters
     if tokens is None or padding is None or not accepts_mask:
         return
@@ -101,8 +101,10 @@ def text_config(transformer: PreTrainedModel) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _pad_token(transformer: PreTrainedModel) -> int | None:
-    pad_token_id = getattr(text_config(transformer), "pad_token_id", None)
+def pad_token(transformer: PreTrainedModel | None) -> int | None:
+    """The token that a model's configuration names for padding, if it does."""
+    config = None if transformer is None else text_config(transformer)
+    pad_token_id = getattr(config, "pad_token_id", None)
     return pad_token_id if isinstance(pad_token_id, int) else None
 
 

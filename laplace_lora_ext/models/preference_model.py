@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.batches import pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
+
+_NAMES = "input_ids", "attention_mask"
+_CHOSEN, _REJECTED = "chosen", "rejected"
 
 
 class PreferenceModel(LogitsModel):
@@ -16,7 +22,40 @@ class PreferenceModel(LogitsModel):
     A transformers sequence classifier with one label maps texts `(B, T)` to rewards `(B, 1)`, and
     pairs `(B, 2, T)` to rewards `(B, 2)`: the logits of preferring the first or the second, as in
     the Bradley-Terry model. Any other module is called as it is, and must do so itself.
+
+    Data sets may come as TRL's collators make them, without labels: B chosen texts followed by B
+    rejected ones, or both apart, as "input_ids_chosen" and "input_ids_rejected".
     """
+
+    def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
+        """As `LogitsModel.split`, and of TRL's batches, in whose pairs the first is preferred."""
+        if not isinstance(batch, Mapping) or self.dict_key_y in batch:
+            return super().split(batch)
+        pairs = self._pairs(batch)
+        return super().split((pairs, torch.zeros(len(pairs["input_ids"]), dtype=torch.long)))
+
+    def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
+        return (batch, None) if isinstance(batch, torch.Tensor) else self.split(batch)
+
+    def _inputs(self, batch: Any) -> Any:
+        apart = isinstance(batch, Mapping) and any(_CHOSEN in key for key in batch)
+        return super()._inputs(self._pairs(batch) if apart else batch)
+
+    def _pairs(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
+        if "margin" in batch:
+            warn("The likelihood of preferences knows no margin: that of the batch is not used.")
+        apart = {name: value for name in _NAMES if (value := _apart(batch, name)) is not None}
+        if apart:
+            filled = {"input_ids": pad_token(self._transformer[0]), "attention_mask": 0}
+            return {name: _stacked(*texts, filled[name]) for name, texts in apart.items()}
+        tokens = batch.get("input_ids")
+        if tokens is None or tokens.ndim != 2 or len(tokens) % 2:
+            raise ValueError(
+                f"No labels {self.dict_key_y!r} in the batch, and not as many chosen as rejected "
+                "texts (B after B in input_ids, or input_ids_chosen and input_ids_rejected)."
+            )
+        return {n: batch[n].unflatten(0, (2, -1)).transpose(0, 1) for n in _NAMES if n in batch}
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
@@ -36,3 +75,26 @@ class PreferenceModel(LogitsModel):
                 f"{pairs.numel()} texts: load it with num_labels=1."
             )
         return rewards.reshape(pairs)
+
+
+def _apart(batch: Mapping[str, Any], name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Chosen and rejected texts, of which newer and older collators put the word last or first."""
+    for pattern in (f"{name}_{{}}", f"{{}}_{name}"):
+        chosen, rejected = pattern.format(_CHOSEN), pattern.format(_REJECTED)
+        if chosen in batch and rejected in batch:
+            return torch.as_tensor(batch[chosen]), torch.as_tensor(batch[rejected])
+    return None
+
+
+def _stacked(chosen: torch.Tensor, rejected: torch.Tensor, filler: int | None) -> torch.Tensor:
+    """`(B, 2, T)`, the shorter of the two filled on the right."""
+    length = max(chosen.shape[1], rejected.shape[1])
+    if chosen.shape[1] != rejected.shape[1] and filler is None:
+        raise ValueError(
+            "Chosen and rejected texts differ in length, and the model's configuration has no "
+            "pad_token_id."
+        )
+    filled = [
+        pad(texts, (0, length - texts.shape[1]), value=filler or 0) for texts in (chosen, rejected)
+    ]
+    return torch.stack(filled, dim=1)

@@ -140,3 +140,73 @@ def test_rewards_of_a_padded_transformer_do_not_count_padding(kfac_approx):
         matrices.append(la.H.to_matrix())
         assert la({k: v[:, 0] for k, v in pairs.items()})[0].shape == (4, 1)
     torch.testing.assert_close(*matrices, rtol=1e-7, atol=1e-12)
+
+
+def apart(pattern: str) -> dict[str, torch.Tensor]:
+    """The first preferences as TRL's older collators make them, of different lengths."""
+    pairs = ordered()
+    batch = {}
+    for name, place, length in (("chosen", 0, 7), ("rejected", 1, 6)):
+        for key in ("input_ids", "attention_mask"):
+            batch[pattern.format(key=key, name=name)] = pairs[key][:, place, :length]
+    return batch
+
+
+def ordered() -> dict[str, torch.Tensor]:
+    """Preferences for the first text, the second of which has at most six tokens."""
+    pairs = preferences()
+    pairs["input_ids"][:, 1, 6], pairs["attention_mask"][:, 1, 6] = 0, 0
+    return pairs | {"labels": torch.zeros(5, dtype=torch.long)}
+
+
+def stacked() -> dict[str, torch.Tensor]:
+    """The same as TRL's newer collator makes them."""
+    pairs = ordered()
+    return {
+        key: pairs[key].transpose(0, 1).flatten(0, 1) for key in ("input_ids", "attention_mask")
+    }
+
+
+TRL_BATCHES = {
+    "stacked": stacked,
+    "word last": lambda: apart("{key}_{name}"),
+    "word first": lambda: apart("{name}_{key}"),
+}
+
+
+@pytest.mark.parametrize("kind", TRL_BATCHES)
+def test_trls_batches_are_taken_as_they_come(kind):
+    la = make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
+    la.fit([ordered()])
+    evidence = la.log_marginal_likelihood()
+    batch = TRL_BATCHES[kind]()
+    la.fit([batch])
+    assert la.n_data == 5
+    assert torch.equal(la.log_marginal_likelihood(), evidence)
+    for method, data in (("agreement", "train_loader"), ("gridsearch", "val_loader")):
+        expected = la.optimize_prior_precision(method=method, **{data: [ordered()]})
+        found = la.optimize_prior_precision(method=method, **{data: [batch]})
+        torch.testing.assert_close(found.objective, expected.objective)
+    if kind != "stacked":
+        torch.testing.assert_close(la(batch, fitting=True), la(ordered(), fitting=True))
+
+
+def test_batches_without_labels_that_are_no_pairs_are_refused():
+    la = make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
+    odd = {key: value[:5] for key, value in stacked().items()}
+    for batch in (odd, {k: v for k, v in ordered().items() if k != "labels"}):
+        with pytest.raises(ValueError, match=r"No labels 'labels'.*as many chosen as rejected"):
+            la.fit([batch])
+
+
+def test_texts_of_different_lengths_need_a_padding_token():
+    model = lora_model("bert", n_labels=1)
+    model.config.pad_token_id = None
+    with pytest.raises(ValueError, match=r"differ in length, and .* no pad_token_id"):
+        make(model, likelihood="reward_modeling").fit([apart("{key}_{name}")])
+
+
+def test_margins_are_warned_of():
+    la = make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
+    with pytest.warns(UserWarning, match="knows no margin"):
+        la.fit([stacked() | {"margin": torch.ones(5)}])
