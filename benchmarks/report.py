@@ -14,8 +14,8 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.metrics import NUMBER_OF_BINS
 from benchmarks.options import Run
+from laplace_lora_ext.metrics import N_BINS, draw_bins
 
 PACKAGES = (
     "laplace-lora-ext laplace-torch torch transformers peft curvlinops-for-pytorch torchmetrics "
@@ -106,20 +106,13 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
     lines = math.ceil(len(rows) / columns)
     figure = Figure(figsize=(3.4 * columns, 3.7 * lines), layout="constrained")
     panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
-    width = 1 / NUMBER_OF_BINS
-    edges = torch.arange(NUMBER_OF_BINS) * width
     for panel, row in zip(panels, rows, strict=False):
-        bins = pd.DataFrame(row["reliability"]).astype(float).fillna(0)
-        panel.bar(edges, bins["share"], width, align="edge", color="0.85", label="share of texts")
-        inner = {"align": "edge", "color": "tab:blue", "alpha": 0.8, "label": "accuracy"}
-        panel.bar(edges + 0.15 * width, bins["accuracy"], 0.7 * width, **inner)
-        panel.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="calibrated")
-        panel.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+        draw_bins(row["reliability"], panel)
         title = textwrap.fill(label(row), TITLE_WIDTH)
         panel.set_title(f"{title}\nECE {row['ece']:.3f}", fontsize=10)
     for panel in panels[len(rows) :]:
         panel.set_axis_off()
-    figure.supxlabel(f"Confidence in {NUMBER_OF_BINS} bins")
+    figure.supxlabel(f"Confidence in {N_BINS} bins")
     figure.supylabel("Accuracy, share of texts")
     save(figure, path, panels[0], columns=3)
 

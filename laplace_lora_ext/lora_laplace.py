@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import torch
 import torchmetrics
 from laplace.baselaplace import ParametricLaplace
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.files import write_posterior
-from laplace_lora_ext.likelihoods import LIKELIHOODS
+from laplace_lora_ext.likelihoods import LIKELIHOODS, Link
 from laplace_lora_ext.linearized.basis import Basis, eigenbasis
 from laplace_lora_ext.linearized.data import linearize
 from laplace_lora_ext.linearized.model import LinearizedModel
@@ -42,6 +43,7 @@ from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.passes import jacobians
 from laplace_lora_ext.passes.checks import inspected
 from laplace_lora_ext.precision import without_autocast
+from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.links import mean_field, probit, sampled_alike, shared_noise
 from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.predictive.moments import Moments
@@ -476,11 +478,7 @@ class LoRALaplace(ParametricLaplace):
             most probable class than the model itself.
         """
         predicted = self.trained_likelihood if fitting else self._predicted_likelihood
-        links = {
-            "probit": probit,
-            "mean_field": mean_field,
-            "mc": sampled_alike(n_samples, generator),
-        }
+        links = _links(n_samples, generator)
         if predicted.is_gaussian and link_approx == "mean_field":
             link_approx = "probit"  # neither has a meaning, and the host knows this one
         if pred_type == "nn" and generator is not None:
@@ -500,6 +498,69 @@ class LoRALaplace(ParametricLaplace):
         if pred_type == "glm" and isinstance(output, torch.Tensor):
             self._agreement.add(output, link_approx)
         return output
+
+    @exclusive
+    def predict(
+        self,
+        x: Any,
+        link_approx: str = "mean_field",
+        n_samples: int = 1000,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Class probabilities with what a decision needs beside them, by "glm".
+
+        Parameters
+        ----------
+        x : Mapping, torch.Tensor or Moments
+            as for a call
+        link_approx : {"mean_field", "probit", "mc"}
+            of the probabilities
+        n_samples : int, default=1000
+            draws of the logits, for entropies and variances
+        generator : torch.Generator, optional
+
+        Returns
+        -------
+        Prediction
+
+        Raises
+        ------
+        ValueError
+            For a likelihood without classes, or another link.
+        """
+        if self._predicted_likelihood.is_gaussian:
+            raise ValueError(f"{self.likelihood} predicts numbers: la(x) has their variance.")
+        links = _links(n_samples, generator)
+        if link_approx not in links:
+            raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
+        moments = Moments(*self._glm_predictive_distribution(x))
+        with torch.autocast(self._device.type, enabled=False):
+            probabilities = links[link_approx](*moments).exp()
+            noise = shared_noise(moments.f_mu, n_samples, generator)
+            prediction = Prediction.of(moments, probabilities, noise)
+        self._agreement.add(prediction.probabilities, link_approx)
+        return prediction
+
+    def predict_proba(self, x: Any, link_approx: str = "mean_field") -> np.ndarray:
+        """Class probabilities `(B, C)` as scikit-learn's tools take them."""
+        return self.predict(x, link_approx, n_samples=1).probabilities.detach().cpu().numpy()
+
+    @exclusive
+    def lower_bound(self, x: Any, k: float = 1.0) -> torch.Tensor:
+        """Mean less `k` standard deviations of each output, `(B, C)`.
+
+        For rewards of texts that reward models know little of: a policy that is trained on the
+        mean seeks them out.
+
+        Raises
+        ------
+        ValueError
+            For classification.
+        """
+        if not self._predicted_likelihood.is_gaussian:
+            raise ValueError("Classes have no bound: take one of rewards or of a regression.")
+        f_mu, f_var = self._glm_predictive_distribution(x)
+        return f_mu - k * f_var.diagonal(dim1=-2, dim2=-1).sqrt()
 
     @exclusive
     def predictive_moments(
@@ -758,6 +819,15 @@ class LoRALaplace(ParametricLaplace):
             raise ValueError(
                 "The posterior was fitted around other LoRA weights than the model has now."
             )
+
+
+def _links(n_samples: int, generator: torch.Generator | None) -> dict[str, Link]:
+    """Links that are the library's own, by name."""
+    return {
+        "probit": probit,
+        "mean_field": mean_field,
+        "mc": sampled_alike(n_samples, generator),
+    }
 
 
 def _diagonal(H: Any) -> torch.Tensor:

@@ -12,11 +12,11 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "laplace_lora_ext"
 FOLDERS = ["models", "passes", "curvature", "predictive", "linearized", "tuning"]
 FLOORS = [
-    {"messages", "precision", "files", "likelihoods"},
+    {"messages", "precision", "files", "metrics", "likelihoods"},
     *({folder} for folder in FOLDERS),
     {"lora_laplace"},
     {"lowrank_kron", "structures"},
-    {"laplace"},
+    {"laplace", "rewards"},
     {"__init__"},
 ]
 LONGEST_FUNCTION = 60  # lines, its docstring left out

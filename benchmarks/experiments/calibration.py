@@ -22,6 +22,7 @@ from benchmarks.models import AdaptedModel, device_of
 from benchmarks.options import Calibration
 from benchmarks.report import Figures, Row, provenance, write
 from benchmarks.training import Records
+from laplace_lora_ext.metrics import quality, reliability
 
 ENSEMBLES = ("mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon")
 POINTS = ("map", *ENSEMBLES, "temperature_scaling")
@@ -197,17 +198,17 @@ class Trial:
         row: Row = {
             "seed": self.seed,
             **dict(zip(Prediction._fields[1:], chosen, strict=True)),
-            **metrics.quality(test, labels),
+            **quality(test, labels),
             "calibrated_ece": metrics.calibrated_ece(test),
             "away_from_map": (test.argmax(-1) != map_classes).double().mean().item(),
-            "reliability": metrics.reliability(test, labels),
+            "reliability": reliability(test, labels),
             "shifted": {},
         }
         for name in (name for name in found if name != TEST):
             shifted, classes = found[name], self._labels[name]
             both = torch.cat([test, shifted]), torch.cat([labels, classes])
             row["shifted"][name] = {
-                **(metrics.quality(shifted, classes) if bool((classes >= 0).all()) else {}),
+                **(quality(shifted, classes) if bool((classes >= 0).all()) else {}),
                 **metrics.shift_detection(test, shifted),
                 "selective_accuracy": metrics.selective_accuracy(*both),
             }

@@ -14,7 +14,7 @@ from benchmarks.measuring import Send, peak_memory, run_alone, set_up
 from benchmarks.methods import METHODS, posterior
 from benchmarks.methods.method import PointMethod, labels_of
 from benchmarks.methods.priors import AGREEMENT, EVIDENCES, WITH_DATA, probabilities
-from benchmarks.metrics import quality, reliability, shift_detection
+from benchmarks.metrics import shift_detection
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Compare
 from benchmarks.report import (
@@ -26,6 +26,7 @@ from benchmarks.report import (
     table,
     write,
 )
+from laplace_lora_ext.metrics import quality, reliability
 
 COLUMNS = (
     "label accuracy nll ece brier test_entropy shifted_entropy shift_auroc fit_seconds "

@@ -15,11 +15,11 @@ from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, fine_tune, prepa
 from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import posterior
 from benchmarks.methods.priors import PRIORS
-from benchmarks.metrics import quality
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Tuning
 from benchmarks.report import Figures, Row, provenance, save, table, write
 from laplace_lora_ext import LinearizedModel, PredictiveStatistics, TuningHistory
+from laplace_lora_ext.metrics import quality
 
 REPETITIONS = 3
 LINKS = ("probit", "mc", "mean_field")

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from benchmarks.fine_tuning import TEST
 from benchmarks.methods.method import Loaders, Probabilities, labels_of
 from benchmarks.methods.sampled import MOST_CHANGED, SAMPLES
-from benchmarks.metrics import negative_log_likelihood
 from laplace_lora_ext import Moments, PredictiveStatistics
+from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.passes import jacobians
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 

@@ -1,0 +1,100 @@
+"""Entropies and variances against formulas of their own, and against the link's probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from laplace_lora_ext import Moments
+from laplace_lora_ext.predictive.decisions import Prediction
+from laplace_lora_ext.predictive.links import mean_field
+from tests.support.models import plain_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted, generator, make, plain_regression
+
+
+def test_two_classes_against_numerical_integration():
+    """Only the difference of two logits counts, and its integral is one-dimensional."""
+    mean, variance = 0.8, 2.5
+    moments = Moments(
+        torch.tensor([[mean, 0.0]]).double(),
+        torch.diag(torch.tensor([variance, 0.0]))[None].double(),
+    )
+    noise = torch.randn(200_000, 1, 2, generator=generator()).double()
+    found = Prediction.of(moments, mean_field(*moments).exp(), noise)
+    grid = torch.linspace(-8, 8, 20_001).double()
+    weight = (-grid.square() / 2).exp()
+    weight = weight / weight.sum()
+    p = torch.sigmoid(mean + variance**0.5 * grid)
+    both = torch.stack([p, 1 - p])
+    aleatoric = (torch.special.entr(both).sum(0) * weight).sum()
+    expected = (p * weight).sum()
+    total = torch.special.entr(torch.stack([expected, 1 - expected])).sum()
+    spread = (p.square() * weight).sum() - expected**2
+    close = {"rtol": 0, "atol": 3e-3}
+    torch.testing.assert_close(found.total_entropy[0], total, **close)
+    torch.testing.assert_close(found.aleatoric_entropy[0], aleatoric, **close)
+    torch.testing.assert_close(found.epistemic_entropy[0], total - aleatoric, **close)
+    torch.testing.assert_close(found.label_variance[0], spread, **close)
+    assert found.labels.tolist() == [0]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("link", ["mean_field", "probit", "mc"])
+def test_probabilities_are_those_of_the_link(structure, link):
+    la, batch = fitted(structure=structure), ragged_batches()[0]
+    found = la.predict(batch, link_approx=link, n_samples=50, generator=generator())
+    expected = la(batch, link_approx=link, n_samples=50, generator=generator())
+    assert torch.equal(found.probabilities, expected)
+    assert torch.equal(found.labels, expected.argmax(-1))
+    assert all(torch.isfinite(getattr(found, f.name)).all() for f in dataclasses.fields(found))
+    assert (found.epistemic_entropy > 0).all()
+    torch.testing.assert_close(
+        found.total_entropy, found.aleatoric_entropy + found.epistemic_entropy
+    )
+
+
+def test_without_variance_no_doubt_is_epistemic():
+    f_mu = torch.tensor([[1.0, 0.0, -1.0]]).double()
+    p = f_mu.softmax(-1)
+    moments = Moments(f_mu, torch.zeros(1, 3, 3).double())
+    found = Prediction.of(moments, p, torch.randn(10, 1, 3, generator=generator()).double())
+    torch.testing.assert_close(found.total_entropy, -(p * p.log()).sum(-1))
+    assert found.epistemic_entropy.item() < 1e-15
+    assert found.label_variance.item() < 1e-30
+
+
+def test_draws_can_be_seeded():
+    la, batch = fitted(), ragged_batches()[0]
+    one, same, other = (la.predict(batch, generator=generator(seed)) for seed in (0, 0, 1))
+    assert torch.equal(one.epistemic_entropy, same.epistemic_entropy)
+    assert not torch.equal(one.epistemic_entropy, other.epistemic_entropy)
+
+
+def test_probabilities_for_scikit_learn_are_an_array():
+    la, batch = fitted(), ragged_batches()[0]
+    found = la.predict_proba(batch)
+    assert isinstance(found, np.ndarray)
+    np.testing.assert_array_equal(found, la(batch, link_approx="mean_field").numpy())
+
+
+def test_an_unknown_link_is_refused():
+    with pytest.raises(ValueError, match=r"'bridge' is none of \['probit', 'mean_field', 'mc'\]"):
+        fitted().predict(ragged_batches()[0], link_approx="bridge")
+
+
+def test_regression_has_bounds_and_no_classes():
+    la, X = plain_regression()
+    with pytest.raises(ValueError, match="regression predicts numbers"):
+        la.predict(X)
+    mean, covariance = la.predictive_moments(X)
+    spread = torch.stack([covariance[:, i, i] for i in range(2)], dim=1).sqrt()
+    torch.testing.assert_close(la.lower_bound(X, k=2), mean - 2 * spread)
+
+
+def test_classes_have_no_bound():
+    la = make(plain_model())
+    with pytest.raises(ValueError, match="Classes have no bound"):
+        la.lower_bound(torch.zeros(1, 5).double())

@@ -1,0 +1,79 @@
+"""Figures of predictions whose quality is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from laplace_lora_ext.metrics import (
+    entropy,
+    quality,
+    reliability,
+    reliability_diagram,
+    risk_coverage,
+)
+
+
+def test_figures_of_known_predictions():
+    labels = torch.tensor([0, 1, 1, 0])
+    sure = torch.eye(2)[labels]
+    perfect = quality(sure, labels)
+    assert perfect["accuracy"] == 1
+    assert perfect["nll"] == perfect["ece"] == perfect["brier"] == 0
+    wrong = quality(sure.flip(1), labels)
+    assert wrong["brier"] == 2
+    assert wrong["ece"] == 1
+    even = torch.full((4, 2), 0.5)
+    assert quality(even, labels)["nll"] == pytest.approx(0.6931, abs=1e-4)
+    assert entropy(even) == pytest.approx([0.6931] * 4, abs=1e-4)
+    assert quality(0.3 * sure + 0.7 * even, labels)["ece"] == pytest.approx(0.35, abs=1e-6)
+    with pytest.raises(ValueError, match="not finite"):
+        quality(even / 0, labels)
+
+
+def test_bins_hold_shares_confidences_and_accuracies():
+    labels = torch.tensor([0, 1, 1, 0])
+    sure = torch.eye(2)[labels]
+    bins = reliability(0.3 * sure + 0.7 * torch.full((4, 2), 0.5), labels)
+    assert len(bins) == 15
+    (filled,) = [content for content in bins if content["accuracy"] is not None]
+    assert filled["share"] == filled["accuracy"] == 1
+    assert filled["confidence"] == pytest.approx(0.65)
+    empty = {"share": 0.0, "confidence": None, "accuracy": None}
+    assert [content for content in bins if content is not filled] == [empty] * 14
+    assert reliability(sure.flip(1), labels)[-1] == {"share": 1, "confidence": 1, "accuracy": 0}
+
+
+def test_bins_are_those_of_the_calibration_error():
+    draws = torch.Generator().manual_seed(0)
+    p = torch.rand(500, 3, generator=draws).double().softmax(-1)
+    labels = torch.randint(0, 3, (500,), generator=draws)
+    for n_bins in (7, 15):
+        filled = [bin_ for bin_ in reliability(p, labels, n_bins) if bin_["share"]]
+        gaps = [b["share"] * abs(b["accuracy"] - b["confidence"]) for b in filled]
+        assert quality(p, labels, n_bins)["ece"] == pytest.approx(sum(gaps), abs=1e-6)
+
+
+def test_a_probability_of_zero_has_a_finite_likelihood():
+    assert 80 < quality(torch.tensor([[0.0, 1.0]]), torch.tensor([0]))["nll"] < 1000
+
+
+def test_risk_of_the_least_uncertain():
+    coverage, risk = risk_coverage(
+        torch.tensor([0.3, 0.1, 0.2, 0.4]), torch.tensor([False, True, True, False])
+    )
+    assert coverage.tolist() == [0.25, 0.5, 0.75, 1]
+    assert risk.tolist() == pytest.approx([0, 0, 1 / 3, 0.5])
+
+
+def test_a_diagram_is_drawn_on_the_panel_that_is_given():
+    from matplotlib.figure import Figure
+
+    p, labels = torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1])
+    panel = Figure().subplots()
+    assert reliability_diagram(p, labels, ax=panel) is panel
+    assert panel.get_title() == "ECE 0.350"
+    accuracies = [bar.get_height() for bar in panel.containers[1]]
+    assert accuracies[13] == 1
+    assert sum(accuracies) == 1
+    assert reliability_diagram(p, labels, n_bins=5).containers[0][0].get_width() == 0.2
