@@ -10,6 +10,7 @@ from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
+from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.predictive.variance_shares import VarianceShares
@@ -47,6 +48,7 @@ __all__ = [
     "LowRankKronLoRALaplace",
     "Marglik",
     "Moments",
+    "Prediction",
     "PredictiveStatistics",
     "TuningHistory",
     "ValGD",
