@@ -4,6 +4,7 @@ Importing this package registers `subset_of_weights="lora"` with `laplace.Laplac
 structures "lowrank_kron", "kron", "diag" and "full".
 """
 
+from laplace_lora_ext.callback import LaplaceCallback
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.laplace import Laplace, from_pretrained
@@ -37,6 +38,7 @@ __all__ = [
     "GridSearch",
     "KronLoRALaplace",
     "Laplace",
+    "LaplaceCallback",
     "LinearizedLOO",
     "LinearizedMarglik",
     "LinearizedModel",

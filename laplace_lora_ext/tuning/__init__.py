@@ -26,6 +26,7 @@ __all__ = [
     "TuningMethod",
     "ValGD",
     "build",
+    "required_data",
 ]
 
 METHODS: dict[str, type[TuningMethod]] = {
@@ -57,17 +58,27 @@ def build(method: str | TuningMethod, options: Mapping[str, Any]) -> TuningMetho
         if options:
             raise ValueError(f"Give {', '.join(options)} to {type(method).__name__} itself.")
         return method
-    if method not in METHODS:
-        raise ValueError(f"method {method!r} is none of {list(METHODS)}.")
-    kind = METHODS[method]
-    known = {field.name: field.default for field in fields(kind)}
+    missing = [name for name in required_data(method) if name not in options]
+    known = [field.name for field in fields(METHODS[method])]
     foreign = [name for name in options if name not in known]
     if foreign:
         raise ValueError(
             f'method="{method}" has no option {", ".join(foreign)}; its options are '
             f"{', '.join(known)}."
         )
-    missing = [name for name in known if known[name] is MISSING and name not in options]
     if missing:
         raise ValueError(f'method="{method}" needs data: pass {", ".join(missing)}.')
-    return kind(**options)
+    return METHODS[method](**options)
+
+
+def required_data(method: str) -> list[str]:
+    """Names of the data that a method needs, such as "train_loader".
+
+    Raises
+    ------
+    ValueError
+        If there is no such method.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is none of {list(METHODS)}.")
+    return [field.name for field in fields(METHODS[method]) if field.default is MISSING]

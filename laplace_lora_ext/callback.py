@@ -1,0 +1,154 @@
+"""A posterior at the end of training, or at every checkpoint, for transformers' trainers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from laplace.baselaplace import BaseLaplace
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from laplace_lora_ext.laplace import Laplace
+from laplace_lora_ext.metrics import quality
+from laplace_lora_ext.tuning import required_data
+
+_LINK = "mean_field"
+
+
+class LaplaceCallback(TrainerCallback):
+    """Fits a posterior around a trainer's model, tunes its prior, and saves it with the adapter.
+
+    Training goes on as without it: weights, gradients, modes and random states are left as they
+    were. What is measured becomes an entry of `trainer.state.log_history`, and of the trainer's
+    reports where `trainer` is given.
+
+    Parameters
+    ----------
+    likelihood : str, optional
+        of `laplace_lora_ext.Laplace`, which reads it off the model if it is omitted
+    every_checkpoint : bool, default=False
+        at every checkpoint of the trainer as well, into its folder, and not only at the end
+    method : str, default="agreement"
+        of `optimize_prior_precision`
+    batch_size : int, optional
+        examples at once in fits and predictions; the trainer's for evaluation if omitted
+    trainer : transformers.Trainer, optional
+        whose `log` reports the figures, as in
+        `trainer.add_callback(LaplaceCallback(trainer=trainer))`
+    **options
+        of the Laplace class, such as `class_token_ids` and `backend_kwargs`
+
+    Attributes
+    ----------
+    la : BaseLaplace or None
+        the last posterior
+    """
+
+    def __init__(
+        self,
+        likelihood: str | None = None,
+        *,
+        every_checkpoint: bool = False,
+        method: str = "agreement",
+        batch_size: int | None = None,
+        trainer: Any = None,
+        **options: Any,
+    ) -> None:
+        self.la: BaseLaplace | None = None
+        self._likelihood = likelihood
+        self._every_checkpoint = every_checkpoint
+        self._method, self._data = method, required_data(method)
+        self._batch_size = batch_size
+        self._trainer = trainer
+        self._options = {"subset_of_weights": "lora", "hessian_structure": "lowrank_kron"} | options
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        if self._every_checkpoint:
+            folder = Path(args.output_dir or ".", f"checkpoint-{state.global_step}")
+            self._fit(folder, args, state, **kwargs)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        self._fit(Path(args.output_dir or "."), args, state, **kwargs)
+
+    def _fit(
+        self,
+        folder: Path,
+        args: TrainingArguments,
+        state: TrainerState,
+        *,
+        model: nn.Module,
+        train_dataloader: Any,
+        eval_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
+        train = self._loader(train_dataloader, args)
+        test = None if eval_dataloader is None else self._loader(eval_dataloader, args)
+        with _same_random_states():
+            la: Any = Laplace(model, self._likelihood, **self._options)
+            shown = state.is_world_process_zero and not args.disable_tqdm
+            la.fit(train, progress_bar=shown)
+            data = {"train_loader": train, "val_loader": test}
+            needed = {name: data[name] for name in self._data}
+            la.optimize_prior_precision(method=self._method, **needed)
+            figures = _figures(la, test)
+        self.la = la
+        if args.should_save:
+            la.save_pretrained(folder)
+        if self._trainer is not None:
+            self._trainer.log(figures)
+        elif state.is_world_process_zero:
+            state.log_history.append({**figures, "step": state.global_step})
+
+    def _loader(self, loader: Any, args: TrainingArguments) -> DataLoader:
+        """The loader's data once and in order, of which each process has its share."""
+        data: Any = loader.dataset
+        if args.world_size > 1:
+            data = Subset(data, range(args.process_index, len(data), args.world_size))
+        size = self._batch_size or args.per_device_eval_batch_size
+        return DataLoader(data, batch_size=size, collate_fn=loader.collate_fn)
+
+
+def _figures(la: Any, loader: DataLoader | None) -> dict[str, float]:
+    """Evidence and prior precision, and NLL and ECE where there are data for evaluation."""
+    figures = {
+        "laplace_evidence": la.log_marginal_likelihood().item(),
+        "laplace_prior_precision": torch.as_tensor(la.prior_precision).mean().item(),
+    }
+    if loader is None or la.trained_likelihood.is_gaussian:
+        return figures
+    statistics = la.predictive_statistics(loader)
+    moments = statistics.moments(la.prior_precision)
+    predicted = la(moments, link_approx=_LINK, fitting=True).cpu()
+    found = quality(predicted, statistics.required_targets())
+    return figures | {f"eval_laplace_{name}": found[name] for name in ("nll", "ece")}
+
+
+@contextmanager
+def _same_random_states() -> Iterator[None]:
+    """Leave every random state as it was."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -1,0 +1,137 @@
+"""A posterior while a trainer trains, which goes on as without it."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import laplace_lora_ext
+from laplace_lora_ext import LaplaceCallback
+from laplace_lora_ext.metrics import quality
+from tests.support.models import lora_model, ragged_batches
+
+
+class Texts(Dataset):
+    """Sixteen texts, whose order and batches draw random numbers of every kind."""
+
+    def __init__(self, seed: int = 1) -> None:
+        (self.batch,) = ragged_batches(lengths=(7, 4, 5, 6) * 4, batch_size=16, seed=seed)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {key: value[index] for key, value in self.batch.items()}
+
+
+def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    random.random(), np.random.rand(), torch.rand(1)
+    return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+
+
+def train(folder, *callbacks, resume=None, max_steps=6, **settings):
+    """A trained model, and its trainer."""
+    model = lora_model("bert", torch.float32)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=5,
+        max_steps=max_steps,
+        save_steps=3,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_strategy="no",
+        **settings,
+    )
+    trainer = Trainer(model, arguments, collate, Texts(), Texts(2), callbacks=list(callbacks))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The posterior is over")
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def weights(trainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+class Watch(TrainerCallback):
+    """Remembers gradients and modes at each step after a checkpoint."""
+
+    def __init__(self) -> None:
+        self.seen: list = []
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.seen.append((model.training, random.getstate()[1][:3], torch.get_rng_state().sum()))
+
+
+def test_training_is_the_same_to_the_bit(tmp_path):
+    with_it, without_it = Watch(), Watch()
+    callback = LaplaceCallback(every_checkpoint=True)
+    fitted = weights(train(tmp_path / "with", callback, with_it))
+    expected = weights(train(tmp_path / "without", without_it))
+    assert callback.la is not None
+    assert with_it.seen == without_it.seen
+    assert all(torch.equal(fitted[name], expected[name]) for name in expected)
+
+
+def test_posteriors_are_saved_beside_the_adapter_and_figures_are_logged(tmp_path):
+    callback = LaplaceCallback(every_checkpoint=True, backend_kwargs={"rank": 3})
+    trainer = train(tmp_path, callback, eval_strategy="steps", eval_steps=2)
+    model, texts = trainer.model, Texts(2).batch
+    read = laplace_lora_ext.from_pretrained(model, tmp_path)
+    found = read(texts, link_approx="mean_field")
+    torch.testing.assert_close(found, callback.la(texts, link_approx="mean_field"))
+    (first, _, last) = [e for e in trainer.state.log_history if "laplace_evidence" in e]
+    assert (first["step"], last["step"]) == (3, 6)
+    assert last["laplace_evidence"] == callback.la.log_marginal_likelihood().item()
+    assert last["laplace_prior_precision"] == callback.la.prior_precision.item()
+    measured = quality(found, texts["labels"])
+    assert last["eval_laplace_nll"] == pytest.approx(measured["nll"], abs=1e-5)
+    assert last["eval_laplace_ece"] == pytest.approx(measured["ece"], abs=1e-5)
+    for step in (3, 6):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert (folder / "adapter_config.json").exists()
+        summary = json.loads((folder / "laplace_posterior.json").read_text())["summary"]
+        assert summary["n_data"] == 16
+
+
+def test_training_resumes_from_a_checkpoint_with_a_posterior(tmp_path):
+    whole = train(tmp_path / "whole", LaplaceCallback(every_checkpoint=True))
+    resume = str(tmp_path / "whole" / "checkpoint-3")
+    resumed = train(tmp_path / "resumed", LaplaceCallback(), resume=resume)
+    assert all(torch.equal(weights(resumed)[name], value) for name, value in weights(whole).items())
+    laplace_lora_ext.from_pretrained(resumed.model, tmp_path / "resumed")
+
+
+def test_figures_go_to_the_trainers_reports_where_it_is_given(tmp_path):
+    reported = {}
+
+    class Reports(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            reported.update(logs)
+
+    model = lora_model("bert", torch.float32)
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(model, arguments, collate, Texts(), callbacks=[Reports()])
+    trainer.add_callback(LaplaceCallback(trainer=trainer, method="marglik"))
+    trainer.train()
+    assert "laplace_evidence" in reported
+    assert "eval_laplace_nll" not in reported
+
+
+def test_what_a_method_lacks_is_said(tmp_path):
+    with pytest.raises(ValueError, match="method 'best' is none of"):
+        LaplaceCallback(method="best")
+    with pytest.raises(ValueError, match="needs data: pass val_loader"):
+        train(tmp_path, LaplaceCallback(method="gridsearch"), max_steps=1)
