@@ -6,13 +6,21 @@ from typing import Any
 
 import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace
-from laplace.curvature import CurvatureInterface
+from laplace.curvature import (
+    AsdlHessian,
+    BackPackInterface,
+    CurvatureInterface,
+    CurvlinopsEF,
+    CurvlinopsHessian,
+)
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from laplace.utils.matrix import Kron, KronDecomposed
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.precision import without_autocast
+
+_HESSIANS = AsdlHessian, CurvlinopsHessian
 
 
 class KronLoRALaplace(LoRALaplace, KronLaplace):
@@ -26,6 +34,7 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
             raise ValueError(
                 f'{backend.__name__} keeps low-rank factors: use hessian_structure="lowrank_kron".'
             )
+        _refuse(backend, BackPackInterface, *_HESSIANS)
 
     def _zeros(self) -> Kron:
         weights: Any = self.params
@@ -64,6 +73,9 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
     _key = ("lora", "diag")
     _default_backend = LowRankKronGGN
 
+    def _check_backend(self, backend: type[CurvatureInterface]) -> None:
+        _refuse(backend, BackPackInterface, *_HESSIANS, CurvlinopsEF)
+
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.n_params, device=self._device, dtype=self._dtype)
 
@@ -80,6 +92,9 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     # The host's default needs forward-mode derivatives, which fused attention does not have.
     _default_backend = LowRankKronGGN
 
+    def _check_backend(self, backend: type[CurvatureInterface]) -> None:
+        _refuse(backend, BackPackInterface)
+
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.n_params, self.n_params, device=self._device, dtype=self._dtype)
 
@@ -93,6 +108,15 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     def log_det_posterior_precision(self) -> torch.Tensor:
         """Log-determinant of the posterior precision, in float64."""
         return self.posterior_precision.double().logdet()
+
+
+def _refuse(backend: type[CurvatureInterface], *unsuitable: type[CurvatureInterface]) -> None:
+    """Refuse backends that can't compute a structure while the base model's weights are frozen."""
+    if issubclass(backend, unsuitable):
+        raise NotImplementedError(
+            f"{backend.__name__} has no such curvature of LoRA weights: use CurvlinopsGGN, AsdlGGN "
+            "or AsdlEF of laplace.curvature."
+        )
 
 
 def _with_scaled_inputs(kron: Kron, scalar: float) -> Kron:

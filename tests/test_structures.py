@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import laplace
+import laplace.curvature as host_backends
 import pytest
 import torch
 from laplace.curvature.asdl import AsdlGGN
@@ -130,3 +131,28 @@ def test_the_hosts_own_backends_fit_several_batches(structure, backend):
         la.fit(ragged_batches())
         evidences.append(la.log_marginal_likelihood().item())
     assert evidences[0] == pytest.approx(evidences[1], rel=1e-4)
+
+
+HOSTS_BACKENDS = [n for n in host_backends.__all__ if not n.endswith("Interface")]
+WORKS = {
+    "kron": {"AsdlEF", "AsdlGGN", "CurvlinopsEF", "CurvlinopsGGN"},
+    "diag": {"AsdlEF", "AsdlGGN", "CurvlinopsGGN"},
+    "full": {
+        *("AsdlEF", "AsdlGGN", "AsdlHessian"),
+        *("CurvlinopsEF", "CurvlinopsGGN", "CurvlinopsHessian"),
+    },
+}
+
+
+@pytest.mark.parametrize("structure", WORKS)
+@pytest.mark.parametrize("name", HOSTS_BACKENDS)
+def test_each_of_the_hosts_backends_works_or_is_refused_in_a_sentence(structure, name):
+    backend = getattr(host_backends, name)
+    if name in WORKS[structure]:
+        # A Hessian may be indefinite; this much of a prior precision makes it definite here.
+        la = make(plain_model(), structure, backend=backend, prior_precision=100.0)
+        la.fit(pairs(2))
+        assert torch.isfinite(la(pairs()[0][0])).all()
+        return
+    with pytest.raises(NotImplementedError, match=rf"{name} has no such .* use CurvlinopsGGN"):
+        make(plain_model(), structure, backend=backend)
