@@ -150,7 +150,7 @@ def test_each_of_the_hosts_backends_works_or_is_refused_in_a_sentence(structure,
     backend = getattr(host_backends, name)
     if name in WORKS[structure]:
         # A Hessian may be indefinite; this much of a prior precision makes it definite here.
-        la = make(plain_model(), structure, backend=backend, prior_precision=100.0)
+        la = make(plain_model(), structure, backend=backend, prior_precision=1e4)
         la.fit(pairs(2))
         assert torch.isfinite(la(pairs()[0][0])).all()
         return
