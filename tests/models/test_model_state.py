@@ -173,3 +173,17 @@ def test_a_look_at_an_unchanged_model_reads_no_weight(monkeypatch):
     watch = FittedModel(la.model, la.blocks)
     monkeypatch.setattr(ModelState, "of", None)
     watch.check()
+
+
+def test_weights_of_another_kind_of_tensor_are_passed_over():
+    class Quantized(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func in (torch.Tensor.flatten, torch.Tensor.data_ptr):
+                raise NotImplementedError(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    model = lora_model("bert")
+    layer = model.base_model.model.bert.pooler.dense
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantized), requires_grad=False)
+    assert torch.isfinite(fitted(model=model)(ragged_batches()[0])).all()
