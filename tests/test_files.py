@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from peft import PeftModel
+from torch import nn
 
 import laplace_lora_ext
 from laplace_lora_ext.files import DESCRIPTION, TENSORS, read_posterior, write_posterior
-from tests.support.models import CLASS_TOKEN_IDS, lora_model, ragged_batches
+from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted
 
 
@@ -69,6 +71,20 @@ def test_predictions_and_evidence_survive(structure, tmp_path):
     assert summary["evidence"] == la.log_marginal_likelihood().item()
     read.fit(ragged_batches(), override=False)
     assert read.n_data == 2 * la.n_data
+
+
+def test_a_model_that_is_loaded_anew_is_the_same(tmp_path):
+    """Its base comes with another head, which the adapter's own replaces."""
+    model, batch = lora_model("bert", torch.float32), ragged_batches()[0]
+    la = fitted(model=model)
+    model.save_pretrained(tmp_path / "adapter")
+    la.save_pretrained(tmp_path / "adapter")
+    torch.manual_seed(0)  # as in `lora_model`
+    again = base_model("bert")
+    nn.init.ones_(again.classifier.weight)
+    loaded = PeftModel.from_pretrained(again, tmp_path / "adapter")
+    read = laplace_lora_ext.from_pretrained(loaded, tmp_path / "adapter")
+    torch.testing.assert_close(read(batch), la(batch), rtol=1e-6, atol=1e-7)
 
 
 def test_answers_and_settings_survive(tmp_path):

@@ -152,13 +152,13 @@ class FittedModel:
 def other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[str, torch.Tensor]]:
     """Floating-point weights of the base model, the head and other LoRA layers, by name.
 
-    Those of other adapters are left out, and those that are not in memory or of another kind of
-    tensor, such as quantized ones.
+    Those of other adapters are left out, and modules in whose place an adapter has its own; those
+    that are not in memory or of another kind of tensor, such as quantized ones, too.
     """
     adapter, ours = blocks[0].adapter, {id(block.weight) for block in blocks}
     for name, weight in model.named_parameters():
         is_plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
-        if id(weight) in ours or weight.is_meta or not is_plain:
+        if id(weight) in ours or weight.is_meta or not is_plain or ".original_module." in name:
             continue
         if {owner for _, owner in _OF_ADAPTER.findall(name)} <= {adapter}:
             yield _without_adapter(strip_wrappers(name), adapter), weight
