@@ -16,6 +16,7 @@ from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _ROUNDING = 2**-6  # between two precisions of which one is bfloat16
+_MERGING = {str(dtype): 16 * torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 
 _OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.([^.]+)")
 
@@ -37,9 +38,12 @@ class Weight(NamedTuple):
         """Whether both are the same numbers, in the same precision or another one."""
         if self.shape != other.shape or self.sample.shape != other.sample.shape:
             return False
-        tolerance = 0.0 if self.dtype == other.dtype else _ROUNDING
-        close = torch.isclose(self.sample, other.sample, rtol=tolerance, atol=0, equal_nan=True)
-        return bool(close.all())
+        if self.dtype != other.dtype:
+            tolerance = {"rtol": _ROUNDING, "atol": 0.0}
+        else:  # merging an adapter and unmerging it rounds
+            rounding = _MERGING.get(self.dtype, 0.0) * max(self.sample.abs().tolist(), default=0.0)
+            tolerance = {"rtol": 0.0, "atol": rounding}
+        return bool(torch.isclose(self.sample, other.sample, **tolerance, equal_nan=True).all())
 
 
 @dataclass(frozen=True)

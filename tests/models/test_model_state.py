@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from laplace_lora_ext.models.model_state import FittedModel, ModelState
+from laplace_lora_ext.models.model_state import FittedModel, ModelState, Weight
 from tests.support.models import CLASS_TOKEN_IDS, lora_model, plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, make
 
@@ -27,6 +27,10 @@ def base(model: nn.Module) -> torch.Tensor:
 def add(weight: torch.Tensor, value: float) -> None:
     with torch.no_grad():
         weight.add_(value)
+
+
+def test_an_empty_weight_is_like_itself():
+    assert Weight.of(torch.empty(0, 3)).equals(Weight.of(torch.empty(0, 3)))
 
 
 @pytest.mark.parametrize("weight_of", [head, base])
@@ -52,6 +56,16 @@ def test_a_weight_that_is_replaced_is_named():
     layer.weight = nn.Parameter(layer.weight.detach() * 1.001)
     with pytest.raises(RuntimeError, match=r"bert\.pooler\.dense\.weight is not that of the fit"):
         la(batch)
+
+
+def test_an_adapter_may_be_merged_and_unmerged():
+    model, batch = lora_model("bert", torch.float32), ragged_batches()[0]
+    la = fitted(model=model)
+    expected = la(batch)
+    for _ in range(3):
+        model.merge_adapter()
+        model.unmerge_adapter()
+    torch.testing.assert_close(la(batch), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_other_adapters_may_come_and_go():
