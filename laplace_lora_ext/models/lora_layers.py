@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, tuners
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
@@ -23,6 +23,8 @@ _NOT_PLAIN = tuple(
     for name in ("MultiheadAttention", "ParamWrapper")
     if hasattr(lora.layer, name)
 )
+
+_X_LORA = getattr(tuners, "XLoraModel", ())  # from PEFT 0.12 on
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,11 @@ def find_blocks(
     NotImplementedError
         If LoRA layers of the adapter are not two plain linear maps of their own.
     """
+    if any(isinstance(module, _X_LORA) for module in model.modules()):
+        raise NotImplementedError(
+            "X-LoRA weighs several adapters anew for every token, so that none is a linear map: "
+            "take one of them as a plain LoRA adapter."
+        )
     layers = _by_stripped_name(
         {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
     )

@@ -515,3 +515,12 @@ def test_warnings_point_at_the_line_that_made_the_laplace():
         laplace_lora_ext.LowRankKronLoRALaplace(lora_model("bert"), "classification")
     ours = [warning for warning in caught if "lora_B" in str(warning.message)]
     assert [warning.filename for warning in ours] == [__file__]
+
+
+def test_x_lora_is_refused_for_what_it_is():
+    XLoraModel = pytest.importorskip("peft", "0.12").tuners.XLoraModel
+    model = XLoraModel.__new__(XLoraModel)  # its adapters would have to come from files
+    nn.Module.__init__(model)
+    model.lora_model = lora_model("bert")
+    with pytest.raises(NotImplementedError, match=r"X-LoRA weighs several adapters"):
+        find_blocks(model)
