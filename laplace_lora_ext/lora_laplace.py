@@ -41,7 +41,7 @@ from laplace_lora_ext.models.lora_layers import (
 from laplace_lora_ext.models.model_state import FittedModel, ModelState
 from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.passes import jacobians
-from laplace_lora_ext.passes.checks import inspected
+from laplace_lora_ext.passes.checks import check_called, inspected, noting_calls
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.links import mean_field, probit, sampled_alike, shared_noise
@@ -232,20 +232,22 @@ class LoRALaplace(ParametricLaplace):
             If the loader is empty, labels don't fit, or a number is not finite; the message
             names the batch, and the layer where there is one.
         RuntimeError
-            If LoRA layers are bypassed in the forward pass.
+            If no batch calls some of the LoRA layers.
         """
         if not override:
             self._check_model()
-        H = self._zeros()
+        H, called = self._zeros(), set[int]()
         loss, n_data = torch.zeros((), device=self._device, dtype=torch.float64), 0
         for name, batch in named_batches(train_loader, "[Computing Hessian]", progress_bar):
-            with naming(name):
+            with naming(name), noting_calls(self.blocks, called):
                 X, y = self.model.split(batch)
                 loss_of_batch, H = self._add_batch(H, X, y)
             loss += loss_of_batch.to(loss)
             n_data += len(y)
         if not n_data:
             raise ValueError("The training loader has no data.")
+        if override or not self.n_data:
+            check_called(self.blocks, called)
         data_set = getattr(train_loader, "dataset", None)
         if isinstance(data_set, Sized) and len(data_set) != n_data:
             warn(

@@ -115,9 +115,9 @@ class LowRankKronInterface(CurvatureInterface):
             If a label does not fit the logits, or an activation, gradient or logit is not
             finite; the message names the layer.
         NotImplementedError
-            If a layer's rows cannot be assigned to examples.
+            If `kfac_approx` needs more of a layer's rows than is known of them.
         RuntimeError
-            If LoRA layers were bypassed in the forward pass.
+            If the logits carry no gradient to the layers that were called.
         """
         with record(self.model, self.blocks, x) as recording:
             logits = recording.logits.detach()

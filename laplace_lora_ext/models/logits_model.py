@@ -45,6 +45,8 @@ class LogitsModel(nn.Module):
     ----------
     output_size : int
         C, known after the first forward pass
+    layouts : dict
+        what recorded passes have found out about the rows of the model's layers
 
     Raises
     ------
@@ -80,6 +82,7 @@ class LogitsModel(nn.Module):
         self._answers = self._find_answers(class_token_ids, mask_token_id)
         takes_positions = self._answers is not None and self._answers.takes_positions
         self._left_padding = LeftPadding(takes_positions)
+        self.layouts: dict[Any, Any] = {}
 
     @property
     def class_token_ids(self) -> list[int] | None:
@@ -164,22 +167,23 @@ class LogitsModel(nn.Module):
         return self.split(batch)
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
-        """How rows at a layer belong to the examples of a batch with `n_examples` logits."""
+        """What a batch with `n_examples` rows of logits says of the rows that layers see."""
         batch = self._inputs(batch)
+        mixed = _is_mixed(batch, n_examples)
         if not isinstance(batch, Mapping):
-            return Positions(n_examples, n_examples, _n_positions(batch), None)
+            return Positions(n_examples, n_examples, _n_positions(batch), None, mixed)
         mask = batch.get("attention_mask")
         if mask is not None and mask.ndim >= 2:
             shape = mask.shape
         elif batch.get("input_ids") is not None:
             mask, shape = None, batch["input_ids"].shape
         else:
-            return Positions(n_examples, n_examples, None, None)
+            return Positions(n_examples, n_examples, None, None, mixed)
         n_rows = prod(shape[:-1])
         if mask is not None:
             mask = mask.to(self.device).bool().reshape(n_examples, -1)
             mask = None if mask.all() else mask
-        return Positions(n_examples, n_rows, shape[-1], mask)
+        return Positions(n_examples, n_rows, shape[-1], mask, mixed)
 
     @property
     def device(self) -> torch.device:
@@ -310,3 +314,16 @@ def _n_positions(inputs: Any) -> int | None:
     is_tokens = not inputs.is_floating_point()
     positions = inputs.shape[1:] if is_tokens else inputs.shape[1:-1]
     return prod(positions) if positions else None
+
+
+def _is_mixed(inputs: Any, n_examples: int) -> bool:
+    """Whether there are features beside tokens, or other numbers of rows than of examples."""
+    if isinstance(inputs, (tuple, list)):
+        inputs = {str(place): value for place, value in enumerate(inputs)}
+    elif not isinstance(inputs, Mapping):
+        return False
+    tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim > 1}
+    features = any(v.is_floating_point() and "mask" not in k for k, v in tensors.items())
+    return ("input_ids" in tensors and features) or any(
+        len(tensor) not in (1, n_examples) for tensor in tensors.values()
+    )

@@ -63,6 +63,11 @@ class Block:
         return self.name.split(".")[-3]
 
     @property
+    def lora_layer(self) -> str:
+        """Name of the LoRA layer that it is part of."""
+        return self.name.rsplit(".", 3)[0]
+
+    @property
     def transformer_layer(self) -> str:
         """Name up to the layer's number, such as "model.layers.3"; else the module's name."""
         name = re.sub(r"^(base_model\.model\.)?", "", self.name)

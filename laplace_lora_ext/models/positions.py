@@ -1,4 +1,4 @@
-"""Which rows that a layer sees belong to which example of a batch."""
+"""What a batch says of the rows that its layers see."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Positions(NamedTuple):
-    """How the rows that a layer sees belong to the examples of a batch.
+    """Examples and positions of a batch.
 
     Attributes
     ----------
@@ -20,32 +20,21 @@ class Positions(NamedTuple):
         T, positions of a row, where known
     mask : torch.Tensor or None
         `(B, n_rows / B * T)` booleans, false at padding; None where nothing is padded
+    mixed : bool
+        whether the batch holds more than a row of each kind an example, such as images beside
+        tokens, so that its contents and not its sizes may say what belongs to an example
     """
 
     n_examples: int
     n_rows: int
     length: int | None
     mask: torch.Tensor | None
+    mixed: bool = False
 
-    def arrange(self, rows: torch.Tensor, n_leading: int = 0) -> torch.Tensor:
-        """Reshape what a layer has seen or returned, `(..., d)`, to `(B, positions, d)`.
-
-        So many leading dimensions, such as one of seeds, stay as they are.
-
-        Raises
-        ------
-        NotImplementedError
-            If the leading dimensions are not those of the batch.
-        """
-        leading = rows.shape[n_leading:-1]
-        per_row = len(leading) >= 1 and leading[0] in {self.n_examples, self.n_rows}
-        flat = self.length is not None and leading == (self.n_rows * self.length,)
-        if not (per_row or flat):
-            raise NotImplementedError(
-                f"its rows, {tuple(rows.shape[n_leading:])}, cannot be told apart by example in a "
-                f"batch of {self.n_examples}"
-            )
-        return rows.reshape(*rows.shape[:n_leading], self.n_examples, -1, rows.shape[-1])
+    @property
+    def n_tokens(self) -> int | None:
+        """Positions of all rows together, where known."""
+        return None if self.length is None else self.n_rows * self.length
 
     def valid(self, n_positions: int) -> torch.Tensor | None:
         """`(B, n_positions)` mask of a layer that sees as many positions of each example.

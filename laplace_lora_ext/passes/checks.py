@@ -17,14 +17,51 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 
 
-def check_called(blocks: Sequence[Block], n_calls: Sequence[int]) -> None:
-    """Refuse a forward pass that went around LoRA layers."""
-    silent = [block.name for block, calls in zip(blocks, n_calls, strict=True) if not calls]
+@contextmanager
+def noting_calls(blocks: Sequence[Block], called: set[int]) -> Iterator[None]:
+    """Add indices of the blocks whose layers are called within."""
+
+    def note(index: int, *_: Any) -> None:
+        called.add(index)
+
+    handles = [
+        block.layer.register_forward_hook(partial(note, index))
+        for index, block in enumerate(blocks)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_called(blocks: Sequence[Block], called: set[int]) -> None:
+    """Refuse a fit in which some layers were never called, and so have no curvature.
+
+    Raises
+    ------
+    RuntimeError
+    """
+    silent = [block.name for index, block in enumerate(blocks) if index not in called]
+    if not silent:
+        return
+    advice = "Leave such layers out with target_modules, or fit on data that use them."
+    if len(silent) == len(blocks):
+        advice = "A fused kernel may stand in for them: pass the model as it was before fusion."
+    raise RuntimeError(
+        f"{len(silent)} of {len(blocks)} LoRA weights were used by no batch, such as {silent[0]}. "
+        + advice
+    )
+
+
+def _check_called_by_batch(blocks: Sequence[Block], called: set[int]) -> None:
+    """Say of a host that failed that it can do without no layer, where a batch has called few."""
+    silent = [block.name for index, block in enumerate(blocks) if index not in called]
     if silent:
         raise RuntimeError(
-            f"{len(silent)} of {len(blocks)} LoRA layers were bypassed in the forward pass, such "
-            f"as {silent[0]}: a compiled model or a fused kernel does not run them as modules. "
-            "Pass the model as it was before torch.compile or fusion."
+            f"{len(silent)} of {len(blocks)} LoRA weights are not used by the batch, such as "
+            f"{silent[0]}, and the backend needs all of them in every batch. Leave such layers out "
+            'with target_modules, or use hessian_structure="lowrank_kron".'
         )
 
 
@@ -58,13 +95,13 @@ def inspected(
 ) -> Iterator[None]:
     """Check passes that the host makes on a batch `x`.
 
-    Each pass must call the layers of all blocks; what it returns goes to `check_targets`. Where the
-    host fails, the hooks that it leaves behind are removed, and one more pass names the reason.
+    What each pass returns goes to `check_targets`. Where the host fails, the hooks that it leaves
+    behind are removed, and one more pass names the reason.
 
     Raises
     ------
     RuntimeError, ValueError
-        As `record`.
+        As `record`, and where the host fails on a batch that does not call all layers.
     """
     model.settle(x)
     restore_hooks = _remember_hooks(model)
@@ -74,25 +111,25 @@ def inspected(
     except BaseException as error:
         restore_hooks()
         if isinstance(error, Exception):
-            with _checking(model, blocks, check_targets):
+            with _checking(model, blocks, check_targets) as called:
                 model(x)
+            _check_called_by_batch(blocks, called)
         raise
 
 
 @contextmanager
 def _checking(
     model: LogitsModel, blocks: Sequence[Block], check_targets: Callable[[torch.Tensor], object]
-) -> Iterator[None]:
-    n_calls = [0] * len(blocks)
+) -> Iterator[set[int]]:
+    """Check all passes within; what is yielded gets the indices of the blocks that they call."""
+    called: set[int] = set()
     differentiable: list[bool] = []
 
-    def called(index: int, _: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        n_calls[index] += 1
+    def finished_layer(index: int, _: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        called.add(index)
         check_activations(blocks[index], args[0], output)
 
     def finished(_: nn.Module, __: tuple, logits: torch.Tensor) -> None:
-        check_called(blocks, n_calls)
-        n_calls[:] = [0] * len(blocks)
         check_logits(logits)
         check_targets(logits)
         # A pass for functional derivatives, of which there may be others, has no graph of its own.
@@ -100,10 +137,11 @@ def _checking(
 
     handles = [model.register_forward_hook(finished)]
     for index, block in enumerate(blocks):
-        handles.append(block.layer.register_forward_hook(partial(called, index)))
+        handles.append(block.layer.register_forward_hook(partial(finished_layer, index)))
     try:
-        yield
-        check_differentiable(*differentiable)
+        yield called
+        if called:
+            check_differentiable(*differentiable)
     finally:
         for handle in handles:
             handle.remove()

@@ -31,10 +31,16 @@ def visit_jacobians(
         As `record`, and where a gradient is not finite.
     """
     unreached = set(range(len(blocks)))
+    of_examples: dict[int, list[torch.Tensor]] = {}  # where they come one at a time
 
     def take(rows: Rows) -> None:
+        parts = of_examples.setdefault(rows.index, [])
+        parts.append(per_sample_gradients(rows.a, rows.g).transpose(0, 1))
+        if sum(map(len, parts)) < len(recording.logits):
+            return
         unreached.discard(rows.index)
-        jacobian = per_sample_gradients(rows.a, rows.g).transpose(0, 1)
+        del of_examples[rows.index]
+        jacobian = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not torch.isfinite(jacobian.sum()):
             raise ValueError("non-finite numbers")
         visit(rows.index, blocks[rows.index].small_side_first(jacobian))

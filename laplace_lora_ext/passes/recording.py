@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
 from laplace_lora_ext.likelihoods import Seeds
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.positions import Positions
+from laplace_lora_ext.passes.assignment import Assignment
 from laplace_lora_ext.passes.checks import (
     check_activations,
-    check_called,
     check_differentiable,
     check_logits,
 )
-
-# Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
-# is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
-_ROWS = 512
+from laplace_lora_ext.passes.graph import Arrivals, Call, Graph, record_call
+from laplace_lora_ext.passes.layouts import Layout
 
 
 @dataclass(frozen=True)
 class Rows:
     """What one layer has seen, and what came back to it: by example, in the statistics' dtype.
+
+    The examples are those of the batch, or one of them where they come one at a time.
 
     Attributes
     ----------
@@ -46,7 +44,7 @@ class Rows:
     index: int
     a: torch.Tensor
     g: torch.Tensor
-    _n_calls: int
+    _calls: Sequence[tuple[Layout, int]]
     _positions: Positions
 
     def valid(self) -> torch.Tensor | None:
@@ -55,10 +53,16 @@ class Rows:
         Raises
         ------
         NotImplementedError
-            If the layer does not see the positions of a padded batch's mask.
+            If the mask of a padded batch says nothing about the layer's rows, or if these lie in
+            no fixed order.
         """
-        mask = self._positions.valid(self.a.shape[1] // self._n_calls)
-        return None if mask is None else mask.repeat(1, self._n_calls)
+        masks = [layout.valid(length, self._positions) for layout, length in self._calls]
+        if all(mask is None for mask in masks):
+            return None
+        everywhere = torch.ones(self.a.shape[:2], dtype=torch.bool, device=self.a.device)
+        of_calls = everywhere.split([length for _, length in self._calls], dim=1)
+        pairs = zip(of_calls, masks, strict=True)
+        return torch.cat([call if mask is None else mask.to(call) for call, mask in pairs], dim=1)
 
 
 class Recording:
@@ -75,17 +79,19 @@ class Recording:
     """
 
     logits: torch.Tensor
+    _graph: Graph
     _positions: Positions
+    _assignment: Assignment
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
-        self._calls: list[list[_Call]] = [[] for _ in blocks]
+        self._calls: list[list[Call]] = [[] for _ in blocks]
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Record calls within; on leaving, no hook is left and no tensor kept."""
         handles = [
-            block.layer.register_forward_hook(partial(_record, calls))
+            block.layer.register_forward_hook(partial(record_call, calls))
             for block, calls in zip(self.blocks, self._calls, strict=True)
         ]
         try:
@@ -96,16 +102,18 @@ class Recording:
             self._calls.clear()
 
     def run(self, model: LogitsModel, x: Any) -> None:
-        """Call the model on a batch, and check what it did."""
+        """Call the model on a batch, check what it did, and find out whose rows are whose."""
         self.logits = model(x)
-        check_called(self.blocks, [len(calls) for calls in self._calls])
         if not torch.isfinite(self.logits).all():
             for block, calls in zip(self.blocks, self._calls, strict=True):
                 for call in calls:
                     check_activations(block, *call)
         check_logits(self.logits)
-        check_differentiable(self.logits.requires_grad)
+        if any(self._calls):
+            check_differentiable(self.logits.requires_grad)
+        self._graph = Graph(self.logits, self._calls)
         self._positions = model.positions(x, len(self.logits))
+        self._assignment = Assignment(self._graph, self.blocks, self._positions, model.layouts)
 
     def visit_inputs(self, visit: Callable[[list[int], Rows], None]) -> None:
         """Call `visit(indices, rows)` for each call of the layers of blocks `indices`.
@@ -119,88 +127,80 @@ class Recording:
             sharing.setdefault((block.statistics_dtype, *calls), []).append(index)
         for indices in sharing.values():
             first = indices[0]
-            for call in self._calls[first]:
+            for place, call in enumerate(self._calls[first]):
                 with self._mathematics(first, call.input.device):
-                    a = self._joined(first, [call.input.detach()])
-                    visit(indices, Rows(first, a, a.new_empty(0), 1, self._positions))
+                    visit(indices, self._rows(first, {place: call.input.detach()}, {}))
 
     def backward(self, seeds: Seeds, visit: Callable[[Rows], None]) -> None:
         """Back-propagate seeds, and visit each layer with gradients that the weights have scaled.
 
         Each pass takes one seed, unless so few rows go through the layers that more at once make
-        it faster.
+        it faster. Where examples share rows, each pass takes the seeds of one of them.
         """
-        rows = max(sum(a.shape[:-1].numel() for a, _ in calls) for calls in self._calls)
-        at_once = max(1, _ROWS // max(1, rows))
-        groups = list(zip(*(part.split(at_once) for part in seeds), strict=True))
+        at_once = self._graph.seeds_at_once
+        groups = [
+            group
+            for part in self._apart(seeds)
+            for group in zip(*(tensor.split(at_once) for tensor in part), strict=True)
+        ]
         for number, (vectors, weights) in enumerate(groups):
-            self._pass(vectors, weights, visit, retain_graph=number < len(groups) - 1)
+            deliver = partial(self._deliver, weights, visit)
+            self._graph.back_propagate(vectors, deliver, retain_graph=number < len(groups) - 1)
 
     def backward_every_output(self, visit: Callable[[Rows], None], create_graph: bool) -> None:
-        """Back-propagate all outputs at once: `g` is `(C, B, T, m)`."""
+        """Back-propagate all outputs at once: `g` is `(C, B, T, m)`.
+
+        Where examples share rows, it is `(C, 1, T, m)` of one example after the other.
+        """
         n_samples, n_outputs = self.logits.shape
         identity = torch.eye(n_outputs).to(self.logits)[:, None].expand(-1, n_samples, -1)
-        self._pass(identity, None, visit, create_graph=create_graph)
+        groups = self._apart(Seeds(identity, identity.new_ones(n_outputs, n_samples)))
+        deliver = partial(self._deliver, None, visit)
+        for number, (vectors, _) in enumerate(groups):
+            again = create_graph or number < len(groups) - 1
+            self._graph.back_propagate(
+                vectors, deliver, retain_graph=again, create_graph=create_graph
+            )
 
-    def _pass(
-        self,
-        vectors: torch.Tensor,
-        weights: torch.Tensor | None,
-        visit: Callable[[Rows], None],
-        **graph: bool,
-    ) -> None:
-        """One backward pass with all `(S, B, C)` vectors at once.
-
-        Each layer that gradients reach is visited as soon as they are known, so that those of a
-        single layer are held.
-        """
-        # Asked for every output, autograd would hold all of their gradients to the end. The leaves
-        # are few, and every other output lies on the way to one of them.
-        leaves = _leaves(self.logits)
-
-        def grad(vector: torch.Tensor) -> torch.Tensor:
-            torch.autograd.grad(self.logits, leaves, vector, allow_unused=True, **graph)
-            return vector.new_zeros(())
-
-        deliver = partial(self._deliver, weights, visit)
-        arrivals = [_Arrivals(index, calls, deliver) for index, calls in enumerate(self._calls)]
-        hook = _Arrivals.add if len(vectors) == 1 else _Arrivals.add_batched
-        handles = [
-            call.output.register_hook(partial(hook, of_layer, place))
-            for of_layer, calls in zip(arrivals, self._calls, strict=True)
-            for place, call in enumerate(calls)
+    def _apart(self, seeds: Seeds) -> list[Seeds]:
+        """The seeds, or those of each example where examples share rows."""
+        if self._assignment.shared is None:
+            return [seeds]
+        itself = torch.eye(len(self.logits), dtype=torch.bool, device=self.logits.device)
+        return [
+            Seeds(seeds.vectors * one[:, None], seeds.weights[:, n : n + 1])
+            for n, one in enumerate(itself)
         ]
-        try:
-            with warnings.catch_warnings():
-                # Where an operation has no batching rule, vmap runs it once a seed: as good.
-                warnings.filterwarnings("ignore", "There is a performance drop")
-                grad(vectors[0]) if len(vectors) == 1 else torch.func.vmap(grad)(vectors)
-            for of_layer in arrivals:
-                if of_layer.gradients:  # the logits don't depend on all of the layer's calls
-                    deliver(of_layer)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _deliver(
-        self, weights: torch.Tensor | None, visit: Callable[[Rows], None], arrived: _Arrivals
+        self, weights: torch.Tensor | None, visit: Callable[[Rows], None], arrived: Arrivals
     ) -> None:
         """Arrange what a layer's calls saw and got by example, join the calls, and scale."""
-        index, gradients, arrived.gradients = arrived.index, arrived.gradients, {}
-        with self._mathematics(index, next(iter(gradients.values())).device):
-            inputs = [self._calls[index][place].input for place in gradients]
-            a, g = self._joined(index, inputs), self._joined(index, gradients.values(), n_leading=1)
+        gradients = arrived.taken()
+        with self._mathematics(arrived.index, next(iter(gradients.values())).device):
+            calls = self._calls[arrived.index]
+            rows = self._rows(arrived.index, {p: calls[p].input for p in gradients}, gradients)
             if weights is not None:
-                g = g * weights.to(g)[..., None, None]
-            visit(Rows(index, a, g, len(inputs), self._positions))
+                rows = replace(rows, g=rows.g * weights.to(rows.g)[..., None, None])
+            visit(rows)
 
-    def _joined(
-        self, index: int, calls: Iterable[torch.Tensor], n_leading: int = 0
-    ) -> torch.Tensor:
-        """Rows of a layer's calls by example, one after the other, in the statistics' dtype."""
-        parts = [self._positions.arrange(call, n_leading) for call in calls]
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-        return rows.to(self.blocks[index].statistics_dtype)
+    def _rows(
+        self, index: int, inputs: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
+    ) -> Rows:
+        """What calls of a layer saw and got by example, one after the other."""
+        layouts = [self._assignment.layout(index, place) for place in inputs]
+
+        def arrange(calls: Mapping[int, torch.Tensor], n_leading: int) -> list[torch.Tensor]:
+            return [
+                layout.arrange(rows, self._positions, n_leading)
+                for layout, rows in zip(layouts, calls.values(), strict=False)
+            ]
+
+        a, g = arrange(inputs, 0), arrange(gradients, 1)
+        lengths = [part.shape[1] for part in a]
+        calls = list(zip(layouts, lengths, strict=True))
+        dtype = self.blocks[index].statistics_dtype
+        return Rows(index, _joined(a, dtype), _joined(g, dtype), calls, self._positions)
 
     @contextmanager
     def _mathematics(self, index: int, device: torch.device) -> Iterator[None]:
@@ -219,7 +219,7 @@ def record(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[Reco
     Raises
     ------
     RuntimeError
-        If a layer was not called, or the logits carry no gradient.
+        If the logits carry no gradient to the layers that were called.
     ValueError
         If an activation or a logit is not finite.
     """
@@ -235,70 +235,8 @@ def record(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[Reco
         yield recording
 
 
-class _Call(NamedTuple):
-    input: torch.Tensor
-    output: torch.Tensor
-
-
-class _Arrivals:
-    """Gathers the gradients of one layer's calls, and delivers them when all are there."""
-
-    def __init__(
-        self, index: int, calls: list[_Call], deliver: Callable[[_Arrivals], None]
-    ) -> None:
-        self.index = index
-        self.gradients: dict[int, torch.Tensor] = {}
-        self._calls = calls
-        self._deliver = deliver
-
-    def add(self, place: int, gradients: torch.Tensor) -> None:
-        """A hook: gradients of a call's output, of one seed or `(S, ...)` of several."""
-        one = gradients.ndim == self._calls[place].output.ndim
-        self.gradients[place] = gradients[None] if one else gradients
-        if len(self.gradients) == len(self._calls):
-            self._deliver(self)
-
-    def add_batched(self, place: int, gradients: torch.Tensor) -> None:
-        """A hook under `vmap` over seeds."""
-        _Unbatch.apply(gradients, partial(self.add, place))
-
-
-class _Unbatch(torch.autograd.Function):
-    """Hands a gradient under `vmap` to a function, with its leading seed dimension."""
-
-    @staticmethod
-    def forward(gradients: torch.Tensor, receive: Callable) -> torch.Tensor:
-        receive(gradients)
-        return gradients.new_zeros(())
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        """Nothing is differentiated."""
-
-    @staticmethod
-    def vmap(info, in_dims, gradients, receive):
-        receive(gradients if in_dims[0] is None else gradients.movedim(in_dims[0], 0))
-        return gradients.new_zeros(()), None
-
-
-def _record(
-    calls: list[_Call], layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
-) -> None:
-    if not output.requires_grad:
-        output.requires_grad_()
-    calls.append(_Call(args[0], output))
-
-
-def _leaves(result: torch.Tensor) -> list[torch.Tensor]:
-    """Leaf tensors of the graph that a result comes from."""
-    leaves, waiting = [], [result.grad_fn]
-    seen = {None, result.grad_fn}
-    while waiting:
-        node: Any = waiting.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        for following, _ in node.next_functions:
-            if following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return leaves
+def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Positions of several calls, one after the other; nothing where there is none."""
+    if not parts:
+        return torch.empty(0, dtype=dtype)
+    return (parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-2)).to(dtype)

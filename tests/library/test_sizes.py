@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.matrix import LowRankKron
-from laplace_lora_ext.passes import recording as passes
+from laplace_lora_ext.passes import graph
 from tests.support.models import N_CLASSES, laplace_keywords, lora_model, ragged_batches
 from tests.support.posteriors import KFAC_APPROX
 
@@ -98,7 +98,7 @@ def bare_loop(la, batch, seeds):
 @pytest.mark.parametrize("kfac_approx", ["gradient", "expand"])
 def test_passes_products_and_the_largest_tensor(kfac_approx, seeds_at_once, monkeypatch):
     """A guard against slips: counts of passes and sizes, which are the same on any machine."""
-    monkeypatch.setattr(passes, "_ROWS", 1 if seeds_at_once == 1 else 1000)
+    monkeypatch.setattr(graph, "_ROWS", 1 if seeds_at_once == 1 else 1000)
     model = lora_model("bert", torch.float32, hidden_size=WIDTH)
     la = laplace.Laplace(
         model,
@@ -108,6 +108,7 @@ def test_passes_products_and_the_largest_tensor(kfac_approx, seeds_at_once, monk
         backend_kwargs={"rank": 4, "kfac_approx": kfac_approx},
     )
     batches = ragged_batches(batch_size=4)
+    la.fit(batches)  # once, it finds out whose rows are whose
     forwards = []
     la.model.register_forward_hook(lambda *_: forwards.append(1))
     with NewTensors(model.parameters()) as fitting:

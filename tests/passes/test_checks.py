@@ -1,8 +1,8 @@
-"""Numbers that are not finite, layers that are bypassed, logits without a gradient."""
+"""Numbers that are not finite, layers that are not called, logits without a gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,9 @@ from laplace_lora_ext.likelihoods import Classification
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.checks import inspected
+from tests.support.dense import exact_ggn, gradient_curvature, jacobians, softmax_fisher
 from tests.support.models import (
+    OfMapping,
     TwoLinear,
     lora_model,
     pairs,
@@ -132,19 +134,15 @@ class Fused(nn.Module):
         return self.layer.base_layer(x) + x @ A.T @ B.T
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_bypassed_layers_are_noticed_on_the_first_batch(structure):
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+def test_layers_that_a_fused_kernel_stands_in_for_are_noticed(structure):
     la = make(with_lora(Fused(), "layer"), structure)
-    seen = []
-
-    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for index in range(3):
-            seen.append(index)
-            yield pairs()[0]
-
-    with pytest.raises(RuntimeError, match=r"2 of 2 LoRA layers were bypassed.*layer\.lora_A"):
-        la.fit(batches())
-    assert seen == [0]
+    with pytest.raises(
+        RuntimeError,
+        match=r"2 of 2 LoRA weights .* by no batch.*layer\.lora_A.*as it was before",
+    ):
+        la.fit(pairs() * 3)
+    assert la.n_data == 0
 
 
 class HalfFused(Fused):
@@ -156,10 +154,101 @@ class HalfFused(Fused):
         return super().forward(self.before(x))
 
 
-def test_a_single_bypassed_layer_is_noticed():
-    la = make(with_lora(HalfFused(), "layer", "before"))
-    with pytest.raises(RuntimeError, match=r"2 of 4 LoRA layers were bypassed.*layer\.lora_A"):
-        la.fit([pairs()[0]])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_layer_that_no_batch_calls_is_named_and_the_previous_fit_kept(structure):
+    model = with_lora(HalfFused(), "layer", "before")
+    la = make(model, structure)
+    with pytest.raises(
+        RuntimeError, match=r"2 of 4 LoRA weights .* batch.*layer\.lora_A.*with target_modules"
+    ):
+        la.fit(pairs())
+    assert la.n_data == 0
+    alone = make(model, structure, target_modules=["before"])
+    alone.fit(pairs())
+    assert alone.n_data == 4
+
+
+class TextsAndImages(nn.Module):
+    """Runs the layers of what a batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts = nn.Linear(5, 3)
+        self.images = nn.Linear(4, 3)
+
+    def forward(self, batch: Mapping) -> torch.Tensor:
+        logits = batch["input_ids"].double()
+        for part in ("texts", "images"):
+            if part in batch:
+                logits = logits + getattr(self, part)(batch[part]).tanh()
+        return logits
+
+
+def batch_of(*parts: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    generator = torch.Generator().manual_seed(len(parts))
+    inputs = {
+        "texts": torch.randn(4, 5, generator=generator).double(),
+        "images": torch.randn(4, 4, generator=generator).double(),
+        "input_ids": torch.zeros(4, 3, dtype=torch.long),
+    }
+    return {part: inputs[part] for part in (*parts, "input_ids")}, torch.arange(4) % 3
+
+
+PARTS = [("texts", "images"), ("texts",), (), ("images",)]
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+def test_layers_that_a_batch_does_not_call_get_no_curvature_from_it(structure):
+    keywords = {"backend_kwargs": {"rank": 100}} if structure == "lowrank_kron" else {}
+    model = with_lora(TextsAndImages(), "texts", "images")
+    batches = [batch_of(*parts) for parts in PARTS]
+    la = make(model, structure, **keywords)
+    la.fit(batches)
+    inputs = [X for X, _ in batches]
+    Js = torch.cat([jacobians(OfMapping(model), X) for X in inputs])
+    f_mu = torch.cat([model(X) for X in inputs]).detach()
+    H = exact_ggn(Js, softmax_fisher(f_mu))
+    fitted = la.H
+    if structure == "lowrank_kron":
+        H, fitted = gradient_curvature(model, Js, softmax_fisher(f_mu)), la.H.to_matrix()
+    elif structure == "diag":
+        H, fitted = H.diagonal().diag(), la.H.diag()
+    torch.testing.assert_close(fitted, H)
+    covariance = Js @ torch.linalg.inv(H + torch.eye(len(H)).double()) @ Js.mT
+    moments = torch.cat([la.predictive_moments(X).f_var for X in inputs])
+    torch.testing.assert_close(moments, covariance)
+    assert not moments[8:12].any()  # the batch that calls no layer at all
+
+
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+def test_every_approximation_takes_batches_that_do_not_call_all_layers(kfac_approx):
+    model = with_lora(TextsAndImages(), "texts", "images")
+    la, of_texts = (
+        make(model, backend_kwargs={"rank": 100, "kfac_approx": kfac_approx}, **keywords)
+        for keywords in ({}, {"target_modules": ["texts"]})
+    )
+    la.fit([batch_of(*parts) for parts in PARTS])
+    of_texts.fit([batch_of(*parts) for parts in PARTS if "texts" in parts])
+    n_texts = of_texts.n_params
+    torch.testing.assert_close(
+        la.H.to_matrix()[:n_texts, :n_texts], of_texts.H.to_matrix(), rtol=1e-9, atol=1e-12
+    )
+
+
+def test_more_data_need_not_call_all_layers():
+    la = make(with_lora(TextsAndImages(), "texts", "images"))
+    la.fit([batch_of("texts", "images")])
+    la.fit([batch_of("texts")], override=False)
+    assert la.n_data == 8
+
+
+def test_the_hosts_kron_says_that_it_needs_all_layers_in_every_batch():
+    la = make(with_lora(TextsAndImages(), "texts", "images"), "kron")
+    with pytest.raises(
+        RuntimeError,
+        match=r'2 of 4 .* not used by the batch, such as images\.lora_A.*target_modules.*"lowrank_',
+    ):
+        la.fit([batch_of("texts", "images"), batch_of("texts")])
 
 
 def test_logits_without_a_gradient_are_refused():
@@ -216,24 +305,6 @@ def test_a_pass_of_somebody_else_is_checked_from_within(adapted):
     ):
         model(X * torch.nan)
     assert hooks_of(model) == before
-
-
-def test_every_pass_must_run_every_layer(adapted):
-    model, blocks = adapted
-    X, done = pairs()[0][0], []
-
-    def passes():
-        for adapters in (["default"], []):
-            model.model.first.set_adapter(adapters)
-            model(X)
-            done.append(adapters)
-
-    with (
-        pytest.raises(RuntimeError, match="2 of 4 LoRA layers were bypassed"),
-        inspected(model, blocks, X, anything_goes),
-    ):
-        passes()
-    assert done == [["default"]]
 
 
 def test_logits_that_do_not_fit_their_targets_are_refused(adapted):

@@ -1,14 +1,15 @@
-"""Recorded forward passes, and backward passes of few or many seeds."""
+"""Recorded forward passes: calls of a layer joined, with the mask of their positions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
+from torch import nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
-from laplace_lora_ext.likelihoods import Seeds
 from laplace_lora_ext.passes import record
-from laplace_lora_ext.passes import recording as passes
 from tests.support.dense import (
     exact_ggn,
     gradient_curvature,
@@ -16,11 +17,9 @@ from tests.support.dense import (
     softmax_fisher,
 )
 from tests.support.models import (
-    N_CLASSES,
+    VOCABULARY,
     Detour,
     Recurrent,
-    laplace_keywords,
-    lora_model,
     ragged_batches,
     sequences,
     with_lora,
@@ -52,6 +51,20 @@ def test_a_layer_that_is_called_twice_predicts_from_its_jacobian():
     torch.testing.assert_close(la.functional_variance(Js), expected, **EXACT)
 
 
+class Pooling(nn.Module):
+    """Calls its layer on all positions, and then on their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 5)
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, batch: Mapping) -> torch.Tensor:
+        weights = batch["attention_mask"] / batch["attention_mask"].sum(1, keepdim=True)
+        rows = self.layer(self.embed(batch["input_ids"])).tanh()
+        return self.layer(torch.einsum("bt,btd->bd", weights.to(rows), rows))[:, :3]
+
+
 def test_calls_of_a_layer_count_as_positions_in_expand():
     recurrent = with_lora(Recurrent(), "shared", "head")
     la = make(recurrent, backend_kwargs={"kfac_approx": "expand"})
@@ -74,52 +87,18 @@ def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature(structure):
     )  # at a prior precision of 1 the other blocks add log 1
 
 
-@pytest.mark.parametrize(("texts", "at_once"), [(4, 3), (8, 2), (16, 1), (64, 1)])
-def test_passes_take_several_seeds_where_few_rows_go_through_the_layers(
-    texts, at_once, monkeypatch
-):
-    monkeypatch.setattr(passes, "_ROWS", 200)
-    model = lora_model("bert", torch.float32)
-    batch = {
-        "input_ids": torch.ones(texts, 12, dtype=torch.long),
-        "attention_mask": torch.ones(texts, 12, dtype=torch.long),
-    }
-    backend = LowRankKronGGN(model, "classification")
-    sizes = []
-    with record(backend.model, backend.blocks, batch) as recorded:
-        seeds = torch.ones(3, texts, N_CLASSES)
-        scales = torch.arange(3.0)[:, None].expand(3, texts)
-        scaled = []
-
-        def visit(rows):
-            if rows.index == 0:
-                sizes.append(len(rows.g))
-                scaled.append(rows.g.flatten(1).sum(1))
-
-        recorded.backward(Seeds(seeds, scales), visit)
-    assert sizes == {3: [3], 2: [2, 1], 1: [1, 1, 1]}[at_once]
-    sums = torch.cat(scaled)
-    torch.testing.assert_close(sums, sums[1] * torch.arange(3.0))
-    assert sums[1] != 0
-
-
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_a_backward_pass_keeps_gradients_of_the_first_layers_alone(kind, monkeypatch):
-    """Those of every output together would be as large as the activations."""
-    model = lora_model(kind, torch.float32)
-    la = make(model, **laplace_keywords(kind))
-    kept = []
-    grad = torch.autograd.grad
-
-    def counting(*args, **kwargs):
-        gradients = grad(*args, **kwargs)
-        kept.append(sum(gradient is not None for gradient in gradients))
-        return gradients
-
-    monkeypatch.setattr(torch.autograd, "grad", counting)
-    batches = ragged_batches()
-    la.fit(batches)
-    la(batches[0], link_approx="probit")
-    per_layer = len(la.blocks) // model.config.num_hidden_layers
-    assert len(kept) == len(batches) + 1
-    assert all(0 < number < per_layer for number in kept)
+def test_each_call_of_a_layer_has_the_mask_of_its_own_positions():
+    """A pooled call beside one of all positions."""
+    model = with_lora(Pooling(), "layer")
+    (batch,) = ragged_batches(lengths=(5, 3, 4), padded_to=5)
+    interface = LowRankKronGGN(model, "classification")
+    valid = {}
+    with record(interface.model, interface.blocks, batch) as recorded:
+        recorded.backward(
+            interface.seeds(recorded.logits.detach(), batch["labels"]),
+            lambda rows: valid.setdefault(rows.index, rows.valid()),
+        )
+    mask = batch["attention_mask"].bool()
+    expected = torch.cat([torch.ones(3, 1).bool(), mask], dim=1)
+    for found in valid.values():  # in the order in which gradients come
+        assert torch.equal(found, expected)

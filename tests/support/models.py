@@ -159,14 +159,25 @@ class TwoLinear(nn.Module):
 class Detour(nn.Module):
     """One of its two layers runs, and the logits do not depend on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_outputs: int = 3) -> None:
         super().__init__()
-        self.used = nn.Linear(5, 3)
-        self.unused = nn.Linear(5, 3)
+        self.used = nn.Linear(5, n_outputs)
+        self.unused = nn.Linear(5, n_outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.unused(x)
         return self.used(x)
+
+
+class OfMapping(nn.Module):
+    """A module of one mapping, which may also be called with the mapping's keys as keywords."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any = None, **inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(inputs if batch is None else batch)
 
 
 def with_lora(model: nn.Module, *target_modules: str, **lora_config: object) -> nn.Module:

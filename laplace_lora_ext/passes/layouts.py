@@ -1,0 +1,121 @@
+"""The ways in which rows that a layer sees lie by example, and how to arrange them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from laplace_lora_ext.models.positions import Positions
+from laplace_lora_ext.passes.ownership import NOBODY
+
+
+class Layout(ABC):
+    """Where a call of a layer has the rows of each example."""
+
+    @abstractmethod
+    def arrange(self, rows: torch.Tensor, positions: Positions, n_leading: int = 0) -> torch.Tensor:
+        """Rows `(..., d)` as `(B, positions, d)`; so many leading dimensions stay as they are."""
+
+    def valid(self, n_positions: int, positions: Positions) -> torch.Tensor | None:
+        """`(B, n_positions)` mask of the arranged rows; None where all are valid.
+
+        Raises
+        ------
+        NotImplementedError
+            If the mask of the batch says nothing about them.
+        """
+        return positions.valid(n_positions)
+
+
+class FixedLayout(Layout):
+    """One that follows from the sizes of a batch, once it has been proven."""
+
+    @abstractmethod
+    def allows(self, shape: torch.Size, positions: Positions) -> bool:
+        """Whether rows of a `shape`, d left out, can lie so."""
+
+    def explains(self, owners: torch.Tensor, shape: torch.Size, positions: Positions) -> bool:
+        """Whether rows of a `shape` lie so, by the examples that they belong to."""
+        if not self.allows(shape, positions):
+            return False
+        rows = torch.arange(len(owners), device=owners.device).reshape(*shape, 1)
+        found = owners[self.arrange(rows, positions)[..., 0]]
+        expected = torch.arange(positions.n_examples, device=owners.device)[:, None]
+        return bool(((found == expected) | (found == NOBODY)).all())
+
+
+@dataclass(frozen=True)
+class ExamplesFirst(FixedLayout):
+    """`(B, ...)`, `(B T,)`, or `(B k, ...)` with k windows, frames or images an example."""
+
+    def allows(self, shape: torch.Size, positions: Positions) -> bool:
+        return len(shape) > 0 and shape[0] % positions.n_examples == 0
+
+    def arrange(self, rows: torch.Tensor, positions: Positions, n_leading: int = 0) -> torch.Tensor:
+        return rows.reshape(*rows.shape[:n_leading], positions.n_examples, -1, rows.shape[-1])
+
+
+@dataclass(frozen=True)
+class PositionsFirst(FixedLayout):
+    """`(T, B, ...)`, or `(T B,)`."""
+
+    def allows(self, shape: torch.Size, positions: Positions) -> bool:
+        if len(shape) == 1:
+            return shape[0] == positions.n_tokens
+        return len(shape) > 1 and shape[1] in (positions.n_examples, positions.n_rows)
+
+    def arrange(self, rows: torch.Tensor, positions: Positions, n_leading: int = 0) -> torch.Tensor:
+        if rows.ndim == n_leading + 2:
+            rows = rows.unflatten(n_leading, (-1, positions.n_rows))
+        rows = rows.transpose(n_leading, n_leading + 1)
+        return rows.reshape(*rows.shape[:n_leading], positions.n_examples, -1, rows.shape[-1])
+
+
+@dataclass(frozen=True)
+class Scattered(Layout):
+    """Rows in any order, such as those that a router picks; `owners`, `(R,)`, has their examples.
+
+    Examples with fewer rows than others get rows of 0.
+    """
+
+    owners: torch.Tensor
+
+    def arrange(self, rows: torch.Tensor, positions: Positions, n_leading: int = 0) -> torch.Tensor:
+        flat = rows.reshape(*rows.shape[:n_leading], -1, rows.shape[-1])
+        # One row of 0 behind all others, which fills up.
+        flat = torch.cat([flat, torch.zeros_like(flat.narrow(n_leading, 0, 1))], dim=n_leading)
+        of_each = [
+            (self.owners == example).nonzero().flatten() for example in range(positions.n_examples)
+        ]
+        index = pad_sequence(of_each, batch_first=True, padding_value=len(self.owners))
+        picked = flat.index_select(n_leading, index.flatten().to(flat.device))
+        return picked.unflatten(n_leading, tuple(index.shape))
+
+    def valid(self, n_positions: int, positions: Positions) -> torch.Tensor | None:
+        raise NotImplementedError(
+            'its rows are in no fixed order: use kfac_approx="gradient", which needs none'
+        )
+
+
+@dataclass(frozen=True)
+class Together(Layout):
+    """All rows belong to the one example that there is, or that is looked at."""
+
+    def arrange(self, rows: torch.Tensor, positions: Positions, n_leading: int = 0) -> torch.Tensor:
+        return rows.reshape(*rows.shape[:n_leading], 1, -1, rows.shape[-1])
+
+
+@dataclass(frozen=True)
+class OneAtATime(Together):
+    """Every row counts, and one example at a time is back-propagated: `layer` has shared rows."""
+
+    layer: str
+
+    def valid(self, n_positions: int, positions: Positions) -> torch.Tensor | None:
+        raise NotImplementedError(
+            f"rows of {self.layer} belong to several examples, as embeddings of relative positions "
+            'do: use kfac_approx="gradient", or leave this layer out with target_modules'
+        )
