@@ -130,7 +130,8 @@ def gradient_blocks(model: nn.Module, Js: torch.Tensor, H: torch.Tensor) -> list
         weighted = torch.einsum("bcd,bdij->bcij", H, J)
         F_out = torch.einsum("bcij,bckj->ik", J, weighted)
         F_in = torch.einsum("bcij,bcik->jk", J, weighted)
-        blocks.append(torch.kron(F_out, F_in) / F_out.trace())
+        trace = F_out.trace()
+        blocks.append(torch.kron(F_out, F_in) / (trace if trace > 0 else 1))
     return blocks
 
 
@@ -185,6 +186,15 @@ def power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
     """Of a symmetric positive semi-definite matrix."""
     values, vectors = torch.linalg.eigh(matrix)
     return vectors @ values.clamp_min(0).pow(exponent).diag() @ vectors.T
+
+
+def block_diagonal_covariance(blocks: Sequence[torch.Tensor], Js: torch.Tensor) -> torch.Tensor:
+    """`(N, C, C)` of logits with Jacobians `(N, C, parameters)`, at a prior precision of 1."""
+    parts = Js.split([len(block) for block in blocks], dim=-1)
+    return sum(
+        J @ torch.linalg.solve(block + torch.eye(len(block)).to(block), J.mT)
+        for block, J in zip(blocks, parts, strict=True)
+    )
 
 
 # --- posteriors ----------------------------------------------------------------------------------

@@ -1,16 +1,42 @@
-"""Tiny models of many families, with random weights and adapters in every linear layer."""
+"""Tiny models of many families with random weights, and what the library makes of each of them.
+
+`python -m tests.support.families` prints the table of `benchmarks/README.md`, which
+`tests/library/test_compatibility.py` proves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from tests.support.models import CLASS_TOKEN_IDS, N_CLASSES, VOCABULARY, ragged_batches
+from tests.support.family_examples import (
+    IMAGE_TOKEN,
+    Example,
+    of_frames,
+    of_images,
+    of_images_and_prompts,
+    of_images_in_texts,
+    of_large_images,
+    of_larger_images,
+    of_patches_in_texts,
+    of_spectra,
+    of_texts,
+    of_waves,
+)
+from tests.support.models import VOCABULARY
+
+EXACT = "exact"
+OWN_PADDING = "the model's own dependence on padding"
+MISSING = "-"  # the family has no such model
+
+CLASSIFIER, RIGHT, LEFT = "classifier", "answer tokens, right", "answer tokens, left"
+COLUMNS = (CLASSIFIER, RIGHT, LEFT)
 
 _TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _WIDTH = {
@@ -71,31 +97,103 @@ _WAV2VEC2 = {
     "classifier_proj_size": 6,
 }
 
+_ROTARY = {"rope_type": "default", "mrope_section": [1, 1, 0]}
+_QWEN_TEXT = {
+    **_TEXT,
+    "num_key_value_heads": 1,
+    "rope_scaling": _ROTARY,
+    "rope_parameters": _ROTARY,
+}
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_heads": 2,
+    "patch_size": 2,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 1,
+    "window_size": 8,
+    "out_hidden_size": 8,
+    "fullatt_block_indexes": [1],
+}
+_QWEN_IMAGES = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": 5, "vision_end_token_id": 6}
 
-class Family(NamedTuple):
-    """What a family's models are made of.
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's models are made of, and what is expected of them.
 
     Attributes
     ----------
-    name : str
-        of its configuration's class, without "Config"
+    config : str
+        class of its configuration, without "Config"
     settings : mapping
         of the configuration
     classifier, language_model : str or None
         classes of models
+    outcomes : mapping
+        from a column to what is expected, "exact" if omitted; "refused: ..." ends with words of
+        the message
+    examples : callable
+        makes so many examples, each a batch of one without padding
+    targets : str or list of str
+        modules that get an adapter
+    dtype : torch.dtype
+        float32 where the model's own attention masks overflow in float64
     """
 
-    name: str
+    config: str
     settings: Mapping[str, Any]
     classifier: str | None = None
     language_model: str | None = None
+    outcomes: Mapping[str, str] = field(default_factory=dict)
+    examples: Callable[[int], list[Example]] = of_texts
+    targets: str | list[str] = "all-linear"
+    dtype: torch.dtype = torch.float64
+
+    def outcome(self, column: str) -> str:
+        """What is expected of a column."""
+        kind = self.classifier if column == CLASSIFIER else self.language_model
+        return MISSING if kind is None else self.outcomes.get(column, EXACT)
+
+    def model(self, column: str) -> nn.Module:
+        """With random weights and adapters of rank 2, in evaluation mode."""
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{self.config}Config")(**self.settings, num_labels=3)
+        config._experts_implementation = "eager"  # others know no float64
+        name = self.classifier if column == CLASSIFIER else self.language_model
+        model = getattr(transformers, name)(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.3)
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                nn.init.ones_(module.weight)  # MobileViT begins near 0
+        model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=self.targets))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.3)
+        model = model.to(self.dtype).eval()
+        return ZeroShot(model) if self.examples is of_images_and_prompts else model
 
 
-def _family(name: str, settings: Mapping[str, Any], *heads: str) -> Family:
-    kinds = {"Classification": None, "LM": None}
+class ZeroShot(nn.Module):
+    """A user's wrapper, whose classes are texts of the batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(**batch).logits_per_image
+
+
+def _family(config: str, settings: Mapping[str, Any], *heads: str, **others: Any) -> Family:
+    """A family whose models' names are its configuration's and a head's."""
+    kinds: dict[str, str | None] = {"classifier": None, "language_model": None}
     for head in heads:
-        kinds["Classification" if head.endswith("Classification") else "LM"] = name + head
-    return Family(name, settings, kinds["Classification"], kinds["LM"])
+        kinds["classifier" if head.endswith("Classification") else "language_model"] = config + head
+    return Family(config, settings, **kinds, **others)
 
 
 _BOTH = ("ForSequenceClassification", "ForCausalLM")
@@ -107,7 +205,7 @@ FAMILIES = {
     "Qwen2": _family("Qwen2", _GROUPED, *_BOTH),
     "Qwen3": _family("Qwen3", _GROUPED, *_BOTH),
     "Gemma": _family("Gemma", _GROUPED, *_BOTH),
-    "Gemma 2": _family("Gemma2", _GROUPED, *_BOTH),
+    "Gemma 2": _family("Gemma2", _GROUPED, *_BOTH, dtype=torch.float32),
     "Gemma 3": Family(
         "Gemma3Text", _GROUPED, "Gemma3TextForSequenceClassification", "Gemma3ForCausalLM"
     ),
@@ -116,9 +214,19 @@ FAMILIES = {
     "GPT-NeoX": _family("GPTNeoX", {**_TEXT, "rotary_pct": 1.0}, *_BOTH),
     "GPT-J": _family("GPTJ", {**_GPT, "rotary_dim": 2}, *_BOTH),
     "OPT": _family("OPT", {**_TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8}, *_BOTH),
-    "BLOOM": _family("Bloom", {**_TOKENS, "hidden_size": 8, "n_layer": 2, "n_head": 2}, *_BOTH),
+    "BLOOM": _family(
+        "Bloom",
+        {**_TOKENS, "hidden_size": 8, "n_layer": 2, "n_head": 2},
+        *_BOTH,
+        dtype=torch.float32,
+    ),
     "Falcon": _family("Falcon", _TEXT, *_BOTH),
-    "Mamba": _family("Mamba", {**_TOKENS, **_WIDTH, "state_size": 4}, "ForCausalLM"),
+    "Mamba": _family(
+        "Mamba",
+        {**_TOKENS, **_WIDTH, "state_size": 4},
+        "ForCausalLM",
+        targets=["in_proj", "x_proj"],  # PEFT refuses out_proj
+    ),
     "BERT": _family("Bert", _TEXT, _SEQUENCE),
     "RoBERTa": _family("Roberta", _TEXT, _SEQUENCE),
     "RoBERTa as decoder": _family("Roberta", {**_TEXT, "is_decoder": True}, "ForCausalLM"),
@@ -133,12 +241,23 @@ FAMILIES = {
     "ALBERT": _family("Albert", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
     "ModernBERT": _family("ModernBert", {**_TEXT, "cls_token_id": 1}, _SEQUENCE),
     "XLNet": _family(
-        "XLNet", {**_TOKENS, "d_model": 8, "n_layer": 2, "n_head": 2, "d_inner": 12}, _SEQUENCE
+        "XLNet",
+        {**_TOKENS, "d_model": 8, "n_layer": 2, "n_head": 2, "d_inner": 12},
+        _SEQUENCE,
+        outcomes={CLASSIFIER: OWN_PADDING},  # it wants padding on the left
     ),
     "Longformer": _family("Longformer", {**_TEXT, "attention_window": 4}, _SEQUENCE),
     "T5": _family(
         "T5",
-        {**_TOKENS, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2},
+        {
+            **_TOKENS,
+            "d_model": 8,
+            "d_kv": 4,
+            "d_ff": 12,
+            "num_layers": 1,
+            "num_heads": 2,
+            "decoder_start_token_id": 0,
+        },
         _SEQUENCE,
         "ForConditionalGeneration",
     ),
@@ -158,8 +277,20 @@ FAMILIES = {
         },
         _SEQUENCE,
         "ForConditionalGeneration",
+        outcomes={LEFT: OWN_PADDING},
     ),
-    "Mixtral": _family("Mixtral", {**_GROUPED, "num_local_experts": 3}, *_BOTH),
+    "Mixtral": _family(
+        "Mixtral",
+        {**_GROUPED, "num_local_experts": 3},
+        *_BOTH,
+        outcomes=dict.fromkeys(COLUMNS, "refused: ParamWrapper"),  # PEFT adapts its fused experts
+    ),
+    "Mixtral, attention alone": _family(
+        "Mixtral",
+        {**_GROUPED, "num_local_experts": 3},
+        *_BOTH,
+        targets=["q_proj", "k_proj", "v_proj", "o_proj"],
+    ),
     "Qwen2-MoE": _family(
         "Qwen2Moe", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 6}, *_BOTH
     ),
@@ -173,13 +304,59 @@ FAMILIES = {
         },
         *_BOTH,
     ),
-    "ViT": _family("ViT", _IMAGE, "ForImageClassification"),
-    "Swin": _family("Swin", _SWIN, "ForImageClassification"),
-    "MobileViT": _family("MobileViT", _MOBILE_VIT, "ForImageClassification"),
-    "TimeSformer": _family("Timesformer", {**_IMAGE, "num_frames": 2}, "ForVideoClassification"),
-    "Whisper": _family("Whisper", {**_WHISPER, **_TOKENS}, "ForAudioClassification"),
-    "Wav2Vec2": _family("Wav2Vec2", _WAV2VEC2, _SEQUENCE),
+    "ViT": _family("ViT", _IMAGE, "ForImageClassification", examples=of_images),
+    "Swin": _family("Swin", _SWIN, "ForImageClassification", examples=of_large_images),
+    "MobileViT": _family(
+        "MobileViT",
+        _MOBILE_VIT,
+        "ForImageClassification",
+        examples=of_larger_images,
+        targets=["query", "key", "value", "dense"],
+    ),
+    "TimeSformer": _family(
+        "Timesformer", {**_IMAGE, "num_frames": 2}, "ForVideoClassification", examples=of_frames
+    ),
+    "Whisper": _family(
+        "Whisper", {**_WHISPER, **_TOKENS}, "ForAudioClassification", examples=of_spectra
+    ),
+    "Wav2Vec2": _family("Wav2Vec2", _WAV2VEC2, _SEQUENCE, examples=of_waves),
+    "CLIP, texts as classes": Family(
+        "CLIP",
+        {
+            "text_config": {**_TEXT, "projection_dim": 6},
+            "vision_config": {**_IMAGE, "projection_dim": 6},
+            "projection_dim": 6,
+        },
+        "CLIPModel",
+        examples=of_images_and_prompts,
+    ),
+    "LLaVA": Family(
+        "Llava",
+        {
+            "text_config": {"model_type": "llama", **_TEXT},
+            "vision_config": {"model_type": "clip_vision_model", **_IMAGE},
+            "image_token_id": IMAGE_TOKEN,
+            "image_seq_length": 4,
+        },
+        language_model="LlavaForConditionalGeneration",
+        examples=of_images_in_texts,
+    ),
+    "Qwen2.5-VL": Family(
+        "Qwen2_5_VL",
+        {"text_config": _QWEN_TEXT, "vision_config": _QWEN_VISION, **_QWEN_IMAGES},
+        language_model="Qwen2_5_VLForConditionalGeneration",
+        examples=of_patches_in_texts,
+    ),
 }
 
 
-_VISION = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+def table() -> Iterator[str]:
+    """Lines of the table in markdown."""
+    yield f"| family | {' | '.join(COLUMNS)} |"
+    yield "|---" * (1 + len(COLUMNS)) + "|"
+    for name, family in FAMILIES.items():
+        yield f"| {name} | {' | '.join(family.outcome(column) for column in COLUMNS)} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,112 @@
+"""Curvature and covariances of many families of models, by each example alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from torch import nn
+
+from tests.support.dense import block_diagonal_covariance, gradient_blocks, softmax_fisher
+from tests.support.families import (
+    CLASSIFIER,
+    COLUMNS,
+    FAMILIES,
+    LEFT,
+    MISSING,
+    OWN_PADDING,
+    Family,
+)
+from tests.support.family_examples import Example, together
+from tests.support.models import CLASS_TOKEN_IDS
+from tests.support.posteriors import make
+
+CASES = [
+    pytest.param(family, column, id=f"{name}, {column}")
+    for name, family in FAMILIES.items()
+    for column in COLUMNS
+    if family.outcome(column) != MISSING
+]
+N_FIRST, N = 4, 6  # examples of the first batch, and of both
+
+
+def own_logits(model: nn.Module, column: str, example: Example) -> torch.Tensor:
+    """`(1, C)` of one example, from the model's plain output."""
+    if column == CLASSIFIER:
+        output = model(**example) if isinstance(model, PeftModel) else model(example)
+        return getattr(output, "logits", output)
+    if model.config.is_encoder_decoder:
+        start = torch.full((1, 1), model.config.decoder_start_token_id)
+        example = example | {"decoder_input_ids": start}
+    return model(**example).logits[:, -1, CLASS_TOKEN_IDS]
+
+
+def alone(model: nn.Module, column: str, examples: list[Example]):
+    """Logits `(N, C)` and Jacobians `(N, C, parameters)` of examples, one at a time."""
+    weights = [p.requires_grad_() for n, p in model.named_parameters() if "lora_" in n]
+    logits, Js = [], []
+    for example in examples:
+        (of_example,) = own_logits(model, column, example)
+        logits.append(of_example.detach())
+        gradients = [
+            torch.autograd.grad(
+                logit, weights, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for logit in of_example
+        ]
+        Js.append(torch.stack([torch.cat([g.flatten() for g in one]) for one in gradients]))
+    return torch.stack(logits), torch.stack(Js)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    int(transformers.__version__.split(".")[0]) < 5, reason="tells of transformers 5"
+)
+@pytest.mark.parametrize(("family", "column"), CASES)
+def test_each_family_has_the_outcome_of_the_table(family: Family, column: str):
+    model, side = family.model(column), "left" if column == LEFT else "right"
+    examples = [
+        {k: v.to(family.dtype) if v.is_floating_point() else v for k, v in example.items()}
+        for example in family.examples(N)
+    ]
+    batches = [together(examples[:N_FIRST], side), together(examples[N_FIRST:], side)]
+    labels = torch.arange(N) % 3
+    data = [
+        batch | {"labels": of_batch}
+        for batch, of_batch in zip(batches, labels.split(N_FIRST), strict=True)
+    ]
+    answers = {} if column == CLASSIFIER else {"class_token_ids": CLASS_TOKEN_IDS}
+    outcome = family.outcome(column)
+    if outcome.startswith("refused: "):
+        with pytest.raises(
+            (NotImplementedError, ValueError), match=outcome.removeprefix("refused: ")
+        ):
+            make(model, **answers).fit(data)
+        return
+    la = make(model, backend_kwargs={"rank": 1000}, **answers)
+    la.fit(data)
+    moments = [la.predictive_moments(batch) for batch in batches]
+    f_mu, f_var = (torch.cat(parts).double() for parts in zip(*moments, strict=True))
+
+    tolerance = 1e-5 if family.dtype is torch.float64 else 5e-3  # of norms that run in float32
+    expected, Js = (part.double() for part in alone(model, column, examples))
+    if outcome == OWN_PADDING:
+        assert apart(f_mu, expected) > 0.1
+        padded = [
+            together([example], side, batch["input_ids"].shape[1])
+            for batch, part in zip(batches, (examples[:N_FIRST], examples[N_FIRST:]), strict=True)
+            for example in part
+        ]
+        expected, Js = (part.double() for part in alone(model, column, padded))
+    assert apart(f_mu, expected) < tolerance
+    blocks = gradient_blocks(model, Js, softmax_fisher(expected))
+    assert apart(la.H.to_matrix().double(), torch.block_diag(*blocks)) < tolerance
+    assert apart(f_var, block_diagonal_covariance(blocks, Js)) < tolerance
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest number expected."""
+    assert found.shape == expected.shape
+    assert torch.isfinite(found).all()
+    return ((found - expected).abs().max() / expected.abs().max()).item()

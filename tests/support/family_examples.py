@@ -1,0 +1,115 @@
+"""Examples of every kind, each a batch of one without padding, and batches of several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tests.support.models import N_CLASSES, VOCABULARY
+
+Example = dict[str, torch.Tensor]
+
+IMAGE_TOKEN = 3
+_LENGTHS = (4, 2, 3, 4, 3, 1)  # as many positions as examples, in a first batch of four
+_FIRST_WORD = 10  # tokens below have a meaning
+_END = 2
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _words(length: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(_FIRST_WORD, VOCABULARY, (1, length), generator=generator)
+    words[:, -1] = _END  # BART reads its class there
+    return words
+
+
+def of_texts(n: int) -> list[Example]:
+    return [{"input_ids": _words(_LENGTHS[i], i)} for i in range(n)]
+
+
+def of_images(n: int, size: int = 8) -> list[Example]:
+    return [{"pixel_values": _random(1, 3, size, size, seed=i)} for i in range(n)]
+
+
+def of_large_images(n: int) -> list[Example]:
+    return of_images(n, 16)
+
+
+def of_larger_images(n: int) -> list[Example]:
+    return of_images(n, 64)
+
+
+def of_frames(n: int) -> list[Example]:
+    return [{"pixel_values": _random(1, 2, 3, 8, 8, seed=i)} for i in range(n)]
+
+
+def of_spectra(n: int) -> list[Example]:
+    return [{"input_features": _random(1, 4, 16, seed=i)} for i in range(n)]
+
+
+def of_waves(n: int) -> list[Example]:
+    return [{"input_values": _random(1, 200, seed=i)} for i in range(n)]
+
+
+def of_images_and_prompts(n: int) -> list[Example]:
+    """The texts of the classes, which all examples share."""
+    prompts = torch.cat([_words(4, seed) for seed in range(N_CLASSES)])
+    return [example | {"input_ids": prompts} for example in of_images(n)]
+
+
+def of_images_in_texts(n: int) -> list[Example]:
+    """One image a text at first, of four tokens; then two and none."""
+    examples = []
+    for i, n_images in enumerate((1, 1, 1, 1, 2, 0)[:n]):
+        placeholders = torch.full((1, 4 * n_images), IMAGE_TOKEN)
+        example = {"input_ids": torch.cat([placeholders, _words(_LENGTHS[i], i)], dim=1)}
+        if n_images:
+            example["pixel_values"] = _random(n_images, 3, 8, 8, seed=i)
+        examples.append(example)
+    return examples
+
+
+def of_patches_in_texts(n: int) -> list[Example]:
+    """Images of 4 x 4 or 4 x 8 patches, four of which make a token."""
+    start, end = torch.full((1, 1), 5), torch.full((1, 1), 6)
+    examples = []
+    for i in range(n):
+        width = 4 if i % 2 else 8
+        tokens = torch.full((1, width), IMAGE_TOKEN)
+        examples.append(
+            {
+                "input_ids": torch.cat([start, tokens, end, _words(_LENGTHS[i], i)], dim=1),
+                "pixel_values": _random(4 * width, 12, seed=i),
+                "image_grid_thw": torch.tensor([[1, 4, width]]),
+            }
+        )
+    return examples
+
+
+def together(examples: Sequence[Example], side: str, length: int | None = None) -> Example:
+    """A batch of examples, texts padded on a side to a length, by default that of the longest."""
+    batch = {}
+    for key in {key: None for example in examples for key in example}:
+        parts = [example[key] for example in examples if key in example]
+        if key != "input_ids":
+            batch[key] = torch.cat(parts)
+        elif len(parts[0]) > 1:  # texts that are classes
+            batch[key] = parts[0]
+        else:
+            longest = length or max(part.shape[1] for part in parts)
+            padding = [torch.zeros(1, longest - part.shape[1]).long() for part in parts]
+            masks = [torch.ones_like(part) for part in parts]
+            batch[key], batch["attention_mask"] = (
+                torch.cat(
+                    [
+                        torch.cat([zeros, part] if side == "left" else [part, zeros], dim=1)
+                        for zeros, part in zip(padding, tensors, strict=True)
+                    ]
+                )
+                for tensors in (parts, masks)
+            )
+    return batch
