@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -16,7 +18,9 @@ from tests.support.families import (
     LEFT,
     MISSING,
     OWN_PADDING,
+    REFUSALS,
     Family,
+    table,
 )
 from tests.support.family_examples import Example, together
 from tests.support.models import CLASS_TOKEN_IDS
@@ -78,10 +82,8 @@ def test_each_family_has_the_outcome_of_the_table(family: Family, column: str):
     ]
     answers = {} if column == CLASSIFIER else {"class_token_ids": CLASS_TOKEN_IDS}
     outcome = family.outcome(column)
-    if outcome.startswith("refused: "):
-        with pytest.raises(
-            (NotImplementedError, ValueError), match=outcome.removeprefix("refused: ")
-        ):
+    if outcome in REFUSALS:
+        with pytest.raises(NotImplementedError, match=REFUSALS[outcome]):
             make(model, **answers).fit(data)
         return
     la = make(model, backend_kwargs={"rank": 1000}, **answers)
@@ -110,3 +112,8 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert found.shape == expected.shape
     assert torch.isfinite(found).all()
     return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def test_the_table_is_in_the_benchmarks_readme():
+    readme = Path(__file__).parents[2] / "benchmarks" / "README.md"
+    assert "\n".join(table()) in readme.read_text(encoding="utf-8")

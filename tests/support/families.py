@@ -33,7 +33,11 @@ from tests.support.models import VOCABULARY
 
 EXACT = "exact"
 OWN_PADDING = "the model's own dependence on padding"
+FUSED_EXPERTS = "refused: fused experts"
 MISSING = "-"  # the family has no such model
+
+REFUSALS = {FUSED_EXPERTS: r"\.experts \(ParamWrapper\)"}
+"""From an outcome to a pattern of the error's message."""
 
 CLASSIFIER, RIGHT, LEFT = "classifier", "answer tokens, right", "answer tokens, left"
 COLUMNS = (CLASSIFIER, RIGHT, LEFT)
@@ -132,8 +136,7 @@ class Family:
     classifier, language_model : str or None
         classes of models
     outcomes : mapping
-        from a column to what is expected, "exact" if omitted; "refused: ..." ends with words of
-        the message
+        from a column to what is expected, "exact" if omitted
     examples : callable
         makes so many examples, each a batch of one without padding
     targets : str or list of str
@@ -283,7 +286,7 @@ FAMILIES = {
         "Mixtral",
         {**_GROUPED, "num_local_experts": 3},
         *_BOTH,
-        outcomes=dict.fromkeys(COLUMNS, "refused: ParamWrapper"),  # PEFT adapts its fused experts
+        outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS),
     ),
     "Mixtral, attention alone": _family(
         "Mixtral",
