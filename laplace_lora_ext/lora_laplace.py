@@ -34,6 +34,7 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
     Block,
+    check_without_dora,
     find_blocks,
     warn_if_untrained,
     warn_of_other_trainable,
@@ -131,6 +132,8 @@ class LoRALaplace(ParametricLaplace):
         self._fitted: FittedModel | None = None
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
+        else:
+            check_without_dora(self.blocks)
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,

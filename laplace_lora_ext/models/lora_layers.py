@@ -112,7 +112,7 @@ def find_blocks(
         If there is no LoRA layer, if the adapter is merged, disabled or not the only active
         one, if its weights are on the meta device, or if nothing matches the selection.
     NotImplementedError
-        If LoRA layers of the adapter are not two plain linear maps of their own.
+        If LoRA layers of the adapter are not two linear maps of their own.
     """
     if any(isinstance(module, _X_LORA) for module in model.modules()):
         raise NotImplementedError(
@@ -142,6 +142,23 @@ def find_blocks(
     if on_meta:
         raise ValueError(f"Load the weights first: on the meta device are {_listed(on_meta)}.")
     return blocks
+
+
+def check_without_dora(blocks: Sequence[Block]) -> None:
+    """Refuse DoRA, for backends that take all that a layer is called with for inputs.
+
+    Raises
+    ------
+    NotImplementedError
+        If a layer has DoRA.
+    """
+    with_dora = [b.name for b in blocks if b.owner is not None and _has_dora(b.owner, b.adapter)]
+    if with_dora:
+        raise NotImplementedError(
+            "The host's backends don't know DoRA, which calls LoRA layers with more than their "
+            f'inputs: {_listed(with_dora)}. Without `backend`, the structures "lowrank_kron", '
+            '"diag" and "full" do.'
+        )
 
 
 def warn_if_untrained(blocks: Sequence[Block]) -> None:
@@ -285,8 +302,17 @@ def _refuse_unsupported(layers: dict[str, lora.LoraLayer], adapter: str) -> None
 
 
 def _variant(layer: lora.LoraLayer, adapter: str) -> str:
-    """`", DoRA"` and the like, empty for plain LoRA."""
+    """`", AloraLinearVariant"` and the like, empty for plain LoRA and for DoRA of linear layers."""
+    variant = getattr(layer, "lora_variant", {}).get(adapter)
+    return "" if variant is None or _has_dora(layer, adapter) else f", {type(variant).__name__}"
+
+
+def _has_dora(layer: lora.LoraLayer, adapter: str) -> bool:
+    """Whether a linear layer has DoRA, which scales what it returns by a magnitude over a norm.
+
+    The norm is no part of the derivative: PEFT detaches it, as the DoRA paper does (section 4.3).
+    """
     variant = getattr(layer, "lora_variant", {}).get(adapter)
     if variant is not None:
-        return f", {type(variant).__name__}"
-    return ", DoRA" if getattr(layer, "use_dora", {}).get(adapter, False) else ""
+        return type(variant).__name__ == "DoraLinearVariant"
+    return bool(getattr(layer, "use_dora", {}).get(adapter, False))

@@ -40,11 +40,23 @@ class Graph:
         `(B, C)`
     calls : sequence of lists of Call
         of each layer
+
+    Attributes
+    ----------
+    logits : torch.Tensor
+    calls : sequence of lists of Call
+        those that the logits depend on
     """
 
-    def __init__(self, logits: torch.Tensor, calls: Sequence[list[Call]]) -> None:
+    def __init__(self, logits: torch.Tensor, calls: Sequence[Sequence[Call]]) -> None:
+        nodes = _nodes_behind(logits)
         self.logits = logits
-        self.calls = calls
+        self._leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        leaves = {id(leaf) for leaf in self._leaves}
+        self.calls = [
+            [call for call in of_layer if call.output.grad_fn in nodes or id(call.output) in leaves]
+            for of_layer in calls
+        ]
 
     @property
     def seeds_at_once(self) -> int:
@@ -62,12 +74,11 @@ class Graph:
         """
         if not any(self.calls):
             return
+
         # Asked for every output, autograd would hold all of their gradients to the end. The leaves
         # are few, and every other output lies on the way to one of them.
-        leaves = _leaves(self.logits)
-
         def grad(vector: torch.Tensor) -> torch.Tensor:
-            torch.autograd.grad(self.logits, leaves, vector, allow_unused=True, **graph)
+            torch.autograd.grad(self.logits, self._leaves, vector, allow_unused=True, **graph)
             return vector.new_zeros(())
 
         arrivals = [Arrivals(index, calls, deliver) for index, calls in enumerate(self.calls)]
@@ -90,10 +101,7 @@ class Graph:
                 handle.remove()
 
     def reaches(self, calls: Sequence[Call], vector: torch.Tensor) -> bool:
-        """Whether a gradient other than 0 comes to any of some calls from a `(C,)` vector.
-
-        Where the logits don't depend on them at all, no backward pass is made.
-        """
+        """Whether a gradient other than 0 comes to any of some calls from a `(C,)` vector."""
         gradients = torch.autograd.grad(
             self.logits,
             [call.output for call in calls],
@@ -156,16 +164,13 @@ class _Unbatch(torch.autograd.Function):
         return gradients.new_zeros(()), None
 
 
-def _leaves(result: torch.Tensor) -> list[torch.Tensor]:
-    """Leaf tensors of the graph that a result comes from."""
-    leaves, waiting = [], [result.grad_fn]
-    seen = {None, result.grad_fn}
+def _nodes_behind(result: torch.Tensor) -> dict[Any, None]:
+    """Nodes of the graph that a result comes from, in the order in which they are met."""
+    nodes: dict[Any, None] = {result.grad_fn: None} if result.grad_fn is not None else {}
+    waiting = list(nodes)
     while waiting:
-        node: Any = waiting.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        for following, _ in node.next_functions:
-            if following not in seen:
-                seen.add(following)
+        for following, _ in waiting.pop().next_functions:
+            if following is not None and following not in nodes:
+                nodes[following] = None
                 waiting.append(following)
-    return leaves
+    return nodes

@@ -100,6 +100,7 @@ class Recording:
             for handle in handles:
                 handle.remove()
             self._calls.clear()
+            vars(self).pop("_graph", None)
 
     def run(self, model: LogitsModel, x: Any) -> None:
         """Call the model on a batch, check what it did, and find out whose rows are whose."""
@@ -123,11 +124,11 @@ class Recording:
         """
         sharing: dict[tuple[Any, ...], list[int]] = {}
         for index, block in enumerate(self.blocks):
-            calls = tuple(id(call.input) for call in self._calls[index])
+            calls = tuple(id(call.input) for call in self._graph.calls[index])
             sharing.setdefault((block.statistics_dtype, *calls), []).append(index)
         for indices in sharing.values():
             first = indices[0]
-            for place, call in enumerate(self._calls[first]):
+            for place, call in enumerate(self._graph.calls[first]):
                 with self._mathematics(first, call.input.device):
                     visit(indices, self._rows(first, {place: call.input.detach()}, {}))
 
@@ -178,7 +179,7 @@ class Recording:
         """Arrange what a layer's calls saw and got by example, join the calls, and scale."""
         gradients = arrived.taken()
         with self._mathematics(arrived.index, next(iter(gradients.values())).device):
-            calls = self._calls[arrived.index]
+            calls = self._graph.calls[arrived.index]
             rows = self._rows(arrived.index, {p: calls[p].input for p in gradients}, gradients)
             if weights is not None:
                 rows = replace(rows, g=rows.g * weights.to(rows.g)[..., None, None])

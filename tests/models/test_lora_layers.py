@@ -359,10 +359,6 @@ def attention_lora() -> nn.Module:
     return with_lora(model, "attention", "head")
 
 
-def dora() -> nn.Module:
-    return with_lora(base_model("bert"), "query", use_dora=True)
-
-
 def adalora() -> nn.Module:
     config = AdaLoraConfig(task_type="SEQ_CLS", target_modules=["query"], total_step=10)
     return get_peft_model(base_model("bert"), config)
@@ -374,7 +370,6 @@ def adalora() -> nn.Module:
         (embedding_lora, r"embeddings\.word_embeddings \(Embedding"),
         (conv_lora, r"0 \(Conv1d"),
         (attention_lora, r"attention \(MultiheadAttention"),
-        (dora, r"layer\.0\.attention\.self\.query.*(?i:dora).*layer\.1\.attention\.self\.query"),
         (adalora, r"layer\.0\.attention\.self\.query.*layer\.1\.attention\.self\.query"),
     ],
 )
