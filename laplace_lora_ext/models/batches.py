@@ -42,6 +42,25 @@ def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any
     return inputs
 
 
+def examples_of(inputs: Any, n_examples: int) -> list[Any]:
+    """Batches of one example each; what has another number of rows is in all of them.
+
+    None for other inputs than a tensor or a mapping.
+    """
+    if isinstance(inputs, torch.Tensor):
+        return list(inputs.split(1))
+    if not isinstance(inputs, Mapping):
+        return []
+    examples = []
+    for n in range(n_examples):
+        example = copy.copy(inputs) if isinstance(inputs, (dict, UserDict)) else dict(inputs)
+        for key, value in inputs.items():
+            if isinstance(value, torch.Tensor) and value.ndim and len(value) == n_examples:
+                example[key] = value[n : n + 1]
+        examples.append(example)
+    return examples
+
+
 def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) -> None:
     """Make tensors of a transformers batch's lists and arrays, and add a mask that it lacks.
 

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.models.answers import AnswerTokens
-from laplace_lora_ext.models.batches import complete, moved
+from laplace_lora_ext.models.batches import complete, examples_of, moved
 from laplace_lora_ext.models.compiled import running_eagerly, warn_if_compiled
 from laplace_lora_ext.models.locks import lock_of
-from laplace_lora_ext.models.padding import LeftPadding
+from laplace_lora_ext.models.padding import LeftPadding, rounding_of
 from laplace_lora_ext.models.positions import Positions
 
 _LABEL_KEYS = ("label", "labels")
@@ -184,6 +184,17 @@ class LogitsModel(nn.Module):
             mask = mask.to(self.device).bool().reshape(n_examples, -1)
             mask = None if mask.all() else mask
         return Positions(n_examples, n_rows, shape[-1], mask, mixed)
+
+    def examples(self, batch: Any, n_examples: int) -> list[Any]:
+        """Batches of one example each, where the batch is a tensor or a mapping; else none."""
+        return examples_of(self._inputs(batch), n_examples)
+
+    def agree(self, logits: torch.Tensor, others: torch.Tensor) -> bool:
+        """Whether two ways to compute logits have done the same, but for rounding."""
+        if logits.shape != others.shape:
+            return False
+        dtype = next(self.model.parameters()).dtype
+        return bool((logits - others).abs().max() <= rounding_of(logits, dtype))
 
     @property
     def device(self) -> torch.device:

@@ -16,6 +16,12 @@ Predict = Callable[[Mapping[str, Any], bool], torch.Tensor]
 _ROUNDING_OF_HALF, _ROUNDING = 0.05, 1e-3
 
 
+def rounding_of(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What two ways to compute the same logits in a precision may differ by."""
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return (_ROUNDING_OF_HALF if is_half else _ROUNDING) * logits.abs().max()
+
+
 class LeftPadding:
     """Whether positions must be passed for left-padded texts to predict what they do without it.
 
@@ -74,9 +80,7 @@ class LeftPadding:
                 f"({type(error).__name__}: {error}). Pad on the right to be sure."
             )
             return
-        is_half = expected.dtype in (torch.float16, torch.bfloat16)
-        rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING
-        if apart > rounding * expected.abs().max():
+        if apart > rounding_of(expected, expected.dtype):
             warn(
                 f"The model's predictions depend on left padding: a text's logits differ by "
                 f"{apart.item():.3g} from those without it. Pad on the right."

@@ -9,7 +9,8 @@ import torch
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.passes.recording import Rows, record
+from laplace_lora_ext.passes.record import record
+from laplace_lora_ext.passes.recording import Rows
 
 
 def visit_jacobians(

@@ -87,24 +87,15 @@ class Recording:
         self.blocks = blocks
         self._calls: list[list[Call]] = [[] for _ in blocks]
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Record calls within; on leaving, no hook is left and no tensor kept."""
-        handles = [
-            block.layer.register_forward_hook(partial(record_call, calls))
-            for block, calls in zip(self.blocks, self._calls, strict=True)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._calls.clear()
-            vars(self).pop("_graph", None)
+    @property
+    def shares_rows(self) -> bool:
+        """Whether some rows belong to several examples, which are back-propagated one at a time."""
+        return self._assignment.shared is not None
 
     def run(self, model: LogitsModel, x: Any) -> None:
         """Call the model on a batch, check what it did, and find out whose rows are whose."""
-        self.logits = model(x)
+        with self._listening():
+            self.logits = model(x)
         if not torch.isfinite(self.logits).all():
             for block, calls in zip(self.blocks, self._calls, strict=True):
                 for call in calls:
@@ -115,6 +106,26 @@ class Recording:
         self._graph = Graph(self.logits, self._calls)
         self._positions = model.positions(x, len(self.logits))
         self._assignment = Assignment(self._graph, self.blocks, self._positions, model.layouts)
+
+    def forget(self) -> None:
+        """Let go of all tensors but the logits' values; nothing can be back-propagated any more."""
+        self._calls.clear()
+        vars(self).pop("_graph", None)
+        if "logits" in vars(self):
+            self.logits = self.logits.detach()
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Record calls within; on leaving, no hook is left."""
+        handles = [
+            block.layer.register_forward_hook(partial(record_call, calls))
+            for block, calls in zip(self.blocks, self._calls, strict=True)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def visit_inputs(self, visit: Callable[[list[int], Rows], None]) -> None:
         """Call `visit(indices, rows)` for each call of the layers of blocks `indices`.
@@ -165,7 +176,7 @@ class Recording:
 
     def _apart(self, seeds: Seeds) -> list[Seeds]:
         """The seeds, or those of each example where examples share rows."""
-        if self._assignment.shared is None:
+        if not self.shares_rows:
             return [seeds]
         itself = torch.eye(len(self.logits), dtype=torch.bool, device=self.logits.device)
         return [
@@ -209,31 +220,6 @@ class Recording:
         name = f"LoRA layer {self.blocks[index].name}"
         with naming(name), torch.autocast(device.type, enabled=False):
             yield
-
-
-@contextmanager
-def record(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[Recording]:
-    """Run the model on a batch and record the calls of the blocks' layers.
-
-    Within the `with` block the model is in evaluation mode, and no parameter requires grad.
-
-    Raises
-    ------
-    RuntimeError
-        If the logits carry no gradient to the layers that were called.
-    ValueError
-        If an activation or a logit is not finite.
-    """
-    recording = Recording(blocks)
-    model.settle(x)
-    with (
-        model.prepared(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        recording.listening(),
-    ):
-        recording.run(model, x)
-        yield recording
 
 
 def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""Makes recorded passes: of a batch, or of its examples alone where they'd share rows in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.likelihoods import Seeds
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.passes.recording import Recording, Rows
+
+
+class Alone:
+    """Examples that were recorded alone, with the interface of a `Recording` of their batch.
+
+    Each brings its own rows; see `Rows`.
+
+    Attributes
+    ----------
+    logits : torch.Tensor
+        `(B, C)`, part of the examples' graphs
+    """
+
+    def __init__(self, examples: Sequence[Recording]) -> None:
+        self.logits = torch.cat([example.logits for example in examples])
+        self._examples = examples
+
+    def visit_inputs(self, visit: Callable[[list[int], Rows], None]) -> None:
+        for example in self._examples:
+            example.visit_inputs(visit)
+
+    def backward(self, seeds: Seeds, visit: Callable[[Rows], None]) -> None:
+        parts = zip(seeds.vectors.split(1, dim=1), seeds.weights.split(1, dim=1), strict=True)
+        for example, part in zip(self._examples, parts, strict=True):
+            example.backward(Seeds(*part), visit)
+
+    def backward_every_output(self, visit: Callable[[Rows], None], create_graph: bool) -> None:
+        for example in self._examples:
+            example.backward_every_output(visit, create_graph)
+
+
+@contextmanager
+def record(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[Recording | Alone]:
+    """Run the model on a batch and record the calls of the blocks' layers.
+
+    Where examples share rows, as those of DeBERTa do, B backward passes of the batch would be
+    needed. They are recorded alone instead, if that gives the logits that they have in the batch.
+
+    Within the `with` block the model is in evaluation mode, and no parameter requires grad.
+
+    Raises
+    ------
+    RuntimeError
+        If the logits carry no gradient to the layers that were called.
+    ValueError
+        If an activation or a logit is not finite.
+    """
+    recordings: list[Recording] = []
+
+    def run(inputs: Any) -> Recording:
+        recordings.append(Recording(blocks))
+        recordings[-1].run(model, inputs)
+        return recordings[-1]
+
+    model.settle(x)
+    with model.prepared(), torch.inference_mode(False), torch.enable_grad():
+        try:
+            batch = run(x)
+            if batch.shares_rows and len(batch.logits) > 1:
+                batch.forget()  # its graph is as large as those of all its examples
+                yield _alone(model, x, batch.logits, run) or run(x)
+            else:
+                yield batch
+        finally:
+            for recording in recordings:
+                recording.forget()
+
+
+def _alone(
+    model: LogitsModel, x: Any, logits: torch.Tensor, run: Callable[[Any], Recording]
+) -> Alone | None:
+    """The examples of a batch, if their logits are those that they have in it."""
+    try:
+        examples = [run(example) for example in model.examples(x, len(logits))]
+    except Exception:  # what was taken for an example is none to the model
+        return None
+    alone = Alone(examples) if examples else None
+    return alone if alone and model.agree(logits, alone.logits) else None
