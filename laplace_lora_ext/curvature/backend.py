@@ -95,7 +95,7 @@ class LowRankKronInterface(CurvatureInterface):
         return LowRankKron(
             [
                 KroneckerBlock.zeros(
-                    (block.layer.out_features, block.layer.in_features),
+                    block.shape,
                     block.small_output,
                     self.rank,
                     self.tail,

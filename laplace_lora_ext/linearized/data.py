@@ -33,7 +33,7 @@ def linearize(
     """
     parts = distance.split([block.weight.numel() for block in blocks])
     distances = [
-        block.small_side_first(part.reshape(block.weight.shape))
+        block.small_side_first(part.reshape(block.shape))
         for block, part in zip(blocks, parts, strict=True)
     ]
     results = []

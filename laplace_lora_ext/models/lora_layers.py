@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.convolutions import channels_last, is_convolution, patches
 
 _LISTED = 8
 
@@ -35,8 +36,9 @@ class Block:
     ----------
     name : str
         of the weight, without the prefixes that wrappers add
-    layer : torch.nn.Linear
-        `lora_A` or `lora_B`, whose weight `(m, n)` the block is
+    layer : torch.nn.Linear, torch.nn.Conv1d or torch.nn.Conv2d
+        `lora_A` or `lora_B`, whose weight `(m, n)` the block is; n are the numbers of a patch where
+        it is a convolution
     small_output : bool
         whether the LoRA rank is the size of the layer's output (`lora_A`) or of its input
     owner : peft.tuners.lora.LoraLayer or None
@@ -44,13 +46,26 @@ class Block:
     """
 
     name: str
-    layer: nn.Linear
+    layer: nn.Linear | nn.Conv1d | nn.Conv2d
     small_output: bool
     owner: Any = None
 
     @property
     def weight(self) -> torch.Tensor:
         return self.layer.weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, n)."""
+        return self.weight.shape[0], self.weight[0].numel()
+
+    def input_rows(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What the layer was given as rows `(..., n)`."""
+        return inputs if isinstance(self.layer, nn.Linear) else patches(self.layer, inputs)
+
+    def output_rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """What it returns, or gradients of that, as rows `(..., m)`."""
+        return outputs if isinstance(self.layer, nn.Linear) else channels_last(self.layer, outputs)
 
     @property
     def adapter(self) -> str:
@@ -280,8 +295,7 @@ def _refuse_unsupported(layers: dict[str, lora.LoraLayer], adapter: str) -> None
         if isinstance(layer, _NOT_PLAIN)
         or _variant(layer, adapter)
         or any(
-            adapter not in getattr(layer, part)
-            or type(getattr(layer, part)[adapter]) is not nn.Linear
+            adapter not in getattr(layer, part) or not _is_linear_map(getattr(layer, part)[adapter])
             for part in ("lora_A", "lora_B")
         )
     ]
@@ -299,6 +313,10 @@ def _refuse_unsupported(layers: dict[str, lora.LoraLayer], adapter: str) -> None
     shared = [" = ".join(names) for names in owners.values() if len(names) > 1]
     if shared:
         raise NotImplementedError(f"LoRA weights that share storage: {_listed(shared)}.")
+
+
+def _is_linear_map(layer: nn.Module) -> bool:
+    return type(layer) is nn.Linear or is_convolution(layer)
 
 
 def _variant(layer: lora.LoraLayer, adapter: str) -> str:

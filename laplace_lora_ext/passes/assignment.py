@@ -95,7 +95,9 @@ class Assignment:
         self._known = known
         self._sites = [
             [
-                _Site(block.lora_layer, place, len(calls), call.output.shape[:-1])
+                _Site(
+                    block.lora_layer, place, len(calls), block.output_rows(call.output).shape[:-1]
+                )
                 for place, call in enumerate(calls)
             ]
             for block, calls in zip(blocks, graph.calls, strict=True)
@@ -136,13 +138,13 @@ class Assignment:
 
         def note(seeds: slice, arrived: Arrivals) -> None:
             for place, gradients in arrived.taken().items():
+                block = self._blocks[arrived.index]
                 if not torch.isfinite(gradients).all():
-                    name = self._blocks[arrived.index].name
-                    raise ValueError(f"LoRA layer {name}: non-finite numbers")
+                    raise ValueError(f"LoRA layer {block.name}: non-finite numbers")
                 site = self._sites[arrived.index][place]
                 table = reached.setdefault(site, torch.zeros(len(words), site.shape.numel()).bool())
-                by_row = gradients.detach().reshape(len(gradients), -1, gradients.shape[-1])
-                table[seeds] |= by_row.any(-1).cpu()
+                reached_rows = block.output_rows(gradients.detach()).any(-1)
+                table[seeds] |= reached_rows.reshape(len(gradients), -1).cpu()
 
         vectors = words[..., None].to(self._graph.logits) * self._vector()
         at_once = self._graph.seeds_at_once

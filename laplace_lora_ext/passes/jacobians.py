@@ -23,7 +23,8 @@ def visit_jacobians(
     """One forward and one batched backward pass that give Jacobians block by block.
 
     `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where the
-    logits don't depend on the block; only one is held at a time. Returned are the logits `(B, C)`.
+    logits don't depend on the block; only one is held at a time, unless examples share rows.
+    Returned are the logits `(B, C)`.
     With `enable_backprop` all are differentiable in the inputs.
 
     Raises
@@ -50,11 +51,10 @@ def visit_jacobians(
         recording.backward_every_output(take, enable_backprop)
         for index in unreached:
             block = blocks[index]
-            shape = block.small_side_first(block.weight).shape
             zeros = block.weight.new_zeros(
-                *recording.logits.shape, *shape, dtype=block.statistics_dtype
+                *recording.logits.shape, *block.shape, dtype=block.statistics_dtype
             )
-            visit(index, zeros)
+            visit(index, block.small_side_first(zeros))
         return recording.logits if enable_backprop else recording.logits.detach()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -200,18 +200,20 @@ class Recording:
         self, index: int, inputs: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
     ) -> Rows:
         """What calls of a layer saw and got by example, one after the other."""
+        block = self.blocks[index]
         layouts = [self._assignment.layout(index, place) for place in inputs]
 
-        def arrange(calls: Mapping[int, torch.Tensor], n_leading: int) -> list[torch.Tensor]:
+        def arrange(calls: Iterable[torch.Tensor], n_leading: int) -> list[torch.Tensor]:
             return [
                 layout.arrange(rows, self._positions, n_leading)
-                for layout, rows in zip(layouts, calls.values(), strict=False)
+                for layout, rows in zip(layouts, calls, strict=False)
             ]
 
-        a, g = arrange(inputs, 0), arrange(gradients, 1)
+        a = arrange(map(block.input_rows, inputs.values()), 0)
+        g = arrange(map(block.output_rows, gradients.values()), 1)
         lengths = [part.shape[1] for part in a]
         calls = list(zip(layouts, lengths, strict=True))
-        dtype = self.blocks[index].statistics_dtype
+        dtype = block.statistics_dtype
         return Rows(index, _joined(a, dtype), _joined(g, dtype), calls, self._positions)
 
     @contextmanager

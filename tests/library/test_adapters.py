@@ -58,3 +58,86 @@ def test_dora_in_the_hosts_structures(structure):
     f_mu = torch.cat([model(X) for X, _ in batches]).detach()
     H = exact_ggn(Js, softmax_fisher(f_mu))
     torch.testing.assert_close(la.H, H if structure == "full" else H.diagonal())
+
+
+class Convolutions(nn.Module):
+    """Of both kinds, over `(B, 2, 7, 6)`, with every setting but a dilation, which PEFT forgets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plane = nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 0))
+        self.line = nn.Conv1d(4, 3, 3, stride=2, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(self.plane(x).tanh().flatten(2)).tanh().mean(-1)
+
+
+def planes(n: int, seed: int) -> torch.Tensor:
+    return torch.randn(n, 2, 7, 6, generator=torch.Generator().manual_seed(seed)).double()
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+def test_convolutions_have_the_jacobians_of_their_patches(structure):
+    model = with_lora(Convolutions(), "plane", "line")
+    batches = [(planes(n, n), torch.arange(n) % 3) for n in (4, 1, 3)]
+    keywords = {"backend_kwargs": {"rank": 100}} if structure == "lowrank_kron" else {}
+    la = make(model, structure, **keywords)
+    la.fit(batches)
+    Js = torch.cat([jacobians(model, X) for X, _ in batches])
+    fisher = softmax_fisher(torch.cat([model(X) for X, _ in batches]).detach())
+    H, fitted = exact_ggn(Js, fisher), la.H
+    if structure == "lowrank_kron":
+        H, fitted = gradient_curvature(model, Js, fisher), la.H.to_matrix()
+    elif structure == "diag":
+        H, fitted = H.diagonal().diag(), la.H.diag()
+    torch.testing.assert_close(fitted, H, rtol=1e-9, atol=1e-12)
+    covariance = Js @ torch.linalg.inv(H + torch.eye(len(H)).double()) @ Js.mT
+    f_var = torch.cat([la.predictive_moments(X).f_var for X, _ in batches])
+    torch.testing.assert_close(f_var, covariance, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+def test_factors_of_convolutions_are_those_of_their_patches(kfac_approx):
+    """The same function as a linear layer of patches, without overlaps."""
+    settings = {"rank": 100, "kfac_approx": kfac_approx}
+    convolution = with_lora(nn.Sequential(nn.Conv2d(2, 3, 2, stride=2), nn.Flatten(2)), "0")
+    linear = with_lora(nn.Sequential(nn.Linear(8, 3)), "0")
+    for name, weight in linear.named_parameters():
+        weight.data.copy_(convolution.get_parameter(name).data.reshape(weight.shape))
+    X, y = planes(4, 0)[:, :, :6], torch.arange(4) % 3
+    rows = X.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+    matrices = []
+    for model, inputs, dim in ((convolution, X, -1), (linear, rows, 1)):
+        mean = MeanLogits(model, dim)
+        la = make(mean, backend_kwargs=settings)
+        la.fit([(inputs, y)])
+        matrices.append(la.H.to_matrix())
+    torch.testing.assert_close(*matrices, rtol=1e-9, atol=1e-12)
+
+
+class MeanLogits(nn.Module):
+    def __init__(self, model: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.model, self.dim = model, dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x).tanh().mean(self.dim)
+
+
+def test_a_posterior_over_convolutions_is_used_as_any_other():
+    model = with_lora(Convolutions(), "plane", "line")
+    data = [(planes(4, seed), torch.arange(4) % 3) for seed in range(3)]
+    la = make(model)
+    la.fit(data)
+    la.optimize_prior_precision(method="linearized_marglik", train_loader=data)
+    X = data[0][0]
+    statistics = la.predictive_statistics(data)
+    torch.testing.assert_close(
+        statistics.moments(la.prior_precision).f_var[:4].double(),
+        la.predictive_moments(X).f_var,
+        rtol=1e-4,
+        atol=1e-6,
+    )
+    samples = la(X, pred_type="nn", link_approx="mc", n_samples=3)
+    assert samples.shape == (4, 3)
+    assert torch.isfinite(samples).all()

@@ -348,8 +348,21 @@ def embedding_lora() -> nn.Module:
     return with_lora(base_model("bert"), "word_embeddings", "query")
 
 
-def conv_lora() -> nn.Module:
-    return with_lora(nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(6, 2)), "0", "2")
+def conv_lora(**settings: object) -> nn.Module:
+    """Convolutions that are not linear maps of patches."""
+    return with_lora(nn.Sequential(nn.Conv1d(2, 4, 2, **settings), nn.Flatten()), "0")
+
+
+def grouped_lora() -> nn.Module:
+    return conv_lora(groups=2)
+
+
+def same_lora() -> nn.Module:
+    return conv_lora(padding="same")
+
+
+def volume_lora() -> nn.Module:
+    return with_lora(nn.Sequential(nn.Conv3d(2, 3, 2), nn.Flatten()), "0")
 
 
 def attention_lora() -> nn.Module:
@@ -368,7 +381,9 @@ def adalora() -> nn.Module:
     ("make", "listed"),
     [
         (embedding_lora, r"embeddings\.word_embeddings \(Embedding"),
-        (conv_lora, r"0 \(Conv1d"),
+        (grouped_lora, r"0 \(Conv1d"),
+        (same_lora, r"0 \(Conv1d"),
+        (volume_lora, r"0 \(Conv3d"),
         (attention_lora, r"attention \(MultiheadAttention"),
         (adalora, r"layer\.0\.attention\.self\.query.*layer\.1\.attention\.self\.query"),
     ],

@@ -41,7 +41,7 @@ def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and "lora_" in name
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) and "lora_" in name
     ]
 
 
@@ -123,7 +123,7 @@ def exact_ggn(Js: torch.Tensor, H: torch.Tensor) -> torch.Tensor:
 
 def gradient_blocks(model: nn.Module, Js: torch.Tensor, H: torch.Tensor) -> list[torch.Tensor]:
     """Kronecker blocks of `kfac_approx="gradient"`, from Jacobians."""
-    shapes = [layer.weight.shape for _, layer in lora_layers(model)]
+    shapes = [layer.weight.flatten(1).shape for _, layer in lora_layers(model)]
     blocks = []
     for shape, J in zip(shapes, Js.split([s.numel() for s in shapes], dim=-1), strict=True):
         J = J.contiguous().unflatten(-1, shape)
