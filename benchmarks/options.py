@@ -184,6 +184,27 @@ class Cost(Run):
 
 
 @dataclass(frozen=True)
+class Scale(Run):
+    """Time and memory against examples, classes, length and processes; ten minutes.
+
+    Writes scale.json, scale.md and scale.png.
+    """
+
+    examples: tuple[int, ...] = number((500, 2000, 8000), "of the linearised methods", **MANY)
+    classes: tuple[int, ...] = number((4, 20, 77), "answers", **MANY)
+    lengths: tuple[int, ...] = number((128, 512, 2048), "tokens of a text", **MANY)
+    processes: tuple[int, ...] = number((1, 2, 4), "that share a fit", **MANY)
+    features: int = number(1024, "of an example in the linearised methods")
+    hidden_size: int = number(256, "width of the model, a multiple of 8")
+    layers: int = number(2, "of the model")
+    batch_size: int = number(4, "texts in a batch")
+    batches: int = number(2, "of a fit")
+    repetitions: int = number(3, "calls that are timed")
+    limit: float = option(300.0, "seconds after which a measurement is ended", type=float)
+    seed: int = option(0, "seed of weights and tokens", type=int)
+
+
+@dataclass(frozen=True)
 class Table7b(Run):
     """The paper's table of costs, in the shape of Llama-2-7B; a small shape runs on a CPU.
 

@@ -38,8 +38,7 @@ def write_posterior(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, torch.Tensor] = {}
-    tree = _without_tensors(state, "", tensors)
+    tree, tensors = without_tensors(state)
     with TemporaryDirectory(dir=folder, prefix=".posterior-") as work:
         new_tensors, new_description = Path(work, TENSORS), Path(work, DESCRIPTION)
         safetensors.torch.save_file(tensors, new_tensors, metadata={"format": "pt"})
@@ -76,7 +75,7 @@ def read_posterior(folder: str | Path) -> dict[str, Any]:
     if _hash(content) != description["tensors_sha256"]:
         raise ValueError(f"{tensors_path} is not the file that was saved with {path.name}.")
     try:
-        return _with_tensors(description["state"], safetensors.torch.load(content))
+        return with_tensors(description["state"], safetensors.torch.load(content))
     except (KeyError, TypeError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} and {tensors_path.name} don't fit together.") from error
 
@@ -106,26 +105,38 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _without_tensors(node: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """A tree for JSON, whose tensors are gathered by name."""
+def without_tensors(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A tree for JSON with names in the place of tensors, and copies of these by name.
+
+    A tensor that occurs twice has one name, and is one tensor again when it comes back.
+    """
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    tree = _named(state, "", found)
+    contiguous = torch.contiguous_format
+    return tree, {
+        name: tensor.detach().cpu().clone(memory_format=contiguous)
+        for name, tensor in found.values()
+    }
+
+
+def _named(node: Any, name: str, found: dict[int, tuple[str, torch.Tensor]]) -> Any:
     if isinstance(node, torch.Tensor):
-        tensors[name] = node.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return {"tensor": name}
+        return {"tensor": found.setdefault(id(node), (name, node))[0]}
     if isinstance(node, Mapping):
-        items = {key: _without_tensors(v, f"{name}/{key}", tensors) for key, v in node.items()}
-        return {"items": items}
+        return {"items": {key: _named(v, f"{name}/{key}", found) for key, v in node.items()}}
     if isinstance(node, (list, tuple)):
-        return [_without_tensors(v, f"{name}/{i}", tensors) for i, v in enumerate(node)]
+        return [_named(v, f"{name}/{i}", found) for i, v in enumerate(node)]
     if node is None or isinstance(node, (bool, int, float, str)):
         return node
     raise TypeError(f"{name} is a {type(node).__name__}, which can't be saved.")
 
 
-def _with_tensors(node: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def with_tensors(node: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """What `without_tensors` has taken apart."""
     if isinstance(node, list):
-        return [_with_tensors(value, tensors) for value in node]
+        return [with_tensors(value, tensors) for value in node]
     if not isinstance(node, dict):
         return node
     if "tensor" in node:
         return tensors[node["tensor"]]
-    return {key: _with_tensors(value, tensors) for key, value in node["items"].items()}
+    return {key: with_tensors(value, tensors) for key, value in node["items"].items()}

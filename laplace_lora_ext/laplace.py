@@ -100,7 +100,7 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} holds no complete posterior: {error!r}.") from error
     la = cls(model, **options | kwargs)
-    device = la.blocks[0].weight.device
+    device = la.blocks[0].device
     on_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
     la.load_state_dict(on_device | {"model": state["model"]})
     return la

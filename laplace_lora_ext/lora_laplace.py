@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -22,14 +22,14 @@ from torch.utils.data import DataLoader
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.files import write_posterior
+from laplace_lora_ext.fitting.checkpoint import keeper_in
+from laplace_lora_ext.fitting.sums import sums_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Link
 from laplace_lora_ext.linearized.basis import Basis, eigenbasis
 from laplace_lora_ext.linearized.data import linearize
 from laplace_lora_ext.linearized.model import LinearizedModel
-from laplace_lora_ext.messages import naming, warn
-from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged
+from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged, fingerprint
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
-from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
@@ -40,9 +40,10 @@ from laplace_lora_ext.models.lora_layers import (
     warn_of_other_trainable,
 )
 from laplace_lora_ext.models.model_state import FittedModel, ModelState
+from laplace_lora_ext.models.placement import check_in_place
 from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.passes import jacobians
-from laplace_lora_ext.passes.checks import check_called, inspected, noting_calls
+from laplace_lora_ext.passes.checks import check_called, inspected
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.links import mean_field, probit, sampled_alike, shared_noise
@@ -50,6 +51,7 @@ from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.processes.exchange import one_generator, together
 from laplace_lora_ext.tuning import TuningHistory, TuningMethod, build
 
 
@@ -177,6 +179,22 @@ class LoRALaplace(ParametricLaplace):
         """What the sums of another run can be added to."""
         return self.H
 
+    def _packed(self, H: Any) -> Any:
+        """Sums as a nest of tensors and numbers."""
+        return H
+
+    def _unpacked(self, state: Any) -> Any:
+        """Sums from what `_packed` has returned, on the blocks' devices."""
+        return state.to(self._device)
+
+    def _identity(self) -> dict[str, str]:
+        """What sums of several runs must have in common, so that they can be added."""
+        kind = type(self).__name__, self.likelihood, self._dtype, self.model.class_token_ids
+        return {
+            "LoRA weights": fingerprint(self.blocks),
+            "settings": repr((*kind, self._settings())),
+        }
+
     def _adopt(self, H: Any, n_data: int) -> None:
         """Keep what the sums over `n_data` data come to."""
         self.H = H
@@ -185,7 +203,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def _device(self) -> torch.device:
-        return self.blocks[0].weight.device
+        return self.blocks[0].device
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -216,10 +234,18 @@ class LoRALaplace(ParametricLaplace):
         train_loader: DataLoader | Iterable[Any],
         override: bool = True,
         progress_bar: bool = False,
+        *,
+        checkpoint: str | Path | None = None,
+        every: int = 100,
     ) -> None:
         """Fit the posterior around the model's present weights.
 
         If anything goes wrong on the way, the model and the previous fit stay as they were.
+
+        Where a `torch.distributed` process group is initialised, every rank calls this with its
+        shard, by a `DistributedSampler` or prepared by Accelerate, and ends with the posterior of
+        all data. So it is with `predictive_statistics`, `linearize` and
+        `optimize_prior_precision`; predictions are each rank's own.
 
         Parameters
         ----------
@@ -228,35 +254,30 @@ class LoRALaplace(ParametricLaplace):
         override : bool, default=True
             False adds the data to those of the previous fit
         progress_bar : bool, default=False
+        checkpoint : str or Path, optional
+            folder for the sums so far, from which the same call goes on after it was ended. The
+            loader must give the same batches again, so seed one that shuffles. The file is removed
+            when the fit is done
+        every : int, default=100
+            batches between two writings of the checkpoint
 
         Raises
         ------
         ValueError
             If the loader is empty, labels don't fit, or a number is not finite; the message
-            names the batch, and the layer where there is one.
+            names the batch, and the layer where there is one. With several processes also if
+            they have the same data, other weights or other settings, and with a checkpoint if that
+            is damaged or of another fit.
         RuntimeError
-            If no batch calls some of the LoRA layers.
+            If no batch calls some of the LoRA layers, or another rank has failed.
         """
         if not override:
             self._check_model()
-        H, called = self._zeros(), set[int]()
-        loss, n_data = torch.zeros((), device=self._device, dtype=torch.float64), 0
-        for name, batch in named_batches(train_loader, "[Computing Hessian]", progress_bar):
-            with naming(name), noting_calls(self.blocks, called):
-                X, y = self.model.split(batch)
-                loss_of_batch, H = self._add_batch(H, X, y)
-            loss += loss_of_batch.to(loss)
-            n_data += len(y)
-        if not n_data:
-            raise ValueError("The training loader has no data.")
+        with together():
+            keeper = keeper_in(checkpoint, every, self._identity())
+            H, loss, n_data, called = sums_of(self, train_loader, keeper, progress_bar)
         if override or not self.n_data:
             check_called(self.blocks, called)
-        data_set = getattr(train_loader, "dataset", None)
-        if isinstance(data_set, Sized) and len(data_set) != n_data:
-            warn(
-                f"Fitted on the {n_data} examples that the loader gave; its data set has "
-                f"{len(data_set)}."
-            )
         if self.n_data and not override:
             H, loss, n_data = self._sums() + H, loss + self.loss, n_data + self.n_data
         self._adopt(H, n_data)
@@ -265,6 +286,7 @@ class LoRALaplace(ParametricLaplace):
         self.mean, self._fitted = self._weights(), FittedModel(self.model, self.blocks)
         self._posterior_scale = None
         self._agreement = MapAgreement()
+        keeper.remove()
 
     def _check_model(self) -> None:
         """Refuse to use the posterior with another model than that of the fit."""
@@ -275,7 +297,7 @@ class LoRALaplace(ParametricLaplace):
 
     def _weights(self) -> torch.Tensor:
         """A copy of the LoRA weights as one vector, `(parameters,)`."""
-        weights = [block.weight.detach().flatten() for block in self.blocks]
+        weights = [block.values.flatten() for block in self.blocks]
         return torch.cat([weight.to(self._device, self._dtype) for weight in weights])
 
     # --- evidence and prior --------------------------------------------------------------------
@@ -331,6 +353,7 @@ class LoRALaplace(ParametricLaplace):
         | None = None,
         pooling: float = 3.0,
         max_change: float = 0.1,
+        max_examples: int = 2000,
     ) -> TuningHistory:
         """Choose the prior precision; if anything goes wrong, it stays as it was.
 
@@ -396,6 +419,7 @@ class LoRALaplace(ParametricLaplace):
     @exclusive
     @torch.inference_mode(False)
     @without_autocast
+    @together()
     def linearize(
         self,
         train_loader: DataLoader | Iterable[Any],
@@ -428,7 +452,7 @@ class LoRALaplace(ParametricLaplace):
             raise ValueError(f"n_features must be at least 1, not {n_features}.")
         self._check_model()
         fitted = self.model, self.blocks, self.trained_likelihood
-        basis = Basis(self._eigenbasis(train_loader), n_features, generator)
+        basis = Basis(self._eigenbasis(train_loader), n_features, one_generator(generator))
         distance = self.mean - self.prior_mean
         model = linearize(*fitted, distance, train_loader, basis, progress_bar)
         model.check_training_data(self.n_data, float(self.loss))
@@ -682,6 +706,7 @@ class LoRALaplace(ParametricLaplace):
 
     def _sampled_weights(self, generator: torch.Generator | None) -> dict[int, torch.Tensor]:
         """One draw of the LoRA weights, by the `id` of the parameters that they stand for."""
+        check_in_place([block.layer for block in self.blocks], "A draw of the weights")
         parts = self.sample(1, generator)[0].split(self._sizes)
         return {
             id(block.weight): part.reshape(block.weight.shape).to(block.weight)

@@ -17,9 +17,16 @@ from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.passes import visit_jacobians
+from laplace_lora_ext.passes.parts import parts_of
 from laplace_lora_ext.precision import without_autocast
-from laplace_lora_ext.predictive.statistics import PredictiveStatistics, statistics_of_batch
+from laplace_lora_ext.predictive.statistics import (
+    PredictiveStatistics,
+    of_all_ranks,
+    statistics_of_batch,
+)
 from laplace_lora_ext.predictive.variance_shares import VarianceShares
+from laplace_lora_ext.processes.exchange import together
+from laplace_lora_ext.processes.shards import Shard
 
 
 class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
@@ -75,6 +82,12 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     ) -> tuple[torch.Tensor, LowRankKron]:
         return self.backend.accumulate(H, X, y), H
 
+    def _packed(self, H: LowRankKron) -> list[dict[str, Any]]:
+        return H.state_dict()
+
+    def _unpacked(self, state: list[dict[str, Any]]) -> LowRankKron:
+        return LowRankKron.from_state_dict(state, [block.device for block in self.blocks])
+
     def _sums(self) -> LowRankKron:
         return self.H_facs
 
@@ -87,6 +100,13 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return self.H
 
     def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if joint:
+            return self._moments_of_part(X, joint)
+        parts = [self._moments_of_part(part) for part, _ in parts_of(X, self.n_outputs)]
+        f_mu, f_var = zip(*parts, strict=True)
+        return torch.cat(f_mu), torch.cat(f_var)
+
+    def _moments_of_part(self, X: Any, joint: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         precision: Any = self.posterior_precision
         covariances = []
 
@@ -107,6 +127,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     @exclusive
     @torch.inference_mode(False)
+    @together()
     def predictive_statistics(
         self,
         loader: DataLoader | Iterable[Any],
@@ -136,12 +157,14 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             or a number is not finite; the message names the batch.
         """
         self._check_H_init()
-        parts = []
+        parts, places, shard = [], [torch.empty(0, dtype=torch.long)], Shard(loader)
         for name, batch in named_batches(loader, "[Predictive statistics]", progress_bar):
             with naming(name):
                 labelled = self.model.split_if_labelled(batch)
                 parts.append(self._statistics(labelled, device, dtype))
-        return PredictiveStatistics.concatenate(parts)
+                places.append(shard.places(len(parts[-1])))
+        scale = self._H_factor.detach()
+        return of_all_ranks(parts, torch.cat(places), self.H, scale, device)
 
     @exclusive
     def variance_by_layer(self, x: Any) -> VarianceShares:
@@ -186,7 +209,12 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     ) -> PredictiveStatistics:
         self._check_model()
         fitted = self.model, self.blocks, self.trained_likelihood, self.H, self._H_factor.detach()
-        return statistics_of_batch(*fitted, batch, device, dtype)
+        X, y = batch
+        parts = [
+            statistics_of_batch(*fitted, (part, None if y is None else y[chosen]), device, dtype)
+            for part, chosen in parts_of(X, self.n_outputs)
+        ]
+        return parts[0] if len(parts) == 1 else PredictiveStatistics.concatenate(parts)
 
     def _settings(self) -> dict[str, Any]:
         return super()._settings() | self.backend.settings

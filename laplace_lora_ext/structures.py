@@ -18,6 +18,7 @@ from laplace.utils.matrix import Kron, KronDecomposed
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.models.placement import check_in_place
 from laplace_lora_ext.precision import without_autocast
 
 _HESSIANS = AsdlHessian, CurvlinopsHessian
@@ -37,8 +38,20 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
         _refuse(backend, BackPackInterface, *_HESSIANS)
 
     def _zeros(self) -> Kron:
+        check_in_place([block.layer for block in self.blocks], 'hessian_structure="kron"')
         weights: Any = self.params
         return Kron.init_from_model(weights, self._device, self._dtype)
+
+    def _packed(self, H: Kron) -> Any:
+        return H.kfacs
+
+    def _unpacked(self, state: Any) -> Kron:
+        devices = [block.device for block in self.blocks]
+        kfacs = [
+            [factor.to(device) for factor in factors]
+            for factors, device in zip(state, devices, strict=True)
+        ]
+        return Kron(kfacs)  # pyright: ignore[reportArgumentType]
 
     def _sums(self) -> Kron:
         assert self.H_facs is not None

@@ -10,7 +10,10 @@ import pytest
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "laplace_lora_ext"
-FOLDERS = ["models", "passes", "curvature", "predictive", "linearized", "tuning"]
+FOLDERS = [
+    *("processes", "models", "passes", "curvature"),
+    *("fitting", "predictive", "linearized", "tuning"),
+]
 FLOORS = [
     {"messages", "precision", "files", "metrics", "likelihoods"},
     *({folder} for folder in FOLDERS),

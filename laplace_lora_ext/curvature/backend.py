@@ -99,7 +99,7 @@ class LowRankKronInterface(CurvatureInterface):
                     block.small_output,
                     self.rank,
                     self.tail,
-                    block.weight.device,
+                    block.device,
                     block.statistics_dtype,
                 )
                 for block in self.blocks

@@ -52,13 +52,23 @@ class KroneckerBlock:
         return cls(*factors, torch.zeros((), device=device, dtype=torch.float64))
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> KroneckerBlock:
-        """Rebuild what `state_dict` has returned."""
+    def from_state_dict(
+        cls,
+        state: dict[str, Any],
+        device: torch.device | None = None,
+        known: dict[int, Factor] | None = None,
+    ) -> KroneckerBlock:
+        """Rebuild what `state_dict` has returned.
+
+        On a device if one is given, and with the `known` factors of other blocks where these have
+        the same tensors: blocks that share a factor share it again.
+        """
+        known = {} if known is None else known
         output, input_ = (
-            DenseFactor(**factor) if "matrix" in factor else LowRankFactor(**factor)
+            known.setdefault(id(next(iter(factor.values()))), _factor(factor, device))
             for factor in (state["output_factor"], state["input_factor"])
         )
-        return cls(output, input_, state["normalizer"])
+        return cls(output, input_, state["normalizer"].to(device))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers, ready for `torch.save`."""
@@ -100,6 +110,14 @@ class KroneckerBlock:
         scale = torch.where(self.normalizer > 0, 1 / self.normalizer, self.normalizer)
         small = small._replace(values=(small.values * scale).to(small.values.dtype))
         return DecomposedBlock(small, large, small_output)
+
+
+def _factor(state: dict[str, Any], device: torch.device | None) -> Factor:
+    placed: dict[str, Any] = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
+    return DenseFactor(**placed) if "matrix" in placed else LowRankFactor(**placed)
 
 
 class DecomposedBlock:

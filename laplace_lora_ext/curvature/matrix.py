@@ -31,9 +31,14 @@ class LowRankKron:
         self.blocks = list(blocks)
 
     @classmethod
-    def from_state_dict(cls, state: list[dict[str, Any]]) -> LowRankKron:
-        """Rebuild what `state_dict` has returned."""
-        return cls([KroneckerBlock.from_state_dict(block) for block in state])
+    def from_state_dict(
+        cls, state: list[dict[str, Any]], devices: Sequence[torch.device] | None = None
+    ) -> LowRankKron:
+        """Rebuild what `state_dict` has returned, on the given devices of the blocks if any."""
+        places = devices or [None] * len(state)
+        known: dict[int, Factor] = {}
+        pairs = zip(state, places, strict=True)
+        return cls([KroneckerBlock.from_state_dict(*pair, known) for pair in pairs])
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Tensors and numbers of each block, ready for `torch.save`."""

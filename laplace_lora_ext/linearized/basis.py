@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
-from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
+from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
+from laplace_lora_ext.fitting.sums import added
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
@@ -75,6 +77,8 @@ def eigenbasis(
     for name, batch in named_batches(loader):
         with naming(name):
             backend.accumulate(H, *model.split(batch))
+    devices = [block.device for block in blocks]
+    H = added(H, LowRankKron.state_dict, partial(LowRankKron.from_state_dict, devices=devices))
     return H.cut().decompose()
 
 

@@ -15,6 +15,8 @@ from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes import visit_jacobians
+from laplace_lora_ext.passes.parts import parts_of
+from laplace_lora_ext.processes.shards import Shard, joined
 
 
 def linearize(
@@ -36,16 +38,20 @@ def linearize(
         block.small_side_first(part.reshape(block.shape))
         for block, part in zip(blocks, parts, strict=True)
     ]
-    results = []
+    results, places, shard = [], [torch.empty(0, dtype=torch.long)], Shard(loader)
     for name, batch in named_batches(loader, "[Linearizing]", progress_bar):
         with naming(name):
             X, y = model.split(batch)
-            f_mu, features, own, moved = _features(model, blocks, X, basis, distances)
-            y = likelihood.check_targets(y, f_mu)
-            results.append((f_mu.to(moved).cpu(), features, own, moved.cpu(), y.cpu()))
-    if not results:
+            places.append(shard.places(len(y)))
+            for part, chosen in parts_of(X, model.output_size):
+                f_mu, features, own, moved = _features(model, blocks, part, basis, distances)
+                labels = likelihood.check_targets(y[chosen], f_mu)
+                results.append((f_mu.to(moved).cpu(), features, own, moved.cpu(), labels.cpu()))
+    columns = tuple(torch.cat(part) for part in zip(*results, strict=True)) or None
+    columns = joined(torch.cat(places), columns)
+    if columns is None:
         raise ValueError("The training loader has no data.")
-    f_mu, features, own, moved, y = (torch.cat(part) for part in zip(*results, strict=True))
+    f_mu, features, own, moved, y = columns
     fitted = f_mu, features, basis.feature_block, f_mu - moved, y
     return LinearizedModel(*fitted, likelihood.name, own)
 

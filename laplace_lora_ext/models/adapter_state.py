@@ -55,7 +55,7 @@ def fingerprint(blocks: Sequence[Block]) -> str:
     digest = hashlib.sha256()
     for block, scaling in zip(blocks, scalings(blocks), strict=True):
         name = block.name.replace(f".{block.adapter}.weight", "")
-        values = block.weight.detach().double().cpu().contiguous()
+        values = block.values.double().cpu().contiguous()
         digest.update(repr((name, tuple(values.shape), scaling)).encode())
         digest.update(values.numpy().tobytes())
     return digest.hexdigest()
@@ -69,7 +69,7 @@ def check_unchanged(blocks: Sequence[Block], mean: torch.Tensor) -> None:
     RuntimeError
         The message names the first layer that differs.
     """
-    device, dtype = blocks[0].weight.device, blocks[0].statistics_dtype
+    device, dtype = blocks[0].device, blocks[0].statistics_dtype
     if (device, dtype) != (mean.device, mean.dtype):
         raise RuntimeError(
             f"The model was moved to {device} ({dtype}) since the fit on {mean.device} "
@@ -77,7 +77,7 @@ def check_unchanged(blocks: Sequence[Block], mean: torch.Tensor) -> None:
         )
     parts = mean.split([block.weight.numel() for block in blocks])
     for block, part in zip(blocks, parts, strict=True):
-        if not torch.equal(block.weight.detach().flatten().to(mean), part):
+        if not torch.equal(block.values.flatten().to(mean), part):
             raise RuntimeError(
                 f"The weights of LoRA layer {block.name} have changed since the fit, which the "
                 "posterior is around: fit again, or load the weights of the fit."

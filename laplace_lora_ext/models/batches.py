@@ -14,6 +14,7 @@ import tqdm
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.processes.exchange import rank
 
 _PACKED = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "seq_idx")
 _LOGITS_TO_KEEP = ("logits_to_keep", "num_logits_to_keep")
@@ -23,7 +24,8 @@ def named_batches(
     loader: Iterable[Any], description: str = "", progress_bar: bool = False
 ) -> Iterator[tuple[str, Any]]:
     """Each batch that is not empty, with its name for error messages."""
-    batches = tqdm.tqdm(loader, desc=description, disable=not progress_bar)
+    hidden = not progress_bar or rank() > 0
+    batches = tqdm.tqdm(loader, desc=description, disable=hidden)
     for index, batch in enumerate(batches):
         if not _is_empty(batch):
             yield f"batch {index}", batch

@@ -19,6 +19,7 @@ from laplace_lora_ext.models.batches import complete, examples_of, moved
 from laplace_lora_ext.models.compiled import running_eagerly, warn_if_compiled
 from laplace_lora_ext.models.locks import lock_of
 from laplace_lora_ext.models.padding import LeftPadding, rounding_of
+from laplace_lora_ext.models.placement import device_of
 from laplace_lora_ext.models.positions import Positions
 
 _LABEL_KEYS = ("label", "labels")
@@ -199,7 +200,7 @@ class LogitsModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where batches go: the device of the model's first parameter."""
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     @property
     def lock(self) -> Any:
@@ -219,11 +220,12 @@ class LogitsModel(nn.Module):
     @contextmanager
     def _prepared(self, trainable: Sequence[torch.Tensor]) -> Iterator[None]:
         modes = [(module, module.training) for module in self.modules()]
-        parameters = [(p, p.requires_grad, p.grad) for p in self.parameters()]
+        named = self.named_parameters(remove_duplicate=False)
+        parameters = {name: (p, p.requires_grad, p.grad) for name, p in named}
         wanted = {id(parameter) for parameter in trainable}
         try:
             self.eval()
-            for parameter, _, _ in parameters:
+            for parameter, _, _ in parameters.values():
                 if parameter.requires_grad != (id(parameter) in wanted):
                     parameter.requires_grad_(id(parameter) in wanted)
                 parameter.grad = None
@@ -231,7 +233,9 @@ class LogitsModel(nn.Module):
         finally:
             for module, mode in modes:
                 module.training = mode
-            for parameter, requires_grad, grad in parameters:
+            # Hooks that offload weights have made new ones.
+            for name, parameter in self.named_parameters(remove_duplicate=False):
+                _, requires_grad, grad = parameters[name]
                 parameter.requires_grad_(requires_grad)
                 parameter.grad = grad
 

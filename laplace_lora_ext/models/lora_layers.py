@@ -15,6 +15,13 @@ from torch import nn
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.convolutions import channels_last, is_convolution, patches
+from laplace_lora_ext.models.placement import (
+    check_reachable,
+    device_of,
+    is_absent,
+    is_elsewhere,
+    values_of,
+)
 
 _LISTED = 8
 
@@ -57,7 +64,17 @@ class Block:
     @property
     def shape(self) -> tuple[int, int]:
         """(m, n)."""
-        return self.weight.shape[0], self.weight[0].numel()
+        return self.weight.shape[0], self.weight.shape[1:].numel()
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The weight without a graph, wherever it is."""
+        return values_of(self.layer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer computes."""
+        return device_of(self.layer)
 
     def input_rows(self, inputs: torch.Tensor) -> torch.Tensor:
         """What the layer was given as rows `(..., n)`."""
@@ -134,6 +151,7 @@ def find_blocks(
             "X-LoRA weighs several adapters anew for every token, so that none is a linear map: "
             "take one of them as a plain LoRA adapter."
         )
+    check_reachable(model)
     layers = _by_stripped_name(
         {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
     )
@@ -153,7 +171,7 @@ def find_blocks(
         for name, layer in layers.items()
         for part in ("lora_A", "lora_B")
     ]
-    on_meta = [block.name for block in blocks if block.weight.is_meta]
+    on_meta = [block.name for block in blocks if is_absent(block.layer)]
     if on_meta:
         raise ValueError(f"Load the weights first: on the meta device are {_listed(on_meta)}.")
     return blocks
@@ -178,7 +196,7 @@ def check_without_dora(blocks: Sequence[Block]) -> None:
 
 def warn_if_untrained(blocks: Sequence[Block]) -> None:
     """Warn where every `lora_B` is 0, as PEFT initialises it."""
-    if not any(block.weight.any() for block in blocks if block.matrix == "lora_B"):
+    if not any(block.values.any() for block in blocks if block.matrix == "lora_B"):
         warn(
             "Every lora_B weight is 0: the adapter looks untrained, and the curvature of every "
             "lora_A is 0."
@@ -308,7 +326,7 @@ def _refuse_unsupported(layers: dict[str, lora.LoraLayer], adapter: str) -> None
     for name, layer in layers.items():
         for part in ("lora_A", "lora_B"):
             weight = getattr(layer, part)[adapter].weight
-            if not weight.is_meta:
+            if not is_elsewhere(weight):
                 owners.setdefault(weight.data_ptr(), []).append(f"{name}.{part}")
     shared = [" = ".join(names) for names in owners.values() if len(names) > 1]
     if shared:

@@ -13,6 +13,7 @@ from torch import nn
 from laplace_lora_ext.models.adapter_state import scalings
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
+from laplace_lora_ext.models.placement import come_and_go
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _ROUNDING = 2**-6  # between two precisions of which one is bfloat16
@@ -157,8 +158,11 @@ def other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[s
     """Floating-point weights of the base model, the head and other LoRA layers, by name.
 
     Those of other adapters are left out, and modules in whose place an adapter has its own; those
-    that are not in memory or of another kind of tensor, such as quantized ones, too.
+    that are not in memory or of another kind of tensor, such as quantized ones, too, and all that
+    FSDP2 holds.
     """
+    if come_and_go(model):
+        return
     adapter, ours = blocks[0].adapter, {id(block.weight) for block in blocks}
     for name, weight in model.named_parameters():
         is_plain = type(weight.data) is torch.Tensor and weight.is_floating_point()

@@ -5,7 +5,7 @@ The library's own passes are checked by `Recording`, those that the host runs by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ def noting_calls(blocks: Sequence[Block], called: set[int]) -> Iterator[None]:
             handle.remove()
 
 
-def check_called(blocks: Sequence[Block], called: set[int]) -> None:
+def check_called(blocks: Sequence[Block], called: Collection[int]) -> None:
     """Refuse a fit in which some layers were never called, and so have no curvature.
 
     Raises

@@ -51,7 +51,7 @@ def visit_jacobians(
         recording.backward_every_output(take, enable_backprop)
         for index in unreached:
             block = blocks[index]
-            zeros = block.weight.new_zeros(
+            zeros = block.values.new_zeros(
                 *recording.logits.shape, *block.shape, dtype=block.statistics_dtype
             )
             visit(index, block.small_side_first(zeros))
@@ -63,7 +63,7 @@ def jacobians(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Jacobians `(B, C, parameters)` of the logits in all blocks' weights, and the logits."""
     parts: dict[int, torch.Tensor] = {}
-    device = blocks[0].weight.device
+    device = blocks[0].device
 
     def keep(index: int, jacobian: torch.Tensor) -> None:
         parts[index] = blocks[index].small_side_first(jacobian).flatten(-2).to(device)

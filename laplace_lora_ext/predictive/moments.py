@@ -28,7 +28,7 @@ class Moments(NamedTuple):
         """Convert both as `torch.Tensor.to` does."""
         return Moments(self.f_mu.to(*args, **kwargs), self.f_var.to(*args, **kwargs))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
-    def split(self, sizes: list[int]) -> Iterator[Moments]:
-        """Consecutive examples in parts of the given sizes."""
+    def split(self, sizes: int | list[int]) -> Iterator[Moments]:
+        """Consecutive examples in parts of the given sizes, or of one size."""
         pairs = zip(self.f_mu.split(sizes), self.f_var.split(sizes), strict=True)
         return (Moments(f_mu, f_var) for f_mu, f_var in pairs)

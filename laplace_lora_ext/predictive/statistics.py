@@ -14,6 +14,8 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes import visit_jacobians
 from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.processes.exchange import gathered
+from laplace_lora_ext.processes.shards import joined
 
 # Numbers of projections that are weighted at once: their copy is all that moments need beyond
 # the statistics themselves.
@@ -250,7 +252,7 @@ def statistics_of_batch(
         projections[index] = leading.flatten(2).to(device, dtype)
         inner_products[index] = upper_triangle(remainder @ remainder.mT).to(device, dtype)
 
-    with torch.autocast(blocks[0].weight.device.type, enabled=False):
+    with torch.autocast(blocks[0].device.type, enabled=False):
         f_mu = visit_jacobians(model, blocks, X, project)
     if y is not None:
         y = likelihood.check_targets(y, f_mu).to(device)
@@ -261,6 +263,49 @@ def statistics_of_batch(
         H.spectrum,
         scale,
         y,
+    )
+
+
+def of_all_ranks(
+    own: list[PredictiveStatistics],
+    places: torch.Tensor,
+    H: LowRankKronDecomposed,
+    scale: torch.Tensor,
+    device: torch.device | str,
+) -> PredictiveStatistics:
+    """Statistics of the batches of all ranks, in the data's order and each example once.
+
+    `places`, `(n,)`, are those of this rank's examples; `H`, `scale` and `device` are those of
+    `statistics_of_batch`.
+
+    Raises
+    ------
+    ValueError
+        As `PredictiveStatistics.concatenate`.
+    """
+    part = PredictiveStatistics.concatenate(own) if len(places) else None
+    labelled = {each for each in gathered(part and part.targets is not None) if each is not None}
+    if len(labelled) > 1:
+        raise ValueError("Some batches have labels and others have none.")
+    columns = None
+    if part is not None:
+        columns = part.f_mu, part.projections, part.inner_products
+        columns += () if part.targets is None else (part.targets,)
+    of_all = joined(places, columns)
+    if of_all is None:
+        raise ValueError("The loader has no data.")
+    if part is not None and of_all is columns:
+        return part
+    f_mu, projections, inner_products, *targets = (column.to(device) for column in of_all)
+    largest = max(gathered(max((len(batch) for batch in own), default=1)))
+    return PredictiveStatistics(
+        f_mu,
+        projections,
+        inner_products,
+        H.spectrum,
+        scale,
+        targets[0] if targets else None,
+        [len(rows) for rows in f_mu.split(largest)],
     )
 
 

@@ -17,9 +17,11 @@ from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.processes.exchange import of_first
+from laplace_lora_ext.processes.shards import Sample, Shard, joined, total_size
 from laplace_lora_ext.tuning.history import Recorder, TuningHistory
 from laplace_lora_ext.tuning.loss_search import draw_seed
-from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+from laplace_lora_ext.tuning.method import Tunable, TuningMethod, check_max_examples
 
 _FARTHEST = math.log(1e8)  # of a factor of the prior precision where the search starts
 _STRIDE = math.log(10.0)  # from one factor to the next until the change is passed
@@ -49,8 +51,12 @@ class Agreement(TuningMethod):
         between 0 and 1: the distance that is allowed on average
     n_samples : int, default=100
         draws for each example, the same for every prior precision
+    max_examples : int, default=2000
+        of a larger data set about so many are drawn at random, and no others pass through the
+        model. The distance is an average, so its error falls as one over the root of their number.
+        The history says how many there were
     generator : torch.Generator, optional
-        of the draws, which are the same in every call if omitted
+        of the draws and the examples, which are the same in every call if omitted
 
     Raises
     ------
@@ -73,11 +79,13 @@ class Agreement(TuningMethod):
     train_loader: Iterable[Any] | PredictiveStatistics
     max_change: float = 0.1
     n_samples: int = 100
+    max_examples: int = 2000
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.max_change < 1:
             raise ValueError(f"max_change must be between 0 and 1, not {self.max_change}.")
+        check_max_examples(self.max_examples)
 
     def _search(self, la: Tunable) -> TuningHistory:
         if la.trained_likelihood.is_gaussian:
@@ -85,15 +93,16 @@ class Agreement(TuningMethod):
                 'method="agreement" compares class probabilities: regression has none.'
             )
         start = self._start(la)
-        moments = self._moments(la)
-        seed = 0 if self.generator is None else draw_seed(self.generator)
-        recorder = Recorder()
+        seed = of_first(0 if self.generator is None else draw_seed(self.generator))
+        moments = self._moments(la, self._drawn(la, seed))
+        recorder, n_examples = Recorder(), 0
         bar = tqdm.tqdm(desc="[Comparing draws with the model]", disable=not self.progress_bar)
 
         def excess(log_factor: float) -> float:
+            nonlocal n_examples
             prior_precision = math.exp(log_factor) * start
             draws = torch.Generator().manual_seed(seed)
-            total = n_examples = 0.0
+            total, n_examples = 0.0, 0
             for part in moments(prior_precision):
                 total += mean_change(part, self.n_samples, draws).item()
                 n_examples += len(part.f_mu)
@@ -106,7 +115,7 @@ class Agreement(TuningMethod):
         with bar:
             log_factor = _root(cache(excess))
         la.prior_precision = math.exp(log_factor) * start
-        history = recorder.history()
+        history = recorder.history(n_examples)
         if abs(log_factor) > 0.99 * _FARTHEST:
             warn(
                 f"No prior precision within a factor of 1e8 changes the predictions by "
@@ -115,22 +124,41 @@ class Agreement(TuningMethod):
             )
         return history
 
-    def _moments(self, la: Tunable) -> Callable[[torch.Tensor], Iterable[Moments]]:
+    def _drawn(self, la: Tunable, seed: int) -> Iterable[Any] | PredictiveStatistics:
+        """The data, or those of them that are drawn."""
+        if isinstance(self.train_loader, PredictiveStatistics):
+            return self.train_loader
+        share = self.max_examples / max(1, total_size(self.train_loader, la.n_data))
+        if share >= 1:
+            return self.train_loader
+        return Sample(self.train_loader, la.model.split_if_labelled, share, seed)
+
+    def _moments(
+        self, la: Tunable, data: Iterable[Any] | PredictiveStatistics
+    ) -> Callable[[torch.Tensor], Iterable[Moments]]:
         """Gaussian logits of the data under a prior precision, in parts."""
-        statistics = la.statistics_of(self.train_loader, self.progress_bar)
+        statistics = la.statistics_of(data, self.progress_bar)
         if statistics is not None:
-            n_outputs = statistics.f_mu.shape[1]
-            rows = max(1, _CHUNK // (self.n_samples * n_outputs))
+            rows = self._rows(statistics.f_mu)
             parts = [statistics[i : i + rows] for i in range(0, len(statistics), rows)]
             return lambda prior_precision: (part.moments(prior_precision) for part in parts)
 
         def of_batches(prior_precision: torch.Tensor) -> Iterable[Moments]:
             la.prior_precision = prior_precision
-            for _, batch in named_batches(self.train_loader):  # pyright: ignore[reportArgumentType]
+            parts, places, shard = [], [torch.empty(0, dtype=torch.long)], Shard(data)
+            for _, batch in named_batches(data):  # pyright: ignore[reportArgumentType]
                 X, _ = la.model.split_if_labelled(batch)
-                yield la.predictive_moments(X).to("cpu")
+                parts.append(la.predictive_moments(X).to("cpu"))
+                places.append(shard.places(len(parts[-1].f_mu)))
+            columns = tuple(torch.cat(column) for column in zip(*parts, strict=True)) or None
+            columns = joined(torch.cat(places), columns)
+            return [] if columns is None else Moments(*columns).split(self._rows(columns[0]))
 
         return of_batches
+
+    def _rows(self, f_mu: torch.Tensor) -> int:
+        """Number of examples, of `(N, C)` logits, that are sampled at once."""
+        return max(1, _CHUNK // (self.n_samples * f_mu.shape[1]))
 
 
 def mean_change(

@@ -13,6 +13,8 @@ from laplace.utils import validate
 
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.processes.exchange import count, gathered
+from laplace_lora_ext.processes.shards import Shard, is_new, rows
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.loss_search import search_grid
 from laplace_lora_ext.tuning.method import Tunable, TuningMethod
@@ -116,13 +118,21 @@ class GridSearch(TuningMethod):
         return batches
 
     def _checked_batches(self, la: Tunable) -> Callable[[], Iterable[Any]]:
+        if count() > 1 and not isinstance(self.loss, torchmetrics.Metric | None):
+            raise ValueError(
+                "With several processes the loss must be a torchmetrics.Metric, which joins what "
+                'they find, or the structure "lowrank_kron" and pred_type="glm".'
+            )
+
         def batches() -> Iterable[Any]:
-            empty = True
+            shard, n_data = Shard(self.val_loader), 0
             for _, batch in named_batches(self.val_loader):  # pyright: ignore[reportArgumentType]
-                la.model.split(batch)  # refuses what has no labels
-                empty = False
-                yield batch
-            if empty:
+                _, y = la.model.split(batch)  # refuses what has no labels
+                new = is_new(shard.places(len(y)))
+                n_data += int(new.sum())
+                if new.any():
+                    yield batch if new.all() else rows(batch, new)
+            if not sum(gathered(n_data)):
                 raise ValueError("The loader has no data.")
 
         return batches

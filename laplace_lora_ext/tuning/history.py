@@ -26,11 +26,14 @@ class TuningHistory:
     prior_precision : torch.Tensor
         `(T, 1)` or `(T, blocks)`, at which the objective was evaluated; for a diagonal prior of
         more than 10,000 weights `(1, parameters)`, that of the last step alone
+    n_examples : int or None
+        how many examples the objective is an average over, where that is the method's choice
     """
 
     step: torch.Tensor
     objective: torch.Tensor
     prior_precision: torch.Tensor
+    n_examples: int | None = None
 
 
 class Recorder:
@@ -59,9 +62,10 @@ class Recorder:
         self.objectives.append(objective)
         self._rows.append(row)
 
-    def history(self) -> TuningHistory:
+    def history(self, n_examples: int | None = None) -> TuningHistory:
         return TuningHistory(
             torch.tensor(self._steps),
             torch.tensor(self.objectives, dtype=torch.float64),
             torch.stack(self._rows),
+            n_examples,
         )

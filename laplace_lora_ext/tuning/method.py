@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 from laplace_lora_ext.tuning.history import TuningHistory
 
 
@@ -60,6 +61,12 @@ class Tunable(Protocol):
     def trying(self) -> AbstractContextManager[None]: ...
 
 
+def check_max_examples(max_examples: int) -> None:
+    """Refuse a number of examples that is none."""
+    if max_examples < 1:
+        raise ValueError(f"max_examples must be at least 1, not {max_examples}.")
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TuningMethod:
     """A way to choose the prior precision: options as fields, called with a fitted posterior.
@@ -79,8 +86,16 @@ class TuningMethod:
 
     def __call__(self, la: Tunable) -> TuningHistory:
         """Choose the prior precision of a fitted `LoRALaplace`; an error leaves it as it was."""
-        with la.trying():
-            return self._search(la)
+        method = self if rank() == 0 else replace(self, progress_bar=False)
+        with la.trying(), together():
+            history = method._search(la)
+            if count() > 1:  # of which each may be a last digit apart
+                chosen = of_first((la.prior_precision, la.sigma_noise))
+                la.prior_precision, la.sigma_noise = (
+                    torch.as_tensor(value).to(la._device) for value in chosen
+                )
+                history = TuningHistory(*of_first(tuple(vars(history).values())))
+            return history
 
     def _search(self, la: Tunable) -> TuningHistory:
         raise NotImplementedError

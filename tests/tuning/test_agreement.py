@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.distributions import MultivariateNormal
+from torch.utils.data import DataLoader
 
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
@@ -12,6 +13,7 @@ from tests.support.posteriors import (
     generator,
     plain_regression,
 )
+from tests.support.ranks import Texts
 
 METHOD = "agreement"
 
@@ -124,3 +126,41 @@ def test_what_cannot_be_compared_is_refused():
     regression, X = plain_regression()
     with pytest.raises(ValueError, match="regression has none"):
         regression.optimize_prior_precision(method=METHOD, train_loader=[X])
+
+
+def many(n: int = 60) -> DataLoader:
+    """Texts that are put together in batches of five."""
+    texts = Texts(n)
+    return DataLoader(texts, batch_size=5)
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+def test_of_many_examples_some_are_drawn(structure):
+    la = fitted(structure=structure)
+    options = {"method": METHOD, "n_samples": 2000}
+    whole = la.optimize_prior_precision(train_loader=many(300), **options)
+    assert whole.n_examples == 300
+    chosen = []
+    for seed in range(8):
+        history = la.optimize_prior_precision(
+            train_loader=many(300), max_examples=150, generator=generator(seed), **options
+        )
+        assert 110 < history.n_examples < 190
+        chosen.append((la.prior_precision / whole.prior_precision[-1]).log().item())
+    assert len(set(chosen)) == 8
+    # Each is near, and their mean nearer.
+    assert max(map(abs, chosen)) < 0.25
+    assert abs(sum(chosen) / 8) < 0.1
+
+
+def test_no_more_than_what_is_drawn_passes_through_the_model():
+    la = fitted()
+    seen: list[int] = []
+    la.model.register_forward_hook(lambda _, __, logits: seen.append(len(logits)))
+    history = la.optimize_prior_precision(method=METHOD, train_loader=many(), max_examples=20)
+    assert sum(seen) == history.n_examples
+    assert 5 < history.n_examples < 35
+    again = la.optimize_prior_precision(method=METHOD, train_loader=many(), max_examples=20)
+    assert torch.equal(again.objective, history.objective)
+    with pytest.raises(ValueError, match="max_examples must be at least 1"):
+        la.optimize_prior_precision(method=METHOD, train_loader=many(), max_examples=0)

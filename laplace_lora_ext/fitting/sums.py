@@ -1,0 +1,170 @@
+"""One pass over the training data, by one process or by many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import tqdm
+
+from laplace_lora_ext.fitting.checkpoint import Keeper
+from laplace_lora_ext.messages import naming, warn
+from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.passes.checks import noting_calls
+from laplace_lora_ext.processes.exchange import count, gathered, rank
+from laplace_lora_ext.processes.shards import Shard, data_size, is_new, refuse_copies, rows
+
+
+class Sums(NamedTuple):
+    """What a data set comes to.
+
+    Attributes
+    ----------
+    H : Any
+        the curvature, as the structure sums it
+    loss : torch.Tensor
+        `()`, float64
+    n_data : int
+    called : frozenset of int
+        indices of the blocks whose layers some batch has called
+    """
+
+    H: Any
+    loss: torch.Tensor
+    n_data: int
+    called: frozenset[int] = frozenset()
+
+
+class Structure(Protocol):
+    """What sums curvature; `LoRALaplace` is one."""
+
+    model: LogitsModel
+    blocks: list[Block]
+
+    @property
+    def _device(self) -> torch.device: ...
+
+    def _zeros(self) -> Any: ...
+
+    def _add_batch(self, H: Any, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]: ...
+
+    def _packed(self, H: Any) -> Any: ...
+
+    def _unpacked(self, state: Any) -> Any: ...
+
+    def _identity(self) -> Mapping[str, Any]: ...
+
+
+def sums_of(
+    structure: Structure, loader: Iterable[Any], keeper: Keeper, progress_bar: bool
+) -> Sums:
+    """Sum the batches of a loader, each example once; the loaders of all ranks together.
+
+    The sums so far go to the keeper after each batch.
+
+    Raises
+    ------
+    ValueError
+        If there are no data, if ranks have other weights or settings, or if two have the same data.
+    """
+    shard, expected = Shard(loader), data_size(loader)
+    zero = torch.zeros((), device=structure._device, dtype=torch.float64)
+    sums = Sums(structure._zeros(), zero, 0)
+    sums = _unpacked(structure, keeper.begin(_packed(structure, sums)))
+    own = expected and math.ceil(expected / count() if shard.is_known else expected)
+    hidden = not progress_bar or rank() > 0
+    options = {"unit": " examples", "total": own, "disable": hidden}
+    with tqdm.tqdm(desc="[Computing Hessian]", **options) as bar:
+        for name, batch in named_batches(loader):
+            with naming(name):
+                X, y = structure.model.split(batch)
+                new = is_new(shard.places(len(y)))
+                if not keeper.has(batch):
+                    sums = _plus(structure, sums, X, y, new)
+                    keeper.keep(_packed(structure, sums))
+            bar.update(int(new.sum()))
+    keeper.end()
+    reports = gathered(_Report(structure, sums, expected if shard.is_known else None))
+    n_data = sum(report.n_data for report in reports)
+    if not n_data:
+        raise ValueError("The training loader has no data.")
+    _check_alike(reports)
+    _warn_of_number(n_data, [report.expected for report in reports])
+    if not shard.is_known:
+        _warn_of_number(sums.n_data, [expected])
+    structure.model.output_size = max(report.n_outputs for report in reports)
+    H = added(sums.H, structure._packed, structure._unpacked)
+    loss = torch.tensor([report.loss for report in reports], dtype=torch.float64).sum()
+    return Sums(H, loss.to(sums.loss), n_data, frozenset[int]().union(*(r.called for r in reports)))
+
+
+def added(H: Any, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Any:
+    """Curvature of all ranks, in their order, from this one's.
+
+    Parameters
+    ----------
+    H : Any
+        whatever has `+`
+    pack, unpack : callable
+        from it to a nest of tensors and numbers, and back to the devices where it was
+    """
+    if count() == 1:
+        return H
+    return reduce(add, (unpack(state) for state in gathered(pack(H))))
+
+
+def _packed(structure: Structure, sums: Sums) -> list[Any]:
+    counts = sums.n_data, structure.model.output_size, sorted(sums.called)
+    return [structure._packed(sums.H), sums.loss, *counts]
+
+
+def _unpacked(structure: Structure, state: list[Any]) -> Sums:
+    H, loss, n_data, structure.model.output_size, called = state
+    return Sums(structure._unpacked(H), loss.to(structure._device), n_data, frozenset(called))
+
+
+def _plus(structure: Structure, sums: Sums, X: Any, y: torch.Tensor, new: torch.Tensor) -> Sums:
+    if not new.any():
+        # Ranks that share one model must pass through it equally often.
+        structure._add_batch(structure._zeros(), X, y)
+        return sums
+    if not new.all():
+        X, y = rows((X, y), new)
+    called = set(sums.called)
+    with noting_calls(structure.blocks, called):
+        loss, H = structure._add_batch(sums.H, X, y)
+    return Sums(H, sums.loss + loss.to(sums.loss), sums.n_data + len(y), frozenset(called))
+
+
+class _Report:
+    """What a rank tells the others of its sums."""
+
+    def __init__(self, structure: Structure, sums: Sums, expected: int | None) -> None:
+        self.identity = structure._identity()
+        self.n_data, self.loss = sums.n_data, sums.loss.item()
+        self.n_outputs, self.called = structure.model.output_size, sums.called
+        self.expected = expected  # examples of all ranks
+
+
+def _warn_of_number(n_data: int, expected: Sequence[int | None]) -> None:
+    for number in {number for number in expected if number not in (None, n_data)}:
+        warn(f"Fitted on the {n_data} examples that the loader gave; its data set has {number}.")
+
+
+def _check_alike(reports: Sequence[_Report]) -> None:
+    """Refuse ranks with other models than the first, and ranks with the same data."""
+    first = reports[0].identity
+    for number, report in enumerate(reports):
+        differing = [key for key in first if first[key] != report.identity[key]]
+        if differing:
+            raise ValueError(
+                f"Rank {number} fits with other {' and '.join(differing)} than rank 0: load the "
+                "same adapter and pass the same settings on every rank."
+            )
+    refuse_copies([(report.n_data, report.loss) for report in reports])

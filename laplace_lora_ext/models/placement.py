@@ -1,0 +1,91 @@
+"""Weights that are not where they belong: sharded by FSDP2, or offloaded by Accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.hooks import AlignDevicesHook, SequentialHook
+from torch import nn
+
+
+def values_of(layer: Any) -> torch.Tensor:
+    """The weight of a layer without a graph, gathered or fetched from where it is."""
+    hook = _offloading(layer)
+    if layer.weight.is_meta and hook is not None:
+        return hook.weights_map["weight"].to(hook.execution_device)  # pyright: ignore[reportOptionalSubscript]
+    weight: Any = layer.weight.detach()
+    return weight.full_tensor() if _is_sharded(weight) else weight
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: where its first parameter is, or is fetched to."""
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        return device
+    hooks = (_offloading(each) for each in module.modules())
+    return next((torch.device(hook.execution_device) for hook in hooks if hook), device)  # pyright: ignore[reportArgumentType]
+
+
+def is_absent(layer: Any) -> bool:
+    """Whether there is no weight to be had: it is on the meta device, and no hook fetches it."""
+    return layer.weight.is_meta and _offloading(layer) is None
+
+
+def is_elsewhere(weight: torch.Tensor) -> bool:
+    """Whether a weight is sharded or offloaded: its numbers are not all in it."""
+    return weight.is_meta or _is_sharded(weight)
+
+
+def come_and_go(model: nn.Module) -> bool:
+    """Whether FSDP2 puts other parameters in the place of a model's between passes."""
+    return any(hasattr(module, "reshard") for module in model.modules())
+
+
+def check_reachable(model: nn.Module) -> None:
+    """Refuse wrappers that hide weights from their modules.
+
+    Raises
+    ------
+    NotImplementedError
+        For FSDP1 and DeepSpeed ZeRO-3; the message says what to use instead.
+    """
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise NotImplementedError(
+            "FSDP1 hides LoRA weights in flat parameters: shard with fully_shard (FSDP2) instead."
+        )
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise NotImplementedError(
+            "DeepSpeed ZeRO-3 hides LoRA weights from their modules: load the adapter without "
+            "DeepSpeed, or shard with fully_shard (FSDP2)."
+        )
+
+
+def check_in_place(layers: Sequence[Any], purpose: str) -> None:
+    """Refuse a purpose for which LoRA weights must be whole and at hand.
+
+    Raises
+    ------
+    NotImplementedError
+        The message says how to keep them so.
+    """
+    if any(is_elsewhere(layer.weight) for layer in layers):
+        raise NotImplementedError(
+            f"{purpose} needs LoRA weights that are whole and at hand, and these are sharded or "
+            "offloaded. Keep them so: by fully_shard(..., ignored_params=the LoRA weights), or by "
+            "adding the adapter after Accelerate has dispatched the base model."
+        )
+
+
+def _offloading(module: nn.Module) -> AlignDevicesHook | None:
+    """What fetches a module's weights before a pass, and sends them back after it."""
+    hook = getattr(module, "_hf_hook", None)
+    for each in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
+        if isinstance(each, AlignDevicesHook) and each.offload and each.weights_map is not None:
+            return each
+    return None
+
+
+def _is_sharded(weight: torch.Tensor) -> bool:
+    return hasattr(weight, "full_tensor")

@@ -1,0 +1,1 @@
+"""What processes of one `torch.distributed` group tell each other; one alone notices nothing."""

@@ -1,0 +1,170 @@
+"""Fits by many processes are the fit by one."""
+
+import os
+import signal
+import time
+import warnings
+
+import pytest
+import torch
+
+from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import KFAC_APPROX, STRUCTURES, make
+from tests.support.ranks import Texts, failures, on_ranks, strided_loader
+
+EVERYTHING = 100  # a rank above every size, so that nothing is cut
+CLOSE = {"rtol": 1e-8, "atol": 1e-10}
+
+
+def posterior(structure: str = "lowrank_kron", kfac_approx: str = "gradient", kind: str = "bert"):
+    keywords = {"prior_precision": 1e-3}
+    if structure == "lowrank_kron":
+        keywords["backend_kwargs"] = {"rank": EVERYTHING, "kfac_approx": kfac_approx}
+    return make(lora_model(kind), structure, **keywords)
+
+
+def facts(la) -> tuple[torch.Tensor, ...]:
+    """What a fit comes to."""
+    H = la.H if isinstance(la.H, torch.Tensor) else la.posterior_precision.to_matrix()
+    evidence = la.log_marginal_likelihood()
+    return H, evidence.detach(), la.loss, torch.tensor(la.n_data), la(ragged_batches()[0])
+
+
+def fitted_on(loader, *settings):
+    la = posterior(*settings)
+    la.fit(loader)
+    return facts(la)
+
+
+def assert_all_equal(results, expected):
+    for result in results:
+        assert not isinstance(result, Exception), result
+        torch.testing.assert_close(result, expected, **CLOSE)
+        for value, first in zip(result, results[0], strict=True):
+            assert torch.equal(value, first)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_rank_has_the_posterior_of_one_process(structure, world):
+    for n in (12, 11, 2):  # two texts leave one of three ranks nothing but a repetition
+        results = on_ranks(lambda _, n=n: fitted_on(strided_loader(n), structure), world)
+        assert_all_equal(results, fitted_on(strided_loader(n), structure))
+
+
+@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
+def test_shards_of_any_size(kfac_approx):
+    batches = ragged_batches(batch_size=1)
+    shards = [batches[:5], [], batches[5:]]
+    settings = "lowrank_kron", kfac_approx
+    results = on_ranks(lambda rank: fitted_on(shards[rank], *settings), 3)
+    assert_all_equal(results, fitted_on(batches, *settings))
+
+
+def test_data_are_added_to_those_of_the_last_fit():
+    def job(_=0):
+        la = posterior()
+        la.fit(strided_loader(7))
+        la.fit(strided_loader(11), override=False)
+        return facts(la)
+
+    assert_all_equal(on_ranks(job, 2), job())
+
+
+def test_a_rank_without_data_has_as_many_outputs():
+    def job(rank):
+        la = posterior()
+        la.fit([] if rank else ragged_batches())
+        return la.n_outputs
+
+    assert on_ranks(job, 2) == [3, 3]
+
+
+def test_no_data_on_any_rank():
+    results = on_ranks(lambda _: posterior().fit([]), 2)
+    assert failures(results) == ["The training loader has no data."] * 2
+
+
+@pytest.mark.parametrize("where", ["loader", "batch"])
+def test_a_rank_that_fails_stops_all_and_nothing_is_lost(where):
+    def broken():
+        yield from ragged_batches()[:1]
+        if where == "loader":
+            raise OSError("disk is gone")
+        yield {"input_ids": torch.zeros(1, 3).long()}
+
+    def job(rank):
+        la = posterior()
+        la.fit(strided_loader())
+        before = facts(la)
+        try:
+            la.fit(broken() if rank == 1 else strided_loader())
+        except Exception as error:
+            torch.testing.assert_close(facts(la), before, rtol=0, atol=0)
+            la.fit(strided_loader())  # and they can go on
+            return error
+        return None
+
+    message = "disk is gone" if where == "loader" else "batch 1: No labels 'labels' in the batch"
+    first, second, third = failures(on_ranks(job, 3))
+    assert second.startswith(message)
+    kind = "OSError" if where == "loader" else "ValueError"
+    assert first.startswith(f"Rank 1 has failed. {kind}: {message}")
+    assert third == first
+
+
+def test_a_rank_that_is_killed_leaves_no_other_waiting():
+    def job(rank):
+        la = posterior()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        la.fit(strided_loader())
+
+    started = time.perf_counter()
+    assert failures(on_ranks(job, 3))
+    assert time.perf_counter() - started < 30
+
+
+def test_the_same_data_on_two_ranks_are_refused():
+    def job(rank):
+        la = posterior()
+        la.fit(ragged_batches() if rank else ragged_batches(batch_size=2))
+
+    for message in failures(on_ranks(job, 2)):
+        assert "Ranks 0 and 1 have the same 8 examples: give each rank its shard" in message
+
+
+@pytest.mark.parametrize("differing", ["LoRA weights", "settings"])
+def test_ranks_with_other_models_are_refused(differing):
+    def job(rank):
+        la = posterior("lowrank_kron", KFAC_APPROX[rank if differing == "settings" else 0])
+        if differing == "LoRA weights":
+            la.blocks[2].weight.data += rank
+        la.fit(strided_loader())
+
+    for message in failures(on_ranks(job, 2)):
+        assert f"Rank 1 fits with other {differing} than rank 0" in message
+
+
+def test_numbers_are_those_of_the_data_set():
+    def job(_):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            posterior().fit(strided_loader(11))
+            shown = [str(each.message) for each in caught if "Fitted on" in str(each.message)]
+        return shown
+
+    assert on_ranks(job, 2) == [[], []]
+    texts = Texts(4)
+    loader = torch.utils.data.DataLoader(texts, sampler=range(3))
+    with pytest.warns(UserWarning, match="Fitted on the 3 examples.*its data set has 4"):
+        posterior().fit(loader)
+
+
+def test_progress_is_shown_by_one_rank(capfd):
+    def job(_):
+        posterior().fit(strided_loader(), progress_bar=True)
+
+    capfd.readouterr()
+    assert on_ranks(job, 2) == [None, None]
+    assert capfd.readouterr().err.count("| 0/6 [") == 1

@@ -1,0 +1,106 @@
+"""Values and errors that ranks tell each other."""
+
+import time
+
+import pytest
+import torch
+
+from laplace_lora_ext.processes import exchange
+from tests.support.ranks import failures, on_ranks
+
+
+def test_a_process_alone_notices_nothing():
+    value = object()
+    assert exchange.gathered(value) == [value]
+    assert exchange.of_first(value) is value
+    assert (exchange.count(), exchange.rank()) == (1, 0)
+    with pytest.raises(ValueError, match="as it is"), exchange.together():
+        raise ValueError("as it is")
+
+
+def test_values_come_in_the_order_of_ranks():
+    def job(rank):
+        value = {"tensors": [torch.full((rank,), rank), torch.arange(4)[rank:]], "number": rank}
+        with exchange.together():
+            first = exchange.of_first(rank)
+            return exchange.gathered(value), exchange.count(), exchange.rank(), first
+
+    results = on_ranks(job, 3)
+    for rank, (values, count, own, first) in enumerate(results):
+        assert (count, own, first) == (3, rank, 0)
+        assert [value["number"] for value in values] == [0, 1, 2]
+        for number, value in enumerate(values):
+            assert torch.equal(value["tensors"][0], torch.full((number,), number))
+            assert torch.equal(value["tensors"][1], torch.arange(4)[number:])
+
+
+def fail_at(place: str, rank: int) -> None:
+    with exchange.together():
+        if rank == 1 and place == "before":
+            raise ValueError("batch 3 is bad")
+        exchange.gathered(rank)
+        with exchange.together():  # as a method that calls another
+            exchange.gathered(rank)
+            if rank == 1 and place == "between":
+                raise ValueError("batch 3 is bad")
+            exchange.gathered(rank)
+        if rank == 1 and place == "after":
+            raise ValueError("batch 3 is bad")
+
+
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+def test_an_error_of_one_rank_is_raised_on_all(place):
+    results = on_ranks(lambda rank: fail_at(place, rank), 3)
+    assert failures(results) == [
+        "Rank 1 has failed. ValueError: batch 3 is bad",
+        "batch 3 is bad",
+        "Rank 1 has failed. ValueError: batch 3 is bad",
+    ]
+    assert [type(error) for error in results] == [
+        exchange.RankError,
+        ValueError,
+        exchange.RankError,
+    ]
+
+
+def test_ranks_that_fail_at_once_have_their_own_errors():
+    def job(rank):
+        with exchange.together():
+            raise ValueError(f"of rank {rank}")
+
+    assert failures(on_ranks(job, 2)) == ["of rank 0", "of rank 1"]
+
+
+def test_they_talk_again_after_an_error():
+    def job(rank):
+        with pytest.raises((ValueError, exchange.RankError)):
+            fail_at("between", rank)
+        return exchange.gathered(rank)
+
+    assert on_ranks(job, 2) == [[0, 1]] * 2
+
+
+def test_no_rank_waits_longer_than_the_time_limit_for_another():
+    def job(rank):
+        with exchange.together():
+            if rank == 1:
+                time.sleep(4)
+            exchange.gathered(rank)
+
+    started = time.perf_counter()
+    assert failures(on_ranks(job, 2, time_limit=1))
+    assert time.perf_counter() - started < 30
+
+
+def test_one_generator_gives_the_same_numbers_to_all():
+    def job(rank):
+        torch.manual_seed(rank)
+        generator = exchange.one_generator(None)
+        assert generator is not None
+        return torch.randn(3, generator=generator)
+
+    first, second = on_ranks(job, 2)
+    assert torch.equal(first, second)
+    own = torch.Generator()
+    assert exchange.one_generator(own) is own
+    assert exchange.one_generator(None) is None
