@@ -129,6 +129,29 @@ class Calibration(TextRun):
 
 
 @dataclass(frozen=True)
+class Text(Run):
+    """Free text by a pretrained language model: calibrated tokens, wrong answers; half an hour.
+
+    Writes text.json and text.md. Needs the extra llm.
+    """
+
+    task: str = option("functions", "what is to be named", choices=("functions", "parameters"))
+    train_examples: int = number(120, "texts to fine-tune on")
+    validation_examples: int = number(16, "texts that choose a temperature and a prior precision")
+    test_examples: int = number(40, "texts on which every method is measured")
+    written_examples: int = number(8, "texts that are written under the posterior predictive")
+    files_per_library: int | None = number(None, "source files read of each library; or all")
+    epochs: int = number(6, "passes over the training texts")
+    learning_rate: float = option(1e-3, "after a warm-up", type=float)
+    batch_size: int = number(8, "texts in a batch")
+    rank: int = number(8, "r of the LoRA layers, in query and value")
+    draws: int = number(4, "of the posterior, and of every rival")
+    grid_size: int = number(9, "prior precisions that validation texts choose from")
+    model: str | None = option(None, "folder of another model than Gemma 3 270M")
+    seed: int = option(0, "seed of texts, training and draws", type=int)
+
+
+@dataclass(frozen=True)
 class Overview(Run):
     """Calibration of every method over several tasks, from runs of calibration; seconds.
 

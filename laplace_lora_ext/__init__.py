@@ -7,6 +7,7 @@ structures "lowrank_kron", "kron", "diag" and "full".
 from laplace_lora_ext.callback import LaplaceCallback
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
+from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.lora_laplace import LoRALaplace
@@ -20,6 +21,10 @@ from laplace_lora_ext.structures import (
     FullLoRALaplace,
     KronLoRALaplace,
 )
+from laplace_lora_ext.text.agreement import TokenAgreement
+from laplace_lora_ext.text.generation import GeneratedText
+from laplace_lora_ext.text.gridsearch import TokenGridSearch
+from laplace_lora_ext.text.scores import Scores, TextScores
 from laplace_lora_ext.tuning import (
     Agreement,
     GridSearch,
@@ -35,8 +40,10 @@ __all__ = [
     "Agreement",
     "DiagLoRALaplace",
     "FullLoRALaplace",
+    "GeneratedText",
     "GridSearch",
     "KronLoRALaplace",
+    "LanguageModelLaplace",
     "Laplace",
     "LaplaceCallback",
     "LinearizedLOO",
@@ -52,6 +59,10 @@ __all__ = [
     "Moments",
     "Prediction",
     "PredictiveStatistics",
+    "Scores",
+    "TextScores",
+    "TokenAgreement",
+    "TokenGridSearch",
     "TuningHistory",
     "ValGD",
     "VarianceShares",

@@ -15,8 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.metrics import quality
+from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.tuning import required_data
 
 _LINK = "mean_field"
@@ -128,13 +130,21 @@ class LaplaceCallback(TrainerCallback):
 
 
 def _figures(la: Any, loader: DataLoader | None) -> dict[str, float]:
-    """Evidence and prior precision, and NLL and ECE where there are data for evaluation."""
+    """Evidence and prior precision; where there are data for evaluation, NLL and ECE.
+
+    Of texts, the NLL is that of a token, and there is no ECE.
+    """
     figures = {
         "laplace_evidence": la.log_marginal_likelihood().item(),
         "laplace_prior_precision": torch.as_tensor(la.prior_precision).mean().item(),
     }
     if loader is None or la.trained_likelihood.is_gaussian:
         return figures
+    if isinstance(la, LanguageModelLaplace):
+        found = [la.score(batch) for _, batch in named_batches(loader)]
+        total = sum(float(scores.sums.log_prob.sum()) for scores in found)
+        count = sum(int(scores.labelled.sum()) for scores in found)
+        return figures | {"eval_laplace_nll": -total / count}
     statistics = la.predictive_statistics(loader)
     moments = statistics.moments(la.prior_precision)
     predicted = la(moments, link_approx=_LINK, fitting=True).cpu()

@@ -15,13 +15,17 @@ from torch.utils._pytree import tree_map_only
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.files import read_posterior
+from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.model_state import ModelState
 from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
 
-_CLASSES = LowRankKronLoRALaplace, KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace
+_CLASSES = (
+    *(LowRankKronLoRALaplace, LanguageModelLaplace),
+    *(KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace),
+)
 _BACKENDS = LowRankKronGGN, LowRankKronEF, *vars(host_backends).values()
 _LIKELIHOODS = {
     "single_label_classification": "classification",
@@ -37,7 +41,8 @@ def Laplace(  # noqa: N802
     Parameters
     ----------
     model : torch.nn.Module
-    likelihood : {"classification", "regression", "reward_modeling"}, optional
+    likelihood : str, optional
+        "classification", "regression", "reward_modeling" or "language_modeling".
         If omitted: classification where `class_token_ids` are given; else what the transformers
         configuration says (`problem_type`, or `num_labels`: regression for one, classification
         for more).

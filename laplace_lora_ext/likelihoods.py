@@ -20,6 +20,9 @@ Moments = tuple[torch.Tensor, torch.Tensor]
 Link = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From these two to log-probabilities `(B, C)`."""
 
+IGNORED = -100
+"""Label of a token that nothing predicts, as transformers has it."""
+
 
 class Seeds(NamedTuple):
     """The Fisher at the logits of sample b is `Σ_s (w_sb v_sb) (w_sb v_sb)ᵀ`.
@@ -32,7 +35,7 @@ class Seeds(NamedTuple):
     vectors : torch.Tensor
         `(S, B, C)`, v
     weights : torch.Tensor
-        `(S, B)`, w
+        `(S, B)`, w, or `(S, 1)` for all samples
     """
 
     vectors: torch.Tensor
@@ -192,12 +195,76 @@ class Regression:
         return targets
 
 
+class LanguageModeling(Classification):
+    """Softmax over a vocabulary and cross-entropy, at every labelled token of a text.
+
+    Logits are `(N, V)`, those of a batch's labelled tokens, one text after the other. Targets are
+    `(B, T)` tokens that the logits there predict, `IGNORED` where nothing is. The host takes it
+    for a classification.
+    """
+
+    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
+        raise NotImplementedError(
+            f"The exact Fisher would take {logits.shape[-1] - 1} backward passes a token: leave "
+            "stochastic=True, and raise num_samples for less noise."
+        )
+
+    def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
+        """Slopes of the loss at tokens drawn from the model, each after the text's own past.
+
+        The slope in a token's logits is 0 on average and independent of another token's. The
+        gradient G of a text's whole loss therefore has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of its
+        tokens' exact Fishers, for the price of one backward pass.
+        """
+        p = logits.softmax(-1)
+        # By one uniform number a token and draw; `multinomial` takes one for each of the
+        # vocabulary. In float32 the sums would lose what is improbable.
+        sums = p.cumsum(-1, dtype=torch.float64)
+        u = torch.rand(len(p), num_samples, dtype=torch.float64, device=p.device) * sums[:, -1:]
+        y = torch.searchsorted(sums, u, right=True).clamp_max(p.shape[-1] - 1).T
+        vectors = p.repeat(num_samples, 1, 1)
+        _subtract_one_at(vectors, y)
+        return Seeds(vectors, logits.new_full((num_samples, 1), num_samples**-0.5))
+
+    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        vectors = logits.softmax(-1)[None]
+        _subtract_one_at(vectors, y[None])
+        return Seeds(vectors, logits.new_ones(1, 1))
+
+    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return y[y != IGNORED].long()
+
+    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The labelled tokens, `(N,)`, on the logits' device.
+
+        Raises
+        ------
+        ValueError
+            If one is outside the vocabulary.
+        """
+        tokens = self.as_targets(y.to(logits.device), logits.dtype)
+        vocabulary = logits.shape[-1]
+        if tokens.min() < 0 or tokens.max() >= vocabulary:
+            raise ValueError(
+                f"labels must be {IGNORED} or tokens from 0 to {vocabulary - 1}, and go from "
+                f"{tokens.min()} to {tokens.max()}"
+            )
+        return tokens
+
+
 Likelihood = Classification | Regression
 
 LIKELIHOODS: dict[str, Likelihood] = {
     "classification": Classification(),
     "regression": Regression(),
+    "language_modeling": LanguageModeling(),
 }
+
+
+def _subtract_one_at(vectors: torch.Tensor, y: torch.Tensor) -> None:
+    """`vectors - onehot(y)` in place, of `(S, N, V)` vectors and `(S, N)` labels."""
+    labels = y[..., None]
+    vectors.scatter_add_(-1, labels, -torch.ones_like(labels, dtype=vectors.dtype))
 
 
 def _gradients_at(logits: torch.Tensor, y: torch.Tensor) -> Seeds:

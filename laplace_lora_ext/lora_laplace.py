@@ -125,8 +125,7 @@ class LoRALaplace(ParametricLaplace):
         self.blocks = find_blocks(model, target_modules, layers_to_transform)
         warn_of_other_trainable(model)
         warn_if_untrained(self.blocks)
-        rewards = likelihood == "reward_modeling"
-        adapted = PreferenceModel if rewards else LogitsModel
+        adapted = self._adapted(likelihood)
         self.model = adapted(model, class_token_ids, dict_key_y, mask_token_id)
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self._predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
@@ -153,6 +152,10 @@ class LoRALaplace(ParametricLaplace):
             )
 
     # --- what the structures say ---------------------------------------------------------------
+
+    def _adapted(self, likelihood: str) -> type[LogitsModel]:
+        """What makes logits of the model's output."""
+        return PreferenceModel if likelihood == "reward_modeling" else LogitsModel
 
     def _init_H(self) -> None:  # noqa: N802
         self.H = None  # there is no curvature before a fit, where the host has zeros

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from laplace.baselaplace import KronLaplace
@@ -55,7 +55,20 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     _key = ("lora", "lowrank_kron")
     _default_backend = LowRankKronGGN
+    _of_likelihood: ClassVar[dict[str, type[LowRankKronLoRALaplace]]] = {}
     H_facs: Any
+
+    def __init_subclass__(cls, likelihood: str | None = None, **kwargs: Any) -> None:
+        """Let a class of its own treat a likelihood under the same key of the host's factory."""
+        super().__init_subclass__(**kwargs)
+        if likelihood is not None:
+            LowRankKronLoRALaplace._of_likelihood[likelihood] = cls
+
+    def __new__(
+        cls, model: Any = None, likelihood: str = "", *args: Any, **kwargs: Any
+    ) -> LowRankKronLoRALaplace:
+        own = cls is LowRankKronLoRALaplace
+        return super().__new__(cls._of_likelihood.get(likelihood, cls) if own else cls)
 
     def _check_backend(self, backend: type[CurvatureInterface]) -> None:
         if not issubclass(backend, LowRankKronInterface):

@@ -12,13 +12,14 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "laplace_lora_ext"
 FOLDERS = [
     *("processes", "models", "passes", "curvature"),
-    *("fitting", "predictive", "linearized", "tuning"),
+    *("fitting", "predictive", "linearized", "tuning", "text"),
 ]
 FLOORS = [
     {"messages", "precision", "files", "metrics", "likelihoods"},
     *({folder} for folder in FOLDERS),
     {"lora_laplace"},
     {"lowrank_kron", "structures"},
+    {"language_model"},
     {"laplace", "rewards"},
     {"callback"},
     {"__init__"},

@@ -16,6 +16,7 @@ import laplace_lora_ext
 from laplace_lora_ext import LaplaceCallback
 from laplace_lora_ext.metrics import quality
 from tests.support.models import lora_model, ragged_batches
+from tests.support.texts import text_batches
 
 
 class Texts(Dataset):
@@ -135,3 +136,25 @@ def test_what_a_method_lacks_is_said(tmp_path):
         LaplaceCallback(method="best")
     with pytest.raises(ValueError, match="needs data: pass val_loader"):
         train(tmp_path, LaplaceCallback(method="gridsearch"), max_steps=1)
+
+
+def test_a_language_model_is_evaluated_by_its_tokens(tmp_path):
+    model = lora_model("gpt2", torch.float32)
+    (train_texts,), (test_texts,) = (text_batches(batch_size=6, seed=seed) for seed in (1, 2))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        eval_strategy="epoch",
+    )
+    callback = LaplaceCallback("language_modeling", method="marglik")
+    data = ([{k: v[i] for k, v in b.items()} for i in range(6)] for b in (train_texts, test_texts))
+    trainer = Trainer(model, arguments, collate, *data, callbacks=[callback])
+    trainer.train()
+    assert type(callback.la) is laplace_lora_ext.LanguageModelLaplace
+    (entry,) = (one for one in trainer.state.log_history if "eval_laplace_nll" in one)
+    assert 0 < entry["eval_laplace_nll"] < 100
+    again = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)
+    assert torch.equal(again.prior_precision, callback.la.prior_precision)

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from benchmarks.models import encoder_folder
-from benchmarks.options import TextRun
+from benchmarks.options import Text, TextRun
 from benchmarks.tasks.balanced import draw_balanced
 from benchmarks.tasks.docstrings import ENCODER, masked
 from benchmarks.tasks.sources import syntax_trees
@@ -42,13 +42,14 @@ MINIMUM_WORDS = 5
 class Parameter(NamedTuple):
     """What is said of a parameter, and the summary of the function that takes it."""
 
+    name: str
     type: str
     description: str
     summary: str
     file: int  # number of the source file
 
 
-def read_parameters(options: TextRun, seed: int) -> list[Parameter]:
+def read_parameters(options: TextRun | Text, seed: int) -> list[Parameter]:
     """Collect all that is described, in the order of the sources."""
     found = []
     numbers = count()
@@ -68,12 +69,11 @@ def described(tree: ast.AST, number: int) -> Iterator[Parameter]:
         summary = masked(docstring.split("\n\n", maxsplit=1)[0])
         if not (section := SECTION.search(textwrap.dedent(docstring))):
             continue
-        for _, kind, text in PARAMETER.findall(section[1] + "\n"):
+        for name, kind, text in PARAMETER.findall(section[1] + "\n"):
             description = masked(text.split("\n\n", maxsplit=1)[0])
             if len(description.split()) >= MINIMUM_WORDS <= len(summary.split()):
-                yield Parameter(
-                    re.split(r"[,;\s]", kind)[0].strip("`"), description, summary, number
-                )
+                first = re.split(r"[,;\s]", kind)[0].strip("`")
+                yield Parameter(name, first, description, summary, number)
 
 
 def read_types(options: TextRun, seed: int, validation: int) -> Task:

@@ -29,7 +29,7 @@ class LowRankKronInterface(CurvatureInterface):
     ----------
     model : torch.nn.Module
         a `LogitsModel`, or any model with LoRA layers that it can be made of
-    likelihood : {"classification", "regression"}
+    likelihood : {"classification", "regression", "language_modeling"}
     last_layer, subnetwork_indices
         of the host's interface; not supported, `target_modules` of the Laplace class select
     dict_key_x, dict_key_y : str
@@ -72,12 +72,13 @@ class LowRankKronInterface(CurvatureInterface):
             raise ValueError(f"The rank must not be negative, and is {rank}.")
         if not isinstance(model, LogitsModel):
             model = LogitsModel(model, dict_key_y=dict_key_y)
-        super().__init__(model, likelihood, dict_key_x=dict_key_x, dict_key_y=dict_key_y, **kwargs)
+        self._likelihood = LIKELIHOODS[likelihood]
+        keys = {"dict_key_x": dict_key_x, "dict_key_y": dict_key_y}
+        super().__init__(model, self._likelihood.name, **keys, **kwargs)
         self.model: LogitsModel = model
         self.blocks = find_blocks(model.model) if blocks is None else list(blocks)
         self.rank = rank
         self.kfac_approx = KFAC_APPROX[kfac_approx]
-        self._likelihood = LIKELIHOODS[likelihood]
         self.tail = tail
 
     @property

@@ -64,8 +64,7 @@ class AnswerTokens:
     @property
     def takes_positions(self) -> bool:
         """Whether the decoder can be told the positions of its tokens."""
-        transformer = self._transformer
-        return transformer is not None and "position_ids" in _parameters(transformer)
+        return self._transformer is not None and takes_positions(self._transformer)
 
     def options(self, inputs: Any, counts_positions: bool) -> dict[str, Any]:
         """Keyword arguments that the decoder understands and the batch does not have yet.
@@ -75,7 +74,7 @@ class AnswerTokens:
         if self._transformer is None:
             return {}
         accepted = _parameters(self._transformer)
-        options: dict[str, Any] = {"use_cache": False}
+        options = decoder_options(self._transformer, inputs, counts_positions)
         given = inputs if isinstance(inputs, Mapping) else {}
         mask = given.get("attention_mask")
         if self._transformer.config.is_encoder_decoder:
@@ -85,8 +84,6 @@ class AnswerTokens:
             options["logits_to_keep"] = self._position(inputs)[:, None]
         elif self.mask_token_id is None and (mask is None or mask[:, -1].all()):
             options["logits_to_keep"] = options["num_logits_to_keep"] = 1
-        if counts_positions and mask is not None and not mask[:, 0].all():
-            options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
         return {key: v for key, v in options.items() if key in accepted and key not in given}
 
     def select(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
@@ -159,6 +156,26 @@ def _is_masked(transformer: PreTrainedModel) -> bool:
         and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         and not transformer.config.is_encoder_decoder
     )
+
+
+def takes_positions(transformer: PreTrainedModel) -> bool:
+    """Whether a decoder can be told the positions of its tokens."""
+    return "position_ids" in _parameters(transformer)
+
+
+def decoder_options(
+    transformer: PreTrainedModel, inputs: Any, counts_positions: bool
+) -> dict[str, Any]:
+    """Keyword arguments that a decoder understands and the batch does not have: no cache, and
+    positions that count from the first real token where they are asked for.
+    """
+    given = inputs if isinstance(inputs, Mapping) else {}
+    options: dict[str, Any] = {"use_cache": False}
+    mask = given.get("attention_mask")
+    if counts_positions and mask is not None and not mask[:, 0].all():
+        options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
+    accepted = _parameters(transformer)
+    return {key: v for key, v in options.items() if key in accepted and key not in given}
 
 
 def _parameters(transformer: PreTrainedModel) -> Mapping[str, inspect.Parameter]:

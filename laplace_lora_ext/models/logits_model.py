@@ -283,7 +283,8 @@ class LogitsModel(nn.Module):
         if transformer is not None and transformer.can_generate():
             raise ValueError(
                 f"{type(transformer).__name__} is a language model: pass class_token_ids, the "
-                "tokens of the answers, such as tokenizer.convert_tokens_to_ids."
+                "tokens of the answers, such as tokenizer.convert_tokens_to_ids, or for free text "
+                'the likelihood "language_modeling" with hessian_structure="lowrank_kron".'
             )
         return None
 

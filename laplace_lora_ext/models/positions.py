@@ -13,7 +13,7 @@ class Positions(NamedTuple):
     Attributes
     ----------
     n_examples : int
-        B, rows of the logits
+        B, rows of the logits, unless `owners_of_logits` says otherwise
     n_rows : int
         rows of the model's input: B, or a multiple where an example is several sequences
     length : int or None
@@ -23,6 +23,8 @@ class Positions(NamedTuple):
     mixed : bool
         whether the batch holds more than a row of each kind an example, such as images beside
         tokens, so that its contents and not its sizes may say what belongs to an example
+    owners_of_logits : torch.Tensor or None
+        `(N,)` index of the example that each row of logits belongs to, where examples have several
     """
 
     n_examples: int
@@ -30,6 +32,12 @@ class Positions(NamedTuple):
     length: int | None
     mask: torch.Tensor | None
     mixed: bool = False
+    owners_of_logits: torch.Tensor | None = None
+
+    def logits_of(self, examples: torch.Tensor) -> torch.Tensor:
+        """What `(..., B)` says of examples, of the rows of their logits."""
+        owners = self.owners_of_logits
+        return examples if owners is None else examples[..., owners.to(examples.device)]
 
     @property
     def n_tokens(self) -> int | None:

@@ -146,7 +146,8 @@ class Assignment:
                 reached_rows = block.output_rows(gradients.detach()).any(-1)
                 table[seeds] |= reached_rows.reshape(len(gradients), -1).cpu()
 
-        vectors = words[..., None].to(self._graph.logits) * self._vector()
+        of_logits = self._positions.logits_of(words).to(self._graph.logits)
+        vectors = of_logits[..., None] * self._vector()
         at_once = self._graph.seeds_at_once
         for start in range(0, len(words), at_once):
             seeds = slice(start, start + at_once)

@@ -178,10 +178,12 @@ class Recording:
         """The seeds, or those of each example where examples share rows."""
         if not self.shares_rows:
             return [seeds]
-        itself = torch.eye(len(self.logits), dtype=torch.bool, device=self.logits.device)
+        n_examples = self._positions.n_examples
+        itself = torch.eye(n_examples, dtype=torch.bool, device=self.logits.device)
+        weights = seeds.weights.expand(-1, n_examples)
         return [
-            Seeds(seeds.vectors * one[:, None], seeds.weights[:, n : n + 1])
-            for n, one in enumerate(itself)
+            Seeds(seeds.vectors * one[:, None], weights[:, n : n + 1])
+            for n, one in enumerate(self._positions.logits_of(itself))
         ]
 
     def _deliver(

@@ -39,15 +39,21 @@ METHODS: dict[str, type[TuningMethod]] = {
 }
 
 
-def build(method: str | TuningMethod, options: Mapping[str, Any]) -> TuningMethod:
+def build(
+    method: str | TuningMethod,
+    options: Mapping[str, Any],
+    methods: Mapping[str, type[TuningMethod]] = METHODS,
+) -> TuningMethod:
     """The object of a method.
 
     Parameters
     ----------
     method : str or TuningMethod
-        a key of `METHODS`, or an object that is taken as it is
+        a key of `methods`, or an object that is taken as it is
     options : mapping of str to Any
         the object's fields
+    methods : mapping of str to type of TuningMethod, optional
+        those that a posterior knows
 
     Raises
     ------
@@ -58,8 +64,8 @@ def build(method: str | TuningMethod, options: Mapping[str, Any]) -> TuningMetho
         if options:
             raise ValueError(f"Give {', '.join(options)} to {type(method).__name__} itself.")
         return method
-    missing = [name for name in required_data(method) if name not in options]
-    known = [field.name for field in fields(METHODS[method])]
+    missing = [name for name in required_data(method, methods) if name not in options]
+    known = [field.name for field in fields(methods[method])]
     foreign = [name for name in options if name not in known]
     if foreign:
         raise ValueError(
@@ -68,10 +74,10 @@ def build(method: str | TuningMethod, options: Mapping[str, Any]) -> TuningMetho
         )
     if missing:
         raise ValueError(f'method="{method}" needs data: pass {", ".join(missing)}.')
-    return METHODS[method](**options)
+    return methods[method](**options)
 
 
-def required_data(method: str) -> list[str]:
+def required_data(method: str, methods: Mapping[str, type[TuningMethod]] = METHODS) -> list[str]:
     """Names of the data that a method needs, such as "train_loader".
 
     Raises
@@ -79,6 +85,6 @@ def required_data(method: str) -> list[str]:
     ValueError
         If there is no such method.
     """
-    if method not in METHODS:
-        raise ValueError(f"method {method!r} is none of {list(METHODS)}.")
-    return [field.name for field in fields(METHODS[method]) if field.default is MISSING]
+    if method not in methods:
+        raise ValueError(f"method {method!r} is none of {list(methods)}.")
+    return [field.name for field in fields(methods[method]) if field.default is MISSING]

@@ -97,12 +97,12 @@ raise
 def test_parameters_are_those_that_public_docstrings_describe():
     (found,) = described(ast.parse(DOCUMENTED), 3)
     summary = "Scale all entries of an array."
-    assert found == Parameter("(N", "The entries that are scaled by library.", summary, 3)
+    assert found == Parameter("a", "(N", "The entries that are scaled by library.", summary, 3)
 
 
 def test_wrong_pairs_are_of_one_file_and_not_true_of_another_function():
     parameters = [
-        Parameter("int", f"Description {description}.", f"Summary {summary}.", file)
+        Parameter("n", "int", f"Description {description}.", f"Summary {summary}.", file)
         for description, summary, file in (
             *((0, "a", 0), (0, "b", 0), (1, "a", 0), (2, "c", 0), (3, "d", 1), (4, "d", 1)),
             *((number, number % 3, 2) for number in range(10, 40)),
@@ -124,7 +124,7 @@ def test_wrong_pairs_are_of_one_file_and_not_true_of_another_function():
 def test_a_description_of_two_types_is_left_out(monkeypatch):
     kinds = ("array", "bool", "int", "float", "str", "callable", "dict", "list")
     found = [
-        Parameter(kind, description, "", 0)
+        Parameter("x", kind, description, "", 0)
         for kind in kinds
         for description in ("Of every type.", f"Of {kind}.")
     ]
@@ -132,6 +132,6 @@ def test_a_description_of_two_types_is_left_out(monkeypatch):
     options = parsed("--quiet", train_examples=8, test_examples=8)
     with pytest.raises(ValueError, match="array has too few texts"):
         read_types(options, 0, 0)
-    found += [Parameter(kind, f"Also of {kind}.", "", 0) for kind in kinds]
+    found += [Parameter("x", kind, f"Also of {kind}.", "", 0) for kind in kinds]
     texts = [text for text, _ in read_types(options, 0, 0).train]
     assert "Of every type." not in texts

@@ -8,8 +8,8 @@ from laplace_lora_ext.curvature.statistics import Expand
 from laplace_lora_ext.curvature.streaming import StreamingUpdates
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.models.positions import Positions
-from laplace_lora_ext.passes import Rows
-from laplace_lora_ext.passes import recording as passes
+from laplace_lora_ext.passes import Rows, graph
+from laplace_lora_ext.passes.layouts import Together
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
 from tests.support.posteriors import make
 from tests.support.rows import decaying_rows
@@ -24,7 +24,8 @@ def test_positions_without_a_gradient_change_nothing():
         sizes = (20, 3), False, 4, True, rows.device, rows.dtype
         block, updates = KroneckerBlock.zeros(*sizes), StreamingUpdates(limit=0)
         a = torch.ones(1, len(rows), 3, dtype=rows.dtype)
-        seen = Rows(0, a, rows[None, None], 1, Positions(1, 1, len(rows), None))
+        positions = Positions(1, 1, len(rows), None)
+        seen = Rows(0, a, rows[None, None], [(Together(), len(rows))], positions)
         Expand([block], updates).add_gradients(seen)
         return block.output_factor.to_matrix()
 
@@ -36,7 +37,7 @@ def test_positions_without_a_gradient_change_nothing():
 def test_an_input_that_projections_share_is_summed_once(monkeypatch):
     model = lora_model("bert", torch.float32)
     batches = ragged_batches()
-    monkeypatch.setattr(passes, "_ROWS", 1)
+    monkeypatch.setattr(graph, "_ROWS", 1)
     counts = []
     add_energy = LowRankFactor.add_energy
     monkeypatch.setattr(

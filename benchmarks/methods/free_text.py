@@ -1,0 +1,99 @@
+"""What predicts the tokens of texts: a trained model, and draws around it, our own and rivals'."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from benchmarks.methods.method import fit_temperature
+from benchmarks.methods.sampled import BISECTIONS, MOST_CHANGED, REACH_OF_NOISE, noise_basis
+from laplace_lora_ext import LanguageModelLaplace
+from laplace_lora_ext.text.draws import LoRAWeights, Noise, Values
+from laplace_lora_ext.text.perturbations import Perturbation, SampledWeights, drawn_logits
+
+Directions = Callable[[], Iterable[Values]]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Logits of the labelled tokens of a batch, those of the trained model and of every draw."""
+
+    la: LanguageModelLaplace
+    directions: Directions = tuple
+    way: Perturbation = SampledWeights()  # noqa: RUF009 - it is frozen
+    temperature: float = 1.0
+
+    @torch.no_grad()
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, Iterator[torch.Tensor], torch.Tensor]:
+        """Logits `(N, V)`, those of each draw, and the labels `(N,)`."""
+        f, tokens = self.la.tokens(batch)
+        weights = LoRAWeights(self.la.model, self.la.blocks)
+
+        def run(values: Values) -> torch.Tensor:
+            return weights.run(batch, values)
+
+        drawn = drawn_logits(self.way, weights.values, self.directions(), run, f)
+        return f / self.temperature, drawn, tokens
+
+
+def scaled(la: LanguageModelLaplace, validation: Iterable[Any]) -> Predictor:
+    """The model with the temperature that validation texts prefer."""
+    found = [la.tokens(batch) for batch in validation]
+    logits, tokens = (torch.cat(part) for part in zip(*found, strict=True))
+    return Predictor(la, temperature=fit_temperature(logits, tokens))
+
+
+def posterior(la: LanguageModelLaplace, draws: int, batch: Any, linearized: bool) -> Predictor:
+    """The posterior as it is now, linearised or with sampled weights."""
+    precision: Any = la.posterior_precision
+    noise = Noise(draws, 0)
+    way = la.way(batch) if linearized else SampledWeights()
+    return Predictor(la, lambda: noise.directions(precision, la.blocks), way)
+
+
+def training_free(la: LanguageModelLaplace, draws: int, texts: list[Any]) -> Predictor:
+    """TFB: the most isotropic noise that changes next to no token of training texts."""
+    weights = [block.weight.detach() for block in la.blocks]
+    bases = [
+        noise_basis(weights[place + 1]) if block.matrix == "lora_A" else None
+        for place, block in enumerate(la.blocks)
+    ]
+
+    def directions_of(sigma: float) -> Directions:
+        def directions() -> Iterator[Values]:
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(draws):
+                yield [
+                    torch.zeros_like(weight)
+                    if basis is None
+                    else sigma * basis @ torch.randn(weight.shape, generator=generator).to(weight)
+                    for weight, basis in zip(weights, bases, strict=True)
+                ]
+
+        return directions
+
+    def changed(sigma: float) -> float:
+        predictor, away, count = Predictor(la, directions_of(sigma)), 0, 0
+        for batch in texts:
+            f, drawn, _ = predictor(batch)
+            mixture = sum(logits.softmax(-1) for logits in drawn)
+            assert isinstance(mixture, torch.Tensor)
+            away += int((mixture.argmax(-1) != f.argmax(-1)).sum())
+            count += len(f)
+        return away / count
+
+    lower, upper = map(math.log, REACH_OF_NOISE)
+    for _step in range(BISECTIONS):
+        middle = (lower + upper) / 2
+        within = changed(math.exp(middle)) <= MOST_CHANGED
+        lower, upper = (middle, upper) if within else (lower, middle)
+    return Predictor(la, directions_of(math.exp(lower)))
+
+
+def token_loss(model: Any, batch: Any) -> torch.Tensor:
+    """Mean loss of a batch's labelled tokens, which alone get logits."""
+    targets = model.targets(batch)
+    return cross_entropy(model(batch), targets[targets != -100])

@@ -1,0 +1,195 @@
+"""Language models on texts: logits of the whole vocabulary wherever a token is labelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from laplace_lora_ext.likelihoods import IGNORED
+from laplace_lora_ext.models.answers import decoder_options, last_real_position, takes_positions
+from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
+from laplace_lora_ext.models.padding import LeftPadding
+from laplace_lora_ext.models.positions import Positions
+
+
+class TokensModel(LogitsModel):
+    """A language model that maps a batch of texts to the logits `(N, V)` of its labelled tokens.
+
+    Batches are those of supervised fine-tuning: mappings with `input_ids`, `attention_mask` and
+    `labels`, -100 where there is none. The logits that predict a label are those one token before
+    it, or in an encoder-decoder those at its place. The output layer runs for these alone.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        a transformers language model, bare or within a wrapper, as in `LogitsModel`
+    class_token_ids, mask_token_id : None
+        the vocabulary is the classes
+    dict_key_y : str, default="labels"
+
+    Raises
+    ------
+    ValueError
+        If the model is no language model, or `class_token_ids` are given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        class_token_ids: Sequence[int] | None = None,
+        dict_key_y: str = "labels",
+        mask_token_id: int | None = None,
+    ) -> None:
+        super().__init__(model, class_token_ids, dict_key_y, mask_token_id)
+        self._left_padding = LeftPadding(takes_positions(self.transformer))
+        if self.is_encoder_decoder:  # whose encoder can't be told positions
+            self._left_padding.passes = False
+
+    @property
+    def transformer(self) -> PreTrainedModel:
+        transformer = self._transformer[0]
+        assert transformer is not None
+        return transformer
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(self.transformer.config.is_encoder_decoder)
+
+    def forward(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
+        """Logits `(N, V)` of the labelled tokens, one text after the other, float32 or better.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `targets`.
+        """
+        labelled = self.targets(batch) != IGNORED
+        self.settle(batch)
+        counts_positions = bool(self._left_padding.passes)
+        logits = self._at(labelled, self._inputs(batch), counts_positions, **model_kwargs)
+        self.output_size = logits.shape[-1]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
+        """The batch, and the tokens `(B, T)` that the logits at each place predict."""
+        return batch, self.targets(batch)
+
+    def targets(self, batch: Any) -> torch.Tensor:
+        """Tokens `(B, T)` that the logits at each place predict, -100 where nothing is labelled.
+
+        Raises
+        ------
+        TypeError
+            If the batch is no mapping.
+        ValueError
+            If labels are missing, of another shape or type, at padding, or all -100.
+        NotImplementedError
+            If several texts are packed into a row.
+        """
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"A batch of texts is a mapping, not {type(batch).__name__}.")
+        labels = super().split(batch)[1]
+        if labels.ndim != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
+            raise ValueError(
+                f"labels must be tokens of shape (texts, positions), not {tuple(labels.shape)} of "
+                f"{labels.dtype}"
+            )
+        if not self.is_encoder_decoder:
+            real = _real_positions(labels, super()._inputs(batch))
+            labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            # Before a text's first token there may be padding, which predicts nothing.
+            labels = labels.masked_fill(~real, IGNORED)
+        if not (labels != IGNORED).any():
+            raise ValueError(f"no token is labelled: every label is {IGNORED}")
+        return labels
+
+    def labelled(self, batch: Any) -> torch.Tensor:
+        """`(B, T)` booleans: the labels that some logits predict, at their own places."""
+        predicting = self.targets(batch) != IGNORED
+        return predicting if self.is_encoder_decoder else predicting.roll(1, dims=1)
+
+    def positions(self, batch: Any, n_examples: int) -> Positions:
+        targets = self.targets(batch)
+        owners = (targets != IGNORED).nonzero()[:, 0]
+        return super().positions(batch, len(targets))._replace(owners_of_logits=owners)
+
+    def _inputs(self, batch: Any) -> Any:
+        inputs = super()._inputs(batch)
+        if self.is_encoder_decoder and "decoder_input_ids" not in inputs:
+            shifted: Any = self.transformer.prepare_decoder_input_ids_from_labels
+            inputs["decoder_input_ids"] = shifted(batch[self.dict_key_y].to(self.device))
+        return inputs
+
+    def _logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
+        """Logits `(B, V)` after each text's last token, by which left padding is judged."""
+        last = last_real_position(inputs)[:, None]
+        positions = torch.arange(inputs["input_ids"].shape[1], device=last.device)
+        return self._at(positions == last, inputs, counts_positions, **kwargs)
+
+    def _at(
+        self, places: torch.Tensor, inputs: Any, counts_positions: bool, **kwargs: Any
+    ) -> torch.Tensor:
+        """Logits `(N, V)` at the true ones of `(B, T)` places."""
+        most = int(places.sum(1).max())
+        index = places.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+        kept = places.take_along_dim(index, dim=1)
+        options = decoder_options(self.transformer, inputs, counts_positions) | kwargs
+        with self._selecting(index, places.shape) as calls:
+            logits = logits_of(self._call(inputs, **options))
+        if not calls:  # there is no output layer, or it sees something else
+            logits = logits.take_along_dim(index.to(logits.device)[..., None], dim=1)
+        return logits.flatten(0, 1) if kept.all() else logits[kept.to(logits.device)]
+
+    @contextmanager
+    def _selecting(self, index: torch.Tensor, shape: torch.Size) -> Iterator[list[torch.Size]]:
+        """Within, the output layer gets its input at `(B, K)` indices of `(B, T)` places alone.
+
+        The list has an entry for each time that it did. Not every version and model has such an
+        option, and LoRA may be in that layer, whose rows must still belong to texts.
+        """
+
+        def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+            if not args or args[0].shape[:2] != shape:
+                return None
+            calls.append(args[0].shape)
+            return args[0].take_along_dim(index.to(args[0].device)[..., None], dim=1), *args[1:]
+
+        calls: list[torch.Size] = []
+        layer = self.transformer.get_output_embeddings()
+        handle = layer.register_forward_pre_hook(select) if isinstance(layer, nn.Module) else None
+        try:
+            yield calls
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def _find_answers(
+        self, class_token_ids: Sequence[int] | None, mask_token_id: int | None
+    ) -> None:
+        transformer = self._transformer[0]
+        if class_token_ids is not None or mask_token_id is not None:
+            raise ValueError("language_modeling has the whole vocabulary, and no class_token_ids.")
+        if transformer is None or not transformer.can_generate():
+            raise ValueError("language_modeling needs a transformers model that generates text.")
+
+
+def _real_positions(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """`(B, T)` booleans, false at padding; refuses labels that are there, or not one a token."""
+    for key in ("input_ids", "attention_mask"):
+        given = inputs.get(key)
+        if given is not None and given.shape != labels.shape:
+            raise ValueError(f"labels {tuple(labels.shape)} for {key} {tuple(given.shape)}")
+    mask = inputs.get("attention_mask")
+    real = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
+    at_padding = (labels != IGNORED) & ~real
+    if at_padding.any():
+        raise ValueError(
+            f"row {int(at_padding.any(1).int().argmax())} has labels where attention_mask is 0: "
+            f"set them to {IGNORED}"
+        )
+    return real

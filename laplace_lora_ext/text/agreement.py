@@ -1,0 +1,82 @@
+"""The broadest posterior whose draws still agree with the model on the tokens of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.text.on_grid import Drawn, OnGrid, TextTunable
+from laplace_lora_ext.tuning.history import TuningHistory
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenAgreement(OnGrid):
+    """Take the broadest posterior whose draws still agree with the model on the training texts.
+
+    `laplace_lora_ext.Agreement` for tokens: a draw's distribution of each labelled token is
+    compared with the model's by their total variation distance, `½ Σ_v |p_v - p*_v|`. The prior
+    precision is the one at which its mean is `max_change`, between two points of the grid where
+    the logarithm says. Labels say which tokens count, and play no other part.
+
+    Parameters
+    ----------
+    train_loader : DataLoader or iterable
+        the data of the fit, or texts like them
+    max_change : float, default=0.1
+        between 0 and 1: the distance that is allowed on average
+    init_prior_prec, prior_structure, progress_bar, n_samples, generator, log_prior_prec_min, \
+log_prior_prec_max, grid_size, log_prior_prec_base
+        of `OnGrid`
+
+    Raises
+    ------
+    ValueError
+        If `max_change` is not between 0 and 1, or the data are empty or without labels.
+
+    Warns
+    -----
+    UserWarning
+        If no prior precision of the grid has this change; the nearest end is taken.
+    """
+
+    train_loader: Iterable[Any]
+    max_change: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.max_change < 1:
+            raise ValueError(f"max_change must be between 0 and 1, not {self.max_change}.")
+
+    def _search(self, la: TextTunable) -> TuningHistory:  # pyright: ignore[reportIncompatibleMethodOverride]
+        history = self._means(la, self.train_loader)
+        changes, points = history.objective, history.prior_precision
+        # The change falls along the grid: between the last point where it is too much and the next.
+        above = (changes > self.max_change).nonzero().flatten()
+        after = int(above[-1]) + 1 if len(above) else 0
+        if after in (0, len(changes)):
+            end = min(after, len(changes) - 1)
+            la.prior_precision = points[end]
+            warn(
+                f"No prior precision of the grid changes the tokens by {self.max_change:g} on "
+                f"average: at its end, {points[end].mean().item():.3g}, it is "
+                f"{changes[end].item():.3g}. Pass another log_prior_prec_min or log_prior_prec_max."
+            )
+            return history
+        share = (changes[after - 1] - self.max_change) / (changes[after - 1] - changes[after])
+        la.prior_precision = torch.lerp(
+            points[after - 1].double().log(), points[after].double().log(), share.to(points.device)
+        ).exp()
+        return history
+
+    def _of_batch(
+        self, f: torch.Tensor, tokens: torch.Tensor, drawn: Iterable[Drawn]
+    ) -> torch.Tensor:
+        own = f.softmax(-1)
+        result = f.new_zeros(self.grid_size, len(f))
+        for place, logits in drawn:
+            result[place] += (logits.softmax(-1) - own).abs_().sum(-1) / 2
+        return result / self.n_samples

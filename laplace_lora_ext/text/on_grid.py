@@ -1,0 +1,132 @@
+"""What ways to choose a prior precision by draws on a grid share: the same draws at each point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from laplace_lora_ext.messages import naming
+from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.text.draws import LoRAWeights, Noise
+from laplace_lora_ext.text.grid import interpolation
+from laplace_lora_ext.text.perturbations import Perturbation, drawn_logits
+from laplace_lora_ext.tuning.history import Recorder, TuningHistory
+from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+
+
+class TextTunable(Tunable, Protocol):
+    """A fitted posterior of a language model."""
+
+    H: Any
+
+    def way(self, batch: Any) -> Perturbation: ...
+
+    def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Drawn(NamedTuple):
+    """Logits `(N, V)` of a draw at one point of the grid."""
+
+    place: int
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OnGrid(TuningMethod):
+    """Draws of the linearised model, the same ones under every prior precision of a grid.
+
+    Products with the Jacobian at a few prior precisions give those at all others, see
+    `laplace_lora_ext.text.grid`.
+
+    Parameters
+    ----------
+    init_prior_prec : float or torch.Tensor
+        several numbers are a base, of which the grid gives factors; one number is not used
+    prior_structure, progress_bar
+        of `TuningMethod`
+    n_samples : int, default=10
+        draws
+    generator : torch.Generator, optional
+        of the draws
+    log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
+        the grid
+    """
+
+    n_samples: int = 10
+    generator: torch.Generator | None = None
+    log_prior_prec_min: float = -1
+    log_prior_prec_max: float = 5
+    grid_size: int = 25
+    log_prior_prec_base: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.n_samples < 1 or self.grid_size < 1:
+            raise ValueError("n_samples and grid_size must be at least 1.")
+
+    def _of_batch(
+        self, f: torch.Tensor, tokens: torch.Tensor, drawn: Iterable[Drawn]
+    ) -> torch.Tensor:
+        """`(grid_size, N)` of a batch's tokens, of the model's logits, the labels and the draws."""
+        raise NotImplementedError
+
+    def _means(self, la: TextTunable, loader: Iterable[Any]) -> TuningHistory:
+        """The mean of `_of_batch` over all tokens, at each point of the grid."""
+        base = self._start(la) if self._is_base else torch.ones(1, dtype=torch.float64)
+        grid = self._grid()
+        points = (grid[:, None] * base.cpu()).to(la._device)
+        found = interpolation(grid, relative_eigenvalues(la, base.to(la._device)))
+        at_nodes = (found.nodes[:, None] * base.cpu()).to(la.H.deltas)
+        precisions = [la.H * la._H_factor.detach() + deltas for deltas in at_nodes]
+        noise = Noise.seeded(self.n_samples, self.generator)
+        sums, n_tokens = torch.zeros(len(grid), dtype=torch.float64), 0
+        for name, batch in named_batches(loader, "[Grid of priors]", self.progress_bar):
+            with naming(name), la.model.prepared(), torch.no_grad():
+                f, tokens = la.tokens(batch)
+                drawn = _drawn(la, batch, f, noise, precisions, found.coefficients)
+                sums += self._of_batch(f, tokens, drawn).double().sum(1).cpu()
+                n_tokens += len(tokens)
+        if not n_tokens:
+            raise ValueError("The loader has no data.")
+        recorder = Recorder()
+        for index, (mean, point) in enumerate(zip(sums / n_tokens, points, strict=True)):
+            recorder.add(index, mean.item(), point)
+        return recorder.history()
+
+    def _grid(self) -> torch.Tensor:
+        low, high = self.log_prior_prec_min, self.log_prior_prec_max
+        base, size = self.log_prior_prec_base, self.grid_size
+        return torch.logspace(low, high, size, base=base, dtype=torch.float64)
+
+
+def _drawn(
+    la: TextTunable,
+    batch: Any,
+    f: torch.Tensor,
+    noise: Noise,
+    precisions: list[Any],
+    coefficients: torch.Tensor,
+) -> Iterator[Drawn]:
+    """Each draw at each point of the grid, from products at the nodes."""
+    weights = LoRAWeights(la.model, la.blocks)
+    way, run = la.way(batch), partial(weights.run, batch)
+    for index in range(noise.n_samples):
+        directions = (noise.direction(index, precision, la.blocks) for precision in precisions)
+        zero = torch.zeros_like(f)
+        products = list(drawn_logits(way, weights.values, directions, run, zero))
+        for place, row in enumerate(coefficients.tolist()):
+            logits = f.clone()
+            for coefficient, product in zip(row, products, strict=True):
+                logits.add_(product, alpha=coefficient)
+            yield Drawn(place, logits)
+
+
+def relative_eigenvalues(la: TextTunable, base: torch.Tensor) -> torch.Tensor:
+    """Eigenvalues of the curvature, each divided by the base of its block."""
+    spectrum, by_block = la.H.spectrum, base.expand(len(la.H))
+    leading = spectrum.leading / by_block[spectrum.leading_block]
+    remaining = spectrum.remaining / by_block[spectrum.remaining_block]
+    return la._H_factor.detach() * torch.cat([leading, remaining])

@@ -1,0 +1,127 @@
+"""What a draw makes of a model's logits: passes with other weights, and how they are combined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+
+from laplace_lora_ext.text.draws import Values
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A draw of the posterior, ready for passes.
+
+    Attributes
+    ----------
+    weights : list of Values
+        those of each pass that the draw takes
+    combine : callable
+        from the trained model's logits and those of the passes to the draw's logits
+    """
+
+    weights: list[Values]
+    combine: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+
+
+class Perturbation(Protocol):
+    """Makes a `Draw` of the trained weights and a direction δ, to be used within `passes()`."""
+
+    def passes(self) -> AbstractContextManager[None]: ...
+
+    def draw(self, values: Values, direction: Values) -> Draw: ...
+
+
+@dataclass(frozen=True)
+class CentralDifference:
+    """The linearised model's logits `f + Jδ`, with Jδ from two passes: any kernel will do.
+
+    Parameters
+    ----------
+    step : float
+        length of the step to either side, as a share of the length of all LoRA weights
+    """
+
+    step: float
+
+    def passes(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def draw(self, values: Values, direction: Values) -> Draw:
+        h = self.step * _length(values) / _length(direction)
+        return Draw(
+            [
+                [v + sign * h * d for v, d in zip(values, direction, strict=True)]
+                for sign in (1, -1)
+            ],
+            lambda f, outputs: f + (outputs[0] - outputs[1]) / (2 * h),
+        )
+
+
+@dataclass(frozen=True)
+class ForwardMode:
+    """The linearised model's logits `f + Jδ`, with Jδ from one pass of forward-mode derivatives.
+
+    Fused attention has none, so that PyTorch's own kernel runs instead.
+    """
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        with forward_ad.dual_level(), _plain_attention():
+            yield
+
+    def draw(self, values: Values, direction: Values) -> Draw:
+        duals = [
+            forward_ad.make_dual(v, d.to(v.dtype)) for v, d in zip(values, direction, strict=True)
+        ]
+
+        def combine(f: torch.Tensor, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+            tangent = forward_ad.unpack_dual(outputs[0]).tangent
+            if tangent is None:
+                raise RuntimeError("forward-mode derivatives do not reach the logits")
+            return f + tangent
+
+        return Draw([duals], combine)
+
+
+@dataclass(frozen=True)
+class SampledWeights:
+    """The model's own logits with drawn weights, as adapters of a server have them."""
+
+    def passes(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def draw(self, values: Values, direction: Values) -> Draw:
+        drawn = [v + d.to(v.dtype) for v, d in zip(values, direction, strict=True)]
+        return Draw([drawn], lambda f, outputs: outputs[0])
+
+
+Run = Callable[[Values], torch.Tensor]
+"""Logits of a batch with other LoRA weights."""
+
+
+def drawn_logits(
+    way: Perturbation, values: Values, directions: Iterable[Values], run: Run, f: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Logits of each draw, one at a time; `f` are those of the trained model."""
+    for direction in directions:
+        with way.passes():
+            draw = way.draw(values, direction)
+            logits = draw.combine(f, [run(weights) for weights in draw.weights])
+        yield logits
+
+
+def _length(values: Values) -> float:
+    return float(sum(value.double().square().sum().cpu() for value in values) ** 0.5)
+
+
+def _plain_attention() -> AbstractContextManager[Any]:
+    attention = getattr(torch.nn, "attention", None)
+    if attention is None:  # before PyTorch 2.3
+        return torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)
+    return attention.sdpa_kernel(attention.SDPBackend.MATH)

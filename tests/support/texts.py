@@ -1,0 +1,109 @@
+"""Batches of texts as collators of supervised fine-tuning make them, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import tests.support.dense as dense
+from tests.support.models import VOCABULARY, lora_model, ragged_batches
+from tests.support.posteriors import make
+
+PROMPT = 2  # tokens of a text that no label is on
+LENGTHS = (7, 4, 5, 7, 3, 6)
+
+
+def text_batches(lengths: Sequence[int] = LENGTHS, **ragged: Any) -> list[dict[str, Any]]:
+    """`ragged_batches` with labels on all real tokens but the first two, the prompt."""
+    batches = ragged_batches(lengths, **ragged)
+    for batch in batches:
+        answer = batch["attention_mask"].cumsum(1) * batch["attention_mask"] > PROMPT
+        batch["labels"] = torch.where(answer, batch["input_ids"], -100)
+    return batches
+
+
+def fitted_text(
+    model: nn.Module | None = None,
+    batches: Sequence[Mapping[str, Any]] | None = None,
+    num_samples: int = 3,
+    rank: int = 3,
+    seed: int = 0,
+    **keywords: Any,
+):
+    """A posterior of a language model, by default of a tiny GPT-2 in float64."""
+    model = lora_model("gpt2").eval() if model is None else model
+    settings = {"num_samples": num_samples, "rank": rank}
+    la = make(model, likelihood="language_modeling", backend_kwargs=settings, **keywords)
+    torch.manual_seed(seed)
+    la.fit(text_batches() if batches is None else batches)
+    return la
+
+
+def encoder_decoder(kind: str) -> nn.Module:
+    """A tiny "t5" or "bart" with an adapter whose `lora_B` is not 0, in float64."""
+    torch.manual_seed(0)
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "decoder_start_token_id": 0}
+    if kind == "t5":
+        sizes = {"d_model": 12, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+        base: nn.Module = T5ForConditionalGeneration(T5Config(eos_token_id=1, **sizes, **tokens))
+        targets = ["q", "v"]
+    else:
+        sides = ("encoder", "decoder")
+        sizes = {f"{side}_{size}": n for side in sides for size, n in
+                 (("layers", 1), ("attention_heads", 2), ("ffn_dim", 24))}  # fmt: skip
+        config = BartConfig(d_model=12, max_position_embeddings=64, **sizes, **tokens)
+        base = BartForConditionalGeneration(config)
+        targets = ["q_proj", "v_proj"]
+    config = LoraConfig(task_type="SEQ_2_SEQ_LM", r=2, target_modules=targets)
+    model = get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+def pairs_of_texts() -> dict[str, torch.Tensor]:
+    """A batch of sources and labels of other lengths, for an encoder-decoder."""
+    (source,) = ragged_batches(lengths=(5, 3, 4), padded_to=5)
+    (target,) = ragged_batches(lengths=(3, 4, 2), padded_to=4, seed=2)
+    labels = torch.where(target["attention_mask"].bool(), target["input_ids"], -100)
+    return source | {"labels": labels}
+
+
+def token_jacobians(
+    model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of every labelled token: Jacobian `(N, V, parameters)`, logits `(N, V)`, label `(N,)`.
+
+    Each text by itself, without padding.
+    """
+    rows = []
+    for batch in batches:
+        for row in range(len(batch["labels"])):
+            inputs = dense.unpadded(batch, row)
+            labels = batch["labels"][row][batch["attention_mask"][row].bool()]
+            rows.append(_of_text(model, inputs, labels))
+    J, logits, labels = (torch.cat(part) for part in zip(*rows, strict=True))
+    return J, logits, labels
+
+
+def _of_text(model, inputs, labels):
+    weights = {f"{n}.weight": layer.weight.detach() for n, layer in dense.lora_layers(model)}
+
+    def forward(weights):
+        return torch.func.functional_call(model, weights, (), dict(inputs)).logits[0]
+
+    J = torch.func.jacrev(forward)(weights)
+    J = torch.cat([part.flatten(2) for part in J.values()], dim=2)
+    places = (labels[1:] != -100).nonzero()[:, 0]
+    return J[places], forward(weights).detach()[places], labels[places + 1]

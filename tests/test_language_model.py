@@ -1,0 +1,339 @@
+"""Laplace-LoRA of language models that write: the fit, and what the class offers and refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import laplace_lora_ext
+import tests.support.dense as dense
+from laplace_lora_ext.text.draws import LoRAWeights, Noise
+from laplace_lora_ext.text.perturbations import CentralDifference, ForwardMode
+from laplace_lora_ext.text.proof import AGREEMENT
+from laplace_lora_ext.tuning.loss_search import draw_seed
+from tests.support.models import VOCABULARY, llama_with_output_layer, lora_model, plain_model
+from tests.support.posteriors import generator, make
+from tests.support.texts import (
+    encoder_decoder,
+    fitted_text,
+    pairs_of_texts,
+    text_batches,
+    token_jacobians,
+)
+
+FULL_RANK = 60
+
+
+def exact_curvature(model):
+    """`kfac_approx="gradient"` of every labelled token's exact Fisher."""
+    J, logits, _ = token_jacobians(model, text_batches())
+    return dense.gradient_curvature(model, J, dense.softmax_fisher(logits))
+
+
+def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_draws():
+    model = lora_model("gpt2").eval()
+    exact = exact_curvature(model)
+    numbers, errors = (32, 512), []
+    for number in numbers:
+        of_seeds = [
+            fitted_text(model, num_samples=number, rank=FULL_RANK, seed=seed).H.to_matrix()
+            for seed in range(4)
+        ]
+        errors.append(sum((H - exact).norm() for H in of_seeds) / len(of_seeds) / exact.norm())
+    slope = math.log(errors[-1] / errors[0]) / math.log(numbers[-1] / numbers[0])
+    assert slope == pytest.approx(-0.5, abs=0.1)
+    assert errors[-1] < 0.1
+
+
+def test_the_empirical_fisher_has_a_texts_whole_gradient():
+    model = lora_model("gpt2").eval()
+    la = make(
+        model,
+        likelihood="language_modeling",
+        backend=laplace_lora_ext.LowRankKronEF,
+        backend_kwargs={"rank": FULL_RANK},
+    )
+    la.fit(text_batches())
+    J, logits, labels = token_jacobians(model, text_batches())
+    slopes = logits.softmax(-1) - torch.nn.functional.one_hot(labels, VOCABULARY)
+    of_token = torch.einsum("nv,nvp->np", slopes, J)
+    counts = torch.cat([(b["labels"] != -100).sum(1) for b in text_batches()]).tolist()
+    of_text = torch.stack([part.sum(0) for part in of_token.split(counts)])[:, None]
+    expected = dense.gradient_curvature(model, of_text, torch.ones(len(of_text), 1, 1).double())
+    torch.testing.assert_close(la.H.to_matrix(), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens():
+    model = lora_model("gpt2").eval()
+    la = fitted_text(model)
+    _, logits, labels = token_jacobians(model, text_batches())
+    loss = cross_entropy(logits, labels, reduction="sum")
+    torch.testing.assert_close(la.loss, loss)
+    assert la.n_data == 6
+    expected = dense.evidence(la.H.to_matrix(), -loss, la.mean, torch.full_like(la.mean, 2.0))
+    torch.testing.assert_close(la.log_marginal_likelihood(torch.tensor([2.0])), expected)
+
+
+@pytest.mark.parametrize(
+    "ragged",
+    [
+        {"batch_size": 1},
+        {"batch_size": 6, "padded_to": 12},
+        {"batch_size": 4, "padding_side": "left", "padded_to": 9},
+    ],
+)
+def test_batch_size_and_padding_change_nothing(ragged):
+    model = lora_model("gpt2").eval()
+    las = []
+    for batches in (text_batches(), text_batches(**ragged)):
+        backend = laplace_lora_ext.LowRankKronEF  # draws nothing
+        settings = {"backend": backend, "backend_kwargs": {"rank": FULL_RANK}}
+        la = make(model, likelihood="language_modeling", **settings)
+        la.fit(batches)
+        las.append(la)
+    torch.testing.assert_close(las[0].H.to_matrix(), las[1].H.to_matrix(), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(las[0].loss, las[1].loss)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_encoder_decoders_are_fitted(kind):
+    model, batch = encoder_decoder(kind), pairs_of_texts()
+    la = fitted_text(model, [batch])
+    n_tokens = (batch["labels"] != -100).sum()
+    torch.testing.assert_close(la.loss, (model(**batch).loss * n_tokens).detach().to(la.loss))
+    assert torch.isfinite(la.log_marginal_likelihood())
+
+
+def test_an_adapter_in_the_output_layer_is_fitted():
+    la = fitted_text(llama_with_output_layer().eval())
+    (block,) = [i for i, b in enumerate(la.blocks) if "lm_head.lora_A" in b.name]
+    assert la.H.blocks[block].large.values.max() > 0
+
+
+def test_draws_are_seeded_by_torch():
+    first, again, other = (fitted_text(seed=seed).H.to_matrix() for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_the_evidence_chooses_a_prior_precision():
+    la = fitted_text()
+    before = la.log_marginal_likelihood()
+    la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
+    assert la.log_marginal_likelihood() > before
+
+
+def test_the_state_is_restored_and_is_that_of_no_classifier():
+    model = lora_model("gpt2").eval()
+    la = fitted_text(model)
+    settings = {"num_samples": 3, "rank": 3}
+    again = make(model, likelihood="language_modeling", backend_kwargs=settings)
+    again.load_state_dict(la.state_dict())
+    torch.testing.assert_close(again.H.to_matrix(), la.H.to_matrix())
+    classifier = make(model, class_token_ids=[1, 2, 3])
+    with pytest.raises(ValueError, match="wrong Laplace type"):
+        classifier.load_state_dict(la.state_dict())
+    assert copy.deepcopy(la).likelihood == "language_modeling"
+
+
+def test_a_posterior_on_disk_is_that_of_texts_again(tmp_path):
+    model = lora_model("gpt2").eval()
+    la = fitted_text(model, prior_precision=20.0)
+    la.save_pretrained(tmp_path)
+    again = laplace_lora_ext.from_pretrained(model, tmp_path)
+    assert type(again) is laplace_lora_ext.LanguageModelLaplace
+    batch = text_batches()[0]
+    expected, found = (one.score(batch, 2, generator()) for one in (la, again))
+    torch.testing.assert_close(found.tokens.total, expected.tokens.total)
+
+
+def test_the_same_key_of_the_factory_still_makes_classifiers():
+    la = make(lora_model("bert"))
+    assert type(la) is laplace_lora_ext.LowRankKronLoRALaplace
+    text = make(lora_model("gpt2"), likelihood="language_modeling")
+    assert type(text) is laplace_lora_ext.LanguageModelLaplace
+    own = type("Own", (laplace_lora_ext.LowRankKronLoRALaplace,), {"_key": ("own", "own")})
+    assert type(own(plain_model(), "classification")) is own
+    assert type(own.__new__(own, None, "language_modeling")) is own
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": torch.full((3, 7), -100)}, "batch 1: no token is labelled"),
+        ({"labels": torch.full((3, 7), VOCABULARY)}, "batch 1: .*set them to -100"),
+        (
+            {
+                "attention_mask": torch.ones(3, 7).long(),
+                "labels": torch.full((3, 7), VOCABULARY),
+            },
+            f"batch 1: .*tokens from 0 to {VOCABULARY - 1}",
+        ),
+    ],
+)
+def test_a_batch_that_is_wrong_is_named_and_leaves_the_fit(change, message):
+    la = fitted_text()
+    before = la.H
+    first, second = text_batches()
+    with pytest.raises(ValueError, match=message):
+        la.fit([first, second | change])
+    assert la.H is before
+
+
+def test_logits_that_are_not_finite_are_named():
+    model = lora_model("gpt2").eval()
+    la = fitted_text(model)
+    model.get_output_embeddings().weight.data[5] = torch.inf
+    with pytest.raises(ValueError, match="batch 0: non-finite"):
+        la.fit(text_batches())
+
+
+def test_what_needs_jacobians_of_the_vocabulary_is_refused():
+    la = fitted_text()
+    batch = text_batches()[0]
+    for refused in (
+        lambda: la(batch),
+        lambda: la.predictive_moments(batch),
+        lambda: la.predictive_statistics([batch]),
+        lambda: la.variance_by_layer(batch),
+        lambda: la.linearize([batch]),
+    ):
+        with pytest.raises(NotImplementedError, match=r"la\.score"):
+            refused()
+
+
+def scored(la, seed=0, n_samples=4, method="linearized", **ragged):
+    """Scores of six texts, those of each token where the labels of the unpadded texts are."""
+    found = [
+        la.score(batch, n_samples, generator(seed), method) for batch in text_batches(**ragged)
+    ]
+    return {
+        name: torch.cat([getattr(one.tokens, name)[one.labelled] for one in found])
+        for name in vars(found[0].tokens)
+    } | {"text": torch.cat([one.log_prob for one in found])}
+
+
+def test_linearised_scores_are_those_of_dense_jacobians_and_the_same_draws():
+    model = lora_model("gpt2").eval()
+    la = fitted_text(model, products=ForwardMode())
+    found = scored(la)
+    J, f, labels = token_jacobians(model, text_batches())
+    noise = Noise(4, draw_seed(generator()))
+    directions = noise.directions(la.posterior_precision, la.blocks)
+    moves = torch.stack([torch.cat([d.flatten() for d in parts]) for parts in directions])
+    p = (f + torch.einsum("nvp,sp->snv", J, moves)).softmax(-1)
+    exact = {"rtol": 1e-8, "atol": 1e-8}
+    of_label = p[:, torch.arange(len(labels)), labels]
+    torch.testing.assert_close(found["log_prob"], of_label.mean(0).log(), **exact)
+    torch.testing.assert_close(found["map_log_prob"], -cross_entropy(f, labels, reduction="none"))
+    total = -torch.xlogy(p.mean(0), p.mean(0)).sum(-1)
+    aleatoric = -torch.xlogy(p, p).sum(-1).mean(0)
+    torch.testing.assert_close(found["total"], total, **exact)
+    torch.testing.assert_close(found["aleatoric"], aleatoric, **exact)
+    torch.testing.assert_close(found["epistemic"], total - aleatoric, **exact)
+    torch.testing.assert_close(found["log_prob_sd"], of_label.log().std(0, correction=0), **exact)
+
+
+def test_a_first_batch_decides_how_products_are_computed():
+    la = fitted_text(prior_precision=100.0)
+    found = scored(la)
+    assert isinstance(la.products, CentralDifference)
+    exact = scored(fitted_text(prior_precision=100.0, products=ForwardMode()))
+    for name in found:
+        assert (found[name] - exact[name]).norm() < 2 * AGREEMENT * exact[name].norm()
+
+
+@pytest.mark.parametrize("method", ["linearized", "adapters"])
+@pytest.mark.parametrize(
+    "ragged",
+    [
+        {"batch_size": 1},
+        {"batch_size": 6, "padded_to": 12},
+        {"batch_size": 4, "padding_side": "left", "padded_to": 9},
+    ],
+)
+def test_batch_size_and_padding_change_no_score(method, ragged):
+    la = fitted_text(products=ForwardMode())
+    expected, found = scored(la, method=method), scored(la, method=method, **ragged)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-8, atol=1e-8)
+
+
+def test_scores_of_drawn_weights_are_those_of_the_hosts_samples():
+    la = fitted_text()
+    (batch,) = text_batches(batch_size=6)
+    found = la.score(batch, 3, generator(), "adapters")
+    noise = Noise(3, draw_seed(generator()))
+    weights = LoRAWeights(la.model, la.blocks)
+    probs = []
+    for index in range(3):
+        moves = noise.direction(index, la.posterior_precision, la.blocks)
+        drawn = [v + d for v, d in zip(weights.values, moves, strict=True)]
+        probs.append(weights.run(batch, drawn).softmax(-1))
+    tokens = la.tokens(batch)[1]
+    expected = torch.stack(probs).mean(0)[torch.arange(len(tokens)), tokens].log()
+    torch.testing.assert_close(found.tokens.log_prob[found.labelled], expected.detach())
+
+
+def test_scores_of_an_encoder_decoder():
+    la = fitted_text(encoder_decoder("t5"), [pairs_of_texts()])
+    found = la.score(pairs_of_texts(), 2)
+    assert torch.equal(found.labelled, pairs_of_texts()["labels"] != -100)
+    assert (found.tokens.epistemic[found.labelled] > 0).all()
+
+
+def test_scoring_leaves_the_model_as_it_was():
+    model = lora_model("gpt2")
+    la = fitted_text(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    grads = {name: p.requires_grad for name, p in model.named_parameters()}
+    model.train()
+    la.score(text_batches()[0], 2)
+    assert model.training
+    assert grads == {name: p.requires_grad for name, p in model.named_parameters()}
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_scores_work_without_gradients_and_in_inference_mode():
+    la = fitted_text()
+    expected = la.score(text_batches()[0], 2, generator())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = la.score(text_batches()[0], 2, generator())
+        assert torch.equal(found.tokens.total, expected.tokens.total)
+
+
+def test_what_can_not_be_scored_is_refused():
+    la = fitted_text()
+    batch = text_batches()[0]
+    with pytest.raises(ValueError, match="neither"):
+        la.score(batch, method="mc")
+    with pytest.raises(ValueError, match="not be negative"):
+        la.score(batch, n_samples=-1)
+    with pytest.raises(ValueError, match="no token is labelled"):
+        la.score(batch | {"labels": torch.full((3, 7), -100)})
+    la.blocks[0].weight.data += 1
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        la.score(batch)
+    with pytest.raises(AttributeError, match="not fitted"):
+        make(lora_model("gpt2"), likelihood="language_modeling").score(batch)
+
+
+def test_settings_that_do_not_fit_are_refused():
+    model = lora_model("gpt2")
+    with pytest.raises(NotImplementedError, match="gradient"):
+        make(model, likelihood="language_modeling", backend_kwargs={"kfac_approx": "expand"})
+    la = make(model, likelihood="language_modeling", backend_kwargs={"stochastic": False})
+    with pytest.raises(NotImplementedError, match="59 backward passes a token"):
+        la.fit(text_batches())
+    with pytest.raises(ValueError, match="language_modeling"):
+        make(model)
+    with pytest.raises(ValueError, match="whole vocabulary"):
+        make(model, likelihood="language_modeling", class_token_ids=[1, 2])
+    with pytest.raises(ValueError, match="'val_gd' is none of"):
+        fitted_text().optimize_prior_precision(method="val_gd", val_loader=text_batches())

@@ -1,0 +1,216 @@
+"""Generated texts, against next-token distributions of scores and the model's own `generate`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from laplace_lora_ext.text.draws import LoRAWeights, Noise
+from laplace_lora_ext.text.generation import Prompt, Settings
+from laplace_lora_ext.text.perturbations import (
+    CentralDifference,
+    ForwardMode,
+    SampledWeights,
+    drawn_logits,
+)
+from laplace_lora_ext.tuning.loss_search import draw_seed
+from tests.support.models import VOCABULARY, lora_model, ragged_batches
+from tests.support.posteriors import generator
+from tests.support.texts import encoder_decoder, fitted_text, pairs_of_texts
+
+WAYS = {"forward": ForwardMode(), "difference": CentralDifference(1e-4)}
+N_NEW = 5
+
+
+def prompts(lengths=(4, 2, 3)):
+    (batch,) = ragged_batches(lengths, padding_side="left", padded_to=4)
+    return {key: batch[key] for key in ("input_ids", "attention_mask")}
+
+
+def posterior(model=None, **keywords):
+    return fitted_text(model, prior_precision=20.0, **keywords)
+
+
+def predictive(la, way, tokens):
+    """Log-probabilities `(V,)` of the token after a text, by passes without a cache."""
+    text = {"input_ids": torch.cat([tokens, tokens[-1:]])[None]}
+    text["labels"] = torch.full_like(text["input_ids"], -100)
+    text["labels"][0, -1] = 1
+    weights = LoRAWeights(la.model, la.blocks)
+    directions = Noise(3, draw_seed(generator())).directions(la.posterior_precision, la.blocks)
+    with torch.no_grad():
+        f = la.model(text)
+        drawn = drawn_logits(way, weights.values, directions, lambda v: weights.run(text, v), f)
+        return torch.stack(list(drawn)).softmax(-1).mean(0)[0].log()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("way", ["forward", "difference", "adapters"])
+def test_every_token_is_the_most_likely_one_under_the_predictive(way, cached):
+    la = posterior(products=WAYS.get(way))
+    method = "adapters" if way == "adapters" else "linearized"
+    found = la.generate(
+        **prompts(),
+        n_samples=3,
+        generator=generator(),
+        method=method,
+        max_new_tokens=N_NEW,
+        do_sample=False,
+        use_cache=cached,
+        eos_token_id=-1,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert found.sequences.shape == (3, 4 + N_NEW)
+    for row, length in enumerate((4, 2, 3)):
+        tokens = found.sequences[row, 4 - length :]
+        for new in range(N_NEW):
+            log_p = predictive(la, WAYS.get(way, SampledWeights()), tokens[: length + new])
+            torch.testing.assert_close(
+                found.output.logits[new][row].double(), log_p, rtol=1e-5, atol=1e-5
+            )
+            assert tokens[length + new] == log_p.argmax()
+            of_token = found.scores.tokens.log_prob[row, 4 + new]
+            torch.testing.assert_close(of_token, log_p.max(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found.scores.labelled.sum(1), torch.full((3,), N_NEW))
+
+
+OPTIONS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 10},
+    "beams": {"num_beams": 3, "do_sample": False},
+    "several": {"do_sample": True, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_without_draws_texts_are_the_models_own(options):
+    model = lora_model("gpt2").eval()
+    la = posterior(model)
+    texts = []
+    for generate in (model.generate, lambda **given: la.generate(n_samples=0, **given).sequences):
+        torch.manual_seed(0)
+        texts.append(generate(**prompts(), max_new_tokens=6, pad_token_id=0, **OPTIONS[options]))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("way", ["forward", "difference", "adapters"])
+@pytest.mark.parametrize("options", ["beams", "several"])
+def test_caches_change_no_text(options, way):
+    la = posterior(products=WAYS.get(way))
+    cached_output = la.model.model(**prompts(), use_cache=True).past_key_values
+    if options == "beams" and isinstance(cached_output, tuple):
+        with pytest.raises(NotImplementedError, match="newer transformers"):
+            la.generate(**prompts(), n_samples=2, **OPTIONS[options])
+        return
+    texts = []
+    for cached in (True, False):
+        torch.manual_seed(0)
+        found = la.generate(
+            **prompts(),
+            n_samples=2,
+            generator=generator(),
+            method="adapters" if way == "adapters" else "linearized",
+            max_new_tokens=6,
+            use_cache=cached,
+            pad_token_id=0,
+            eos_token_id=-1,
+            **OPTIONS[options],
+        )
+        texts.append(found.sequences)
+    assert torch.equal(*texts)
+
+
+def test_what_transformers_own_processors_forbid_stays_forbidden():
+    la = posterior(products=ForwardMode())
+    usual = la.generate(**prompts(), n_samples=2, generator=generator(), max_new_tokens=1)
+    forbidden = usual.sequences[:, -1].tolist()
+    other = la.generate(
+        **prompts(),
+        n_samples=2,
+        generator=generator(),
+        max_new_tokens=1,
+        suppress_tokens=forbidden,
+    )
+    assert not set(other.sequences[:, -1].tolist()) & set(forbidden)
+
+
+def test_processors_see_log_probabilities_of_the_predictive():
+    class Sum(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            sums.append(scores.exp().sum(-1))
+            return scores
+
+    sums = []
+    la = posterior(products=ForwardMode())
+    la.generate(
+        **prompts(),
+        n_samples=2,
+        max_new_tokens=2,
+        eos_token_id=-1,
+        logits_processor=LogitsProcessorList([Sum()]),
+    )
+    torch.testing.assert_close(torch.stack(sums), torch.ones(2, 3), check_dtype=False)
+
+
+def test_a_text_is_scored_up_to_its_end():
+    prompt = Prompt(torch.tensor([[0, 5], [6, 7]]), torch.tensor([[0, 1], [1, 1]]))
+    sequences = torch.tensor([[0, 5, 8, 9, 9], [6, 7, 8, 3, 3]])
+    settings = Settings(1, [9], 3)
+    batch = prompt.continued(sequences, settings)
+    assert batch["labels"].tolist() == [[-100, -100, 8, 9, -100], [-100, -100, 8, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 0], [1, 1, 1, 0, 0]]
+    twice = prompt.continued(sequences.repeat_interleave(2, dim=0), settings)
+    assert twice["attention_mask"][:2].tolist() == [[0, 1, 1, 1, 0]] * 2
+
+
+def test_draws_are_seeded_and_the_model_stays_as_it_was():
+    model = lora_model("gpt2")
+    la = posterior(model)
+    model.train()
+    hooks = len(model.get_base_model()._forward_hooks)
+    runs = [
+        la.generate(**prompts(), n_samples=2, generator=generator(), max_new_tokens=3)
+        for _ in range(2)
+    ]
+    assert torch.equal(runs[0].sequences, runs[1].sequences)
+    assert torch.equal(runs[0].scores.tokens.total, runs[1].scores.tokens.total)
+    assert model.training
+    assert len(model.get_base_model()._forward_hooks) == hooks
+    assert math.isfinite(runs[0].scores.log_prob.sum())
+
+
+def test_a_mask_that_is_not_given_is_made_as_transformers_does():
+    model = lora_model("gpt2").eval()
+    la = posterior(model)
+    tokens = prompts()["input_ids"]
+    options = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": 59}
+    found = la.generate(input_ids=tokens, n_samples=0, **options)
+    assert torch.equal(found.sequences, model.generate(input_ids=tokens, **options))
+    settings = Settings.of(model.get_base_model(), options)
+    prompt = Prompt.of({"input_ids": tokens}, settings, torch.device("cpu"))
+    assert torch.equal(prompt.attention_mask, prompts()["attention_mask"])
+
+
+def test_few_tokens_of_a_prompt_are_looked_at():
+    prompt = Prompt(torch.ones(2, 100).long(), torch.ones(2, 100).long())
+    assert (prompt.as_text()["labels"] != -100).sum(1).tolist() == [8, 8]
+
+
+def test_a_prompt_of_one_token_is_continued():
+    la = posterior()
+    found = la.generate(input_ids=torch.tensor([[5]]), n_samples=2, max_new_tokens=2)
+    assert found.sequences.shape[0] == 1
+    assert (found.sequences < VOCABULARY).all()
+
+
+def test_what_can_not_be_generated_is_refused():
+    la = posterior()
+    with pytest.raises(ValueError, match="input_ids"):
+        la.generate(inputs_embeds=torch.zeros(1, 2, 12))
+    seq2seq = fitted_text(encoder_decoder("t5"), [pairs_of_texts()])
+    with pytest.raises(NotImplementedError, match="causal"):
+        seq2seq.generate(input_ids=torch.tensor([[5]]))

@@ -1,0 +1,91 @@
+"""Scores of tokens and texts, against their definitions."""
+
+import math
+
+import pytest
+import torch
+
+from laplace_lora_ext.text.scores import Scores, score
+
+LABELLED = torch.tensor([[False, True, True], [True, False, False], [False, False, False]])
+TOKENS = torch.tensor([4, 0, 2])
+
+
+def some_logits(n_draws=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(n_draws + 1, 3, 6, generator=generator).double()
+
+
+def entropy(p):
+    return -(p * p.log()).sum(-1)
+
+
+def test_scores_are_what_they_are_defined_as():
+    f, *drawn = some_logits()
+    found = score(f, drawn, TOKENS, LABELLED)
+    p = torch.stack(drawn).softmax(-1)
+    own = torch.arange(3), TOKENS
+    of_label = p[:, own[0], own[1]]
+    expected = Scores(
+        of_label.mean(0).log(),
+        f.log_softmax(-1)[own],
+        entropy(f.softmax(-1)),
+        entropy(p.mean(0)),
+        entropy(p).mean(0),
+        entropy(p.mean(0)) - entropy(p).mean(0),
+        of_label.log().std(0, correction=0),
+    )
+    for name, numbers in vars(expected).items():
+        of_tokens = getattr(found.tokens, name)
+        torch.testing.assert_close(of_tokens[LABELLED], numbers)
+        assert (of_tokens[~LABELLED] == 0).all()
+        sums = torch.stack([numbers[:2].sum(), numbers[2], torch.zeros(()).double()])
+        torch.testing.assert_close(getattr(found.sums, name), sums)
+        means = sums / torch.tensor([2, 1, 1])
+        torch.testing.assert_close(getattr(found.means, name), means)
+    whole = torch.stack([of_label[:, :2].prod(1).mean(), of_label[:, 2].mean()]).log()
+    torch.testing.assert_close(found.log_prob[:2], whole)
+    assert found.log_prob[2] == 0
+
+
+def test_without_draws_they_are_the_models_own():
+    f = some_logits()[0]
+    found = score(f, [], TOKENS, LABELLED)
+    torch.testing.assert_close(found.tokens.log_prob, found.tokens.map_log_prob)
+    torch.testing.assert_close(found.tokens.total, found.tokens.map_entropy)
+    assert not found.tokens.epistemic.any()
+    assert not found.tokens.log_prob_sd.any()
+
+
+def test_what_is_uncertain_alike_has_no_epistemic_part():
+    f = some_logits()[0]
+    found = score(f, [f, f + 1], TOKENS, LABELLED)
+    assert found.tokens.epistemic.abs().max() < 1e-12
+    assert found.sums.log_prob[0].item() == pytest.approx(found.log_prob[0].item())
+
+
+def test_a_token_that_is_impossible_adds_nothing_and_one_that_is_not_a_number_is_refused():
+    f = some_logits()[0]
+    f[:, 5] = -math.inf
+    found = score(f, [f], TOKENS, LABELLED)
+    torch.testing.assert_close(
+        found.tokens.total[LABELLED], entropy(f[:, :5].softmax(-1)).clamp_min(0)
+    )
+    f[0, 1] = math.nan
+    with pytest.raises(ValueError, match="non-finite"):
+        score(f, [f], TOKENS, LABELLED)
+
+
+def test_draws_are_taken_one_at_a_time():
+    f, *drawn = some_logits()
+    alive = 0
+
+    def one_by_one():
+        nonlocal alive
+        for logits in drawn:
+            alive += 1
+            yield logits
+            alive -= 1
+            assert alive == 0
+
+    score(f, one_by_one(), TOKENS, LABELLED)
