@@ -33,7 +33,10 @@ def write_adapter(folder: Path, kind: str) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        model_input_names=["input_ids", "attention_mask"],
     ).save_pretrained(folder)
 
 
@@ -42,9 +45,12 @@ def namespace() -> dict[str, object]:
     batches, examples = ragged_batches(), list(zip(PROMPTS, ANSWERS, strict=True))
     loaders = {f"{part}_loader": batches for part in ("train", "validation", "test")}
     texts = {f"{part}_examples": examples for part in ("train", "validation", "test")}
+    sft = [b | {"labels": b["input_ids"].where(b["attention_mask"] == 1, -100)} for b in batches]
     return {
         **loaders,
         **texts,
+        "sft_loader": sft,
+        "sft_batch": sft[0],
         "batch": batches[0],
         "prompts": PROMPTS,
         "answers": ANSWERS,
