@@ -164,8 +164,9 @@ def run_limited(
         except EOFError:
             process.join()
             reason = f"its process ended with exit code {process.exitcode}"
-            if process.exitcode == -9:
-                reason += ", as the system ends one when memory runs out"
+            # Some numerical libraries leave with 0 where they can't allocate.
+            if process.exitcode in (-9, 0):
+                reason += ", as the system or a library ends one when memory runs out"
             break
         if kind == "end":
             process.join(SECONDS_TO_LEAVE)
