@@ -195,6 +195,7 @@ class LoRALaplace(ParametricLaplace):
         kind = type(self).__name__, self.likelihood, self._dtype, self.model.class_token_ids
         return {
             "LoRA weights": fingerprint(self.blocks),
+            "base or head": ModelState.of(self.model, self.blocks).digest(),
             "settings": repr((*kind, self._settings())),
         }
 
@@ -574,8 +575,9 @@ class LoRALaplace(ParametricLaplace):
         return prediction
 
     def predict_proba(self, x: Any, link_approx: str = "mean_field") -> np.ndarray:
-        """Class probabilities `(B, C)` as scikit-learn's tools take them."""
-        return self.predict(x, link_approx, n_samples=1).probabilities.detach().cpu().numpy()
+        """Class probabilities `(B, C)` as scikit-learn takes them, the same in every call."""
+        prediction = self.predict(x, link_approx, generator=torch.Generator())
+        return prediction.probabilities.detach().cpu().numpy()
 
     @exclusive
     def lower_bound(self, x: Any, k: float = 1.0) -> torch.Tensor:
@@ -813,7 +815,7 @@ class LoRALaplace(ParametricLaplace):
             If it belongs to another class, another likelihood, another model or other settings;
             the message names what differs, and nothing is changed.
         """
-        missing = {"mean", "H", "cls_name", "settings", "model"} - state_dict.keys()
+        missing = {"mean", "H", "cls_name", "likelihood", "settings", "model"} - state_dict.keys()
         if missing:
             raise ValueError(f"The state of a posterior has {sorted(missing)}, and this has not.")
         self._check_state(state_dict)
@@ -832,8 +834,9 @@ class LoRALaplace(ParametricLaplace):
         return {"backend": self._backend_cls.__name__, **options}
 
     def _check_state(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["cls_name"] != type(self).__name__:
-            return  # the host's error says so
+        for name, value in (("cls_name", type(self).__name__), ("likelihood", self.likelihood)):
+            if state_dict[name] != value:
+                raise ValueError(f"The posterior has {name}={state_dict[name]!r}, not {value!r}.")
         fitted = ModelState.from_state_dict(state_dict["model"])
         difference = fitted.difference(ModelState.of(self.model, self.blocks))
         if difference is not None:

@@ -135,7 +135,7 @@ def test_the_state_is_restored_and_is_that_of_no_classifier():
     again.load_state_dict(la.state_dict())
     torch.testing.assert_close(again.H.to_matrix(), la.H.to_matrix())
     classifier = make(model, class_token_ids=[1, 2, 3])
-    with pytest.raises(ValueError, match="wrong Laplace type"):
+    with pytest.raises(ValueError, match="cls_name='LanguageModelLaplace', not"):
         classifier.load_state_dict(la.state_dict())
     assert copy.deepcopy(la).likelihood == "language_modeling"
 

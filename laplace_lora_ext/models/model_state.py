@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,15 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         """Names, numbers and tensors, ready for `torch.save`."""
         return vars(self) | {"weights": {name: tuple(w) for name, w in self.weights.items()}}
+
+    def digest(self) -> str:
+        """A hash of it all."""
+        rest = self.blocks, self.class_token_ids, self.mask_token_id
+        digest = hashlib.sha256(repr(rest).encode())
+        for name, weight in self.weights.items():
+            digest.update(repr((name, weight.dtype, weight.shape)).encode())
+            digest.update(weight.sample.numpy().tobytes())
+        return digest.hexdigest()
 
     def difference(self, now: ModelState) -> str | None:
         """What has changed, as a sentence without its full stop; None if nothing has."""

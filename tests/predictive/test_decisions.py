@@ -80,6 +80,16 @@ def test_probabilities_for_scikit_learn_are_an_array():
     np.testing.assert_array_equal(found, la(batch, link_approx="mean_field").numpy())
 
 
+def test_sampled_probabilities_for_scikit_learn_are_no_single_draw():
+    la, batch = fitted(), ragged_batches()[0]
+    before = torch.get_rng_state()
+    found = la.predict_proba(batch, link_approx="mc")
+    assert torch.equal(torch.get_rng_state(), before)
+    np.testing.assert_array_equal(found, la.predict_proba(batch, link_approx="mc"))
+    many = la(batch, link_approx="mc", n_samples=100_000, generator=generator())
+    np.testing.assert_allclose(found, many.numpy(), atol=0.05)
+
+
 def test_an_unknown_link_is_refused():
     with pytest.raises(ValueError, match=r"'bridge' is none of \['probit', 'mean_field', 'mc'\]"):
         fitted().predict(ragged_batches()[0], link_approx="bridge")
