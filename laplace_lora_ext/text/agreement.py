@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.processes.shards import total_size
 from laplace_lora_ext.text.on_grid import Drawn, OnGrid, TextTunable
 from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.method import check_max_examples
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,6 +30,9 @@ class TokenAgreement(OnGrid):
         the data of the fit, or texts like them
     max_change : float, default=0.1
         between 0 and 1: the distance that is allowed on average
+    max_examples : int, default=100
+        where there are more texts, every so many'th batch passes through the model, and no other:
+        each takes some 140 forward passes, 14 a draw. The history says how many texts there were
     init_prior_prec, prior_structure, progress_bar, n_samples, generator, log_prior_prec_min, \
 log_prior_prec_max, grid_size, log_prior_prec_base
         of `OnGrid`
@@ -35,7 +40,8 @@ log_prior_prec_max, grid_size, log_prior_prec_base
     Raises
     ------
     ValueError
-        If `max_change` is not between 0 and 1, or the data are empty or without labels.
+        If `max_change` is not between 0 and 1, `max_examples` is below 1, or the data are empty
+        or without labels.
 
     Warns
     -----
@@ -45,14 +51,17 @@ log_prior_prec_max, grid_size, log_prior_prec_base
 
     train_loader: Iterable[Any]
     max_change: float = 0.1
+    max_examples: int = 100
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.max_change < 1:
             raise ValueError(f"max_change must be between 0 and 1, not {self.max_change}.")
+        check_max_examples(self.max_examples)
 
     def _search(self, la: TextTunable) -> TuningHistory:  # pyright: ignore[reportIncompatibleMethodOverride]
-        history = self._means(la, self.train_loader)
+        stride = max(1, total_size(self.train_loader, la.n_data) // self.max_examples)
+        history = self._means(la, self.train_loader, stride)
         changes, points = history.objective, history.prior_precision
         # The change falls along the grid: between the last point where it is too much and the next.
         above = (changes > self.max_change).nonzero().flatten()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.processes.exchange import gathered, one_generator
 from laplace_lora_ext.text.draws import LoRAWeights, Noise
 from laplace_lora_ext.text.grid import interpolation
 from laplace_lora_ext.text.perturbations import Perturbation, drawn_logits
@@ -73,28 +75,33 @@ class OnGrid(TuningMethod):
         """`(grid_size, N)` of a batch's tokens, of the model's logits, the labels and the draws."""
         raise NotImplementedError
 
-    def _means(self, la: TextTunable, loader: Iterable[Any]) -> TuningHistory:
-        """The mean of `_of_batch` over all tokens, at each point of the grid."""
+    def _means(self, la: TextTunable, loader: Iterable[Any], stride: int = 1) -> TuningHistory:
+        """The mean of `_of_batch` over the tokens of every so many'th batch, along the grid."""
         base = self._start(la) if self._is_base else torch.ones(1, dtype=torch.float64)
         grid = self._grid()
         points = (grid[:, None] * base.cpu()).to(la._device)
         found = interpolation(grid, relative_eigenvalues(la, base.to(la._device)))
         at_nodes = (found.nodes[:, None] * base.cpu()).to(la.H.deltas)
         precisions = [la.H * la._H_factor.detach() + deltas for deltas in at_nodes]
-        noise = Noise.seeded(self.n_samples, self.generator)
-        sums, n_tokens = torch.zeros(len(grid), dtype=torch.float64), 0
-        for name, batch in named_batches(loader, "[Grid of priors]", self.progress_bar):
+        noise = Noise.seeded(self.n_samples, one_generator(self.generator))
+        sums, n_tokens, n_texts = torch.zeros(len(grid), dtype=torch.float64), 0, 0
+        batches = loader if stride == 1 else islice(loader, 0, None, stride)
+        for name, batch in named_batches(batches, "[Grid of priors]", self.progress_bar):
             with naming(name), la.model.prepared(), torch.no_grad():
                 f, tokens = la.tokens(batch)
                 drawn = _drawn(la, batch, f, noise, precisions, found.coefficients)
                 sums += self._of_batch(f, tokens, drawn).double().sum(1).cpu()
                 n_tokens += len(tokens)
+                n_texts += len(batch[la.dict_key_y])
+        of_ranks = gathered((sums, n_tokens, n_texts))
+        n_tokens = sum(n for _, n, _ in of_ranks)
         if not n_tokens:
             raise ValueError("The loader has no data.")
+        means = torch.stack([part for part, _, _ in of_ranks]).sum(0) / n_tokens
         recorder = Recorder()
-        for index, (mean, point) in enumerate(zip(sums / n_tokens, points, strict=True)):
+        for index, (mean, point) in enumerate(zip(means, points, strict=True)):
             recorder.add(index, mean.item(), point)
-        return recorder.history()
+        return recorder.history(sum(n for _, _, n in of_ranks))
 
     def _grid(self) -> torch.Tensor:
         low, high = self.log_prior_prec_min, self.log_prior_prec_max

@@ -60,3 +60,19 @@ def test_a_change_that_no_point_has_is_warned_of(max_change, end):
 def test_a_change_that_is_no_share_is_refused(max_change):
     with pytest.raises(ValueError, match="between 0 and 1"):
         TokenAgreement(train_loader=[], max_change=max_change)
+
+
+def test_of_many_texts_some_batches_choose_and_the_history_says_so():
+    la = fitted_text(products=ForwardMode())
+    batches = text_batches(batch_size=1)
+    data = {"generator": generator(), **SETTINGS}
+    some = TokenAgreement(train_loader=batches, max_examples=3, **data)(la)
+    chosen = la.prior_precision.clone()
+    alone = TokenAgreement(train_loader=batches[::2], **data | {"generator": generator()})(la)
+    assert (some.n_examples, alone.n_examples) == (3, 3)
+    assert torch.equal(chosen, la.prior_precision)
+
+
+def test_no_example_at_all_is_refused():
+    with pytest.raises(ValueError, match="max_examples must be at least 1"):
+        TokenAgreement(train_loader=[], max_examples=0)

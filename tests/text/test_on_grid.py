@@ -6,8 +6,10 @@ import torch
 from laplace_lora_ext import TokenAgreement, TokenGridSearch
 from laplace_lora_ext.text.on_grid import relative_eigenvalues
 from laplace_lora_ext.text.perturbations import ForwardMode
+from laplace_lora_ext.tuning.loss_search import draw_seed
 from tests.support.models import lora_model
 from tests.support.posteriors import generator
+from tests.support.ranks import on_ranks
 from tests.support.texts import fitted_text, text_batches
 
 GRID = {"grid_size": 5, "n_samples": 2}
@@ -56,3 +58,20 @@ def test_eigenvalues_are_relative_to_the_base_of_their_block():
         nearest = (found - exact[:, None]).abs().amin(1)
         assert (nearest < 1e-8 * exact.max() + 1e-12).all()
     assert len(found) == len(la.H.spectrum.leading) + len(la.H.spectrum.remaining)
+
+
+@pytest.mark.parametrize("method", [TokenGridSearch, TokenAgreement])
+def test_ranks_choose_by_the_texts_of_all_of_them(method):
+    la = fitted_text(products=ForwardMode())
+    key = "val_loader" if method is TokenGridSearch else "train_loader"
+    batches = text_batches(batch_size=2)
+
+    def choose(texts, draws):
+        history = method(**{key: texts}, generator=draws, **GRID)(la)
+        return history.objective, la.prior_precision, torch.tensor(history.n_examples)
+
+    # The draws of all ranks are those of a seed that the first one draws.
+    expected = choose(batches, generator(draw_seed(generator())))
+    for result in on_ranks(lambda rank: choose(batches[rank::2], generator(rank)), 2):
+        assert not isinstance(result, Exception), result
+        torch.testing.assert_close(result, expected)
