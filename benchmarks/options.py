@@ -49,8 +49,9 @@ class Run:
 class TextRun(Run):  # what is not given is the task's own choice
     task: str = option(
         "docstrings",
-        "docstrings, names, submodules, exceptions, types, belongs or choices (of installed "
-        "sources; the last for a causal language model), or one of the paper's: winogrande_s, "
+        "docstrings, names, submodules, exceptions, types, belongs, sections, verbs, comments, "
+        "defaults or choices (of installed sources; the last for a causal language model), or one "
+        "of the paper's: winogrande_s, "
         "winogrande_m, arc_easy, arc_challenge, obqa, boolq (for causal language models), mrpc, "
         "rte, cola, wic, wnli, boolq_pairs (for encoders)",
     )

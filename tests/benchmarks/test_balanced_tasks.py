@@ -7,12 +7,17 @@ import pytest
 
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.balanced import draw_balanced
+from benchmarks.tasks.comments import commented
+from benchmarks.tasks.defaults import flags
 from benchmarks.tasks.exceptions import raised
 from benchmarks.tasks.parameters import Parameter, described, pairs, read_types
+from benchmarks.tasks.sections import paragraphs
 from benchmarks.tasks.task import Example, Sizes
 from tests.benchmarks.support import parsed
 
-FILES = {"submodules": 300, "exceptions": 40, "types": 40, "belongs": 20}  # read of each library
+CLASSES = {"submodules": 12, "exceptions": 4, "types": 8, "belongs": 2}
+CLASSES |= {"sections": 6, "verbs": 10, "comments": 2, "defaults": 2}
+FILES = {"submodules": 300, "verbs": 300, "belongs": 20, "comments": 5}  # of each library; or 40
 DOCUMENTED = '''
 def scale(a, b):
     """Scale all entries of an array.
@@ -43,14 +48,36 @@ def _hidden(a):
 '''
 
 
-@pytest.mark.parametrize("name", FILES)
+SECTIONED = '''
+def arrange(matrix, key=None, *, copy=False, size=3):
+    """Arrange columns.
+
+    Parameters
+    ----------
+    matrix : ndarray
+        The matrix that all of the columns are taken from.
+    key : callable
+
+    copy : bool, default=False
+        Whether all columns are to be copied. The default is to copy none.
+
+    Notes
+    -----
+    NumPy sorts them in place, so that nothing else is held.
+
+    >>> arrange(matrix) is the same as sorting the columns of a matrix
+    """
+'''
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_sets_are_balanced_disjoint_and_reproducible(name):
     def read(seed):
         each = {"train_examples": len(classes), "test_examples": 2 * len(classes)}
-        options = parsed("--quiet", task=name, files_per_library=FILES[name], **each)
+        options = parsed("--quiet", task=name, files_per_library=FILES.get(name, 40), **each)
         return TASKS[name].read(options, seed, len(classes))
 
-    classes = {"submodules": 12, "exceptions": 4, "types": 8, "belongs": 2}[name] * "x"
+    classes = CLASSES[name] * "x"
     task = read(1)
     assert task == read(1)
     assert len(task.classes) == len(classes)
@@ -135,3 +162,30 @@ def test_a_description_of_two_types_is_left_out(monkeypatch):
     found += [Parameter("x", kind, f"Also of {kind}.", "", 0) for kind in kinds]
     texts = [text for text, _ in read_types(options, 0, 0).train]
     assert "Of every type." not in texts
+
+
+def test_paragraphs_are_of_their_section_without_the_names_of_entries():
+    assert list(paragraphs(ast.parse(SECTIONED))) == [
+        ("Parameters", "The matrix that all of the columns are taken from."),
+        ("Parameters", "Whether all columns are to be copied. The default is to copy none."),
+        ("Notes", "library sorts them in place, so that nothing else is held."),
+    ]
+
+
+def test_a_flags_description_does_not_tell_its_default():
+    assert list(flags(ast.parse(SECTIONED))) == [(False, "Whether all columns are to be copied.")]
+
+
+def test_comments_are_paired_with_the_line_below_them():
+    source = """
+# A heading that stands alone.
+
+    # Sort the columns by their norms.
+    columns = sorted(columns, key=norm)
+    # Too short.
+    columns = columns[::-1] + []
+    # The block below is indented further.
+        rows = list(columns)
+"""
+    found = ("Sort the columns by their norms.", "columns = sorted(columns, key=norm)")
+    assert list(commented(source)) == [found]
