@@ -17,15 +17,17 @@ from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
+from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.passes.checks import check_logits
 from laplace_lora_ext.text.agreement import TokenAgreement
-from laplace_lora_ext.text.draws import LoRAWeights, Noise
+from laplace_lora_ext.text.draws import Noise
 from laplace_lora_ext.text.generation import GeneratedText, Prompt, Settings, predictive
 from laplace_lora_ext.text.gridsearch import TokenGridSearch
 from laplace_lora_ext.text.perturbations import Perturbation, SampledWeights, drawn_logits
 from laplace_lora_ext.text.proof import proven
 from laplace_lora_ext.text.scores import TextScores, score
 from laplace_lora_ext.tuning import Marglik, TuningHistory, TuningMethod, build
+from laplace_lora_ext.tuning.by_name import tuned
 
 _NAME = "language_modeling"
 _METHODS: dict[str, type[TuningMethod]] = {
@@ -139,10 +141,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         ValueError
             For another method, an option that it lacks, or data that are missing or don't suit it.
         """
-        history = build(method, options, _METHODS)(self)
-        if verbose:
-            print(f"Optimized prior precision is {self.prior_precision}.")
-        return history
+        return tuned(self, build(method, options, _METHODS), verbose)
 
     # --- texts ---------------------------------------------------------------------------------
 

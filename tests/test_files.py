@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from peft import PeftModel
-from torch import nn
 
 import laplace_lora_ext
 from laplace_lora_ext.files import DESCRIPTION, TENSORS, read_posterior, write_posterior
-from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted
+from tests.support.models import lora_model
+from tests.support.posteriors import fitted
 
 
 @pytest.fixture(scope="module")
@@ -54,45 +50,6 @@ def test_what_cannot_be_saved_leaves_the_files_that_were_there(copied):
     with pytest.raises(TypeError, match="/a/0 is a set"):
         write_posterior(copied, {"a": [{1}]}, {})
     assert {path: path.read_bytes() for path in copied.iterdir()} == before
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_predictions_and_evidence_survive(structure, tmp_path):
-    model, batch = lora_model("bert"), ragged_batches()[0]
-    la = fitted(model=model, structure=structure, target_modules=["value"], temperature=0.5)
-    la.optimize_prior_precision(prior_structure="layerwise", n_steps=5)
-    model.save_pretrained(tmp_path)
-    la.save_pretrained(tmp_path)
-    read = laplace_lora_ext.from_pretrained(model, tmp_path)
-    assert type(read) is type(la)
-    torch.testing.assert_close(read.predictive_moments(batch), la.predictive_moments(batch))
-    assert torch.equal(read.log_marginal_likelihood(), la.log_marginal_likelihood())
-    summary = json.loads((tmp_path / DESCRIPTION).read_text())["summary"]
-    assert summary["evidence"] == la.log_marginal_likelihood().item()
-    read.fit(ragged_batches(), override=False)
-    assert read.n_data == 2 * la.n_data
-
-
-def test_a_model_that_is_loaded_anew_is_the_same(tmp_path):
-    """Its base comes with another head, which the adapter's own replaces."""
-    model, batch = lora_model("bert", torch.float32), ragged_batches()[0]
-    la = fitted(model=model)
-    model.save_pretrained(tmp_path / "adapter")
-    la.save_pretrained(tmp_path / "adapter")
-    torch.manual_seed(0)  # as in `lora_model`
-    again = base_model("bert")
-    nn.init.ones_(again.classifier.weight)
-    loaded = PeftModel.from_pretrained(again, tmp_path / "adapter")
-    read = laplace_lora_ext.from_pretrained(loaded, tmp_path / "adapter")
-    torch.testing.assert_close(read(batch), la(batch), rtol=1e-6, atol=1e-7)
-
-
-def test_answers_and_settings_survive(tmp_path):
-    la = fitted("gpt2", backend_kwargs={"stochastic": True, "num_samples": 2}, rank=2)
-    la.save_pretrained(tmp_path)
-    read = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
-    assert read.model.class_token_ids == CLASS_TOKEN_IDS
-    assert read.backend.settings == la.backend.settings
 
 
 def test_another_model_is_refused(folder):
@@ -144,26 +101,3 @@ def test_a_newer_format_says_so(copied, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"version 2.*reads 1: install a newer one"):
         read_posterior(copied)
-
-
-@pytest.mark.parametrize("key", ["model", "settings", "cls_name", "likelihood", "mean", "H"])
-def test_a_state_that_lacks_something_is_refused(key, tmp_path):
-    la = fitted()
-    state = {name: value for name, value in la.state_dict().items() if name != key}
-    write_posterior(tmp_path, state, {})
-    with pytest.raises(ValueError, match=f"'{key}'"):
-        laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
-
-
-def test_the_hub_gets_adapter_and_posterior(monkeypatch):
-    seen = {}
-
-    def upload(repo_id, folder_path, **kwargs):
-        seen[repo_id] = {path.name for path in Path(folder_path).iterdir()}, kwargs
-
-    monkeypatch.setattr("huggingface_hub.create_repo", lambda *args, **kwargs: None)
-    monkeypatch.setattr("huggingface_hub.upload_folder", upload)
-    fitted().push_to_hub("me/posterior", commit_message="fitted")
-    files, kwargs = seen["me/posterior"]
-    assert {DESCRIPTION, TENSORS, "adapter_config.json", "adapter_model.safetensors"} <= files
-    assert kwargs == {"commit_message": "fitted"}

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 
 import laplace_lora_ext
 import tests.support.dense as dense
-from laplace_lora_ext.text.draws import LoRAWeights, Noise
+from laplace_lora_ext.models.weights import LoRAWeights
+from laplace_lora_ext.text.draws import Noise
 from laplace_lora_ext.text.perturbations import CentralDifference, ForwardMode
 from laplace_lora_ext.text.proof import AGREEMENT
 from laplace_lora_ext.tuning.loss_search import draw_seed

@@ -23,7 +23,6 @@ from tests.support.models import (
 from tests.support.posteriors import STRUCTURES, fitted, generator, make, plain_regression
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
-LINKS = ["mc", "probit", "bridge", "bridge_norm"]
 
 
 @pytest.fixture
@@ -40,26 +39,6 @@ def test_evidence_is_differentiable_in_the_prior_precision(la):
     for shape in ((1,), (len(la.blocks),)):
         precision = torch.full(shape, 0.7, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(lambda p: la.log_marginal_likelihood(p), (precision,))
-
-
-@pytest.mark.parametrize("link_approx", LINKS)
-def test_glm_probabilities(la, batches, link_approx):
-    probs = la(batches[0], pred_type="glm", link_approx=link_approx)
-    assert probs.shape == (3, 3)
-    torch.testing.assert_close(probs.sum(1), torch.ones(3).double())
-    assert probs.min() > 0
-
-
-def test_monte_carlo_links_approach_the_integral(la, batches):
-    """Against draws from a Cholesky root of the same moments, which are not the library's."""
-    many = la(batches[0], link_approx="mc", n_samples=100_000, generator=generator())
-    few = la(batches[0], link_approx="mc", n_samples=1_000, generator=generator(1))
-    torch.testing.assert_close(many, few, rtol=0, atol=0.05)
-    f_mu, f_var = la.predictive_moments(batches[0])
-    root = torch.linalg.cholesky(f_var)
-    noise = torch.randn(100_000, 3, 3, generator=generator(2)).double()
-    expected = (f_mu + torch.einsum("bij,sbj->sbi", root, noise)).softmax(-1).mean(0)
-    torch.testing.assert_close(many, expected, rtol=0, atol=0.01)
 
 
 def test_diagonal_output_ignores_covariances(la, batches):
@@ -92,39 +71,6 @@ def test_singular_covariances_are_sampled(la):
     across = samples - (samples * direction).sum(-1, keepdim=True) * direction
     assert across.abs().max() < 1e-6
     assert samples.abs().max() > 1
-
-
-@pytest.mark.parametrize("pred_type", ["glm", "nn"])
-def test_a_generator_seeds_every_prediction(la, batches, pred_type):
-    keywords = {"pred_type": pred_type, "n_samples": 5}
-    for call in (
-        lambda g: la(batches[0], link_approx="mc", generator=g, **keywords),
-        lambda g: la.functional_samples(batches[0], generator=g, **keywords),
-        lambda g: la.predictive_samples(batches[0], generator=g, **keywords),
-    ):
-        assert torch.equal(call(generator()), call(generator()))
-        assert not torch.equal(call(generator()), call(generator(1)))
-
-
-def test_nn_predictions_are_those_of_models_with_sampled_weights(la, batches):
-    names = [n for n, _ in la.model.model.named_parameters() if "lora_" in n]
-    draws = generator()
-    expected = []
-    for _ in range(3):
-        sample = la.sample(1, draws)[0]
-        parts = sample.split([b.weight.numel() for b in la.blocks])
-        weights = {
-            name: part.reshape(block.weight.shape)
-            for name, part, block in zip(names, parts, la.blocks, strict=True)
-        }
-        inputs = {k: v for k, v in batches[0].items() if k != "labels"}
-        la.model.model.eval()
-        output = torch.func.functional_call(la.model.model, weights, (), inputs)
-        expected.append(output.logits)
-    samples = la.functional_samples(batches[0], "nn", n_samples=3, generator=generator())
-    torch.testing.assert_close(samples, torch.stack(expected))
-    probs = la(batches[0], "nn", link_approx="mc", n_samples=3, generator=generator())
-    torch.testing.assert_close(probs, torch.stack(expected).softmax(-1).mean(0))
 
 
 def test_samples_have_the_posterior_covariance(la):
@@ -170,14 +116,6 @@ def test_noise_of_a_regression_scales_the_curvature():
     sigma = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda s: la.log_marginal_likelihood(sigma_noise=s), (sigma,))
     assert la(X)[0].shape == (12, 2)
-
-
-def test_regression_in_the_weights(batches):
-    la, X = plain_regression()
-    mean, variance = la(X, "nn", link_approx="mc", n_samples=4, generator=generator())
-    samples = la.functional_samples(X, "nn", n_samples=4, generator=generator())
-    torch.testing.assert_close(mean, samples.mean(0))
-    torch.testing.assert_close(variance, samples.var(0))
 
 
 def test_temperature_and_prior_mean(batches):

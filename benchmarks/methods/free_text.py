@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 from benchmarks.methods.method import fit_temperature
 from benchmarks.methods.sampled import BISECTIONS, MOST_CHANGED, REACH_OF_NOISE, noise_basis
 from laplace_lora_ext import LanguageModelLaplace
-from laplace_lora_ext.text.draws import LoRAWeights, Noise, Values
+from laplace_lora_ext.models.weights import LoRAWeights, Values
+from laplace_lora_ext.text.draws import Noise
 from laplace_lora_ext.text.perturbations import Perturbation, SampledWeights, drawn_logits
 
 Directions = Callable[[], Iterable[Values]]

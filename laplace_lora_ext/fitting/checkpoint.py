@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 
 from laplace_lora_ext.files import with_tensors, without_tensors
+from laplace_lora_ext.fitting.identity import Identity
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.processes.exchange import count, rank
 
@@ -124,9 +125,9 @@ class Checkpoint(Keeper):
         self._path.unlink(missing_ok=True)
 
 
-def keeper_in(folder: str | Path | None, every: int, identity: Mapping[str, str]) -> Keeper:
-    """A `Checkpoint` in a folder, or where there is none, what keeps nothing."""
-    return Keeper() if folder is None else Checkpoint(folder, every, identity)
+def keeper_in(folder: str | Path | None, every: int, identity: Identity) -> Keeper:
+    """A `Checkpoint` in a folder, or without one what keeps nothing."""
+    return Keeper() if folder is None else Checkpoint(folder, every, identity.hashes())
 
 
 def _write(path: Path, content: Any) -> None:

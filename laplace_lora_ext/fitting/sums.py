@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +12,7 @@ import torch
 import tqdm
 
 from laplace_lora_ext.fitting.checkpoint import Keeper
+from laplace_lora_ext.fitting.identity import Identity
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -58,7 +59,8 @@ class Structure(Protocol):
 
     def _unpacked(self, state: Any) -> Any: ...
 
-    def _identity(self) -> Mapping[str, Any]: ...
+    @property
+    def _identity(self) -> Identity: ...
 
 
 def sums_of(
@@ -146,7 +148,7 @@ class _Report:
     """What a rank tells the others of its sums."""
 
     def __init__(self, structure: Structure, sums: Sums, expected: int | None) -> None:
-        self.identity = structure._identity()
+        self.identity = structure._identity.hashes() if count() > 1 else {}
         self.n_data, self.loss = sums.n_data, sums.loss.item()
         self.n_outputs, self.called = structure.model.output_size, sums.called
         self.expected = expected  # examples of all ranks

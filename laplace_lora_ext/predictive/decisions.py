@@ -1,12 +1,17 @@
-"""What a decision needs: class probabilities, labels, and how much of the doubt more data cures."""
+"""What decisions need: probabilities, labels, how much doubt more data would cure, and bounds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
+from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.predictive.links import own_links, shared_noise
 from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.posterior_predictive import Predictor
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 
 
@@ -56,3 +61,70 @@ class Prediction:
         return cls(
             probabilities, labels, total, aleatoric, epistemic, of_label.var(0, correction=0)
         )
+
+
+@exclusive
+def predict(
+    la: Predictor,
+    x: Any,
+    link_approx: str = "mean_field",
+    n_samples: int = 1000,
+    generator: torch.Generator | None = None,
+) -> Prediction:
+    """Class probabilities with what a decision needs beside them, by "glm".
+
+    Parameters
+    ----------
+    x : Mapping, torch.Tensor or Moments
+        as for a call
+    link_approx : {"mean_field", "probit", "mc"}
+        of the probabilities
+    n_samples : int, default=1000
+        draws of the logits, for entropies and variances
+    generator : torch.Generator, optional
+
+    Returns
+    -------
+    Prediction
+
+    Raises
+    ------
+    ValueError
+        For a likelihood without classes, or another link.
+    """
+    if la._predicted_likelihood.is_gaussian:
+        raise ValueError(f"{la.likelihood} predicts numbers: la(x) has their variance.")
+    links = own_links(n_samples, generator)
+    if link_approx not in links:
+        raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
+    moments = Moments(*la._glm_predictive_distribution(x))
+    with torch.autocast(la._device.type, enabled=False):
+        probabilities = links[link_approx](*moments).exp()
+        noise = shared_noise(moments.f_mu, n_samples, generator)
+        prediction = Prediction.of(moments, probabilities, noise)
+    la._agreement.add(prediction.probabilities, link_approx)
+    return prediction
+
+
+def predict_proba(la: Predictor, x: Any, link_approx: str = "mean_field") -> np.ndarray:
+    """Class probabilities `(B, C)` as scikit-learn takes them, the same in every call."""
+    prediction = predict(la, x, link_approx, generator=torch.Generator())
+    return prediction.probabilities.detach().cpu().numpy()
+
+
+@exclusive
+def lower_bound(la: Predictor, x: Any, k: float = 1.0) -> torch.Tensor:
+    """Mean less `k` standard deviations of each output, `(B, C)`.
+
+    For texts that a reward model knows little of: a policy that is trained on the mean seeks them
+    out.
+
+    Raises
+    ------
+    ValueError
+        For classification.
+    """
+    if not la._predicted_likelihood.is_gaussian:
+        raise ValueError("Classes have no bound: take one of rewards or of a regression.")
+    f_mu, f_var = la._glm_predictive_distribution(x)
+    return f_mu - k * f_var.diagonal(dim1=-2, dim2=-1).sqrt()

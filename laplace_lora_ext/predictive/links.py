@@ -74,6 +74,15 @@ def sampled_alike(n_samples: int, generator: torch.Generator | None) -> Link:
     return link
 
 
+def own_links(n_samples: int, generator: torch.Generator | None) -> dict[str, Link]:
+    """Links by name, but for those that only the host has."""
+    return {
+        "probit": probit,
+        "mean_field": mean_field,
+        "mc": sampled_alike(n_samples, generator),
+    }
+
+
 def shared_noise(
     f_mu: torch.Tensor, n_samples: int, generator: torch.Generator | None
 ) -> torch.Tensor:

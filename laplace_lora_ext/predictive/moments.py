@@ -32,3 +32,8 @@ class Moments(NamedTuple):
         """Consecutive examples in parts of the given sizes, or of one size."""
         pairs = zip(self.f_mu.split(sizes), self.f_var.split(sizes), strict=True)
         return (Moments(f_mu, f_var) for f_mu, f_var in pairs)
+
+
+def uncorrelated(f_var: torch.Tensor) -> torch.Tensor:
+    """Covariances `(B, C, C)` of which the variances alone are left."""
+    return torch.diag_embed(f_var.diagonal(dim1=-2, dim2=-1))

@@ -2,49 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.weights import Values, shaped
 from laplace_lora_ext.tuning.loss_search import draw_seed
-
-Values = list[torch.Tensor]
-"""One tensor a LoRA weight, in the order and of the shape of the blocks'."""
-
-
-class LoRAWeights:
-    """The LoRA weights of a module, and calls of it with others in their place.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        that holds the blocks' weights
-    blocks : sequence of Block
-
-    Attributes
-    ----------
-    values : list of torch.Tensor
-        the trained weights
-    """
-
-    def __init__(self, module: nn.Module, blocks: Sequence[Block]) -> None:
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._module = module
-        self._names = [names[id(block.weight)] for block in blocks]
-        self.values: Values = [block.weight.detach() for block in blocks]
-
-    def call(self, values: Values, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the module returns with these weights; its own stay as they are."""
-        weights = dict(zip(self._names, values, strict=True))
-        return torch.func.functional_call(self._module, weights, args, dict(kwargs))
-
-    def run(self, batch: Any, values: Values) -> Any:
-        """What the module makes of a batch with these weights."""
-        return self.call(values, (batch,), {})
 
 
 class Noise:
@@ -68,14 +33,10 @@ class Noise:
         """`P^(-1/2) z` of a draw z: from a Gaussian of mean 0 and precision P."""
         generator = torch.Generator().manual_seed(self._seed + index)
         like = precision.blocks[0].small.values
-        sizes = [block.weight.numel() for block in blocks]
-        z = torch.randn(sum(sizes), generator=generator, dtype=like.dtype).to(like.device)
+        n_params = sum(block.weight.numel() for block in blocks)
+        z = torch.randn(n_params, generator=generator, dtype=like.dtype).to(like.device)
         with torch.autocast(like.device.type, enabled=False):
-            parts = precision.bmm(z, exponent=-0.5).split(sizes)
-        return [
-            part.reshape(block.weight.shape).to(block.weight.device)
-            for part, block in zip(parts, blocks, strict=True)
-        ]
+            return shaped(precision.bmm(z, exponent=-0.5), blocks)
 
     def directions(
         self, precision: LowRankKronDecomposed, blocks: Sequence[Block]

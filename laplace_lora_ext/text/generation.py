@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.text.draws import LoRAWeights
+from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.text.perturbations import Draw
 from laplace_lora_ext.text.scores import TextScores
 

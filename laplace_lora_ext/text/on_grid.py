@@ -12,8 +12,9 @@ import torch
 
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.processes.exchange import gathered, one_generator
-from laplace_lora_ext.text.draws import LoRAWeights, Noise
+from laplace_lora_ext.text.draws import Noise
 from laplace_lora_ext.text.grid import interpolation
 from laplace_lora_ext.text.perturbations import Perturbation, drawn_logits
 from laplace_lora_ext.tuning.history import Recorder, TuningHistory

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-from laplace_lora_ext.text.draws import Values
+from laplace_lora_ext.models.weights import Values
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from laplace_lora_ext.text.draws import Values
+from laplace_lora_ext.models.weights import Values
 from laplace_lora_ext.text.perturbations import (
     CentralDifference,
     ForwardMode,

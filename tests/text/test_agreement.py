@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from laplace_lora_ext import TokenAgreement
-from laplace_lora_ext.text.draws import LoRAWeights, Noise
+from laplace_lora_ext.models.weights import LoRAWeights
+from laplace_lora_ext.text.draws import Noise
 from laplace_lora_ext.text.perturbations import ForwardMode, drawn_logits
 from laplace_lora_ext.tuning.loss_search import draw_seed
 from tests.support.posteriors import generator

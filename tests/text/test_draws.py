@@ -2,9 +2,9 @@
 
 import torch
 
-from laplace_lora_ext.text.draws import LoRAWeights, Noise
+from laplace_lora_ext.text.draws import Noise
 from tests.support.dense import power
-from tests.support.texts import fitted_text, text_batches
+from tests.support.texts import fitted_text
 
 
 def flat(direction):
@@ -29,15 +29,3 @@ def test_draws_are_the_same_whenever_asked_and_have_the_shapes_of_the_weights():
     assert [part.shape for part in once[0]] == [block.weight.shape for block in la.blocks]
     assert all(torch.equal(flat(a), flat(b)) for a, b in zip(once, again, strict=True))
     assert not torch.equal(flat(once[0]), flat(once[1]))
-
-
-def test_other_weights_take_part_in_a_call_alone():
-    la = fitted_text()
-    (batch,) = text_batches(batch_size=6)
-    weights = LoRAWeights(la.model, la.blocks)
-    with torch.no_grad():
-        before = la.model(batch)
-        moved = weights.run(batch, [2 * value for value in weights.values])
-        torch.testing.assert_close(weights.run(batch, weights.values), before)
-        assert (moved - before).abs().max() > 0.01
-        torch.testing.assert_close(la.model(batch), before)

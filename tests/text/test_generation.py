@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from laplace_lora_ext.text.draws import LoRAWeights, Noise
+from laplace_lora_ext.models.weights import LoRAWeights
+from laplace_lora_ext.text.draws import Noise
 from laplace_lora_ext.text.generation import Prompt, Settings
 from laplace_lora_ext.text.perturbations import (
     CentralDifference,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from laplace_lora_ext.text.draws import LoRAWeights, Noise
+from laplace_lora_ext.models.weights import LoRAWeights
+from laplace_lora_ext.text.draws import Noise
 from laplace_lora_ext.text.perturbations import (
     CentralDifference,
     ForwardMode,

@@ -1,0 +1,81 @@
+"""What a fit is of, so that sums are added and states loaded only where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.models.adapter_state import fingerprint
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.model_state import ModelState
+from laplace_lora_ext.models.weights import flattened
+
+_KEYS = {"mean", "H", "cls_name", "likelihood", "settings", "model"}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Class, likelihood and settings of a posterior, and the model as it is now.
+
+    Attributes
+    ----------
+    cls_name, likelihood : str
+    settings : dict
+        the curvature's backend and its options
+    model : LogitsModel
+    blocks : list of Block
+    """
+
+    cls_name: str
+    likelihood: str
+    settings: dict[str, Any]
+    model: LogitsModel
+    blocks: list[Block]
+
+    def hashes(self) -> dict[str, str]:
+        """What several runs must have in common for their sums to be added."""
+        kind = self.cls_name, self.likelihood, self.blocks[0].statistics_dtype
+        return {
+            "LoRA weights": fingerprint(self.blocks),
+            "base or head": ModelState.of(self.model, self.blocks).digest(),
+            "settings": repr((*kind, self.model.class_token_ids, self.settings)),
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of a posterior that is of something else.
+
+        Raises
+        ------
+        ValueError
+            The message names what differs.
+        """
+        missing = _KEYS - state.keys()
+        if missing:
+            raise ValueError(f"The state of a posterior has {sorted(missing)}, and this has not.")
+        for name in ("cls_name", "likelihood"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"The posterior has {name}={state[name]!r}, not {getattr(self, name)!r}."
+                )
+        fitted = ModelState.from_state_dict(state["model"])
+        difference = fitted.difference(ModelState.of(self.model, self.blocks))
+        if difference is not None:
+            raise ValueError(f"The posterior was fitted to another model. {difference}.")
+        for name, value in self.settings.items():
+            before = state["settings"].get(name)
+            if before != value:
+                raise ValueError(f"The posterior was fitted with {name}={before!r}, not {value!r}.")
+        mean, weights = state["mean"], flattened(self.blocks)
+        if mean.dtype != weights.dtype:
+            raise ValueError(
+                f"The posterior is in {mean.dtype}, and the model's LoRA weights need "
+                f"{weights.dtype}: load them in the precision of the fit."
+            )
+        if not torch.equal(mean.to(weights), weights):
+            raise ValueError(
+                "The posterior was fitted around other LoRA weights than the model has now."
+            )

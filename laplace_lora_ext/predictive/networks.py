@@ -1,0 +1,79 @@
+"""The network itself with drawn LoRA weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.placement import check_in_place
+from laplace_lora_ext.models.weights import LoRAWeights, Values, shaped
+from laplace_lora_ext.predictive.moments import Moments
+
+
+class WeightSampler(Protocol):
+    """A posterior over the weights; `LoRALaplace` is one."""
+
+    model: LogitsModel
+    blocks: list[Block]
+    enable_backprop: bool
+
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> torch.Tensor: ...
+
+    def _check_model(self) -> None: ...
+
+
+def drawn_weights(la: WeightSampler, generator: torch.Generator | None) -> Values:
+    """One draw of the LoRA weights."""
+    check_in_place([block.layer for block in la.blocks], "A draw of the weights")
+    drawn = shaped(la.sample(1, generator)[0], la.blocks)
+    return [part.to(block.weight.dtype) for part, block in zip(drawn, la.blocks, strict=True)]
+
+
+def functional_samples(
+    la: WeightSampler,
+    X: Any,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor:
+    """Logits `(S, B, C)` under draws of the weights."""
+    return torch.stack(list(_logits(la, X, n_samples, generator, model_kwargs)))
+
+
+def mean_probabilities(
+    la: WeightSampler,
+    X: Any,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor:
+    """Mean over draws of the weights of the softmax probabilities, `(B, C)`."""
+    probs = torch.zeros(())
+    for logits in _logits(la, X, n_samples, generator, model_kwargs):
+        probs = probs + logits.softmax(-1) / n_samples
+    return probs
+
+
+def _logits(
+    la: WeightSampler,
+    X: Any,
+    n_samples: int,
+    generator: torch.Generator | None,
+    model_kwargs: Mapping[str, Any],
+) -> Iterator[torch.Tensor]:
+    """Logits `(B, C)` of one draw at a time."""
+    if isinstance(X, Moments):
+        raise ValueError('Moments hold no inputs: pass these for pred_type="nn".')
+    la._check_model()
+    for _ in range(n_samples):
+        drawn = drawn_weights(la, generator)
+        weights = LoRAWeights(la.model, la.blocks)
+        with la.model.prepared(), torch.set_grad_enabled(la.enable_backprop):
+            logits = weights.call(drawn, (X,), model_kwargs)
+        yield logits

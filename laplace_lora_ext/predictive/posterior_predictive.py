@@ -1,0 +1,98 @@
+"""What a call of a posterior returns: probabilities, or mean and covariance."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from laplace.baselaplace import ParametricLaplace
+
+from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.predictive.links import own_links
+from laplace_lora_ext.predictive.map_agreement import MapAgreement
+from laplace_lora_ext.predictive.moments import uncorrelated
+from laplace_lora_ext.predictive.networks import (
+    WeightSampler,
+    functional_samples,
+    mean_probabilities,
+)
+
+
+class Predictor(WeightSampler, Protocol):
+    """A fitted posterior, as far as predictions know it; `LoRALaplace` is one."""
+
+    likelihood: Any
+    trained_likelihood: Likelihood
+    _predicted_likelihood: Likelihood
+    _agreement: MapAgreement
+
+    @property
+    def _device(self) -> torch.device: ...
+
+    def _glm_predictive_distribution(self, X: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@exclusive
+def posterior_predictive(
+    la: Predictor,
+    x: Any,
+    pred_type: str = "glm",
+    joint: bool = False,
+    link_approx: str = "probit",
+    n_samples: int = 100,
+    diagonal_output: bool = False,
+    generator: torch.Generator | None = None,
+    fitting: bool = False,
+    **model_kwargs: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Predict a batch, as the host does; `generator` seeds everything that is sampled.
+
+    Parameters
+    ----------
+    x : Mapping, torch.Tensor or Moments
+        inputs of B examples, or with "glm" their `Moments`. Labels in a mapping are ignored
+    pred_type, joint, n_samples, diagonal_output, generator
+        as for the host
+    link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}
+        the host's, and "mean_field" (Lu, Ie & Sha, 2020): it takes the covariance between
+        logits into account, as "mc" does, but draws no samples
+    fitting : bool, default=False
+        reward modeling only: probabilities of preferences instead of rewards
+    **model_kwargs
+        for the model, with `pred_type="nn"`
+
+    Returns
+    -------
+    torch.Tensor or tuple of torch.Tensor
+        probabilities `(B, C)`; for regression and rewards mean `(B, C)` and covariance
+        `(B, C, C)`
+
+    Warns
+    -----
+    UserWarning
+        With "glm", if more than 8 % of at least 100 predictions so far prefer another class
+        than the model itself.
+    """
+    likelihood = la.trained_likelihood if fitting else la._predicted_likelihood
+    if likelihood.is_gaussian and link_approx == "mean_field":
+        link_approx = "probit"  # numbers need no link, and the host must know its name
+    if pred_type == "nn" and generator is not None:
+        if not likelihood.is_gaussian:
+            return mean_probabilities(la, x, n_samples, generator, **model_kwargs)
+        samples = functional_samples(la, x, n_samples, generator, **model_kwargs)
+        return samples.mean(0), samples.var(0)
+    links = own_links(n_samples, generator)
+    if pred_type == "glm" and not likelihood.is_gaussian and link_approx in links:
+        f_mu, f_var = la._glm_predictive_distribution(x)
+        if diagonal_output and link_approx == "mc":
+            f_var = uncorrelated(f_var)
+        with torch.autocast(la._device.type, enabled=False):
+            output = links[link_approx](f_mu, f_var).exp()
+    else:
+        options = joint, link_approx, n_samples, diagonal_output, generator, fitting
+        host: Any = ParametricLaplace.__call__
+        output = host(la, x, pred_type, *options, **model_kwargs)
+    if pred_type == "glm" and isinstance(output, torch.Tensor):
+        la._agreement.add(output, link_approx)
+    return output
