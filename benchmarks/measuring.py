@@ -4,15 +4,18 @@ import ctypes
 import gc
 import statistics
 import sys
+import textwrap
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_all_start_methods, get_context
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch.utils.benchmark import timer  # waits for an accelerator
@@ -23,7 +26,6 @@ BYTES_PER_MEGABYTE = 1e6
 SECONDS_BETWEEN_SAMPLES = 0.002
 REASON_LENGTH = 200
 SHARE_OF_LIMIT = 1 / 4
-SECONDS_TO_LEAVE = 5
 KNOWN_WARNINGS = (
     "By default `link_approx`",  # every call names its link
     "The posterior is over lora_A and lora_B",  # a head stays at its MAP value everywhere
@@ -34,7 +36,7 @@ KNOWN_WARNINGS = (
 )
 
 Job = Callable[[], object]
-Send = Callable[[str, Any], None]
+Message = tuple[str, Any]  # a kind, and figures
 
 
 def set_up(options: Run) -> None:
@@ -130,8 +132,7 @@ def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | N
     """Slope of costs against sizes, both as logarithms; None if noise makes a cost negative."""
     if len(set(sizes)) < 2 or min(costs) <= 0:
         return None
-    x, y = torch.tensor([list(sizes), list(costs)], dtype=torch.float64).log().tolist()
-    return statistics.linear_regression(x, y).slope
+    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
 
 
 def reason_of(error: BaseException) -> str:
@@ -139,28 +140,32 @@ def reason_of(error: BaseException) -> str:
     message = " ".join(str(error).split())
     if not message and error.__traceback__ is not None:  # an assertion speaks through its source
         message = traceback.extract_tb(error.__traceback__)[-1].line or ""
-    if len(message) > REASON_LENGTH:
-        message = message[:REASON_LENGTH].rstrip() + "..."
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return f"{type(error).__name__}: {textwrap.shorten(message, REASON_LENGTH)}"
+
+
+def run_alone(job: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a job returns in a process of its own, whose memory is not yet touched."""
+    with ProcessPoolExecutor(1, _context(job)) as pool:
+        return pool.submit(job, *arguments).result()
 
 
 def run_limited(
-    job: Callable[..., None], arguments: tuple[Any, ...], limit: float | None = None
-) -> tuple[list[tuple[str, Any]], str | None]:
-    """Run `job(send, *arguments)` in its own process; return its messages, and why it was ended."""
-    has_server = "forkserver" in get_all_start_methods()
-    context: Any = get_context("forkserver" if has_server else "spawn")
-    if has_server:  # which imports the libraries once for all such processes
-        context.set_forkserver_preload([job.__module__])
+    job: Callable[..., Iterable[Message]], arguments: tuple[Any, ...], limit: float | None = None
+) -> tuple[list[Message], str | None]:
+    """Return what a job yields in a process of its own, and why it was ended, if it was.
+
+    The limit, in seconds, counts from the message "ready" on if there is one.
+    """
+    context = _context(job)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run_and_send, args=(job, sender, arguments), daemon=True)
+    process = context.Process(target=_send_all, args=(sender, job, arguments), daemon=True)
     process.start()
     sender.close()
-    messages: list[tuple[str, Any]] = []
+    messages: list[Message] = []
     started, reason = time.perf_counter(), f"took longer than the limit of {limit or 0:g} s"
     while receiver.poll(limit and max(0.0, started + limit - time.perf_counter())):
         try:
-            kind, content = receiver.recv()
+            message = receiver.recv()
         except EOFError:
             process.join()
             reason = f"its process ended with exit code {process.exitcode}"
@@ -168,31 +173,31 @@ def run_limited(
             if process.exitcode in (-9, 0):
                 reason += ", as the system or a library ends one when memory runs out"
             break
-        if kind == "end":
-            process.join(SECONDS_TO_LEAVE)
-            reason = content
+        if message[0] == "end":
+            reason = message[1]
             break
-        if kind == "ready":
+        if message[0] == "ready":
             started = time.perf_counter()
-        messages.append((kind, content))
+        messages.append(message)
     process.kill()
     process.join()
     return messages, reason
 
 
-def run_alone(job: Callable[..., None], *arguments: Any) -> Any:
-    """Return the one thing that `job(send, *arguments)` sends, in a process of its own."""
-    messages, reason = run_limited(job, arguments)
-    if reason is not None:
-        raise RuntimeError(reason)
-    ((_, result),) = messages
-    return result
+def _context(job: Callable[..., Any]) -> Any:
+    """Processes that share no memory with this one; the libraries are imported once for all."""
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([job.__module__])
+    return context
 
 
-def _run_and_send(job: Callable[..., None], connection: Any, arguments: tuple) -> None:
+def _send_all(connection: Any, job: Callable[..., Iterable[Message]], arguments: tuple) -> None:
     reason = None
     try:
-        job(lambda kind, content: connection.send((kind, content)), *arguments)
+        for message in job(*arguments):
+            connection.send(message)
     except Exception as error:
         reason = reason_of(error)
     connection.send(("end", reason))

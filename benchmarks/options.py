@@ -200,7 +200,9 @@ class Cost(Run):
     length: int = number(32, "tokens of a text")
     classes: int = number(4, "answers")
     rank: int = number(8, "r of the LoRA layers")
-    contestants: tuple[str, ...] = option(CONTESTANTS, "methods to run, by their keys", **MANY)
+    contestants: tuple[str, ...] = option(
+        CONTESTANTS, "methods to run, by their keys", choices=CONTESTANTS, **MANY
+    )
     repetitions: int = number(5, "calls that are timed, fewer of one that takes very long")
     limit: float = option(40.0, "seconds after which a contestant is ended", type=float)
     memory_limit: float | None = option(None, "MB to add at most; or all free", type=float)

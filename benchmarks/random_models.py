@@ -22,14 +22,18 @@ class Shape:
     hidden_size: int
     layers: int
     intermediate_size: int
-    heads: int
-    vocabulary: int
-    rank: int
-    target_modules: tuple[str, ...]
-    classes: int
-    batch_size: int
-    length: int
-    dtype: str
+    heads: int = 4
+    vocabulary: int = 1000
+    rank: int = 8
+    target_modules: tuple[str, ...] = ("q_proj", "v_proj")
+    classes: int = 4
+    batch_size: int = 4
+    length: int = 32
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.classes <= self.vocabulary:
+            raise SystemExit(f"--classes must be from 2 to {self.vocabulary}")
 
     @property
     def number_of_weights(self) -> int:

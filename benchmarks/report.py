@@ -35,28 +35,32 @@ PANELS_PER_ROW = 4
 
 Figures = dict[str, Any]
 Row = dict[str, Any]
+Lines = Mapping[str, tuple[Any, Any]]  # x and y by a line's label
 
 
 def provenance(options: Run, device: str) -> Figures:
     """Settings, machine and versions that figures were measured with."""
     settings = {key: value for key, value in asdict(options).items() if key not in NO_SETTINGS}
     installed = {each.name: each.version for each in distributions()}
-    versions = {package: installed.get(package) for package in PACKAGES.split()}
-    processor = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        lines = information.read_text(encoding="utf-8").splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        processor = next(iter(names), processor)
     on_cuda = torch.device(device).type == "cuda"
     machine: Figures = {
         "device": device,
-        "processor": processor,
+        "processor": processor(),
         "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name(device) if on_cuda else None,
+        "system": platform.system(),
+        "python": platform.python_version(),
     }
-    machine["accelerator"] = torch.cuda.get_device_name(device) if on_cuda else None
-    machine |= {"system": platform.system(), "python": platform.python_version()}
+    versions = {package: installed.get(package) for package in PACKAGES.split()}
     return {"settings": settings, "machine": machine, "versions": versions}
+
+
+def processor() -> str:
+    """The processor's name, which Python does not know on Linux."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or platform.machine())
 
 
 def hardware_of(figures: Figures) -> str:
@@ -88,13 +92,15 @@ def title_of(key: str) -> str:
 def _cell(value: Any) -> str:
     if not isinstance(value, float):
         return NOTHING if value is None else str(value)
+    if math.isnan(value):
+        return NOTHING
     return f"{value:.3f}" if 0.01 <= abs(value) < 100 or value == 0 else f"{value:.4g}"
 
 
-def write(folder: Path, name: str, figures: Figures, report: str, table_name: str = "") -> None:
-    """Write figures as JSON and a report as Markdown, and print the report."""
+def write(folder: Path, name: str, figures: Figures, *parts: str, table_name: str = "") -> None:
+    """Write figures as JSON and paragraphs and tables as Markdown, and print these."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(figures, indent=2, allow_nan=False)
+    text, report = json.dumps(figures, indent=2, allow_nan=False), "\n\n".join(parts)
     (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     (folder / f"{table_name or name}.md").write_text(report + "\n", encoding="utf-8")
     print(report)
@@ -115,6 +121,36 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
     figure.supxlabel(f"Confidence in {N_BINS} bins")
     figure.supylabel("Accuracy, share of texts")
     save(figure, path, panels[0], columns=3)
+
+
+def lines(rows: Sequence[Row], x: str, y: str, by: str = "name") -> Lines:
+    """A line for each value of `by`, of two figures of each row."""
+    found: dict[str, tuple[list[Any], list[Any]]] = {}
+    for row in rows:
+        for values, key in zip(found.setdefault(row[by], ([], [])), (x, y), strict=True):
+            values.append(row[key])
+    return found
+
+
+def draw_lines(path: Path, panels: Mapping[str, Lines], xlabel: str, scale: str = "linear") -> None:
+    """Draw lines in panels side by side, by the panels' titles; one legend explains the first's."""
+    figure = Figure(figsize=(4.2 * len(panels) + 3.2, 4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for panel, (title, lines) in zip(axes, panels.items(), strict=True):
+        for name, (x, y) in lines.items():
+            panel.plot(x, y, marker=".", label=name)
+        panel.set(title=title, xlabel=xlabel, xscale=scale, yscale=scale)
+    save(figure, path, axes[0])
+
+
+def draw_shares(shares: Mapping[str, float], path: Path) -> None:
+    """Draw what each layer or weight has of the variance of the test texts' logits."""
+    figure = Figure(figsize=(8, 0.2 * len(shares) + 1.5), layout="constrained")
+    panel = figure.subplots()
+    panel.barh(list(shares), list(shares.values()))
+    panel.set_xlabel("Share of the test logits' variance")
+    panel.invert_yaxis()
+    save(figure, path)
 
 
 def save(figure: Figure, path: Path, explained: Any = None, columns: int = 0) -> None:

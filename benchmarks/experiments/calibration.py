@@ -12,19 +12,18 @@ import torch
 from torch.utils.benchmark import timer
 
 from benchmarks import metrics
-from benchmarks.experiments.calibration_report import SPLIT, WHOLE, draw, text_of
+from benchmarks.experiments.calibration_report import ENSEMBLES, SPLIT, WHOLE, draw, text_of
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
 from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import METHODS, posterior
 from benchmarks.methods.method import Method, PointMethod, Posterior
-from benchmarks.methods.priors import Prediction, by_training, by_validation
+from benchmarks.methods.priors import NO_PRIOR, TEMPERATURE, Prediction, by_training, by_validation
 from benchmarks.models import AdaptedModel, device_of
 from benchmarks.options import Calibration
 from benchmarks.report import Figures, Row, provenance, write
 from benchmarks.training import Records
 from laplace_lora_ext.metrics import quality, reliability
 
-ENSEMBLES = ("mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon")
 POINTS = ("map", *ENSEMBLES, "temperature_scaling")
 CURVATURES = ("diag", "kron", "lowrank_kron_paper", "lowrank_kron", "mean_at_start")
 CONTESTANTS = (*POINTS, "last_layer", "first_half", *CURVATURES)
@@ -54,7 +53,7 @@ def run(options: Calibration) -> Figures:
                 "along_training": trial.measure_along_training() if options.curves else [],
             }
         # After each seed: a run of hours that is cut off has not been in vain.
-        write(options.output, "calibration", figures, text_of(figures))
+        write(options.output, "calibration", figures, *text_of(figures))
         draw(figures, options.output)
     return figures
 
@@ -86,13 +85,13 @@ class Trial:
             self._labels[name] = torch.tensor(labels)
 
     def measure(self) -> list[Row]:
-        """Figures of each method with one way of choosing and one link, after training."""
+        """Figures of each method with one prior and one link, after training."""
         train = self.pretrained.data["train"]
         order = list(range(len(train)))
         random.Random(self.seed).shuffle(order)
         held_out = max(1, round(VALIDATION_SHARE * len(order)))
-        validation = [train[place] for place in order[:held_out]]
-        rest = [train[place] for place in order[held_out:]]
+        shuffled = [train[place] for place in order]
+        validation, rest = shuffled[:held_out], shuffled[held_out:]
         rows = self._rows(self._first, train, [])
         return rows + self._rows(fine_tune(self.pretrained, rest, self.seed), rest, validation)
 
@@ -173,8 +172,8 @@ class Trial:
                 seconds["predict_seconds"] = timer() - started
                 if shifted := {name: self.loaders[name] for name in self.loaders if name != TEST}:
                     found |= members.predict(shifted)
-                chosen_by = "validation" if method.needs_validation else ""
-                yield Prediction(found, chosen_by, chosen=members.temperature), seconds
+                prior = TEMPERATURE if method.needs_validation else NO_PRIOR
+                yield Prediction(found, prior, chosen=members.temperature), seconds
         elif isinstance(method, Posterior):
             la = self._fitted(method, model, train)
             seconds = {"fit_seconds": timer() - started}
@@ -193,11 +192,16 @@ class Trial:
 
     def _row(self, prediction: Prediction, map_classes: torch.Tensor) -> Row:
         """Figures on the test texts, and on each shifted set."""
-        found, *chosen = prediction
+        found, prior = prediction.probabilities, prediction.prior
         test, labels = found[TEST], self._labels[TEST]
         row: Row = {
             "seed": self.seed,
-            **dict(zip(Prediction._fields[1:], chosen, strict=True)),
+            "prior": prior.key,
+            "chosen_by": prior.title,
+            "link": prediction.link,
+            "chosen": prediction.chosen,
+            "is_choice": prediction.is_choice,
+            "regret": prediction.regret,
             **quality(test, labels),
             "calibrated_ece": metrics.calibrated_ece(test),
             "away_from_map": (test.argmax(-1) != map_classes).double().mean().item(),

@@ -4,33 +4,54 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from benchmarks.metrics import COVERAGES
-from benchmarks.report import Figures, Row, draw_reliability, hardware_of, label, save, table
+from benchmarks.report import (
+    Figures,
+    Row,
+    draw_lines,
+    draw_reliability,
+    draw_shares,
+    hardware_of,
+    label,
+    lines,
+    table,
+)
 
 WHOLE, SPLIT = "whole training set", "80/20 split"
 IDENTITY = ["name", "protocol", "chosen_by", "link"]
 PREFERRED = "preferred"  # the link of a method that a seed's validation data prefer
-ENSEMBLES = ("map", "mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon")
 FIGURES = ["accuracy", "nll", "ece", "calibrated_ece", "brier", "away_from_map"]
 FIGURES += ["fit_seconds", "predict_seconds"]
-# The rows that diagrams show: rivals, the paper's choices, and the library's.
-DRAWN = {
-    *((WHOLE, key, "", "") for key in ENSEMBLES),
-    (WHOLE, "last_layer", "evidence, layerwise", "probit"),
-    (WHOLE, "lowrank_kron_paper", "evidence, scalar", "mc"),
-    (WHOLE, "lowrank_kron", "evidence, scalar", "mc"),
-    (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "mc"),
-    (WHOLE, "lowrank_kron", "linearized evidence, layerwise", "probit"),
-    (WHOLE, "lowrank_kron", "leave-one-out, scalar", "mean field"),
-    (WHOLE, "lowrank_kron", "agreement", "mean field"),
+ENSEMBLES = ("mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon")
+# What diagrams and overviews show of each method: protocol, method, prior and link, by their keys.
+KEYS = ["protocol", "method", "prior", "link"]
+SHOWN = (
+    *((WHOLE, key, "", "") for key in ("map", *ENSEMBLES)),
     (SPLIT, "temperature_scaling", "validation", ""),
-    (SPLIT, "lowrank_kron", "validation, factor of linearized evidence", "mean field"),
-}
+    (WHOLE, "last_layer", "linearized_loo_scalar", "mean_field"),
+    (WHOLE, "lowrank_kron_paper", "marglik_scalar", "mc"),
+    (WHOLE, "lowrank_kron", "tfb_rule", "mean_field"),
+    (WHOLE, "lowrank_kron", "marglik_scalar", "mean_field"),
+    (WHOLE, "lowrank_kron", "linearized_marglik_scalar", "mean_field"),
+    (WHOLE, "lowrank_kron", "linearized_loo_scalar", "mean_field"),
+    (WHOLE, "lowrank_kron", "linearized_loo_layerwise", "mean_field"),
+    (WHOLE, "lowrank_kron", "agreement", "mean_field"),
+    (SPLIT, "lowrank_kron", "validation_scaled", "mean_field"),
+)
 
 
-def text_of(figures: Figures) -> str:
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """The rows that diagrams and overviews show, in their order."""
+    of = {row_key: [row for row in rows if key_of(row) == row_key] for row_key in SHOWN}
+    return [row for alike in of.values() for row in alike]
+
+
+def key_of(row: Row) -> tuple[str, ...]:
+    return tuple(row[key] for key in KEYS)
+
+
+def text_of(figures: Figures) -> list[str]:
     """Everything that has been measured so far, in words and tables."""
     rows, task = figures["methods"], figures["task"]
     seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
@@ -40,7 +61,7 @@ def text_of(figures: Figures) -> str:
     for name in summary.columns.get_level_values(0).unique():
         means, deviations = (summary[name, each].map("{:.3f}".format) for each in ("mean", "std"))
         cells[name] = means + " ± " + deviations if "," in seeds else means
-    parts = [
+    return [
         f"Task {task['name']}: {figures['hyperparameters']['model']} with LoRA, {task['train']} "
         f"training texts, {task['test']} test texts, {len(task['classes'])} classes; shifted "
         f"texts: {shifted or 'none'}. Seeds: {seeds}; mean ± standard deviation of several. "
@@ -50,11 +71,10 @@ def text_of(figures: Figures) -> str:
         "largest, with the squared norm of the margin's Jacobian:",
         table(figures["jacobians_by_margin"], ["margin", "squared_norm", "accuracy"]),
     ]
-    return "\n\n".join(parts)
 
 
 def summarize(rows: Sequence[Row]) -> pd.DataFrame:
-    """Mean and deviation over the seeds of each method, choice and link, `PREFERRED` ones too."""
+    """Mean and deviation over the seeds of each method, prior and link, `PREFERRED` ones too."""
     frame = pd.DataFrame(rows)
     aurocs = {f"AUROC of {name}": name for name in rows[0]["shifted"]}
     for title, name in aurocs.items():
@@ -68,45 +88,19 @@ def summarize(rows: Sequence[Row]) -> pd.DataFrame:
 
 def draw(figures: Figures, folder: Path) -> None:
     """Draw the diagrams of the first seed."""
-
-    def drawn(rows: Sequence[Row]) -> list[Row]:
-        keys = ("protocol", "method", "chosen_by", "link")
-        return [row for row in rows if tuple(row[key] for key in keys) in DRAWN]
-
-    rows, along = figures["methods"], drawn(figures["along_training"])
-    first = drawn([row for row in rows if row["seed"] == rows[0]["seed"]])
+    rows, along = figures["methods"], shown(figures["along_training"])
+    first = shown([row for row in rows if row["seed"] == rows[0]["seed"]])
     draw_reliability(first, folder / "calibration_reliability.png")
     if first[0]["shifted"]:
-        draw_selective_accuracy(first, folder / "selective_accuracy.png")
+        accuracies = {
+            f"Accuracy on the surest of test texts and {name}": {
+                label(row): (COVERAGES, row["shifted"][name]["selective_accuracy"]) for row in first
+            }
+            for name in first[0]["shifted"]
+        }
+        draw_lines(folder / "selective_accuracy.png", accuracies, "Coverage")
     if along:
-        draw_along_training(along, folder / "along_training.png")
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    shares = pd.Series(figures["variance_by_layer"]).rename(lambda name: name.rpartition(".")[2])
-    axis = {"xlabel": "Layer", "ylabel": "Share of the test logits' variance"}
-    shares.plot.bar(ax=figure.subplots(), **axis)
-    save(figure, folder / "layers.png")
-
-
-def draw_selective_accuracy(rows: Sequence[Row], path: Path) -> None:
-    """Draw the accuracy on the most certain of test and shifted texts, one panel a shifted set."""
-    names = list(rows[0]["shifted"])
-    figure = Figure(figsize=(4.2 * len(names) + 3.2, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
-    for panel, name in zip(panels, names, strict=True):
-        for row in rows:
-            panel.plot(COVERAGES, row["shifted"][name]["selective_accuracy"], label=label(row))
-        panel.set(xlabel="Coverage of test and shifted texts", title=name)
-    panels[0].set_ylabel("Accuracy on those kept")
-    save(figure, path, panels[0])
-
-
-def draw_along_training(rows: Sequence[Row], path: Path) -> None:
-    """Draw accuracy, NLL and ECE against training steps."""
-    figure = Figure(figsize=(15, 3.8), layout="constrained")
-    panels = figure.subplots(1, 3)
-    frame = pd.DataFrame(rows).assign(label=[label(row) for row in rows])
-    for panel, key in zip(panels, ("accuracy", "nll", "ece"), strict=True):
-        for name, of_method in frame.groupby("label", sort=False):
-            panel.plot(of_method["step"], of_method[key], marker="o", label=name)
-        panel.set(xlabel="Training steps", ylabel=key)
-    save(figure, path, panels[0])
+        along = [{**row, "label": label(row)} for row in along]
+        panels = {key: lines(along, "step", key, "label") for key in ("accuracy", "nll", "ece")}
+        draw_lines(folder / "along_training.png", panels, "Training steps")
+    draw_shares(figures["variance_by_layer"], folder / "layers.png")

@@ -10,15 +10,16 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
-from benchmarks.measuring import Send, peak_memory, run_alone, set_up
+from benchmarks.measuring import peak_memory, run_alone, set_up
 from benchmarks.methods import METHODS, posterior
 from benchmarks.methods.method import PointMethod, labels_of
-from benchmarks.methods.priors import AGREEMENT, EVIDENCES, WITH_DATA, probabilities
+from benchmarks.methods.priors import BY_TRAINING, NO_PRIOR, Prior, probabilities
 from benchmarks.metrics import shift_detection
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Compare
 from benchmarks.report import (
     Figures,
+    Row,
     draw_reliability,
     hardware_of,
     label,
@@ -36,22 +37,26 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table: a method's key, what chooses its prior precision, its link, batches."""
+    """A row of the table: keys of a method, its prior and its link, and sizes of batches."""
 
     method: str
-    chosen_by: str = ""
+    prior: str = ""
     link: str = ""
     fit_batch_size: int | None = None
     prediction_batch_size: int = PREDICTION_BATCH_SIZE
 
 
-RECIPE = Line("lowrank_kron", AGREEMENT, "mean field")  # the README's example
+RECIPE = Line("lowrank_kron", "agreement", "mean_field")  # the README's example
+
+
+def prior_of(line: Line) -> Prior:
+    return BY_TRAINING.get(line.prior, NO_PRIOR)
 
 
 def lines_of(options: Compare) -> list[Line]:
     """The table's rows, from the bare model to the library's."""
-    settings = (f"evidence, {options.prior_structure}", options.link)
-    protocol = ("evidence, scalar", "mc")
+    settings = (f"marglik_{options.prior_structure}", options.link)
+    protocol = ("marglik_scalar", "mc")
     # Stock classes differentiate every logit of a batch with respect to the weights by passes over
     # the whole batch, so that a text costs the least time and memory in a batch of its own.
     # KFAC alone is fitted on whole batches, which change what it estimates.
@@ -86,7 +91,8 @@ def run(options: Compare) -> Figures:
         found = pool.map(lambda line: run_alone(measure, line, pretrained, alone), lines)
         progress, rows = tqdm(found, total=len(lines), disable=options.quiet), []
         for line, row in zip(lines, progress, strict=True):
-            of_line = {"name": METHODS[line.method].title, **asdict(line)}
+            titles = {"name": METHODS[line.method].title, "chosen_by": prior_of(line).title}
+            of_line = {**titles, **asdict(line)}
             rows.append({**of_line, "label": label(of_line), **row})
     finished = time.perf_counter()
     seconds = {"reading": read - started, "fine_tuning": trained - read}
@@ -106,14 +112,14 @@ def run(options: Compare) -> Figures:
         f"shifted texts: {shifted or 'none'}. {hardware_of(figures)}; seed {options.seed}; "
         f"{finished - started:.0f} s in all."
     )
-    report = f"{summary}\n\n{table(rows, COLUMNS.split())}"
-    write(options.output, "figures", figures, report, "table")
+    parts = (summary, table(rows, COLUMNS.split()))
+    write(options.output, "figures", figures, *parts, table_name="table")
     draw_reliability([rows[0], rows[-1]], options.output / "reliability.png")
     return figures
 
 
-def measure(send: Send, line: Line, pretrained: Pretrained, options: Compare) -> None:
-    """Fit a method to the fine-tuned model, predict, and send the row's figures."""
+def measure(line: Line, pretrained: Pretrained, options: Compare) -> Row:
+    """Fit a method to the fine-tuned model, predict, and return the row's figures."""
     set_up(options)
     model = fine_tune(pretrained, pretrained.data["train"], options.seed)
     test = pretrained.loader(TEST, line.prediction_batch_size)
@@ -129,7 +135,7 @@ def measure(send: Send, line: Line, pretrained: Pretrained, options: Compare) ->
         found = predict(test)
         predicted_at = time.perf_counter()
         found_shifted = [predict(loader) for loader in shifted]
-    figures = {
+    return {
         **quality(found, labels_of(test)),
         **(shift_detection(found, torch.cat(found_shifted)) if shifted else {}),
         "fit_seconds": fitted_at - started,
@@ -138,7 +144,6 @@ def measure(send: Send, line: Line, pretrained: Pretrained, options: Compare) ->
         "chosen": chosen,
         "reliability": reliability(found, labels_of(test)),
     }
-    send("row", figures)
 
 
 def fitted(
@@ -154,10 +159,11 @@ def fitted(
     train = pretrained.loader("train", line.fit_batch_size)
     la = posterior(line.method).build(model)
     la.fit(train)
-    data = {"train_loader": train} if line.chosen_by in WITH_DATA else {}
-    la.optimize_prior_precision(**(EVIDENCES | WITH_DATA)[line.chosen_by], **data)
+    prior = prior_of(line)
+    assert prior.choose is not None
+    prior_precision = prior.choose(la, train if prior.reads else None)
 
     def predict(batches: Any) -> torch.Tensor:
         return torch.cat([probabilities(la, batch, line.link, samples) for batch in batches])
 
-    return predict, {"prior_precision": la.prior_precision.tolist()}
+    return predict, {"prior_precision": prior_precision.tolist()}

@@ -2,19 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
-from matplotlib.figure import Figure
+from benchmarks.report import NOTHING, Figures, Row, draw_lines, hardware_of, lines, table
 
-from benchmarks.report import NOTHING, Figures, Row, hardware_of, save, table
-
-NUMBERS = ["median", "batches", "peak_megabytes"]
-HEADLINE = "predict 8"  # the prediction that is drawn, where it has been measured
+HEADLINE = "predict 8"  # the prediction that is drawn
 
 
-def text_of(figures: Figures) -> str:
-    """Put all figures into words and tables."""
+def text_of(figures: Figures) -> list[str]:
+    """All figures in words and tables."""
     settings = figures["settings"]
     repetitions = settings["repetitions"]
     parts = [
@@ -42,12 +37,7 @@ def text_of(figures: Figures) -> str:
         f"- {row['name']} ({row['hidden_size']}, {row['dtype']}), {row['what']}: {row['reason']}"
         for row in figures["failures"]
     ]
-    parts += ["\n".join(failures)] if failures else []
-    parts.append(
-        "Growth: exponents of least squares in logarithms. What a fit adds to the bare loop, for "
-        "a batch and a layer; then the library's own part alone, and its stock counterpart."
-    )
-    series = [
+    growth = [
         {
             **row,
             "sizes": " ".join(map(str, row["sizes"])) or NOTHING,
@@ -55,34 +45,13 @@ def text_of(figures: Figures) -> str:
         }
         for row in figures["growth"]
     ]
-    return "\n\n".join([*parts, table(series, ["name", "against", "sizes", "seconds", "exponent"])])
-
-
-def draw_costs(measured: Sequence[Row], path: Path) -> None:
-    """Draw times and memory against the hidden size, a line a method, for the first dtype."""
-    frame: Any = pd.DataFrame(measured, columns=["name", "hidden_size", "dtype", "phase", *NUMBERS])
-    frame = frame[frame["dtype"] == frame["dtype"].get(0)].sort_values("hidden_size", kind="stable")
-    predicted = frame.loc[frame["phase"] != "fit", "phase"]
-    headline = HEADLINE if HEADLINE in set(predicted) else predicted.min()
-    drawn = frame[frame["phase"].isin(["fit", headline])]
-    drawn = drawn.assign(seconds=drawn["median"] / drawn["batches"])
-    peaks = drawn.groupby(["name", "hidden_size"], sort=False)["peak_megabytes"].max()
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
-    panels = figure.subplots(1, 3)
-    for panel, title, values in (
-        (panels[0], "Fit, seconds a batch", drawn[drawn["phase"] == "fit"]),
-        (panels[1], f"{headline}, seconds", drawn[drawn["phase"] == headline]),
-        (panels[2], "Peak memory of both over model and data, MB", peaks.reset_index()),
-    ):
-        for name, of_method in values.groupby("name", sort=False):
-            panel.plot(of_method["hidden_size"], of_method.iloc[:, -1], "o-", label=name)
-        panel.set(title=title, xlabel="Hidden size (random weights)")
-        if len(values):
-            panel.set_xscale("log", base=2)
-            panel.set_yscale("log")
-            panel.set_xticks(values["hidden_size"].unique())
-            panel.xaxis.set_major_formatter("{x:.0f}")
-    save(figure, path, panels[0], columns=4)
+    return [
+        *parts,
+        *(["\n".join(failures)] if failures else []),
+        "Growth: exponents of least squares in logarithms. What a fit adds to the bare loop, for "
+        "a batch and a layer; then the library's own part alone, and its stock counterpart.",
+        table(growth, ["name", "against", "sizes", "seconds", "exponent"]),
+    ]
 
 
 def _spread(row: Row, repetitions: int) -> str:
@@ -92,3 +61,21 @@ def _spread(row: Row, repetitions: int) -> str:
     if row["repetitions"] != repetitions:
         text += f"; of {row['repetitions']}"
     return text + (")" if row["warmed_up"] else ", not warmed up)")
+
+
+def draw(measured: Sequence[Row], path: Path) -> None:
+    """Draw times and memory against the hidden size, a line a method, for the first dtype."""
+    first = [
+        {**row, "seconds": row["median"] / row["batches"]}
+        for row in measured
+        if row["dtype"] == measured[0]["dtype"]
+    ]
+    panels = {
+        f"{phase}, {unit}": lines([row for row in first if row["phase"] == phase], *axes)
+        for unit, axes in (
+            ("seconds a batch", ("hidden_size", "seconds")),
+            ("MB over model and data", ("hidden_size", "peak_megabytes")),
+        )
+        for phase in ("fit", HEADLINE)
+    }
+    draw_lines(path, panels, "Hidden size (random weights)", "log")

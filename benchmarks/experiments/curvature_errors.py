@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from laplace.utils.matrix import KronDecomposed
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-BYTES_OF_A_NUMBER = 4
+KILOBYTES_OF_A_NUMBER = 0.004
 LOG_PRECISION_BOUNDS = (math.log(1e-6), math.log(1e6))
 
 
@@ -40,6 +40,13 @@ class DenseCurvature:
         parts = Js.split(list(sizes), dim=-1)
         return cls([J.flatten(0, 1).mT @ (fisher @ J).flatten(0, 1) for J in parts])
 
+    @classmethod
+    def of_fit(cls, H: Any, sizes: Sequence[int]) -> "DenseCurvature":
+        """A fitted curvature, diagonal or of Kronecker factors, in blocks of the given sizes."""
+        dense = torch.diag(H) if isinstance(H, Tensor) else H.to_matrix()
+        rows = dense.split(list(sizes))
+        return cls([row.split(list(sizes), dim=1)[place] for place, row in enumerate(rows)])
+
     def covariance(self, Js: Tensor, prior_precision: float) -> Tensor:
         """Covariance `(N, C, C)` of the linearised logits, `J (H + λ I)⁻¹ Jᵀ`."""
         total = torch.zeros(())
@@ -52,13 +59,7 @@ class DenseCurvature:
 
     def log_det(self, prior_precision: float) -> float:
         """Log-determinant of `H + λ I`, in nats."""
-        roots = self._roots(prior_precision)
-        return sum(2 * root.diagonal().log().sum().item() for root in roots)
-
-    def facts(self, Js: Tensor, λ: float) -> "PosteriorFacts":
-        """What it says at the prior precision that its evidence chooses."""
-        kept = sum(block.numel() for block in self.blocks)
-        return PosteriorFacts(self.blocks, self.covariance(Js, λ), self.log_det(λ), kept, λ)
+        return sum(2 * root.diagonal().log().sum().item() for root in self._roots(prior_precision))
 
     def _roots(self, prior_precision: float) -> Iterable[Tensor]:
         """Cholesky factors of the blocks of `H + λ I`, one at a time."""
@@ -80,46 +81,23 @@ def evidence_prior_precision(curvature: DenseCurvature, weights: Tensor) -> floa
     return math.exp(found.x)
 
 
-class PosteriorFacts(NamedTuple):
-    """What a curvature H says at a prior precision λ."""
-
-    blocks: Sequence[Tensor]  # (p, p), one for each LoRA weight
-    covariance: Tensor  # (N, C, C), of the linearised logits of the test texts
-    log_det: float  # of H + λ I, in nats
-    numbers_kept: int  # after a fit, the weights themselves aside
-    own_prior_precision: float  # that its own evidence would choose
-
-
-def approximate_posterior(
-    la: Any, sizes: Sequence[int], Js: Tensor, prior_precision: float
-) -> PosteriorFacts:
-    """Facts of a fitted approximation, for sizes of the weights and the test texts' Jacobians."""
-    la.optimize_prior_precision(method="marglik")
-    own = la.prior_precision.item()
-    la.prior_precision = prior_precision
-    dense = torch.diag(la.H) if isinstance(la.H, Tensor) else la.H.to_matrix()
-    rows = dense.split(list(sizes))
-    blocks = [row.split(list(sizes), dim=1)[place] for place, row in enumerate(rows)]
-    log_det = la.log_det_posterior_precision.item()
-    return PosteriorFacts(blocks, la.functional_variance(Js), log_det, numbers_kept(la.H), own)
-
-
-def numbers_kept(H: Any) -> int:
-    """Count the numbers in the tensors of a fitted curvature: diagonal, the host's, or low-rank."""
+def kilobytes_kept(H: Any) -> float:
+    """Memory, in float32, of a fitted curvature: diagonal, the host's factors, or low-rank ones."""
     if isinstance(H, Tensor):
-        return H.numel()
-    if isinstance(H, KronDecomposed):
+        factors: list[Any] = [[H]]
+    elif isinstance(H, KronDecomposed):
         factors = [*H.eigenvectors, *H.eigenvalues]
     else:
         factors = [factor for block in H.blocks for factor in (block.small, block.large)]
-    return sum(tensor.numel() for factor in factors for tensor in factor)
+    return KILOBYTES_OF_A_NUMBER * sum(part.numel() for factor in factors for part in factor)
 
 
 def errors(
-    found: PosteriorFacts, exact: PosteriorFacts, full_covariance: Tensor, λ: float
+    found: DenseCurvature, exact: DenseCurvature, full: Tensor, Js: Tensor, λ: float
 ) -> dict[str, float]:
-    """Measure how far a posterior is from the exact ones, in units of their figures.
+    """Measure how far a posterior is from the exact one, in units of the exact one's figures.
 
+    `full` is the covariance `(N, C, C)` by the full matrix, `Js` the Jacobians of the same texts.
     The log-determinant's error is in nats per weight, and in units of `log det(I + H / λ)`.
     """
 
@@ -131,15 +109,15 @@ def errors(
         return sum(matrix.trace().item() for matrix in matrices)
 
     weights = sum(len(block) for block in exact.blocks)
-    difference = abs(found.log_det - exact.log_det)
+    covariance, exact_covariance = (each.covariance(Js, λ) for each in (found, exact))
+    log_det = exact.log_det(λ)
+    difference = abs(found.log_det(λ) - log_det)
     return {
         "block_error": distance(found.blocks, exact.blocks),
-        "covariance_error": distance([found.covariance], [exact.covariance]),
-        "full_covariance_error": distance([found.covariance], [full_covariance]),
+        "covariance_error": distance([covariance], [exact_covariance]),
+        "full_covariance_error": distance([covariance], [full]),
         "log_det_error": difference / weights,
-        "log_det_relative_error": difference / (exact.log_det - weights * math.log(λ)),
+        "log_det_relative_error": difference / (log_det - weights * math.log(λ)),
         "trace_ratio": trace(found.blocks) / trace(exact.blocks),
-        "covariance_trace_ratio": trace(found.covariance) / trace(exact.covariance),
-        "own_prior_precision_ratio": found.own_prior_precision / λ,
-        "kilobytes": found.numbers_kept * BYTES_OF_A_NUMBER / 1000,
+        "covariance_trace_ratio": trace(covariance) / trace(exact_covariance),
     }

@@ -72,7 +72,7 @@ def run(options: Fidelity) -> Figures:
         architecture.name: means([row for row in rows if row["model"] == architecture.name])
         for architecture in ARCHITECTURES
     }
-    write(options.output, "fidelity", figures, text_of(figures, by_model))
+    write(options.output, "fidelity", figures, *text_of(figures, by_model))
     draw({"mean of all": figures["means"], **by_model}, options.output / "fidelity.png")
     return figures
 
@@ -100,24 +100,27 @@ def _measure(kind: Architecture, task: Task, seed: int, options: Fidelity) -> tu
     curvature = exactly.DenseCurvature.of_softmax(Js, logits, sizes)
     flat = torch.cat([weight.detach().flatten() for weight in weights])
     prior_precision = exactly.evidence_prior_precision(curvature, flat)
-    exact = curvature.facts(test_Js, prior_precision)
     full = exactly.DenseCurvature.of_softmax(Js, logits, [sum(sizes)])
-    exact_figures = (exact, full.covariance(test_Js, prior_precision), prior_precision)
+    full_covariance = full.covariance(test_Js, prior_precision)
+    known = (curvature, full_covariance, test_Js, prior_precision)
     rows = []
     curvatures = list(all_curvatures(options.ranks, options.hidden_size))
     for method, settings in tqdm(curvatures, desc=kind.name, disable=options.quiet):
         la = method.build(model)
         la.fit(small.loader(train))
-        found = exactly.approximate_posterior(la, sizes, test_Js, prior_precision)
+        la.optimize_prior_precision(method="marglik")
+        found = exactly.DenseCurvature.of_fit(la.H, sizes)
         row = {"name": method.title, "structure": method.key, "is_default": settings == DEFAULTS}
         row |= {keyword: settings.get(keyword) for keyword in KEYWORDS}
-        rows.append(row | exactly.errors(found, *exact_figures))
+        row |= exactly.errors(found, *known)
+        row["own_prior_precision_ratio"] = la.prior_precision.item() / prior_precision
+        rows.append({**row, "kilobytes": exactly.kilobytes_kept(la.H)})
     facts = {
         "weights": sum(sizes),
         "train_accuracy": (logits.argmax(-1) == labels).double().mean().item(),
         "train_nll": cross_entropy(logits, labels).item(),
         "test_accuracy": (test_logits.argmax(-1) == test_labels).double().mean().item(),
         "prior_precision": prior_precision,
-        "full_covariance_error": exactly.errors(exact, *exact_figures)["full_covariance_error"],
+        "full_covariance_error": exactly.errors(curvature, *known)["full_covariance_error"],
     }
     return facts, rows

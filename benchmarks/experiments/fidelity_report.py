@@ -54,7 +54,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return sorted(places, key=lambda place: points[place])
 
 
-def text_of(figures: Figures, by_model: dict[str, list[Row]]) -> str:
+def text_of(figures: Figures, by_model: dict[str, list[Row]]) -> list[str]:
     """All tables, with what they mean."""
     overall = figures["means"]
     rows = [
@@ -63,7 +63,7 @@ def text_of(figures: Figures, by_model: dict[str, list[Row]]) -> str:
         for place, row in enumerate(overall)
     ]
     default = next(row["name"] for row in overall if row["is_default"])
-    parts = [
+    return [
         "The models. The prior precision is the scalar that maximises the evidence of the exact "
         "block-diagonal GGN. All that follows is computed with it, in float64.",
         table(figures["models"], list(figures["models"][0])),
@@ -75,7 +75,6 @@ def text_of(figures: Figures, by_model: dict[str, list[Row]]) -> str:
         "Error of the covariance, means over seeds.",
         table(rows, list(rows[0])),
     ]
-    return "\n\n".join(parts)
 
 
 def draw(panels: dict[str, Sequence[Row]], path: Path) -> None:

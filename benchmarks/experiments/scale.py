@@ -3,16 +3,16 @@
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
-from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks import measuring
@@ -21,10 +21,18 @@ from benchmarks.methods import posterior
 from benchmarks.models import device_of
 from benchmarks.options import Cost, Scale
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import Figures, Row, hardware_of, provenance, save, table, write
+from benchmarks.report import (
+    Figures,
+    Row,
+    draw_lines,
+    hardware_of,
+    lines,
+    provenance,
+    table,
+    write,
+)
 from laplace_lora_ext import LinearizedModel
 
-VOCABULARY = 1000
 BLOCKS = 24  # whose features the linearised model has
 PRIOR_PRECISION = torch.tensor([1.0])
 COLUMNS = [
@@ -38,55 +46,66 @@ def run(options: Scale) -> Figures:
     started = time.perf_counter()
     device = device_of(options.device)
     measuring.set_up(options)
-    base = Shape(
-        hidden_size=options.hidden_size,
-        layers=options.layers,
-        intermediate_size=4 * options.hidden_size,
-        heads=4,
-        vocabulary=VOCABULARY,
-        rank=8,
-        target_modules=("q_proj", "v_proj"),
-        classes=4,
-        batch_size=options.batch_size,
-        length=64,
-        dtype="float32",
-    )
-    series = {
-        "classes": [replace(base, classes=number) for number in options.classes],
-        "tokens of a text": [replace(base, length=number) for number in options.lengths],
-    }
-    sizes = {"classes": options.classes, "tokens of a text": options.lengths}
     rows = []
-    for against, shapes in series.items():
-        for size, shape in zip(sizes[against], shapes, strict=True):
-            _say(options, f"{size} {against}")
-            rows += [{"against": against, "size": size, **row} for row in _beside(shape, options)]
-    for size in options.examples:
-        _say(options, f"{size} examples")
-        found = measuring.run_alone(_measure_examples, size, options, device)
-        rows += [{"against": "examples", "size": size, **row} for row in found]
-    for size in options.processes:
-        _say(options, f"{size} processes")
-        rows.append(
-            {"against": "processes", "size": size, **_measure_processes(base, size, options)}
-        )
+    for against, size, found in measured(options, device):
+        if not options.quiet:
+            print(f"{size} {against}", file=sys.stderr)
+        rows += [{"against": against, "size": size, **row} for row in found]
+    series = {row["against"]: [] for row in rows}
+    for row in rows:
+        series[row["against"]].append(row)
+    for of_series in series.values():
+        _add_exponents(of_series)
     figures = {
         "weights": MEANING,
         **provenance(options, device),
-        "rows": _with_exponents(rows),
+        "rows": rows,
         "seconds": time.perf_counter() - started,
     }
-    write(options.output, "scale", figures, _text_of(figures))
-    _draw(rows, options.output / "scale.png")
+    parts = [
+        "Random weights in the shape of Llama, and random features for the linearised methods. "
+        "Bare loops are the model's passes alone; megabytes are peaks over model and data, and for "
+        "the linearised methods with their features. Exponents are least squares in logarithms.\n"
+        f"{hardware_of(figures)}; {figures['seconds']:.0f} s in all."
+    ]
+    for against, of_series in series.items():
+        columns = [column for column in COLUMNS if any(column in row for row in of_series)]
+        ordered = sorted(of_series, key=lambda row: row["name"])
+        parts += [f"Against the number of {against}:", table(ordered, columns)]
+    write(options.output, "scale", figures, *parts)
+    bare = [
+        {**row, "name": f"{row['name']}, bare loop", "seconds": row["bare_seconds"]}
+        for row in rows
+        if "bare_seconds" in row
+    ]
+    panels = {
+        against: lines([row for row in rows + bare if row["against"] == against], "size", "seconds")
+        for against in series
+    }
+    draw_lines(options.output / "scale.png", panels, "Number", "log")
     return figures
 
 
-def _say(options: Scale, what: str) -> None:
-    if not options.quiet:
-        print(what, file=sys.stderr)
+def measured(options: Scale, device: str) -> Iterator[tuple[str, int, list[Row]]]:
+    """What is varied, its size, and the rows of figures at it."""
+    shape = Shape(
+        hidden_size=options.hidden_size,
+        layers=options.layers,
+        intermediate_size=4 * options.hidden_size,
+        batch_size=options.batch_size,
+        length=64,
+    )
+    for size in options.classes:
+        yield "classes", size, _beside(replace(shape, classes=size), options, device)
+    for size in options.lengths:
+        yield "tokens of a text", size, _beside(replace(shape, length=size), options, device)
+    for size in options.examples:
+        yield "examples", size, measuring.run_alone(_measure_examples, size, options, device)
+    for size in options.processes:
+        yield "processes", size, [_measure_processes(shape, size, options)]
 
 
-def _beside(shape: Shape, options: Scale) -> list[Row]:
+def _beside(shape: Shape, options: Scale, device: str) -> list[Row]:
     """A fit and a prediction, ours and the passes alone, each in a process of its own."""
     cost = Cost(
         prediction_batch_sizes=(shape.batch_size,),
@@ -95,7 +114,6 @@ def _beside(shape: Shape, options: Scale) -> list[Row]:
         threads=options.threads,
         seed=options.seed,
     )
-    device = device_of(options.device)
     found: dict[str, dict[str, Row]] = {}
     for key in ("bare", "lowrank_kron"):
         for kind, figures in contest(key, shape, options.batches, cost, device):
@@ -116,7 +134,7 @@ def _beside(shape: Shape, options: Scale) -> list[Row]:
     ]
 
 
-def _measure_examples(send: measuring.Send, n: int, options: Scale, device: str) -> None:
+def _measure_examples(n: int, options: Scale, device: str) -> list[Row]:
     """One evaluation of the linearised evidence and of leave-one-out, on random features."""
     measuring.set_up(options)
     generator = torch.Generator().manual_seed(options.seed)
@@ -127,35 +145,25 @@ def _measure_examples(send: measuring.Send, n: int, options: Scale, device: str)
     targets = logits.argmax(-1)
     block = torch.arange(options.features) * BLOCKS // options.features
     model = LinearizedModel(logits, features, block, offset, targets, "classification")
+    held = features.nbytes / measuring.BYTES_PER_MEGABYTE
     rows = []
     for name, job in (
         ("linearized_marglik, one evaluation", partial(model.evidence, PRIOR_PRECISION)),
         ("linearized_loo, one evaluation", partial(model.leave_one_out, PRIOR_PRECISION)),
     ):
         figures = measuring.time_and_memory(job, device, options.repetitions, options.limit)
-        held = features.nbytes / measuring.BYTES_PER_MEGABYTE
         megabytes = figures["peak_megabytes"] + held
         rows.append({"name": name, "seconds": figures["median"], "megabytes": megabytes})
-    send("rows", rows)
+    return rows
 
 
 def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:
     """A fit of the same texts by some processes on one machine, which share its cores."""
-    has_server = "forkserver" in multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("forkserver" if has_server else "spawn")
-    results = context.SimpleQueue()
+    results = get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world, folder, shape, options, results)
-        processes = [
-            context.Process(target=_fit_shard, args=(rank, *arguments)) for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    if any(process.exitcode for process in processes):
-        raise RuntimeError(f"{world} processes: one has failed")
-    times = [results.get() for _ in processes]
+        spawn(_fit_shard, arguments, nprocs=world)
+    times = [results.get() for _ in range(world)]
     return {"name": "fit", **{key: max(each[key] for each in times) for key in times[0]}}
 
 
@@ -182,47 +190,12 @@ def _fit_shard(
     results.put({**row, "in_bare_loops": row["seconds"] / row["bare_seconds"]})
 
 
-def _with_exponents(rows: Sequence[Row]) -> list[Row]:
-    """The rows, with exponents of each series in its last one."""
-    last: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        last.setdefault((row["against"], row["name"]), []).append(row)
-    for series in last.values():
-        sizes = [row["size"] for row in series]
-        for column, name in (("seconds", "time_exponent"), ("megabytes", "memory_exponent")):
-            costs = [row[column] for row in series if column in row]
+def _add_exponents(rows: Sequence[Row]) -> None:
+    """Add exponents to the last row of each name's."""
+    for name in {row["name"] for row in rows}:
+        of_name = [row for row in rows if row["name"] == name]
+        sizes = [row["size"] for row in of_name]
+        for column, title in (("seconds", "time_exponent"), ("megabytes", "memory_exponent")):
+            costs = [row[column] for row in of_name if column in row]
             if len(costs) == len(sizes):
-                series[-1][name] = measuring.growth_exponent(sizes, costs)
-    return list(rows)
-
-
-def _text_of(figures: Figures) -> str:
-    parts = [
-        "Random weights in the shape of Llama, and random features for the linearised methods. "
-        "Bare loops are the model's passes alone; megabytes are peaks over model and data, and for "
-        "the linearised methods with their features. Exponents are least squares in logarithms.\n"
-        f"{hardware_of(figures)}; {figures['seconds']:.0f} s in all."
-    ]
-    for against in dict.fromkeys(row["against"] for row in figures["rows"]):
-        parts.append(f"Against the number of {against}:")
-        of_series = [row for row in figures["rows"] if row["against"] == against]
-        columns = [column for column in COLUMNS if any(column in row for row in of_series)]
-        parts.append(table(sorted(of_series, key=lambda row: row["name"]), columns))
-    return "\n\n".join(parts)
-
-
-def _draw(rows: Sequence[Row], path: Path) -> None:
-    kinds = list(dict.fromkeys(row["against"] for row in rows))
-    figure = Figure(figsize=(3.4 * len(kinds), 3.2), layout="constrained")
-    for panel, against in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-        chosen = [row for row in rows if row["against"] == against]
-        for name in dict.fromkeys(row["name"] for row in chosen):
-            series = [row for row in chosen if row["name"] == name]
-            sizes = [row["size"] for row in series]
-            panel.plot(sizes, [row["seconds"] for row in series], marker="o", label=name)
-            if "bare_seconds" in series[0]:
-                bare = [row["bare_seconds"] for row in series]
-                panel.plot(sizes, bare, linestyle="--", color="0.5", label=f"{name}, bare loop")
-        panel.set(xscale="log", yscale="log", xlabel=against, ylabel="seconds")
-        panel.legend(fontsize=6, frameon=False)
-    save(figure, path)
+                of_name[-1][title] = measuring.growth_exponent(sizes, costs)

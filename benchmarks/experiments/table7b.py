@@ -1,7 +1,7 @@
 """The paper's table of costs: LoRA training against LoRA training plus a Laplace fit."""
 
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from benchmarks.methods import posterior
 from benchmarks.models import AdaptedModel, device_of
 from benchmarks.options import Table7b
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import Figures, hardware_of, provenance, table, write
+from benchmarks.report import Figures, Row, hardware_of, provenance, table, write
 
 STEPS_OF_TRAINING = 10_000
 LEARNING_RATE = 5e-5
@@ -29,34 +29,40 @@ def run(options: Table7b) -> Figures:
     of_shape = {field.name for field in fields(Shape)}
     known: dict[str, Any] = {key: v for key, v in asdict(options).items() if key in of_shape}
     known["target_modules"] = ("q_proj", "v_proj", "lm_head")
-    shapes = [replace(Shape(**known), classes=classes) for classes in options.classes]
-    device = device_of(options.device)
-    _refuse(options, shapes[0], device)
+    shapes = [Shape(**{**known, "classes": classes}) for classes in options.classes]
+    weights, device = shapes[0].number_of_weights, device_of(options.device)
+    on_cuda = torch.device(device).type == "cuda"
+    if not on_cuda and (options.device is None or weights > LARGEST_ON_A_CPU):
+        raise SystemExit(
+            f"table7b: a model of {weights / 1e9:.2g} billion weights needs a GPU, and none is in "
+            "use; on a CPU give --device cpu with a small shape (at most "
+            f"{LARGEST_ON_A_CPU / 1e9:g} billion weights, see --hidden-size and --layers)"
+        )
     measuring.set_up(options)
     rows = []
     for shape in shapes:
         if not options.quiet:
             print(f"{shape.classes} classes", file=sys.stderr)
-        rows.append(measuring.run_alone(measure_row, options, shape, device))
+        rows.append(measuring.run_alone(measure, options, shape, device))
     figures = {
         "weights": MEANING,
         **provenance(options, device),
-        "number_of_weights": shapes[0].number_of_weights,
+        "number_of_weights": weights,
         "rows": rows,
     }
     summary = (
-        f"Random weights in the shape of Llama, {shapes[0].number_of_weights / 1e9:.3g} billion in "
-        f"{options.dtype}: they stand for shapes and speed only. Batches of {options.batch_size} "
-        f"texts of {options.length} tokens. {hardware_of(figures)}.\nTraining is the median step "
-        f"times {STEPS_OF_TRAINING:,}; the fit is one over {options.batches} batches. Memory is "
-        "the peak with the model in it; with Laplace, that of the more demanding phase."
+        f"Random weights in the shape of Llama, {weights / 1e9:.3g} billion in {options.dtype}: "
+        f"they stand for shapes and speed only. Batches of {options.batch_size} texts of "
+        f"{options.length} tokens. {hardware_of(figures)}.\nTraining is the median step times "
+        f"{STEPS_OF_TRAINING:,}; the fit is one over {options.batches} batches. Memory is the peak "
+        "with the model in it; with Laplace, that of the more demanding phase."
     )
-    write(options.output, "table7b", figures, f"{summary}\n\n{table(rows, COLUMNS.split())}")
+    write(options.output, "table7b", figures, summary, table(rows, COLUMNS.split()))
     return figures
 
 
-def measure_row(send: measuring.Send, options: Table7b, shape: Shape, device: str) -> None:
-    """Train for some steps, then fit, and send the figures of both."""
+def measure(options: Table7b, shape: Shape, device: str) -> Row:
+    """Train for some steps, then fit, and return the figures of both."""
     measuring.set_up(options)
     before = measuring.megabytes_in_use(device)
     with measuring.peak_memory(device) as training:
@@ -76,7 +82,7 @@ def measure_row(send: measuring.Send, options: Table7b, shape: Shape, device: st
     training_seconds = STEPS_OF_TRAINING * steps["median"]
     gigabytes = training["megabytes"] / MEGABYTES_PER_GIGABYTE
     of_fit = (held + fitting["megabytes"]) / MEGABYTES_PER_GIGABYTE
-    row = {
+    return {
         "classes": shape.classes,
         "step": steps,
         "step_seconds": steps["median"],
@@ -89,24 +95,6 @@ def measure_row(send: measuring.Send, options: Table7b, shape: Shape, device: st
         "memory_overhead_percent": 100 * (max(gigabytes, of_fit) / gigabytes - 1),
         "paper_memory": "1 to 5 %",
     }
-    send("row", row)
-
-
-def _refuse(options: Table7b, shape: Shape, device: str) -> None:
-    """End with one line where the run could not be what it is meant to be."""
-    on_cuda = torch.device(device).type == "cuda"
-    if not all(2 <= classes <= shape.vocabulary for classes in options.classes):
-        raise SystemExit(f"table7b: --classes must be from 2 to {shape.vocabulary}")
-    if shape.hidden_size % shape.heads:
-        raise SystemExit(f"table7b: {shape.heads} heads do not divide {shape.hidden_size}")
-    if on_cuda and not torch.cuda.is_available():
-        raise SystemExit(f"table7b: there is no CUDA device for --device {device}")
-    if not on_cuda and (options.device is None or shape.number_of_weights > LARGEST_ON_A_CPU):
-        raise SystemExit(
-            f"table7b: a model of {shape.number_of_weights / 1e9:.2g} billion weights needs a "
-            "GPU, and none is in use; on a CPU give --device cpu with a small shape (at most "
-            f"{LARGEST_ON_A_CPU / 1e9:g} billion weights, see --hidden-size and --layers)"
-        )
 
 
 def _train(options: Table7b, shape: Shape, model: AdaptedModel, device: str) -> dict[str, Any]:

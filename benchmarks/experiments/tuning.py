@@ -1,28 +1,54 @@
 """What choosing a prior precision costs, and what the choices are worth."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-import pandas as pd
-from matplotlib.figure import Figure
 from torch.utils.data import DataLoader
 
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, fine_tune, prepare
 from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import posterior
-from benchmarks.methods.priors import PRIORS
+from benchmarks.methods.priors import STRUCTURES
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Tuning
-from benchmarks.report import Figures, Row, provenance, save, table, write
-from laplace_lora_ext import LinearizedModel, PredictiveStatistics, TuningHistory
+from benchmarks.report import (
+    Figures,
+    Lines,
+    Row,
+    draw_lines,
+    draw_shares,
+    provenance,
+    table,
+    write,
+)
+from laplace_lora_ext import LinearizedModel, PredictiveStatistics
 from laplace_lora_ext.metrics import quality
 
 REPETITIONS = 3
 LINKS = ("probit", "mc", "mean_field")
+DRAWN = {"marglik": "Evidence, nats", "val_gd": "Validation loss, nats"}
+
+
+class Search(NamedTuple):
+    """A way to choose, in the words of `optimize_prior_precision`, and its other options."""
+
+    method: str
+    structure: str
+    link: str
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, self[:3]))
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """All that `optimize_prior_precision` is called with."""
+        own = {"method": self.method, "prior_structure": self.structure, "link_approx": self.link}
+        return {key: value for key, value in own.items() if value} | self.options
 
 
 def run(options: Tuning) -> Figures:
@@ -50,13 +76,15 @@ def run(options: Tuning) -> Figures:
     timed("Predictive statistics, one pass", lambda: la.predictive_statistics(validation))
     linearized = la.linearize(train)
     timed("Linearised model, one pass over the training texts", lambda: la.linearize(train))
-    searches = _searches(statistics, linearized, options)
-    grid = searches["gridsearch, probit"] | {"val_loader": validation}
+    searches = list(searches_of(statistics, linearized, options))
+    (grid,) = (each.keywords for each in searches if each.name == "gridsearch, probit")
+    grid |= {"val_loader": validation}
     timed("gridsearch, that pass included", lambda: la.optimize_prior_precision(**grid))
     test = la.predictive_statistics(pretrained.loader(TEST, PREDICTION_BATCH_SIZE))
-    choices, histories, shares = _choices(la, searches, test, options)
-    for name in (name for name in searches if not name.endswith(LINKS[1:])):
-        timed(name, lambda name=name: la.optimize_prior_precision(**searches[name]))
+    choices, shares = _choices(la, searches, test, options)
+    for each in searches:
+        if each.link in ("", "probit"):  # the others would take as long
+            timed(each.name, lambda each=each: la.optimize_prior_precision(**each.keywords))
     points, size = options.stock_grid_size, options.grid_size
     grid |= {"val_loader": pretrained.loader("validation", 1), "grid_size": points}
     taken = _stock_seconds(model, train, grid)
@@ -73,16 +101,25 @@ def run(options: Tuning) -> Figures:
         "variance_by_layer": shares,
     }
     measured = [f"{link}_{key}" for link in LINKS for key in ("nll", "ece", "accuracy")]
-    report = [
-        f"{len(statistics)} validation texts, grid of {options.grid_size}, {options.steps} steps of"
-        f" val_gd; searches have statistics or the linearised model given.\n{statistics!r}",
+    write(
+        options.output,
+        "tuning",
+        figures,
+        f"{len(statistics)} validation texts, a grid of {options.grid_size}, {options.steps} steps "
+        "of val_gd. Searches are given the statistics or the linearised model.",
+        repr(statistics),
         table(costs, ["name", "seconds", "passes"]),
         f"{len(test)} test texts; layerwise prior precisions as geometric means.",
         table(choices, ["name", "prior_precision", *measured]),
-    ]
-    write(options.output, "tuning", figures, "\n\n".join(report))
-    _draw_histories(histories, options.output / "tuning.png")
-    _draw_shares(shares, options.output / "variance_by_layer.png")
+    )
+    panels: dict[str, Lines] = {
+        title: {
+            row["name"]: (row["step"], row["objective"]) for row in choices if method in row["name"]
+        }
+        for method, title in DRAWN.items()
+    }
+    draw_lines(options.output / "tuning.png", panels, "Step")
+    draw_shares(shares, options.output / "variance_by_layer.png")
     return figures
 
 
@@ -93,38 +130,34 @@ def _stock_seconds(model: AdaptedModel, train: DataLoader, grid: dict[str, Any])
     return seconds_of(lambda: stock.optimize_prior_precision(**grid))
 
 
-def _searches(
+def searches_of(
     validation: PredictiveStatistics, linearized: LinearizedModel, options: Tuning
-) -> dict[str, dict[str, Any]]:
-    """Every way of choosing, as keywords of `optimize_prior_precision`."""
-    searches: dict[str, dict[str, Any]] = {
-        f"marglik, {name}": {"method": "marglik", **prior} for name, prior in PRIORS.items()
-    }
-    for method in ("linearized_marglik", "linearized_loo"):
-        search = {"method": method, "train_loader": linearized}
-        searches |= {f"{method}, {name}": search | prior for name, prior in PRIORS.items()}
+) -> Iterator[Search]:
+    """Every way of choosing."""
+    for method in ("marglik", "linearized_marglik", "linearized_loo"):
+        data = {} if method == "marglik" else {"train_loader": linearized}
+        for structure in STRUCTURES:
+            yield Search(method, structure, "", data)
+    grid = {"val_loader": validation, "grid_size": options.grid_size, "n_samples": 1000}
+    descent = {"val_loader": validation, "n_steps": options.steps, "n_samples": 100}
     for link in LINKS:
-        data = {"val_loader": validation, "link_approx": link}
-        grid = {"method": "gridsearch", "grid_size": options.grid_size, "n_samples": 1000}
-        descent = {"method": "val_gd", "n_steps": options.steps, "n_samples": 100}
-        searches[f"gridsearch, {link}"] = grid | data
-        for name, prior in PRIORS.items():
-            searches[f"val_gd, {name}, {link}"] = descent | data | prior
-    return searches
+        yield Search("gridsearch", "", link, grid)
+        for structure in STRUCTURES:
+            yield Search("val_gd", structure, link, descent)
 
 
 def _choices(
-    la: Any, searches: dict[str, dict[str, Any]], test: PredictiveStatistics, options: Tuning
-) -> tuple[list[Row], dict[str, TuningHistory], dict[str, float]]:
-    """Measure what each way of choosing is worth on the test texts."""
-    histories, shares, rows = {}, {}, []
+    la: Any, searches: list[Search], test: PredictiveStatistics, options: Tuning
+) -> tuple[list[Row], dict[str, float]]:
+    """Measure what each way of choosing is worth on the test texts, and MAP; shares of layers."""
+    shares, rows = {}, []
     labels: Any = test.targets
-    for name, search in searches.items():
-        history = histories[name] = la.optimize_prior_precision(**search)
-        if name == "marglik, layerwise":
+    for search in searches:
+        history = la.optimize_prior_precision(**search.keywords)
+        if search.name == "marglik, layerwise":
             shares = la.variance_by_layer(test).by_block
         row: Row = {
-            "name": name,
+            "name": search.name,
             "prior_precision": la.prior_precision.log().mean().exp().item(),
             "prior_precisions": la.prior_precision.tolist(),
             "objective": history.objective.tolist(),
@@ -133,34 +166,13 @@ def _choices(
         moments = test.moments(la.prior_precision)
         for link in LINKS:
             probabilities = la(moments, link_approx=link, n_samples=options.samples)
-            measured = quality(probabilities.cpu(), labels)
-            row |= {f"{link}_{key}": value for key, value in measured.items()}
+            row |= _of_link(link, quality(probabilities.cpu(), labels))
         rows.append(row)
-    measured = quality(test.f_mu.softmax(-1), labels)
-    without = {f"{link}_{key}": value for link in LINKS for key, value in measured.items()}
-    return [*rows, {"name": "MAP", "prior_precision": None, **without}], histories, shares
+    without: Row = {"name": "MAP", "prior_precision": None}
+    for link in LINKS:
+        without |= _of_link(link, quality(test.f_mu.softmax(-1), labels))
+    return [*rows, without], shares
 
 
-def _draw_histories(histories: dict[str, TuningHistory], path: Path) -> None:
-    """Draw the evidence, and the validation losses, along their searches."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = dict(zip(("marglik", "val_gd"), figure.subplots(1, 2), strict=True))
-    for kind, panel in panels.items():
-        for name, history in histories.items():
-            if kind in name:
-                panel.plot(history.step, history.objective, label=name)
-        panel.set(xlabel="Step", ylabel=f"Objective of {kind}, nats")
-        panel.legend(frameon=False)
-    save(figure, path)
-
-
-def _draw_shares(by_block: dict[str, float], path: Path) -> None:
-    """Draw each LoRA weight's share of the variance, A and B matrices side by side."""
-    names = pd.Series(list(by_block)).str.extract(r"(?:.*encoder\.)?(.*)\.(lora_[AB])")
-    shares = names.set_axis(["module", "matrix"], axis=1).assign(share=by_block.values())
-    wide = shares.pivot_table("share", "module", "matrix", sort=False)
-    figure = Figure(figsize=(8, 0.3 * len(wide) + 1.5), layout="constrained")
-    panel = figure.subplots()
-    wide.plot.barh(ax=panel, width=0.8, ylabel="", xlabel="Share of the test logits' variance")
-    panel.invert_yaxis()
-    save(figure, path)
+def _of_link(link: str, measured: dict[str, float]) -> Row:
+    return {f"{link}_{key}": value for key, value in measured.items()}

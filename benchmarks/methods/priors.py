@@ -1,8 +1,10 @@
-"""What chooses a posterior's prior precision, and what it then predicts with every link."""
+"""Ways to choose a posterior's prior precision, and what it then predicts with every link."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -15,56 +17,94 @@ from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.passes import jacobians
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 
-# Links and searches, in the words of a table and as keywords of the host's.
+# Links by the host's words for them, with the keywords of a prediction.
 LINKS: dict[str, dict[str, Any]] = {
     "mc": {"link_approx": "mc"},
-    "mc, diagonal": {"link_approx": "mc", "diagonal_output": True},
+    "mc_diagonal": {"link_approx": "mc", "diagonal_output": True},
     "probit": {"link_approx": "probit"},
-    "mean field": {"link_approx": "mean_field"},
+    "mean_field": {"link_approx": "mean_field"},
     "bridge": {"link_approx": "bridge"},
 }
-LAYERWISE = {"prior_structure": "layerwise"}
-PRIORS = {"scalar": {"prior_structure": "scalar"}, "layerwise": LAYERWISE}
-EVIDENCES = {f"evidence, {key}": {"method": "marglik", **prior} for key, prior in PRIORS.items()}
-LINEARIZED = {
-    f"{name}, {key}": {"method": method, **prior}
-    for name, method in (
-        ("leave-one-out", "linearized_loo"),
-        ("linearized evidence", "linearized_marglik"),
-    )
-    for key, prior in PRIORS.items()
-}
-AGREEMENT, TFB_RULE = "agreement", "TFB's rule"
-WITH_DATA = {AGREEMENT: {"method": "agreement"}, **LINEARIZED}
-GRID_SEARCH, DESCENT = "validation, scalar", "validation, layerwise"
-SCALED = "validation, factor of linearized evidence"
+STRUCTURES = ("scalar", "layerwise")
 GRID = torch.logspace(-2, 4, 49)
 COARSE_GRID = GRID[::4]
 FACTORS = torch.logspace(-2, 2, 33)
-LINKS_OF_DESCENT = ("mc", "probit", "mean field")
+LINKS_OF_DESCENT = ("mc", "probit", "mean_field")
+
+
+@dataclass(frozen=True)
+class Prior:
+    """A way to choose the prior precision: its key in figures, and its title in tables.
+
+    `choose` takes a posterior and the training data in the form that the way reads, or None.
+    """
+
+    key: str
+    title: str
+    choose: Callable[[Any, Any], torch.Tensor] | None = None  # None: by validation, for each link
+    reads: Literal["", "statistics", "linearized"] = ""
+
+
+def by_method(la: Any, data: Any, **search: Any) -> torch.Tensor:
+    """Choose by one of the package's own methods."""
+    la.optimize_prior_precision(**search, **({} if data is None else {"train_loader": data}))
+    return la.prior_precision.clone()
+
+
+def by_tfb_rule(_: Any, statistics: PredictiveStatistics) -> torch.Tensor:
+    """The smallest of a grid of scalars at which the mean of ten draws keeps the classes.
+
+    This is TFB's rule for our covariance: at most 1 % of the training texts may change class.
+    """
+    for prior_precision in GRID:
+        moments = statistics.moments(prior_precision[None])
+        draws = torch.Generator().manual_seed(0)
+        noise = torch.randn((SAMPLES, *moments.f_mu.shape), generator=draws)
+        found = gaussian_samples(moments.f_mu, moments.f_var, noise).softmax(-1).mean(0)
+        if (found.argmax(-1) != moments.f_mu.argmax(-1)).double().mean() <= MOST_CHANGED:
+            break
+    return prior_precision[None]
+
+
+def _scalar_and_layerwise(method: str, title: str, reads: Any = "") -> Iterator[Prior]:
+    for structure in STRUCTURES:
+        choose = partial(by_method, method=method, prior_structure=structure)
+        yield Prior(f"{method}_{structure}", f"{title}, {structure}", choose, reads)
+
+
+BY_TRAINING = {
+    prior.key: prior
+    for prior in (
+        *_scalar_and_layerwise("marglik", "evidence"),
+        Prior("agreement", "agreement", partial(by_method, method="agreement"), "statistics"),
+        *_scalar_and_layerwise("linearized_loo", "leave-one-out", "linearized"),
+        *_scalar_and_layerwise("linearized_marglik", "linearized evidence", "linearized"),
+        Prior("tfb_rule", "TFB's rule", by_tfb_rule, "statistics"),
+    )
+}
+GRID_SEARCH = Prior("validation_scalar", "validation, scalar")
+SCALED = Prior("validation_scaled", "validation, factor of linearized evidence")
+DESCENT = Prior("validation_layerwise", "validation, layerwise")
+NO_PRIOR, TEMPERATURE = Prior("", ""), Prior("validation", "validation")
 
 
 class Prediction(NamedTuple):
     """Class probabilities, and what they come from."""
 
     probabilities: Probabilities
-    chosen_by: str = ""  # what chose the prior precision or temperature
+    prior: Prior = NO_PRIOR
     link: str = ""
     chosen: float | None = None  # temperature, or geometric mean of the prior precisions
-    is_choice: bool = False  # whether validation data prefer this link to the other ones
-    regret: float | None = None  # NLL over that of the best factor of its prior on the test texts
+    is_choice: bool = False  # whether validation data prefer this link to the others
+    regret: float | None = None  # test NLL above that of the best factor of the prior precision
 
 
-Predictions = Iterator[Prediction]
+class Choice(NamedTuple):
+    """A prior precision for some links, with each one's loss where validation data chose it."""
 
-
-class _Choice(NamedTuple):
-    """A prior precision for a link, and its loss on validation data where they have chosen it."""
-
-    chosen_by: str
-    link: str
+    prior: Prior
     prior_precision: torch.Tensor
-    loss: float = math.nan
+    losses: dict[str, float]
 
 
 class Beliefs:
@@ -95,97 +135,79 @@ def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
     return la(x, pred_type="glm", n_samples=samples, **LINKS[link]).detach().cpu()
 
 
-def by_training(la: Any, train: DataLoader | None, loaders: Loaders, samples: int) -> Predictions:
-    """Choose prior precisions by the evidence and, given batches, in the linearised model too."""
-    searches: dict[str, Any] = dict(EVIDENCES)
+def by_training(
+    la: Any, train: DataLoader | None, loaders: Loaders, samples: int
+) -> Iterator[Prediction]:
+    """Choose in every way that needs no validation data; without `train`, by the evidence alone."""
+    data: dict[str, Any] = {"": None}
     if train is not None:
-        statistics, linearized = la.predictive_statistics(train), la.linearize(train)
-        for chosen_by, search in WITH_DATA.items():
-            data = statistics if chosen_by == AGREEMENT else linearized
-            searches[chosen_by] = {**search, "train_loader": data}
-    choices = []
-    for chosen_by, search in searches.items():
-        la.optimize_prior_precision(**search)
-        prior_precision = la.prior_precision.clone()
-        choices += [_Choice(chosen_by, link, prior_precision) for link in LINKS]
-    if train is not None:
-        prior_precision = by_tfb_rule(statistics)
-        choices += [_Choice(TFB_RULE, link, prior_precision) for link in LINKS]
+        data |= {"statistics": la.predictive_statistics(train), "linearized": la.linearize(train)}
+    choices = [
+        Choice(prior, prior.choose(la, data[prior.reads]), dict.fromkeys(LINKS, math.nan))
+        for prior in BY_TRAINING.values()
+        if prior.choose and prior.reads in data
+    ]
     return _predictions(la, choices, loaders, samples)
-
-
-def by_tfb_rule(statistics: PredictiveStatistics) -> torch.Tensor:
-    """The smallest of a grid of scalars at which ten draws' mean keeps the predicted classes.
-
-    TFB's rule for our covariance: of the training texts, at most 1 % may change class.
-    """
-    for prior_precision in GRID:
-        moments = statistics.moments(prior_precision[None])
-        draws = torch.Generator().manual_seed(0)
-        noise = torch.randn((SAMPLES, *moments.f_mu.shape), generator=draws)
-        found = gaussian_samples(moments.f_mu, moments.f_var, noise).softmax(-1).mean(0)
-        if (found.argmax(-1) != moments.f_mu.argmax(-1)).double().mean() <= MOST_CHANGED:
-            break
-    return prior_precision[None]
 
 
 def by_validation(
     la: Any, validation: DataLoader, train: DataLoader | None, loaders: Loaders, samples: int
-) -> Predictions:
+) -> Iterator[Prediction]:
     """Choose by a grid, by a factor of the linearised evidence, and by the paper's algorithm 3."""
     beliefs, labels = Beliefs(la, validation), labels_of(validation)
 
-    def best_of(chosen_by: str, grid: list[torch.Tensor]) -> Iterator[_Choice]:
+    def best_of(prior: Prior, grid: Sequence[torch.Tensor]) -> Iterator[Choice]:
         """Try the prior precisions of a grid with every link."""
         on_grid = beliefs.moments(grid)
         for link in LINKS:
-            predicted = (probabilities(la, moments, link, samples) for moments in on_grid)
-            losses = torch.tensor([negative_log_likelihood(p, labels) for p in predicted])
-            yield _Choice(chosen_by, link, grid[int(losses.argmin())], losses.min().item())
+            losses = torch.tensor(_losses(la, on_grid, link, samples, labels))
+            yield Choice(prior, grid[int(losses.argmin())], {link: losses.min().item()})
 
     grid = COARSE_GRID if beliefs.statistics is None else GRID
     choices = list(best_of(GRID_SEARCH, list(grid)))
     if train is not None:
-        search = LINEARIZED["linearized evidence, layerwise"]
-        la.optimize_prior_precision(train_loader=train, **search)
-        choices += best_of(SCALED, [factor * la.prior_precision for factor in FACTORS])
+        start = by_method(la, train, method="linearized_marglik", prior_structure="layerwise")
+        choices += best_of(SCALED, [factor * start for factor in FACTORS])
     if beliefs.statistics is not None:
-        data = {"val_loader": beliefs.statistics, **LAYERWISE}
         for link in LINKS_OF_DESCENT:
-            history = la.optimize_prior_precision(method="val_gd", **data, **LINKS[link])
-            loss = history.objective.min().item()
-            choices.append(_Choice(DESCENT, link, la.prior_precision.clone(), loss))
+            history = la.optimize_prior_precision(
+                method="val_gd",
+                val_loader=beliefs.statistics,
+                prior_structure="layerwise",
+                **LINKS[link],
+            )
+            losses = {link: history.objective.min().item()}
+            choices.append(Choice(DESCENT, la.prior_precision.clone(), losses))
     return _predictions(la, choices, loaders, samples)
 
 
-def _predictions(la: Any, choices: list[_Choice], loaders: Loaders, samples: int) -> Predictions:
-    test, labels = Beliefs(la, loaders[TEST]), labels_of(loaders[TEST])
-    distinct = {id(choice.prior_precision): choice.prior_precision for choice in choices}
-    moments = {}
-    for name, loader in loaders.items():
-        beliefs = test if name == TEST else Beliefs(la, loader)
-        of_set = beliefs.moments(list(distinct.values()))
-        moments[name] = dict(zip(distinct, of_set, strict=True))
-    for choice in choices:
-        rivals = [other.loss for other in choices if other.chosen_by == choice.chosen_by]
-        predicted = {
-            name: probabilities(la, of_set[id(choice.prior_precision)], choice.link, samples)
-            for name, of_set in moments.items()
-        }
-        is_choice = choice.loss == min(rivals)  # never, if not chosen by validation
-        chosen = choice.prior_precision.log().mean().exp().item()
-        regret = None
-        if choice.link == "mean field" and test.statistics is not None:
-            least = least_loss(la, test, choice, labels)
-            regret = negative_log_likelihood(predicted[TEST], labels) - least
-        yield Prediction(predicted, choice.chosen_by, choice.link, chosen, is_choice, regret)
+def _predictions(
+    la: Any, choices: list[Choice], loaders: Loaders, samples: int
+) -> Iterator[Prediction]:
+    beliefs = {name: Beliefs(la, loader) for name, loader in loaders.items()}
+    chosen = [choice.prior_precision for choice in choices]
+    moments = {name: of_set.moments(chosen) for name, of_set in beliefs.items()}
+    test, labels = beliefs[TEST], labels_of(loaders[TEST])
+    for place, (prior, prior_precision, losses) in enumerate(choices):
+        rivals = [x for other in choices if other.prior == prior for x in other.losses.values()]
+        for link, loss in losses.items():
+            predicted = {
+                name: probabilities(la, of_set[place], link, samples)
+                for name, of_set in moments.items()
+            }
+            regret = None
+            if link == "mean_field" and test.statistics is not None:
+                grid = (test.moments([factor * prior_precision])[0] for factor in FACTORS)
+                least = min(_losses(la, grid, link, 1, labels))
+                regret = negative_log_likelihood(predicted[TEST], labels) - least
+            mean = prior_precision.log().mean().exp().item()
+            # A loss that is not a number equals none: training data prefer no link.
+            yield Prediction(predicted, prior, link, mean, loss == min(rivals), regret)
 
 
-def least_loss(la: Any, test: Beliefs, choice: _Choice, labels: torch.Tensor) -> float:
-    """The test texts' NLL at the best factor of a prior precision, 1 included."""
-    grid = [factor * choice.prior_precision for factor in FACTORS]
-    losses = (
-        negative_log_likelihood(probabilities(la, moments, choice.link, 1), labels)
-        for (moments,) in (test.moments([point]) for point in grid)
-    )
-    return min(losses)
+def _losses(
+    la: Any, moments: Iterable[Moments], link: str, samples: int, labels: torch.Tensor
+) -> list[float]:
+    """NLL of a data set under each of some moments."""
+    predicted = (probabilities(la, each, link, samples) for each in moments)
+    return [negative_log_likelihood(p, labels) for p in predicted]

@@ -11,14 +11,12 @@ from benchmarks.experiments.calibration_report import FIGURES, summarize
 from benchmarks.methods import METHODS
 from benchmarks.methods.method import Posterior
 from benchmarks.methods.priors import (
+    BY_TRAINING,
     DESCENT,
-    EVIDENCES,
     GRID_SEARCH,
     LINKS,
     LINKS_OF_DESCENT,
     SCALED,
-    TFB_RULE,
-    WITH_DATA,
 )
 from tests.benchmarks.support import is_picture, run
 from tests.support.dense import jacobian, logits_of, unpadded
@@ -41,16 +39,17 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, cap
     without = {row["method"] for row in rows if row["protocol"] == "whole training set"}
     assert without == {"map", *ENSEMBLES, *LAPLACE}
     assert {row["method"] for row in with_split} == {"map", "temperature_scaling", *LAPLACE}
-    by_evidence = [row for row in rows if row["chosen_by"] in EVIDENCES]
-    assert len(by_evidence) == len(LAPLACE) * len(LINKS) * len(EVIDENCES)
-    with_data = [row for row in rows if row["chosen_by"] in {*WITH_DATA, TFB_RULE}]
-    kinds = len(LINKS) * (len(WITH_DATA) + 1)
+    reading = {key for key, prior in BY_TRAINING.items() if prior.reads}
+    by_evidence = [row for row in rows if row["prior"] in BY_TRAINING.keys() - reading]
+    assert len(by_evidence) == len(LAPLACE) * len(LINKS) * 2
+    with_data = [row for row in rows if row["prior"] in reading]
+    kinds = len(LINKS) * len(reading)
     assert [row["method"] for row in with_data[::kinds]] == LINEARIZED
     for key in LAPLACE:  # validation data prefer one link of each structure
         own = [row for row in with_split if row["method"] == key]
         scalar, layerwise, scaled = (
-            {row["link"]: row["is_choice"] for row in own if row["chosen_by"] == chosen_by}
-            for chosen_by in (GRID_SEARCH, DESCENT, SCALED)
+            {row["link"]: row["is_choice"] for row in own if row["prior"] == prior.key}
+            for prior in (GRID_SEARCH, DESCENT, SCALED)
         )
         assert len(scalar) == len(LINKS)
         assert sum(scalar.values()) == 1

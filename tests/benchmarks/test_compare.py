@@ -19,7 +19,7 @@ def test_the_main_job_writes_table_figures_and_diagram(tmp_path, capsys):
         "Stock diag, evidence, layerwise, probit",
         "Stock Kron, evidence, layerwise, probit",
         "lowrank_kron (paper), evidence, layerwise, probit",
-        "lowrank_kron, agreement, mean field",
+        "lowrank_kron, agreement, mean_field",
     ]
     for row in rows:
         assert row["label"] in printed
@@ -54,13 +54,13 @@ def test_a_task_without_shifted_texts_is_measured_too(tmp_path, capsys, monkeypa
 def test_rows_follow_the_options():
     assert lines_of(parsed(""))[-1] == RECIPE
     every = lines_of(parsed("--every-row", prior_structure="scalar"))
-    settings = [(line.method, line.chosen_by, line.link) for line in every[4:]]
+    settings = [(line.method, line.prior, line.link) for line in every[4:]]
     assert settings == [
-        ("lowrank_kron_paper", "evidence, scalar", "probit"),
-        ("lowrank_kron", "evidence, scalar", "probit"),
-        ("lowrank_kron_paper", "evidence, scalar", "mc"),
-        ("lowrank_kron", "evidence, scalar", "mc"),
-        ("lowrank_kron", "agreement", "mean field"),
+        ("lowrank_kron_paper", "marglik_scalar", "probit"),
+        ("lowrank_kron", "marglik_scalar", "probit"),
+        ("lowrank_kron_paper", "marglik_scalar", "mc"),
+        ("lowrank_kron", "marglik_scalar", "mc"),
+        ("lowrank_kron", "agreement", "mean_field"),
     ]
     protocol = parsed("--every-row", prior_structure="scalar", link="mc")
     assert len(lines_of(protocol)) == len(every) - 2

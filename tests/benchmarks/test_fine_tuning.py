@@ -89,7 +89,7 @@ def test_tfbs_rule_takes_the_smallest_prior_precision_that_changes_few_classes()
         tried.append(value)
         return Moments(f_mu, torch.eye(3).expand(200, 3, 3) / value)
 
-    chosen = by_tfb_rule(SimpleNamespace(moments=moments))
+    chosen = by_tfb_rule(None, SimpleNamespace(moments=moments))
     assert torch.equal(torch.cat(tried), GRID[: len(tried)])
     assert torch.equal(chosen, tried[-1])
     noise = torch.randn((10, 200, 3), generator=torch.Generator().manual_seed(0))

@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
@@ -15,14 +16,18 @@ from benchmarks.measuring import (
 )
 
 
-def sleep_after_message(send, seconds):
-    send("figure", 1)
+def sleep_after_message(seconds):
+    yield "figure", 1
     time.sleep(seconds)
     raise ValueError("woken")
 
 
-def leave(send):
+def leave():
     os._exit(3)
+
+
+def fail(text):
+    raise ValueError(text)
 
 
 def test_what_was_sent_before_a_failure_counts():
@@ -32,8 +37,14 @@ def test_what_was_sent_before_a_failure_counts():
     messages, reason = run_limited(sleep_after_message, (60,), 3.0)
     assert reason == "took longer than the limit of 3 s"
     assert messages in (sent, [])  # the limit may be over before the process has begun
-    with pytest.raises(RuntimeError, match="woken"):
-        run_alone(sleep_after_message, 0)
+
+
+def test_a_process_of_its_own_returns_or_raises_what_a_call_would():
+    assert run_alone(sorted, [2, 1]) == [1, 2]
+    with pytest.raises(ValueError, match="its own words"):
+        run_alone(fail, "its own words")
+    with pytest.raises(BrokenProcessPool):
+        run_alone(leave)
 
 
 def test_slow_calls_are_repeated_less():

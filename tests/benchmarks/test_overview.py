@@ -7,7 +7,15 @@ import pytest
 from benchmarks.experiments.calibration_report import SPLIT, WHOLE
 from tests.benchmarks.support import run
 
-ROW = {"chosen_by": "", "link": "", "accuracy": 0.7, "ece": 0.1, "regret": None}
+ROW = {
+    "name": "MAP",
+    "prior": "",
+    "chosen_by": "",
+    "link": "",
+    "accuracy": 0.7,
+    "ece": 0.1,
+    "regret": None,
+}
 ROW |= {"fit_seconds": 1.0, "predict_seconds": 2.0}
 
 
@@ -17,7 +25,8 @@ def written(folder, task: str, losses: dict[int, float]):
     for seed, nll in losses.items():
         rows.append({**ROW, "seed": seed, "method": "map", "protocol": WHOLE, "nll": nll})
         rows.append({**ROW, "seed": seed, "method": "map", "protocol": SPLIT, "nll": 99.0})
-        chosen = {"method": "lowrank_kron", "chosen_by": "agreement", "link": "mean field"}
+        chosen = {"method": "lowrank_kron", "name": "lowrank_kron", "link": "mean_field"}
+        chosen |= {"prior": "agreement", "chosen_by": "agreement"}
         ours = {**ROW, "seed": seed, "protocol": WHOLE, **chosen, "nll": nll / 2, "regret": 0.01}
         rows += [ours, {**ours, "link": "mc", "nll": 99.0}]
     folder.mkdir()
@@ -33,7 +42,7 @@ def test_means_over_seeds_and_tasks_of_the_methods_that_are_shown(tmp_path, caps
     ]
     figures, report, _ = run(capsys, tmp_path / "out", "overview", runs=folders)
     of_tasks = {(row["task"], row["name"]): row["nll"] for row in figures["tasks"]}
-    ours = "lowrank_kron, agreement"
+    ours = "lowrank_kron, agreement, mean_field"
     assert of_tasks == pytest.approx(
         {("first", "MAP"): 2, ("first", ours): 1, ("second", "MAP"): 4, ("second", ours): 2}
     )
