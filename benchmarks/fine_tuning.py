@@ -151,6 +151,18 @@ def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
     return Pretrained(task, settings, tokenizer, *place, options.dtype, options.load_in_8bit)
 
 
+def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType | None) -> Any:
+    """The model with LoRA layers, which are to be trained."""
+    lora = LoraConfig(
+        task_type=task_type,
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=list(settings.target_modules),
+    )
+    return get_peft_model(base, lora)
+
+
 def fine_tune(
     pretrained: Pretrained, records: Records, seed: int, recipe: Recipe | None = None
 ) -> AdaptedModel:
@@ -160,14 +172,7 @@ def fine_tune(
     base = pretrained.load()
     if getattr(base, "is_loaded_in_8bit", False):
         base = prepare_model_for_kbit_training(base)
-    lora = LoraConfig(
-        task_type=pretrained.task_type,
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
-        target_modules=list(settings.target_modules),
-    )
-    model = get_peft_model(base, lora)
+    model = with_lora(base, settings, pretrained.task_type)
     if recipe is not None:
         recipe.prepare(model)
     adapted = AdaptedModel(

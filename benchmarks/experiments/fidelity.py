@@ -22,7 +22,9 @@ from benchmarks.methods.posteriors import over_lora
 from benchmarks.models import device_of, encoder_folder, load_tokenizer
 from benchmarks.options import Fidelity
 from benchmarks.report import Figures, Row, provenance, write
-from benchmarks.tasks.docstrings import read_docstrings
+from benchmarks.tasks import docstrings
+from benchmarks.tasks.balanced import draw_balanced
+from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY
 from benchmarks.tasks.task import Sizes, Task
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.statistics import KFAC_APPROX
@@ -55,7 +57,8 @@ def run(options: Fidelity) -> Figures:
     models, rows = [], []
     for seed in options.seeds:
         sizes = Sizes(options.base_examples, options.train_examples, options.test_examples, 0)
-        task = read_docstrings(sizes, seed, options.files_per_library, not options.quiet)
+        texts = docstrings.find(options, seed)
+        task = draw_balanced("docstrings", texts, LIBRARIES, sizes, seed, SHIFTED_LIBRARY)
         for architecture in ARCHITECTURES:
             labels = {"model": architecture.name, "seed": seed}
             facts, measured = _measure(architecture, task, seed, options)

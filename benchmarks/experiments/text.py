@@ -1,19 +1,20 @@
 """Free text: calibration of tokens, and uncertainty as a detector of wrong answers."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
-from scipy.stats import rankdata
+from peft import TaskType
+from scipy.stats import mannwhitneyu
 from torch.utils.data import DataLoader
 from torchmetrics.functional.classification import binary_calibration_error
 
 import laplace_lora_ext
+from benchmarks.fine_tuning import with_lora
 from benchmarks.gemma import gemma_folder
 from benchmarks.methods.free_text import (
     Predictor,
@@ -27,11 +28,13 @@ from benchmarks.options import Text
 from benchmarks.report import Figures, Row, hardware_of, provenance, table, write
 from benchmarks.tasks.free_text import WritingTask, Written, read
 from benchmarks.training import Hyperparameters, read_or_train, train
-from laplace_lora_ext.metrics import N_BINS
+from laplace_lora_ext.metrics import N_BINS, risk_coverage
 from laplace_lora_ext.models.tokens_model import TokensModel
-from laplace_lora_ext.text.scores import Scores, score
+from laplace_lora_ext.text.scores import score
 
 LORA = ("q_proj", "v_proj")
+IGNORED = -100  # label of a token that is no part of an answer
+OF_THE_MODEL = ("log-probability", "summed entropy")  # scores that need no draws
 LONGEST_ANSWER = 16  # tokens
 FEW_TEXTS = 16  # of training, for ways to choose that look at draws
 REPETITIONS = 3
@@ -57,7 +60,10 @@ def run(options: Text) -> Figures:
     folder = options.model or gemma_folder(options.cache)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.pad_token or tokenizer.eos_token, "left"
-    batches = partial(batches_of, tokenizer, options.batch_size)
+
+    def batches(texts: list[Written]) -> list[Any]:
+        return [collate(tokenizer, part) for part in by_length(texts, options.batch_size)]
+
     model = fine_tuned(options, folder, task, tokenizer, device)
     trained = time.perf_counter()
     la: Any = laplace_lora_ext.Laplace(
@@ -67,7 +73,7 @@ def run(options: Text) -> Figures:
     begun = clock()
     la.fit(batches(task.train), progress_bar=not options.quiet)
     fitted = clock() - begun
-    written = write_answers(la, tokenizer, task.test, options.batch_size)
+    written, wrong = write_answers(la, tokenizer, task.test, options.batch_size)
     rows, detectors = [], []
     for name, chosen_by, build in methods(la, options, task, batches):
         if not options.quiet:
@@ -78,7 +84,7 @@ def run(options: Text) -> Figures:
         row["seconds_a_token"] = (clock() - begun) / row["tokens"]
         row["prior_precision"] = la.prior_precision.tolist()
         rows.append(row)
-        found = detection(predictor, batches(written["texts"]), written["wrong"])
+        found = detection(predictor, batches(written), wrong)
         detectors += [{"name": name, "chosen_by": chosen_by, **one} for one in found]
     spent = speed(la, tokenizer, task.test[: options.written_examples], options.draws, clock)
     cost = relative_cost(la, batches(task.train)[-1], options.draws, clock)
@@ -86,7 +92,7 @@ def run(options: Text) -> Figures:
         **provenance(options, device),
         "methods": rows,
         "detectors": detectors,
-        "answers": {"wrong": sum(written["wrong"]), "of": len(written["wrong"])},
+        "answers": {"wrong": sum(wrong), "of": len(wrong)},
         "generation": spent,
         "cost": cost,
         "seconds": {
@@ -95,14 +101,18 @@ def run(options: Text) -> Figures:
             "in_all": time.perf_counter() - started,
         },
     }
-    write(options.output, "text", figures, report(figures, options))
+    tables = (
+        table(figures["methods"], QUALITY, TITLES),
+        table(figures["detectors"], DETECTION, TITLES),
+    )
+    write(options.output, "text", figures, summary(figures, options), *tables)
     return figures
 
 
-def report(figures: Figures, options: Text) -> str:
-    """Both tables and what they were measured with."""
+def summary(figures: Figures, options: Text) -> str:
+    """What the tables were measured with, and what posteriors cost."""
     answers, seconds, spent = figures["answers"], figures["seconds"], figures["generation"]
-    summary = (
+    return (
         f"Task {options.task}, seed {options.seed}: {options.train_examples} training and "
         f"{options.test_examples} test texts, {options.draws} draws; {answers['wrong']} of "
         f"{answers['of']} written answers are wrong. {hardware_of(figures)}; "
@@ -112,38 +122,27 @@ def report(figures: Figures, options: Text) -> str:
         f"A fit takes {figures['cost']['fit']:.2f} times the forward and backward pass of the same "
         f"texts, a score {figures['cost']['score']:.2f} times its forward passes."
     )
-    parts = (
-        table(figures["methods"], QUALITY, TITLES),
-        table(figures["detectors"], DETECTION, TITLES),
-    )
-    return "\n\n".join((summary, *parts))
 
 
 # --- texts and model ---------------------------------------------------------------------------
 
 
-def batches_of(tokenizer: Any, batch_size: int, texts: list[Written]) -> list[dict[str, Any]]:
-    """Texts by their length, padded on the left, with labels on their answers."""
-    ordered = sorted(texts, key=lambda one: len(one.prompt))
-    parts = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-    return [collate(tokenizer, part) for part in parts]
-
-
-def collate(tokenizer: Any, texts: list[Written]) -> dict[str, torch.Tensor]:
-    rows = []
+def collate(tokenizer: Any, texts: list[Written]) -> Any:
+    """A batch of texts, padded on the left, with labels on their answers."""
+    records = []
     for one in texts:
         prompt = tokenizer(one.prompt)["input_ids"]
         answer = tokenizer(one.answer, add_special_tokens=False)["input_ids"]
-        rows.append((prompt, [*answer, tokenizer.eos_token_id]))
-    length = max(len(prompt) + len(answer) for prompt, answer in rows)
-    padding = tokenizer.pad_token_id
-    found: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
-    for prompt, answer in rows:
-        left = length - len(prompt) - len(answer)
-        found["input_ids"].append([padding] * left + prompt + answer)
-        found["attention_mask"].append([0] * left + [1] * (length - left))
-        found["labels"].append([-100] * (left + len(prompt)) + answer)
-    return {key: torch.tensor(value) for key, value in found.items()}
+        answer = [*answer, tokenizer.eos_token_id]
+        labels = [IGNORED] * len(prompt) + answer
+        records.append({"input_ids": prompt + answer, "labels": labels})
+    return transformers.DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)(records)
+
+
+def by_length(texts: list[Written], batch_size: int) -> list[list[Written]]:
+    """Texts in batches, ordered by the length of their prompts."""
+    ordered = sorted(texts, key=lambda one: len(one.prompt))
+    return [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
 
 
 def fine_tuned(
@@ -151,22 +150,16 @@ def fine_tuned(
 ) -> torch.nn.Module:
     """The language model with LoRA, trained on the answers."""
     transformers.set_seed(options.seed)
-    base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=options.rank,
-        lora_alpha=2 * options.rank,
-        target_modules=list(LORA),
-    )
-    model: Any = get_peft_model(base.to(device), config)
     settings = Hyperparameters(
-        "gemma-3-270m",
-        LORA,
-        options.batch_size,
+        *("gemma-3-270m", LORA, options.batch_size),
         maximum_length=0,
         rank=options.rank,
+        alpha=2 * options.rank,
+        dropout=0.0,
         learning_rate=options.learning_rate,
     ).for_epochs(options.epochs, len(task.train))
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = with_lora(base.to(device), settings, TaskType.CAUSAL_LM)
     loader = DataLoader(
         task.train,  # pyright: ignore[reportArgumentType]
         options.batch_size,
@@ -198,21 +191,13 @@ def methods(
     la.optimize_prior_precision("marglik")
     yield "Sampled weights", "evidence", lambda: posterior(la, draws, first, False)
     yield "Linearised", "evidence", lambda: posterior(la, draws, first, True)
-    draws_of_prior: Any = {
-        "n_samples": draws,
-        "grid_size": options.grid_size,
-        "progress_bar": not options.quiet,
-        **GRID,
-    }
+    grid: Any = {**GRID, "n_samples": draws, "grid_size": options.grid_size}
+    grid["progress_bar"] = not options.quiet
     seed = torch.Generator().manual_seed(options.seed)
-    la.optimize_prior_precision("agreement", train_loader=some, generator=seed, **draws_of_prior)
+    la.optimize_prior_precision("agreement", train_loader=some, generator=seed, **grid)
     yield "Linearised", "agreement", lambda: posterior(la, draws, first, True)
-    la.optimize_prior_precision(
-        "gridsearch",
-        val_loader=validation,
-        generator=seed.manual_seed(options.seed),
-        **draws_of_prior,
-    )
+    seed.manual_seed(options.seed)
+    la.optimize_prior_precision("gridsearch", val_loader=validation, generator=seed, **grid)
     yield "Sampled weights", "validation", lambda: posterior(la, draws, first, False)
     yield "Linearised", "validation", lambda: posterior(la, draws, first, True)
 
@@ -222,41 +207,37 @@ def methods(
 
 def quality(predictor: Predictor, texts: list[Any]) -> dict[str, Any]:
     """NLL, accuracy and calibration of every token under the mixture over draws."""
-    losses, confidences, hits = [], [], []
+    found, confidences, hits = [], [], []
     for batch in texts:
         f, drawn, tokens = predictor(batch)
         of_draws = [logits.softmax(-1) for logits in drawn] or [f.softmax(-1)]
         p = torch.stack(of_draws).mean(0)
-        smallest = torch.finfo(p.dtype).tiny
-        losses.append(-p.gather(-1, tokens[:, None]).clamp_min(smallest).log().squeeze(-1))
+        found.append(p.gather(-1, tokens[:, None]).squeeze(-1))
         confidence, place = p.max(-1)
         confidences.append(confidence)
         hits.append(place == tokens)
-    confidence, hit = torch.cat(confidences).clamp(0, 1), torch.cat(hits)
+    p, confidence, hit = torch.cat(found), torch.cat(confidences).clamp(0, 1), torch.cat(hits)
     # Of one class, "right": the probability of the most probable token is that of being so.
     error = binary_calibration_error(confidence, hit.long(), n_bins=N_BINS, norm="l1")
     return {
         "tokens": len(hit),
         "token_accuracy": hit.double().mean().item(),
-        "nll": torch.cat(losses).mean().item(),
+        "nll": -p.clamp_min(torch.finfo(p.dtype).tiny).log().mean().item(),
         "ece": error.item(),
     }
 
 
 def write_answers(
     la: Any, tokenizer: Any, texts: list[Written], batch_size: int
-) -> dict[str, list[Any]]:
+) -> tuple[list[Written], list[bool]]:
     """What the model itself writes behind each prompt, and whether that is wrong."""
-    ordered = sorted(texts, key=lambda one: len(one.prompt))
     found, wrong = [], []
-    for i in range(0, len(ordered), batch_size):
-        part = ordered[i : i + batch_size]
-        answers = written_behind(la, tokenizer, part, 0)[0]
-        found += [Written(one.prompt, text) for one, text in zip(part, answers, strict=True)]
-        wrong += [
-            text.strip() != one.answer.strip() for one, text in zip(part, answers, strict=True)
-        ]
-    return {"texts": found, "wrong": wrong}
+    for part in by_length(texts, batch_size):
+        answers, _ = written_behind(la, tokenizer, part, 0)
+        for one, text in zip(part, answers, strict=True):
+            found.append(Written(one.prompt, text))
+            wrong.append(text.strip() != one.answer.strip())
+    return found, wrong
 
 
 def written_behind(
@@ -280,30 +261,27 @@ def written_behind(
 
 def detection(predictor: Predictor, texts: list[Any], wrong: list[bool]) -> list[Row]:
     """How well each score of an answer tells the wrong ones."""
-    parts = []
+    signs = defaultdict(list)
     for batch in texts:
         f, drawn, tokens = predictor(batch)
         found = score(f, drawn, tokens, predictor.la.model.labelled(batch))
-        numbers = {field.name: getattr(found.sums, field.name) for field in fields(Scores)}
-        parts.append(numbers | {"text": found.log_prob})
-    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    signs = {"log-probability": -joined["text"], "summed entropy": joined["total"]}
-    if joined["epistemic"].any():
-        signs["summed epistemic"] = joined["epistemic"]
-        signs["summed sd of log-probability"] = joined["log_prob_sd"]
-    return [{"score": name, **detects(sign, wrong)} for name, sign in signs.items()]
+        signs["log-probability"].append(-found.log_prob)
+        signs["summed entropy"].append(found.sums.total)
+        signs["summed epistemic"].append(found.sums.epistemic)
+        signs["summed sd of log-probability"].append(found.sums.log_prob_sd)
+    joined = {name: torch.cat(parts) for name, parts in signs.items()}
+    # Without draws there is no epistemic part.
+    shown = [name for name in joined if joined["summed epistemic"].any() or name in OF_THE_MODEL]
+    return [{"score": name, **detects(joined[name], torch.tensor(wrong))} for name in shown]
 
 
-def detects(sign: torch.Tensor, wrong: list[bool]) -> dict[str, float | None]:
+def detects(sign: torch.Tensor, wrong: torch.Tensor) -> dict[str, float | None]:
     """AUROC of a sign of wrong answers, and the mean share of wrong ones over all coverages."""
-    is_wrong = torch.tensor(wrong).double()
-    n_wrong = int(is_wrong.sum())
-    n_right = len(wrong) - n_wrong
-    ranks = torch.from_numpy(rankdata(sign.double().numpy()))
-    pairs = ranks[is_wrong.bool()].sum().item() - n_wrong * (n_wrong + 1) / 2
-    risks = is_wrong[sign.argsort(stable=True)].cumsum(0) / torch.arange(1, len(wrong) + 1)
-    auroc = pairs / (n_wrong * n_right) if n_wrong and n_right else None
-    return {"auroc": auroc, "aurc": risks.mean().item()}
+    auroc = None
+    if wrong.any() and not wrong.all():
+        pairs = mannwhitneyu(sign[wrong].double(), sign[~wrong].double()).statistic
+        auroc = float(pairs) / (int(wrong.sum()) * int((~wrong).sum()))
+    return {"auroc": auroc, "aurc": risk_coverage(sign, ~wrong)[1].mean().item()}
 
 
 def speed(

@@ -1,6 +1,5 @@
 """What predicts the tokens of texts: a trained model, and draws around it, our own and rivals'."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.methods.method import fit_temperature
-from benchmarks.methods.sampled import BISECTIONS, MOST_CHANGED, REACH_OF_NOISE, noise_basis
+from benchmarks.methods.sampled import most_noise, noise_basis
 from laplace_lora_ext import LanguageModelLaplace
 from laplace_lora_ext.models.weights import LoRAWeights, Values
 from laplace_lora_ext.text.draws import Noise
@@ -86,12 +85,7 @@ def training_free(la: LanguageModelLaplace, draws: int, texts: list[Any]) -> Pre
             count += len(f)
         return away / count
 
-    lower, upper = map(math.log, REACH_OF_NOISE)
-    for _step in range(BISECTIONS):
-        middle = (lower + upper) / 2
-        within = changed(math.exp(middle)) <= MOST_CHANGED
-        lower, upper = (middle, upper) if within else (lower, middle)
-    return Predictor(la, directions_of(math.exp(lower)))
+    return Predictor(la, directions_of(most_noise(changed)))
 
 
 def token_loss(model: Any, batch: Any) -> torch.Tensor:

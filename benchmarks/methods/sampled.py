@@ -69,13 +69,22 @@ def training_free(model: AdaptedModel, train: DataLoader, *_: DataLoader) -> Mem
 
     texts = {"train": list(islice(train, MOST_TEXTS // (train.batch_size or 1)))}
     classes = as_it_is(model).predict(texts)["train"].argmax(-1)
+
+    def changed(sigma: float) -> float:
+        found = sampled(model, noise_of(sigma)).predict(texts)["train"].argmax(-1)
+        return (found != classes).double().mean().item()
+
+    return sampled(model, noise_of(most_noise(changed)))
+
+
+def most_noise(changed: Callable[[float], float]) -> float:
+    """The largest sigma at which at most 1 % of the classes change, by bisection."""
     lower, upper = map(math.log, REACH_OF_NOISE)
     for _step in range(BISECTIONS):
         middle = (lower + upper) / 2
-        found = sampled(model, noise_of(math.exp(middle))).predict(texts)["train"].argmax(-1)
-        changed = (found != classes).double().mean().item()
-        lower, upper = (lower, middle) if changed > MOST_CHANGED else (middle, upper)
-    return sampled(model, noise_of(math.exp(lower)))
+        within = changed(math.exp(middle)) <= MOST_CHANGED
+        lower, upper = (middle, upper) if within else (lower, middle)
+    return math.exp(lower)
 
 
 def noise_basis(B: torch.Tensor) -> torch.Tensor:

@@ -2,26 +2,50 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.tasks.task import Example, Sizes
+from benchmarks.models import encoder_folder
+from benchmarks.options import TextRun
+from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
+from benchmarks.training import Hyperparameters
+
+LEARNING: Any = {"learning_rate": 2e-3, "steps": 375, "checkpoints": 5, "warmup_steps": 20}
+ENCODER = Hyperparameters("all-MiniLM-L6-v2", ("query", "value"), 16, 32, **LEARNING)
 
 Text = str | tuple[str, str]
+Texts = Sequence[Sequence[Text]]  # of each class, and behind them those of another distribution
+
+
+def balanced(
+    name: str,
+    classes: Sequence[str],
+    sizes: Sizes,
+    find: Callable[[TextRun, int], Texts],
+    shifted: str | None = None,
+    settings: Hyperparameters = ENCODER,
+) -> TaskSource:
+    """A task for the encoder; `find` takes options and a seed, and is the same in every run."""
+
+    def read(options: TextRun, seed: int, validation: int) -> Task:
+        asked = sizes.asked(options, validation)
+        return draw_balanced(name, find(options, seed), classes, asked, seed, shifted)
+
+    return TaskSource(name, read, lambda _: encoder_folder(), settings)
 
 
 def draw_balanced(
-    found: Sequence[Sequence[Text]],
+    name: str,
+    found: Texts,
     classes: Sequence[str],
     sizes: Sizes,
     seed: int,
     shifted: str | None = None,
-) -> dict[str, Any]:
-    """Draw the sets of a `Task`, as many texts of each class as can be.
+) -> Task:
+    """Draw the sets of a task, as many texts of each class as can be.
 
-    `found` has the texts of each class, in an order that is the same in every run, and behind
-    them those of another distribution where `shifted` names one. Texts that occur in more than one
-    place have no right answer and are left out.
+    The last of the texts are those of another distribution where `shifted` names one. Texts that
+    occur in more than one place have no right answer and are left out.
     """
     owners = Counter(text for texts in found for text in {_folded(text) for text in texts})
     left = [
@@ -41,12 +65,13 @@ def draw_balanced(
             examples.append(Example(left[label].pop(), label))
         return examples
 
-    sets: dict[str, Any] = {}
+    others = {}
     if shifted is not None:
         if len(left[-1]) < sizes.shifted:
             raise ValueError(f"{shifted} has only {len(left[-1])} texts; ask for fewer.")
-        sets["shifted"] = {shifted: [Example(text, None) for text in left[-1][: sizes.shifted]]}
-    return sets | {name: draw(getattr(sizes, name)) for name in ("train", "validation", "test")}
+        others[shifted] = [Example(text, None) for text in left[-1][: sizes.shifted]]
+    train, validation, test = (draw(size) for size in sizes[:3])
+    return Task(name, classes, False, train, test, others, validation)
 
 
 def _folded(text: Text) -> Text:

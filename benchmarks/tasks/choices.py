@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.options import TextRun
-from benchmarks.tasks.docstrings import ENCODER
+from benchmarks.tasks.balanced import ENCODER
 from benchmarks.tasks.language_model import language_model
 from benchmarks.tasks.named import Named, answerable, asked_for_choice, draw, is_held_out
 from benchmarks.tasks.paper_prompts import LETTERS
@@ -21,7 +21,7 @@ def ask(pool: list[Named], rng: random.Random) -> Iterator[Example]:
 
 def read(options: TextRun, seed: int, validation: int) -> Task:
     """Draw the questions that the options ask for."""
-    sizes = Sizes(500, validation, 500, 200).asked(options)
+    sizes = Sizes(500, 0, 500, 200).asked(options, validation)
     return draw(options, seed, sizes, ask, Task("choices", LETTERS, True, (), ()))
 
 

@@ -8,14 +8,11 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.models import encoder_folder
-from benchmarks.options import TextRun
-from benchmarks.tasks.balanced import draw_balanced
-from benchmarks.tasks.sources import drawn_files, syntax_tree
-from benchmarks.tasks.task import Sizes, Task, TaskSource
-from benchmarks.training import Hyperparameters
+from benchmarks.tasks.balanced import balanced
+from benchmarks.tasks.sources import Reading, drawn_files, syntax_tree
+from benchmarks.tasks.task import Sizes
 
 LIBRARIES = ("numpy", "scipy", "networkx", "sympy", "torch")
 SHIFTED_LIBRARY = "matplotlib"
@@ -29,8 +26,6 @@ LIBRARY_NAME = re.compile(
     re.IGNORECASE,
 )
 NEUTRAL_WORD = "library"
-LEARNING: Any = {"learning_rate": 2e-3, "steps": 375, "checkpoints": 5, "warmup_steps": 20}
-ENCODER = Hyperparameters("all-MiniLM-L6-v2", ("query", "value"), 16, 32, **LEARNING)
 
 
 class Documented(NamedTuple):
@@ -59,42 +54,27 @@ def masked(summary: str) -> str:
     return " ".join(LIBRARY_NAME.sub(NEUTRAL_WORD, summary).split())
 
 
-def documented(
-    library: str, seed: int, maximum_files: int | None, show_progress: bool
-) -> Iterator[Documented]:
+def documented(library: str, options: Reading, seed: int) -> Iterator[Documented]:
     """Yield what an installed library documents, with masked summaries."""
-    for path in drawn_files(library, seed, maximum_files, show_progress):
+    for path in drawn_files(library, options, seed):
         for name, summary in docstring_summaries(path.read_text(encoding="utf-8")):
             text = masked(summary)
             if len(text.split()) >= MINIMUM_WORDS:
                 yield Documented(name, text, path)
 
 
-def read_library(
-    library: str, seed: int, maximum_files: int | None, show_progress: bool
-) -> list[Documented]:
+def read_library(library: str, options: Reading, seed: int) -> list[Documented]:
     """Collect each summary of an installed library once, in the order of the sources."""
     found: dict[str, Documented] = {}
-    for one in documented(library, seed, maximum_files, show_progress):
+    for one in documented(library, options, seed):
         found.setdefault(one.summary.casefold(), one)
     return list(found.values())
 
 
-def read(options: TextRun, seed: int, validation: int) -> Task:
-    """Draw the texts that the options ask for."""
-    sizes = Sizes(300, validation, 500, 200).asked(options)
-    return read_docstrings(sizes, seed, options.files_per_library, not options.quiet)
-
-
-def read_docstrings(
-    sizes: Sizes, seed: int, files_per_library: int | None, show_progress: bool
-) -> Task:
-    """Draw balanced, disjoint sets of texts; a label is the library's place in `LIBRARIES`."""
+def find(options: Reading, seed: int) -> list[list[str]]:
+    """Summaries of each library; a label is the library's place in `LIBRARIES`."""
     libraries = (*LIBRARIES, SHIFTED_LIBRARY)
-    found = [read_library(library, seed, files_per_library, show_progress) for library in libraries]
-    texts = [[one.summary for one in of_library] for of_library in found]
-    sets = draw_balanced(texts, LIBRARIES, sizes, seed, SHIFTED_LIBRARY)
-    return Task("docstrings", LIBRARIES, False, **sets)
+    return [[one.summary for one in read_library(each, options, seed)] for each in libraries]
 
 
-TASK = TaskSource("docstrings", read, lambda options: encoder_folder(), ENCODER)
+TASK = balanced("docstrings", LIBRARIES, Sizes(300, 0, 500, 200), find, SHIFTED_LIBRARY)

@@ -4,28 +4,25 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 
-from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
-from benchmarks.tasks.balanced import draw_balanced
-from benchmarks.tasks.docstrings import ENCODER, LIBRARIES, SHIFTED_LIBRARY, masked
+from benchmarks.tasks.balanced import balanced
+from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY, masked
 from benchmarks.tasks.sources import syntax_trees
-from benchmarks.tasks.task import Sizes, Task, TaskSource
+from benchmarks.tasks.task import Sizes
 
 EXCEPTIONS = ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")
 MINIMUM_WORDS = 4
 BLANK = "..."  # for what an f-string fills in
 
 
-def read(options: TextRun, seed: int, validation: int) -> Task:
-    """Draw the messages that the options ask for."""
-    sizes = Sizes(100, validation, 500, 0).asked(options)
+def find(options: TextRun, seed: int) -> list[list[str]]:
+    """Messages of each exception."""
     messages = defaultdict(list)
     for library in (*LIBRARIES, SHIFTED_LIBRARY):
-        for tree in syntax_trees(library, seed, options.files_per_library, not options.quiet):
+        for tree in syntax_trees(library, options, seed):
             for exception, message in raised(tree):
                 messages[exception].append(message)
-    found = [messages[exception] for exception in EXCEPTIONS]
-    return Task("exceptions", EXCEPTIONS, False, **draw_balanced(found, EXCEPTIONS, sizes, seed))
+    return [messages[exception] for exception in EXCEPTIONS]
 
 
 def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -48,4 +45,4 @@ def literal(node: ast.AST) -> str:
     return ""
 
 
-TASK = TaskSource("exceptions", read, lambda options: encoder_folder(), ENCODER)
+TASK = balanced("exceptions", EXCEPTIONS, Sizes(100, 0, 500, 0), find)

@@ -35,9 +35,8 @@ class WritingTask:
 
 def functions(options: Text) -> Iterator[Written]:
     """Name the function that a summary documents."""
-    files, progress = options.files_per_library, not options.quiet
     for library in LIBRARIES:
-        for one in read_library(library, options.seed, files, progress):
+        for one in read_library(library, options, options.seed):
             yield Written(f"{one.summary}\nFunction:", f" {one.name}")
 
 

@@ -53,7 +53,7 @@ def language_model(options: TextRun) -> Path:
     digest = hashlib.sha256(known.encode()).hexdigest()[:16]
     folder = options.cache / f"docstring-language-model-{digest}"
     if not (folder / "config.json").exists():
-        named = (read_named(library, 0, files, not options.quiet) for library in LIBRARIES)
+        named = (read_named(library, options, 0) for library in LIBRARIES)
         pools = [[one for one in answerable(pool) if not is_held_out(one)] for pool in named]
         tokenizer = train_tokenizer(pools, VOCABULARY)
         model = train_language_model(settings, pools, tokenizer, not options.quiet)

@@ -40,11 +40,9 @@ def is_held_out(one: Named) -> bool:
     return zlib.crc32(one.summary.casefold().encode()) % HELD_OUT == 0
 
 
-def read_named(
-    library: str, seed: int, files_per_library: int | None, show_progress: bool
-) -> list[Named]:
+def read_named(library: str, options: TextRun, seed: int) -> list[Named]:
     """Read the summaries of a library that are not too long, in the order of the sources."""
-    found = read_library(library, seed, files_per_library, show_progress)
+    found = read_library(library, options, seed)
     named = [Named(spoken(one.name), one.summary, str(one.file)) for one in found]
     return [one for one in named if len(one.summary.split()) <= MAXIMUM_WORDS and one.name]
 
@@ -80,7 +78,7 @@ def draw(options: TextRun, seed: int, sizes: Sizes, ask: Ask, task: Task) -> Tas
     rng = random.Random(seed)
     examples = {}
     for library in (*LIBRARIES, SHIFTED_LIBRARY):
-        pool = read_named(library, seed, options.files_per_library, not options.quiet)
+        pool = read_named(library, options, seed)
         rng.shuffle(pool)
         examples[library] = list(ask(pool, rng))
     shifted = examples.pop(SHIFTED_LIBRARY)[: sizes.shifted]

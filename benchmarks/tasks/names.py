@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
-from benchmarks.tasks.docstrings import ENCODER
+from benchmarks.tasks.balanced import ENCODER
 from benchmarks.tasks.named import Named, draw
 from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
 
@@ -31,7 +31,7 @@ def asked_for_match(pool: Sequence[Named], rng: random.Random) -> Iterator[Examp
 def read(options: TextRun, seed: int, validation: int) -> Task:
     """Draw the pairs that the options ask for."""
     # Two classes need more texts than many, as in the comparisons of links.
-    sizes = Sizes(1000, validation, 500, 200).asked(options)
+    sizes = Sizes(1000, 0, 500, 200).asked(options, validation)
     return draw(options, seed, sizes, asked_for_match, Task("names", CLASSES, False, (), ()))
 
 

@@ -13,12 +13,11 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
-from benchmarks.models import encoder_folder
-from benchmarks.options import Text, TextRun
-from benchmarks.tasks.balanced import draw_balanced
-from benchmarks.tasks.docstrings import ENCODER, masked
-from benchmarks.tasks.sources import syntax_trees
-from benchmarks.tasks.task import Sizes, Task, TaskSource
+from benchmarks.options import TextRun
+from benchmarks.tasks.balanced import ENCODER, balanced
+from benchmarks.tasks.docstrings import masked
+from benchmarks.tasks.sources import Reading, syntax_trees
+from benchmarks.tasks.task import Sizes
 
 NUMPYDOC_LIBRARIES = ("numpy", "scipy", "networkx", "matplotlib", "pandas")
 SECTION = re.compile(r"^Parameters\n-{4,}\n(.*?)(?=\n\n\S[^\n]*\n-{3,}|\Z)", re.M | re.S)
@@ -49,13 +48,12 @@ class Parameter(NamedTuple):
     file: int  # number of the source file
 
 
-def read_parameters(options: TextRun | Text, seed: int) -> list[Parameter]:
+def read_parameters(options: Reading, seed: int) -> list[Parameter]:
     """Collect all that is described, in the order of the sources."""
     found = []
     numbers = count()
     for library in NUMPYDOC_LIBRARIES:
-        trees = syntax_trees(library, seed, options.files_per_library, not options.quiet)
-        for tree in trees:
+        for tree in syntax_trees(library, options, seed):
             found += described(tree, next(numbers))
     return found
 
@@ -76,22 +74,18 @@ def described(tree: ast.AST, number: int) -> Iterator[Parameter]:
                 yield Parameter(name, first, description, summary, number)
 
 
-def read_types(options: TextRun, seed: int, validation: int) -> Task:
-    """Draw descriptions, to be told which type the parameter has."""
+def find_types(options: TextRun, seed: int) -> list[list[str]]:
+    """Descriptions of parameters of each class of types."""
     by_class = defaultdict(list)
     for parameter in read_parameters(options, seed):
         if (kind := TYPES.get(parameter.type)) is not None:
             by_class[kind].append(parameter.description)
-    found = [by_class[kind] for kind in CLASSES]
-    sizes = Sizes(480, validation, 480, 0).asked(options)
-    return Task("types", CLASSES, False, **draw_balanced(found, CLASSES, sizes, seed))
+    return [by_class[kind] for kind in CLASSES]
 
 
-def read_belongs(options: TextRun, seed: int, validation: int) -> Task:
-    """Pair summaries and descriptions, each description once."""
-    found = pairs(read_parameters(options, seed), random.Random(seed))
-    sizes = Sizes(800, validation, 500, 0).asked(options)
-    return Task("belongs", VERDICTS, False, **draw_balanced(found, VERDICTS, sizes, seed))
+def find_pairs(options: TextRun, seed: int) -> Any:
+    """Pairs of a summary and a description, each description once."""
+    return pairs(read_parameters(options, seed), random.Random(seed))
 
 
 def pairs(parameters: list[Parameter], generator: random.Random) -> Any:
@@ -115,6 +109,6 @@ def pairs(parameters: list[Parameter], generator: random.Random) -> Any:
 
 PAIRS = replace(ENCODER, maximum_length=48, steps=400)
 TASKS = (
-    TaskSource("types", read_types, lambda options: encoder_folder(), ENCODER),
-    TaskSource("belongs", read_belongs, lambda options: encoder_folder(), PAIRS),
+    balanced("types", CLASSES, Sizes(480, 0, 480, 0), find_types),
+    balanced("belongs", VERDICTS, Sizes(800, 0, 500, 0), find_pairs, settings=PAIRS),
 )

@@ -9,7 +9,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.models import package_folder
+from benchmarks.options import Fidelity, Text, TextRun
 
+Reading = TextRun | Text | Fidelity  # options that say how many files are read
 TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
 
 
@@ -21,14 +23,12 @@ def source_files(library: str) -> list[Path]:
     return [path for path in files if not TEST_FOLDERS.intersection(parts[path])]
 
 
-def drawn_files(
-    library: str, seed: int, maximum_files: int | None, show_progress: bool
-) -> Iterator[Path]:
-    """Yield the source files of an installed package, or so many drawn by the seed."""
-    files = source_files(library)
-    if maximum_files is not None and len(files) > maximum_files:
-        files = random.Random(seed).sample(files, maximum_files)
-    yield from tqdm(files, desc=f"Reading {library}", disable=not show_progress, unit="file")
+def drawn_files(library: str, options: Reading, seed: int) -> Iterator[Path]:
+    """Yield the source files of an installed package, or as many as the options ask for."""
+    files, maximum = source_files(library), options.files_per_library
+    if maximum is not None and len(files) > maximum:
+        files = random.Random(seed).sample(files, maximum)
+    yield from tqdm(files, desc=f"Reading {library}", disable=options.quiet, unit="file")
 
 
 def syntax_tree(source: str) -> ast.AST:
@@ -38,9 +38,7 @@ def syntax_tree(source: str) -> ast.AST:
         return ast.parse(source)
 
 
-def syntax_trees(
-    library: str, seed: int, maximum_files: int | None, show_progress: bool
-) -> Iterator[ast.AST]:
+def syntax_trees(library: str, options: Reading, seed: int) -> Iterator[ast.AST]:
     """Yield the parsed sources of an installed package."""
-    for path in drawn_files(library, seed, maximum_files, show_progress):
+    for path in drawn_files(library, options, seed):
         yield syntax_tree(path.read_text(encoding="utf-8"))

@@ -38,10 +38,10 @@ class Sizes(NamedTuple):
     test: int
     shifted: int
 
-    def asked(self, options: TextRun) -> "Sizes":
+    def asked(self, options: TextRun, validation: int) -> "Sizes":
         """Those that the options ask for, and these where they ask for none."""
         train, test = options.train_examples or self.train, options.test_examples or self.test
-        return Sizes(train, self.validation, test, options.shifted_examples or self.shifted)
+        return Sizes(train, validation, test, options.shifted_examples or self.shifted)
 
 
 @dataclass(frozen=True)

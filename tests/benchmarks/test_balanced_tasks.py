@@ -10,7 +10,7 @@ from benchmarks.tasks.balanced import draw_balanced
 from benchmarks.tasks.comments import commented
 from benchmarks.tasks.defaults import flags
 from benchmarks.tasks.exceptions import raised
-from benchmarks.tasks.parameters import Parameter, described, pairs, read_types
+from benchmarks.tasks.parameters import Parameter, described, pairs
 from benchmarks.tasks.sections import paragraphs
 from benchmarks.tasks.task import Example, Sizes
 from tests.benchmarks.support import parsed
@@ -96,13 +96,13 @@ def test_the_sets_of_another_seed_are_others():
 
 def test_a_text_of_two_classes_is_left_out():
     found = [["One.", "Both.", "one."], [("Pair", "a"), "both."], ["Out.", "Both."]]
-    sets = draw_balanced(found, ("a", "b"), Sizes(2, 0, 0, 1), 0, "c")
-    assert sets["train"] == [Example("one.", 0), Example(("Pair", "a"), 1)]
-    assert sets["shifted"] == {"c": [Example("Out.", None)]}
+    task = draw_balanced("t", found, ("a", "b"), Sizes(2, 0, 0, 1), 0, "c")
+    assert task.train == [Example("one.", 0), Example(("Pair", "a"), 1)]
+    assert task.shifted == {"c": [Example("Out.", None)]}
     with pytest.raises(ValueError, match="a has too few texts; ask for fewer"):
-        draw_balanced(found, ("a", "b"), Sizes(2, 0, 1, 1), 0, "c")
+        draw_balanced("t", found, ("a", "b"), Sizes(2, 0, 1, 1), 0, "c")
     with pytest.raises(ValueError, match="c has only 1 texts; ask for fewer"):
-        draw_balanced(found, ("a", "b"), Sizes(2, 0, 0, 2), 0, "c")
+        draw_balanced("t", found, ("a", "b"), Sizes(2, 0, 0, 2), 0, "c")
 
 
 def test_messages_are_those_that_are_raised_and_do_not_name_their_exception():
@@ -158,9 +158,9 @@ def test_a_description_of_two_types_is_left_out(monkeypatch):
     monkeypatch.setattr("benchmarks.tasks.parameters.read_parameters", lambda *_: found)
     options = parsed("--quiet", train_examples=8, test_examples=8)
     with pytest.raises(ValueError, match="array has too few texts"):
-        read_types(options, 0, 0)
+        TASKS["types"].read(options, 0, 0)
     found += [Parameter("x", kind, f"Also of {kind}.", "", 0) for kind in kinds]
-    texts = [text for text, _ in read_types(options, 0, 0).train]
+    texts = [text for text, _ in TASKS["types"].read(options, 0, 0).train]
     assert "Of every type." not in texts
 
 

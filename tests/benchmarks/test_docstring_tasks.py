@@ -7,11 +7,10 @@ import pytest
 
 from benchmarks.models import encoder_folder
 from benchmarks.tasks import TASKS
-from benchmarks.tasks.docstrings import LIBRARIES, docstring_summaries, masked, read_docstrings
+from benchmarks.tasks.docstrings import LIBRARIES, docstring_summaries, masked
 from benchmarks.tasks.named import Named, asked_for_choice, is_held_out, spoken
 from benchmarks.tasks.names import asked_for_match
 from benchmarks.tasks.paper_prompts import LETTERS
-from benchmarks.tasks.task import Sizes
 from tests.benchmarks.support import parsed, pool
 
 
@@ -52,8 +51,9 @@ def test_library_names_are_masked(text):
 
 
 def test_docstrings_are_balanced_disjoint_and_reproducible():
-    sizes = Sizes(train=10, validation=5, test=15, shifted=5)
-    first, second = (read_docstrings(sizes, 3, 30, show_progress=False) for _ in range(2))
+    sizes = {"train_examples": 10, "test_examples": 15, "shifted_examples": 5}
+    options = parsed("--quiet", files_per_library=30, **sizes)
+    first, second = (TASKS["docstrings"].read(options, 3, 5) for _ in range(2))
     assert first == second
     parts = (first.train, first.validation, first.test)
     assert [len(part) for part in parts] == [10, 5, 15]

@@ -70,8 +70,10 @@ def test_labels_are_on_answers_alone(tiny_models):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_models[True])
     tokenizer.pad_token = tokenizer.eos_token
     texts = [Written("grows grows grows", " A"), Written("grows", " B C")]
-    short, long = text.batches_of(tokenizer, 1, texts)
-    both = text.batches_of(tokenizer, 2, texts)[0]
+    tokenizer.padding_side = "left"
+    assert text.by_length(texts, 1) == [[texts[1]], [texts[0]]]
+    short, long = (text.collate(tokenizer, [one]) for one in texts[::-1])
+    both = text.collate(tokenizer, texts[::-1])
     end = tokenizer.eos_token_id
     answer = tokenizer(" B C", add_special_tokens=False)["input_ids"]
     assert short["labels"][0][-3:].tolist() == [*answer, end]
@@ -84,13 +86,13 @@ def test_labels_are_on_answers_alone(tiny_models):
 
 
 def test_a_sign_that_knows_all_wrong_answers_detects_them():
-    wrong = [True, False, True, False]
+    wrong = torch.tensor([True, False, True, False])
     found = text.detects(torch.tensor([3.0, 1.0, 2.0, 0.5]), wrong)
     assert found["auroc"] == 1
     assert found["aurc"] == pytest.approx((0 + 0 + 1 / 3 + 2 / 4) / 4)
     assert text.detects(torch.tensor([0.0, 1.0, 0.1, 2.0]), wrong)["auroc"] == 0
     assert text.detects(torch.ones(4), wrong)["auroc"] == 0.5
-    assert text.detects(torch.ones(2), [True, True])["auroc"] is None
+    assert text.detects(torch.ones(2), torch.tensor([True, True]))["auroc"] is None
 
 
 def test_the_quality_of_the_model_itself(la):
