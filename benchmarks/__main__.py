@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
 from inspect import cleandoc
+from typing import Any, get_args, get_origin, get_type_hints
 
 from benchmarks import options
 
@@ -17,7 +18,7 @@ COMMANDS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Describe the command line; no heavy import is needed to ask for help."""
+    """Describe the command line; help needs no heavy import."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     _describe(parser, options.Compare)
     commands = parser.add_subparsers(title="other benchmarks", metavar="COMMAND")
@@ -31,9 +32,28 @@ def _describe(parser: argparse.ArgumentParser, experiment: type[options.Run]) ->
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.description = experiment.__doc__
     parser.set_defaults(experiment=experiment)
+    hints = get_type_hints(experiment)
     for each in fields(experiment):
-        option = f"--{each.name.replace('_', '-')}"
-        parser.add_argument(option, default=each.default, **each.metadata)
+        name, keywords = f"--{each.name.replace('_', '-')}", _keywords(hints[each.name])
+        parser.add_argument(name, default=each.default, **{**keywords, **each.metadata})
+
+
+def _keywords(hint: Any) -> dict[str, Any]:
+    """How argparse reads an option of this type, which may be None if it isn't given."""
+    (kind,) = (each for each in get_args(hint) or (hint,) if each not in (type(None), ...))
+    if kind is bool:
+        return {"action": "store_true"}
+    if get_origin(kind) or get_origin(hint) is tuple:
+        return {"nargs": "+", **_keywords(get_args(kind)[0] if get_args(kind) else kind)}
+    return {"type": positive if kind is int else kind}
+
+
+def positive(text: str) -> int:
+    """A whole number above zero."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
 
 
 def main(argv: Sequence[str] | None = None) -> None:

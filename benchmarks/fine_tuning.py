@@ -32,17 +32,21 @@ class Pretrained:
     hyperparameters: Hyperparameters
     tokenizer: Any
     folder: str | Path
-    device: str
-    cache: Path
-    show_progress: bool
-    dtype: str = "float32"
-    in_8bit: bool = False
+    options: Any  # of the experiment
+
+    @property
+    def device(self) -> str:
+        return device_of(self.options.device)
+
+    @property
+    def show_progress(self) -> bool:
+        return not self.options.quiet
 
     def load(self) -> Any:
         """Load the model, with a new head if it is an encoder."""
         classes = None if self.task.is_prompt else len(self.task.classes)
-        dtype = getattr(torch, self.dtype)
-        return load_model(self.folder, classes, dtype, self.in_8bit, self.device)
+        dtype = getattr(torch, self.options.dtype)
+        return load_model(self.folder, classes, dtype, self.options.load_in_8bit, self.device)
 
     @property
     def task_type(self) -> TaskType | None:
@@ -123,15 +127,14 @@ class Pretrained:
     ) -> dict[int, Weights]:
         """Train on the likelihood of the classes, or read what the same training has left."""
 
-        def checkpoints() -> dict[int, Weights]:
-            progress = self.show_progress
-            return train(model.model, loader, loss_of, settings, progress, recipe=recipe)
-
         def loss_of(batch: Any) -> torch.Tensor:
             return cross_entropy(model(batch), batch["labels"])
 
         key = [asdict(settings), loader.dataset, seed, *([recipe.name] if recipe else [])]
-        return read_or_train(model.model, key, self.cache, checkpoints)
+        how: Any = (loader, loss_of, settings, self.show_progress)
+        return read_or_train(
+            model.model, key, self.options.cache, lambda: train(model.model, *how, recipe=recipe)
+        )
 
 
 def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
@@ -146,9 +149,8 @@ def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
     given = {name: value for name, value in overrides.items() if value is not None}
     settings = replace(source.hyperparameters, **given)
     settings = replace(settings, warmup_steps=min(settings.warmup_steps, settings.steps))
-    place = (folder, device_of(options.device), options.cache, not options.quiet)
     tokenizer = load_tokenizer(folder, task.truncation_side)
-    return Pretrained(task, settings, tokenizer, *place, options.dtype, options.load_in_8bit)
+    return Pretrained(task, settings, tokenizer, folder, options)
 
 
 def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType | None) -> Any:

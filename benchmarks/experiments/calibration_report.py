@@ -5,18 +5,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from benchmarks import report
 from benchmarks.metrics import COVERAGES
-from benchmarks.report import (
-    Figures,
-    Row,
-    draw_lines,
-    draw_reliability,
-    draw_shares,
-    hardware_of,
-    label,
-    lines,
-    table,
-)
+from benchmarks.report import Figures, Row
 
 WHOLE, SPLIT = "whole training set", "80/20 split"
 IDENTITY = ["name", "protocol", "chosen_by", "link"]
@@ -65,11 +56,11 @@ def text_of(figures: Figures) -> list[str]:
         f"Task {task['name']}: {figures['hyperparameters']['model']} with LoRA, {task['train']} "
         f"training texts, {task['test']} test texts, {len(task['classes'])} classes; shifted "
         f"texts: {shifted or 'none'}. Seeds: {seeds}; mean ± standard deviation of several. "
-        f"{hardware_of(figures)}.",
-        table(cells.reset_index().to_dict("records"), [*IDENTITY, *cells]),
+        f"{report.hardware_of(figures)}.",
+        report.table(cells.reset_index().to_dict("records"), [*IDENTITY, *cells]),
         f"Test texts of seed {rows[0]['seed']}, from the smallest margin of the top logit to the "
         "largest, with the squared norm of the margin's Jacobian:",
-        table(figures["jacobians_by_margin"], ["margin", "squared_norm", "accuracy"]),
+        report.table(figures["jacobians_by_margin"], ["margin", "squared_norm", "accuracy"]),
     ]
 
 
@@ -90,17 +81,20 @@ def draw(figures: Figures, folder: Path) -> None:
     """Draw the diagrams of the first seed."""
     rows, along = figures["methods"], shown(figures["along_training"])
     first = shown([row for row in rows if row["seed"] == rows[0]["seed"]])
-    draw_reliability(first, folder / "calibration_reliability.png")
+    report.draw_reliability(first, folder / "calibration_reliability.png")
     if first[0]["shifted"]:
-        accuracies = {
+        panels = {
             f"Accuracy on the surest of test texts and {name}": {
-                label(row): (COVERAGES, row["shifted"][name]["selective_accuracy"]) for row in first
+                report.label(row): (COVERAGES, row["shifted"][name]["selective_accuracy"])
+                for row in first
             }
             for name in first[0]["shifted"]
         }
-        draw_lines(folder / "selective_accuracy.png", accuracies, "Coverage")
+        report.draw_lines(folder / "selective_accuracy.png", panels, "Coverage")
     if along:
-        along = [{**row, "label": label(row)} for row in along]
-        panels = {key: lines(along, "step", key, "label") for key in ("accuracy", "nll", "ece")}
-        draw_lines(folder / "along_training.png", panels, "Training steps")
-    draw_shares(figures["variance_by_layer"], folder / "layers.png")
+        along = [{**row, "label": report.label(row)} for row in along]
+        panels = {
+            key: report.lines(along, "step", key, "label") for key in ("accuracy", "nll", "ece")
+        }
+        report.draw_lines(folder / "along_training.png", panels, "Training steps")
+    report.draw_shares(figures["variance_by_layer"], folder / "layers.png")

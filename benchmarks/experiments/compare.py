@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from benchmarks import report
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
 from benchmarks.measuring import peak_memory, run_alone, set_up
 from benchmarks.methods import METHODS, posterior
@@ -17,16 +18,7 @@ from benchmarks.methods.priors import BY_TRAINING, NO_PRIOR, Prior, probabilitie
 from benchmarks.metrics import shift_detection
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Compare
-from benchmarks.report import (
-    Figures,
-    Row,
-    draw_reliability,
-    hardware_of,
-    label,
-    provenance,
-    table,
-    write,
-)
+from benchmarks.report import Figures, Row
 from laplace_lora_ext.metrics import quality, reliability
 
 COLUMNS = (
@@ -93,12 +85,12 @@ def run(options: Compare) -> Figures:
         for line, row in zip(lines, progress, strict=True):
             titles = {"name": METHODS[line.method].title, "chosen_by": prior_of(line).title}
             of_line = {**titles, **asdict(line)}
-            rows.append({**of_line, "label": label(of_line), **row})
+            rows.append({**of_line, "label": report.label(of_line), **row})
     finished = time.perf_counter()
     seconds = {"reading": read - started, "fine_tuning": trained - read}
     data = pretrained.description
     figures = {
-        **provenance(options, pretrained.device),
+        **report.provenance(options, pretrained.device),
         "data": data,
         "training": {"train_accuracy": known["accuracy"], "train_nll": known["nll"]},
         "methods": rows,
@@ -109,12 +101,12 @@ def run(options: Compare) -> Figures:
         f"{pretrained.hyperparameters.model} with LoRA, fine-tuned on {data['train']} texts of "
         f"the task {data['name']} (training accuracy {known['accuracy']:.3f}, NLL "
         f"{known['nll']:.4f}); measured on {data['test']} texts of {', '.join(data['classes'])};\n"
-        f"shifted texts: {shifted or 'none'}. {hardware_of(figures)}; seed {options.seed}; "
+        f"shifted texts: {shifted or 'none'}. {report.hardware_of(figures)}; seed {options.seed}; "
         f"{finished - started:.0f} s in all."
     )
-    parts = (summary, table(rows, COLUMNS.split()))
-    write(options.output, "figures", figures, *parts, table_name="table")
-    draw_reliability([rows[0], rows[-1]], options.output / "reliability.png")
+    parts = (summary, report.table(rows, COLUMNS.split()))
+    report.write(options.output, "figures", figures, *parts, table_name="table")
+    report.draw_reliability([rows[0], rows[-1]], options.output / "reliability.png")
     return figures
 
 

@@ -85,9 +85,7 @@ def _measure(kind: Architecture, task: Task, seed: int, options: Fidelity) -> tu
     folder = encoder_folder()  # whose tokenizer is used, and not its weights
     settings = replace(LORA, model=kind.name, target_modules=kind.target_modules)
     settings = settings.for_epochs(options.epochs, len(task.validation), warmup=0)
-    place = (folder, device_of(options.device), options.cache, not options.quiet)
-    own: Any = {"architecture": kind, "hidden_size": options.hidden_size, "seed": seed}
-    small = SmallModel(task, settings, load_tokenizer(folder), *place, **own)
+    small = SmallModel(task, settings, load_tokenizer(folder), folder, options, kind, seed)
     train, test = small.records(task.validation), small.records(task.test)
     model = fine_tune(small, train, seed)
     # The norms of a Llama compute in float32 within, for all curvatures alike.

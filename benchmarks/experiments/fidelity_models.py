@@ -68,7 +68,6 @@ class SmallModel(Pretrained):
     """A model that is first trained in full on the training texts, in the place of pretraining."""
 
     architecture: Architecture = ENCODER
-    hidden_size: int = 0
     seed: int = 0
 
     @property
@@ -79,8 +78,8 @@ class SmallModel(Pretrained):
         tokenizer = self.tokenizer
         tokens = {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id}
         shape = {
-            "hidden_size": self.hidden_size,
-            "intermediate_size": 2 * self.hidden_size,
+            "hidden_size": self.options.hidden_size,
+            "intermediate_size": 2 * self.options.hidden_size,
             "num_hidden_layers": LAYERS,
             "num_attention_heads": HEADS,
             "vocab_size": len(tokenizer),

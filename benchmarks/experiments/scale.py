@@ -15,22 +15,13 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks import measuring
+from benchmarks import measuring, report
 from benchmarks.experiments.cost import contest
 from benchmarks.methods import posterior
 from benchmarks.models import device_of
 from benchmarks.options import Cost, Scale
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import (
-    Figures,
-    Row,
-    draw_lines,
-    hardware_of,
-    lines,
-    provenance,
-    table,
-    write,
-)
+from benchmarks.report import Figures, Row
 from laplace_lora_ext import LinearizedModel
 
 BLOCKS = 24  # whose features the linearised model has
@@ -58,7 +49,7 @@ def run(options: Scale) -> Figures:
         _add_exponents(of_series)
     figures = {
         "weights": MEANING,
-        **provenance(options, device),
+        **report.provenance(options, device),
         "rows": rows,
         "seconds": time.perf_counter() - started,
     }
@@ -66,23 +57,25 @@ def run(options: Scale) -> Figures:
         "Random weights in the shape of Llama, and random features for the linearised methods. "
         "Bare loops are the model's passes alone; megabytes are peaks over model and data, and for "
         "the linearised methods with their features. Exponents are least squares in logarithms.\n"
-        f"{hardware_of(figures)}; {figures['seconds']:.0f} s in all."
+        f"{report.hardware_of(figures)}; {figures['seconds']:.0f} s in all."
     ]
     for against, of_series in series.items():
         columns = [column for column in COLUMNS if any(column in row for row in of_series)]
         ordered = sorted(of_series, key=lambda row: row["name"])
-        parts += [f"Against the number of {against}:", table(ordered, columns)]
-    write(options.output, "scale", figures, *parts)
+        parts += [f"Against the number of {against}:", report.table(ordered, columns)]
+    report.write(options.output, "scale", figures, *parts)
     bare = [
         {**row, "name": f"{row['name']}, bare loop", "seconds": row["bare_seconds"]}
         for row in rows
         if "bare_seconds" in row
     ]
     panels = {
-        against: lines([row for row in rows + bare if row["against"] == against], "size", "seconds")
+        against: report.lines(
+            [row for row in rows + bare if row["against"] == against], "size", "seconds"
+        )
         for against in series
     }
-    draw_lines(options.output / "scale.png", panels, "Number", "log")
+    report.draw_lines(options.output / "scale.png", panels, "Number", "log")
     return figures
 
 

@@ -8,22 +8,14 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
+from benchmarks import report
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, fine_tune, prepare
 from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import posterior
 from benchmarks.methods.priors import STRUCTURES
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Tuning
-from benchmarks.report import (
-    Figures,
-    Lines,
-    Row,
-    draw_lines,
-    draw_shares,
-    provenance,
-    table,
-    write,
-)
+from benchmarks.report import Figures, Lines, Row
 from laplace_lora_ext import LinearizedModel, PredictiveStatistics
 from laplace_lora_ext.metrics import quality
 
@@ -93,7 +85,7 @@ def run(options: Tuning) -> Figures:
     one_pass = seconds["One prediction pass"]
     costs = [{"name": key, "seconds": x, "passes": x / one_pass} for key, x in seconds.items()]
     figures = {
-        **provenance(options, pretrained.device),
+        **report.provenance(options, pretrained.device),
         "data": pretrained.description,
         "statistics": repr(statistics),
         "costs": costs,
@@ -101,16 +93,16 @@ def run(options: Tuning) -> Figures:
         "variance_by_layer": shares,
     }
     measured = [f"{link}_{key}" for link in LINKS for key in ("nll", "ece", "accuracy")]
-    write(
+    report.write(
         options.output,
         "tuning",
         figures,
         f"{len(statistics)} validation texts, a grid of {options.grid_size}, {options.steps} steps "
         "of val_gd. Searches are given the statistics or the linearised model.",
         repr(statistics),
-        table(costs, ["name", "seconds", "passes"]),
+        report.table(costs, ["name", "seconds", "passes"]),
         f"{len(test)} test texts; layerwise prior precisions as geometric means.",
-        table(choices, ["name", "prior_precision", *measured]),
+        report.table(choices, ["name", "prior_precision", *measured]),
     )
     panels: dict[str, Lines] = {
         title: {
@@ -118,8 +110,8 @@ def run(options: Tuning) -> Figures:
         }
         for method, title in DRAWN.items()
     }
-    draw_lines(options.output / "tuning.png", panels, "Step")
-    draw_shares(shares, options.output / "variance_by_layer.png")
+    report.draw_lines(options.output / "tuning.png", panels, "Step")
+    report.draw_shares(shares, options.output / "variance_by_layer.png")
     return figures
 
 
