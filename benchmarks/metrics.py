@@ -1,4 +1,4 @@
-"""What is measured of class probabilities (texts, classes): calibration, and uncertainty."""
+"""Measures of class probabilities (texts, classes): calibration and uncertainty."""
 
 import math
 
@@ -12,9 +12,9 @@ COVERAGES = tuple(number / 20 for number in range(1, 21))
 
 
 def calibrated_ece(probabilities: torch.Tensor) -> float:
-    """ECE that these probabilities would have if they were right, from labels drawn from them.
+    """The ECE that these probabilities would have if they were right: on labels drawn from them.
 
-    The bins of a finite set of texts are uneven by chance: calibration can't be seen to be better.
+    Of a finite number of texts, no method can be shown to have a lower one.
     """
     draws = torch.Generator().manual_seed(0)
     labels = torch.multinomial(checked(probabilities), CALIBRATED_DRAWS, True, generator=draws)
@@ -23,9 +23,9 @@ def calibrated_ece(probabilities: torch.Tensor) -> float:
 
 
 def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, float]:
-    """Mean entropies in nats, and the AUROC of the entropy as a sign of a shifted text."""
+    """Mean entropies in nats, and how well entropy detects shifted texts (AUROC)."""
     inside, outside = entropy(test), entropy(shifted)
-    # torchmetrics takes scores in [0, 1] as they are.
+    # torchmetrics leaves scores in [0, 1] as they are.
     scores = torch.cat([inside, outside]) / math.log(test.shape[1])
     is_shifted = torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))]).long()
     return {
@@ -36,7 +36,7 @@ def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, floa
 
 
 def selective_accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Accuracy on the predictions of least entropy alone, at `COVERAGES`; no class is wrong."""
+    """Accuracy on the surest texts, at `COVERAGES`; a text of no class counts as wrong."""
     _, risk = risk_coverage(entropy(probabilities), probabilities.argmax(-1) == labels)
     counts = [max(1, round(coverage * len(labels))) for coverage in COVERAGES]
     return [1 - risk[count - 1].item() for count in counts]

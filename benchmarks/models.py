@@ -1,4 +1,4 @@
-"""Pretrained models and tokenizers, by their names on the hub or from folders, and adapted ones."""
+"""Pretrained models and tokenizers, from the hub or a folder; and models with LoRA layers."""
 
 import hashlib
 import importlib.util
@@ -20,23 +20,23 @@ WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9
 
 
 class MissingDataError(SystemExit):
-    """Ends a run with one line where files are neither in a local folder nor within reach."""
+    """Ends a run with one line when files are neither in a local folder nor on a hub in reach."""
 
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """A model with LoRA layers, as every method gets it, and what is left of its training."""
+    """A model with LoRA layers, as every method gets it, and what its training has left."""
 
     model: nn.Module
     class_token_ids: list[int] | None = None  # a causal language model's answers
-    initial: Weights = field(default_factory=dict)  # what was trained, before it was
+    initial: Weights = field(default_factory=dict)  # the trained weights, before training
     checkpoints: dict[int, Weights] = field(default_factory=dict)  # by the number of steps
-    another: "Callable[[int], AdaptedModel] | None" = None  # repeats it for an ensemble's member
-    retrained: "Callable[[Recipe], AdaptedModel] | None" = None  # repeats it in another way
+    another: "Callable[[int], AdaptedModel] | None" = None  # trains with another seed
+    retrained: "Callable[[Recipe], AdaptedModel] | None" = None  # trains by another recipe
 
     @cached_property
     def logits_model(self) -> LogitsModel:
-        """From a batch to logits of the classes, (texts, classes)."""
+        """Maps a batch to logits of the classes, (texts, classes)."""
         return LogitsModel(self.model, self.class_token_ids)
 
     @property
@@ -46,7 +46,7 @@ class AdaptedModel:
         return [p for name, p in named if "lora_A" in name or "lora_B" in name]
 
     def at(self, step: int) -> "AdaptedModel":
-        """The model set back to a checkpoint, without knowledge of later ones."""
+        """The model as it was at a checkpoint, which knows no later ones."""
         self.model.load_state_dict(self.checkpoints[step], strict=False)
         known = {number: kept for number, kept in self.checkpoints.items() if number <= step}
         return replace(self, checkpoints=known)
@@ -58,7 +58,7 @@ class AdaptedModel:
 
 
 def device_of(asked: str | None) -> str:
-    """The device that is asked for, or the best there is."""
+    """The device asked for, or the best there is."""
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -85,8 +85,8 @@ def encoder_folder() -> Path:
 def load_model(
     name: str | Path, classes: int | None, dtype: torch.dtype, in_8bit: bool, device: str
 ) -> nn.Module:
-    """Load a classifier with a new head for so many classes, or without any, a language model."""
-    # The report on loading would warn of the new head, which is meant to be new.
+    """Load a classifier with a new head for this many classes; or, for None, a language model."""
+    # Loading would warn of the new head, which is meant to be new.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     options: dict[str, Any] = {"torch_dtype": dtype}
@@ -107,7 +107,7 @@ def load_tokenizer(name: str | Path, truncation_side: str = "right") -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise MissingDataError(
-            f"The model {name} is no folder of a model and the hub is out of reach: download "
+            f"The model {name} is not a folder, and the hub is out of reach: download "
             f"https://huggingface.co/{name}, and give --model FOLDER."
         ) from error
     tokenizer.truncation_side = truncation_side

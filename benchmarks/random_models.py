@@ -1,4 +1,4 @@
-"""Llama-shaped models with random weights, and random tokens for them: shapes, not abilities."""
+"""Models in the shape of Llama with random weights, and random tokens for them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,12 @@ from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
 from benchmarks.models import AdaptedModel
 
 LORA_B_SCALE = 0.02
-MEANING = "random: they stand for shapes and speed only"  # of the weights
+MEANING = "random: they tell about shapes and speed only"  # of the weights
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama with LoRA layers of r `rank`, and of its batches; a class is one token."""
+    """Sizes of a Llama, of its LoRA layers and of its batches; a class is one token."""
 
     hidden_size: int
     layers: int
@@ -37,13 +37,13 @@ class Shape:
 
     @property
     def number_of_weights(self) -> int:
-        """Weights of the model without LoRA layers and norms."""
+        """Weights of the model, LoRA layers and norms not counted."""
         layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size
         return self.layers * layer + 2 * self.vocabulary * self.hidden_size
 
 
 def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
-    """Make a model, drawn on the device in its precision; LoRA weights alone are trainable."""
+    """Make a model on the device, in its precision; only its LoRA weights are trainable."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=shape.hidden_size,
@@ -76,7 +76,7 @@ def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
 def random_loader(
     shape: Shape, batches: int, device: str, seed: int, batch_size: int | None = None
 ) -> DataLoader:
-    """Batches of random tokens with random labels, in a fixed order, none of them padded."""
+    """Batches of random tokens and labels in a fixed order, without padding."""
     batch_size = batch_size or shape.batch_size
     generator = torch.Generator().manual_seed(seed)
     texts = batches * batch_size

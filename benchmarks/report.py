@@ -39,7 +39,7 @@ Lines = Mapping[str, tuple[Any, Any]]  # x and y by a line's label
 
 
 def provenance(options: Run, device: str) -> Figures:
-    """Settings, machine and versions that figures were measured with."""
+    """Settings, machine and versions behind the figures."""
     settings = {key: value for key, value in asdict(options).items() if key not in NO_SETTINGS}
     installed = {each.name: each.version for each in distributions()}
     on_cuda = torch.device(device).type == "cuda"
@@ -70,12 +70,12 @@ def hardware_of(figures: Figures) -> str:
 
 
 def label(row: Row) -> str:
-    """What tables and legends call a method with one choice of its prior precision and a link."""
+    """The name of a method, its prior and its link in tables and legends."""
     return ", ".join(row[key] for key in ("name", "chosen_by", "link") if row[key])
 
 
 def table(rows: Sequence[Row], columns: Sequence[str], titles: Mapping[str, str] = TITLES) -> str:
-    """Some figures of each row as a Markdown table whose source is readable too."""
+    """Figures of each row as a Markdown table that is readable as source too."""
     cells = {titles.get(k) or title_of(k): [_cell(row.get(k)) for row in rows] for k in columns}
     sides = ["left", *["right"] * (len(columns) - 1)]
     return pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True, colalign=sides)
@@ -98,7 +98,7 @@ def _cell(value: Any) -> str:
 
 
 def write(folder: Path, name: str, figures: Figures, *parts: str, table_name: str = "") -> None:
-    """Write figures as JSON and paragraphs and tables as Markdown, and print these."""
+    """Write figures as JSON, and paragraphs and tables as Markdown; print the latter."""
     folder.mkdir(parents=True, exist_ok=True)
     text, report = json.dumps(figures, indent=2, allow_nan=False), "\n\n".join(parts)
     (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
@@ -107,7 +107,7 @@ def write(folder: Path, name: str, figures: Figures, *parts: str, table_name: st
 
 
 def draw_reliability(rows: Sequence[Row], path: Path) -> None:
-    """Draw one reliability diagram for each method, by its `label`, `ece` and `reliability`."""
+    """Draw a reliability diagram for each row, of its `label`, `ece` and `reliability`."""
     columns = min(PANELS_PER_ROW, len(rows))
     lines = math.ceil(len(rows) / columns)
     figure = Figure(figsize=(3.4 * columns, 3.7 * lines), layout="constrained")
@@ -124,7 +124,7 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
 
 
 def lines(rows: Sequence[Row], x: str, y: str, by: str = "name") -> Lines:
-    """A line for each value of `by`, of two figures of each row."""
+    """A line of y against x for each value of `by`."""
     found: dict[str, tuple[list[Any], list[Any]]] = {}
     for row in rows:
         for values, key in zip(found.setdefault(row[by], ([], [])), (x, y), strict=True):
@@ -133,7 +133,7 @@ def lines(rows: Sequence[Row], x: str, y: str, by: str = "name") -> Lines:
 
 
 def draw_lines(path: Path, panels: Mapping[str, Lines], xlabel: str, scale: str = "linear") -> None:
-    """Draw lines in panels side by side, by the panels' titles; one legend explains the first's."""
+    """Draw panels side by side, by title; one legend, of the first panel, explains their lines."""
     figure = Figure(figsize=(4.2 * len(panels) + 3.2, 4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for panel, (title, lines) in zip(axes, panels.items(), strict=True):
@@ -144,7 +144,7 @@ def draw_lines(path: Path, panels: Mapping[str, Lines], xlabel: str, scale: str 
 
 
 def draw_shares(shares: Mapping[str, float], path: Path) -> None:
-    """Draw what each layer or weight has of the variance of the test texts' logits."""
+    """Draw the share of each layer or weight in the variance of the test logits."""
     figure = Figure(figsize=(8, 0.2 * len(shares) + 1.5), layout="constrained")
     panel = figure.subplots()
     panel.barh(list(shares), list(shares.values()))
@@ -154,7 +154,7 @@ def draw_shares(shares: Mapping[str, float], path: Path) -> None:
 
 
 def save(figure: Figure, path: Path, explained: Any = None, columns: int = 0) -> None:
-    """Save a diagram; above it, or in one column beside it, explain what a panel's lines are."""
+    """Save a diagram, with a legend of one panel's lines above it or, in one column, beside it."""
     if explained is not None:
         place: Any = "outside upper center" if columns else "outside right center"
         handles, labels = explained.get_legend_handles_labels()

@@ -1,4 +1,4 @@
-"""Training of what gives a loss: AdamW, a linear schedule, checkpoints, and a cache of them."""
+"""Trains anything that has a loss: AdamW, a linear schedule, checkpoints, and their cache."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ Records = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """How a model is fine-tuned; the defaults are the paper's (its appendix "Hyperparameters")."""
+    """How to fine-tune a model; the defaults are the paper's (its appendix "Hyperparameters")."""
 
     model: str
     target_modules: tuple[str, ...]
@@ -42,30 +42,30 @@ class Hyperparameters:
         return [self.steps * number // count for number in range(1, count + 1)]
 
     def for_epochs(self, epochs: int, texts: int, warmup: float = 1 / 20) -> "Hyperparameters":
-        """Train for so many passes over the texts, with one checkpoint."""
+        """The same for this many passes over the texts, with one checkpoint."""
         steps = epochs * math.ceil(texts / self.batch_size)
         return replace(self, steps=steps, warmup_steps=int(warmup * steps), checkpoints=1)
 
 
 class Recipe:
-    """Maximum likelihood by AdamW without weight decay; other trainings change parts of it."""
+    """Maximum likelihood by AdamW without weight decay; other recipes override parts of it."""
 
     name = "maximum likelihood"
 
     def prepare(self, model: torch.nn.Module) -> None:
-        """Add what is trained beside the weights."""
+        """Add parameters to be trained beside the weights."""
 
     def optimizer(self, weights: list[torch.nn.Parameter], settings: Hyperparameters) -> Any:
         return torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0)
 
     def drawing(self, optimizer: Any) -> AbstractContextManager[Any]:
-        """Where a gradient is taken: with the weights, or with a sample of them."""
+        """A context for gradients: at the weights, or at a sample of them."""
         return nullcontext()
 
     def after_step(
         self, model: torch.nn.Module, step: int, steps_an_epoch: int, pace: float
     ) -> None:
-        """Do what is not in the loss; `pace` is the schedule's share of the learning rate."""
+        """Take steps outside of the loss; `pace` is the schedule's share of the learning rate."""
 
     def deviations(self, model: torch.nn.Module, optimizer: Any) -> Weights:
         """What a checkpoint keeps beside the weights."""
@@ -81,7 +81,7 @@ def train(
     maximum_gradient_norm: float = math.inf,
     recipe: Recipe | None = None,
 ) -> dict[int, Weights]:
-    """Train what requires gradients; copies of it by the number of steps."""
+    """Train what requires gradients; return copies of it by the number of steps."""
     recipe = recipe or Recipe()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = recipe.optimizer(list(trained.values()), settings)
@@ -116,7 +116,7 @@ def train(
 def read_or_train(
     model: torch.nn.Module, key: Any, cache: Path, train: Callable[[], dict[int, Weights]]
 ) -> dict[int, Weights]:
-    """Read the checkpoints that a training of the same weights and key has left, or train."""
+    """Read what an earlier training from the same weights with the same key has left, or train."""
     digest = hashlib.sha256(json.dumps(key).encode())
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
@@ -129,7 +129,7 @@ def read_or_train(
         return checkpoints
     checkpoints = train()
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")  # of a run that is cut off, nothing is read
+    unfinished = path.with_suffix(".unfinished")  # so that half a file is never read
     torch.save(checkpoints, unfinished)
     unfinished.replace(path)
     return checkpoints

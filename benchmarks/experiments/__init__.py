@@ -1,1 +1,1 @@
-"""What is run over the tasks and the methods: one module for each command."""
+"""Experiments over tasks and methods: one module per command."""

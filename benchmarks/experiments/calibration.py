@@ -30,13 +30,13 @@ CONTESTANTS = (*POINTS, "last_layer", "first_half", *CURVATURES)
 ALONG_TRAINING = (*POINTS, "lowrank_kron_paper", "lowrank_kron")
 NO_CLASS = -1  # label of a text for which no class is right
 VALIDATION_SHARE = 0.2
-FIRM = 1e12  # a prior precision beside which no curvature counts
+FIRM = 1e12  # a prior precision that outweighs any curvature
 GROUPS = 8  # of texts by their margins
 TIMED_BATCHES = 4  # of a posterior's predictions
 
 
 def run(options: Calibration) -> Figures:
-    """Measure every seed, and write figures and report after each."""
+    """Measure each seed, and write figures and report after it."""
     methods = chosen_methods(options.methods)
     set_up(options)
     figures: Figures = {**provenance(options, device_of(options.device)), "methods": []}
@@ -52,14 +52,14 @@ def run(options: Calibration) -> Figures:
                 "jacobians_by_margin": trial.jacobians_by_margin(),
                 "along_training": trial.measure_along_training() if options.curves else [],
             }
-        # After each seed: a run of hours that is cut off has not been in vain.
+        # After each seed, so that a run of hours may be cut off.
         write(options.output, "calibration", figures, *text_of(figures))
         draw(figures, options.output)
     return figures
 
 
 def chosen_methods(names: Collection[str] | None) -> list[str]:
-    """Keys of the methods that are asked for, by key or title; all where none are."""
+    """Keys of the methods asked for by key or title; all of them by default."""
     known = [METHODS[key] for key in CONTESTANTS]
     asked = set(names or CONTESTANTS)
     chosen = [method for method in known if asked & {method.key, method.title}]
@@ -71,7 +71,7 @@ def chosen_methods(names: Collection[str] | None) -> list[str]:
 
 
 class Trial:
-    """Fine-tune with one seed, and measure the methods of which the keys are given, beside MAP."""
+    """One seed: fine-tune, then measure MAP and the methods with these keys."""
 
     def __init__(
         self, pretrained: Pretrained, samples: int, seed: int, keys: Collection[str] = CONTESTANTS
@@ -85,7 +85,7 @@ class Trial:
             self._labels[name] = torch.tensor(labels)
 
     def measure(self) -> list[Row]:
-        """Figures of each method with one prior and one link, after training."""
+        """Measure the trained model: a row per method, prior and link."""
         train = self.pretrained.data["train"]
         order = list(range(len(train)))
         random.Random(self.seed).shuffle(order)
@@ -96,7 +96,7 @@ class Trial:
         return rows + self._rows(fine_tune(self.pretrained, rest, self.seed), rest, validation)
 
     def measure_along_training(self) -> list[Row]:
-        """Figures of methods that need no validation set, at each checkpoint."""
+        """Measure methods that need no validation data at each checkpoint."""
         rows = []
         for step in list(self._first.checkpoints):
             model, train = self._first.at(step), self.pretrained.data["train"]
@@ -104,16 +104,17 @@ class Trial:
         return rows
 
     def variance_by_layer(self) -> dict[str, float]:
-        """Shares of the layers in the variance of the test texts' logits, by the evidence."""
+        """Each layer's share of the variance of the test logits, with the prior by evidence."""
         la, statistics = self._posterior_and_statistics
         la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
         return la.variance_by_layer(statistics).by_layer
 
     def jacobians_by_margin(self) -> list[dict[str, float]]:
-        """How far the weights can move what the model prefers, where it is sure and where not.
+        """How far the weights can move the model's choice, where it is sure and where it isn't.
 
-        Means over groups of test texts by their margins, the differences of their two largest
-        logits. A variance grows with the squared norm of a margin's Jacobian, for any posterior.
+        A text's margin is the difference of its two largest logits; these are means over groups of
+        texts with similar margins. Under any posterior, the variance of a margin grows with the
+        squared norm of its Jacobian.
         """
         _, statistics = self._posterior_and_statistics
         f_mu, labels = statistics.f_mu, self._labels[TEST]
@@ -143,7 +144,7 @@ class Trial:
     def _rows(
         self, model: AdaptedModel, train: Records, validation: Records, keys: Any = CONTESTANTS
     ) -> list[Row]:
-        """Figures under one of the protocols: without validation data, or with them."""
+        """Measure under one protocol: without validation data, or with them."""
         rows, map_classes = [], torch.empty(0)
         protocol = SPLIT if validation else WHOLE
         for method in (method for method in self.methods if method.key in keys):
@@ -159,7 +160,7 @@ class Trial:
     def _predictions(
         self, method: Method, model: AdaptedModel, train: Records, validation: Records
     ) -> Iterator[tuple[Prediction, dict[str, float]]]:
-        """Predictions, and seconds of a fit and of predictions of the test texts."""
+        """Predictions, and the seconds it took to fit and to predict the test texts."""
         held_out = self.pretrained.loader(validation, PREDICTION_BATCH_SIZE)
         texts = self.pretrained.loader(train, PREDICTION_BATCH_SIZE)
         test, started = self.loaders[TEST], timer()
@@ -191,7 +192,7 @@ class Trial:
         return la
 
     def _row(self, prediction: Prediction, map_classes: torch.Tensor) -> Row:
-        """Figures on the test texts, and on each shifted set."""
+        """Measure the test texts and each shifted set."""
         found, prior = prediction.probabilities, prediction.prior
         test, labels = found[TEST], self._labels[TEST]
         row: Row = {

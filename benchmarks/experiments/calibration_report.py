@@ -11,7 +11,7 @@ from benchmarks.report import Figures, Row
 
 WHOLE, SPLIT = "whole training set", "80/20 split"
 IDENTITY = ["name", "protocol", "chosen_by", "link"]
-PREFERRED = "preferred"  # the link of a method that a seed's validation data prefer
+PREFERRED = "preferred"  # the link that a seed's validation data prefer
 FIGURES = ["accuracy", "nll", "ece", "calibrated_ece", "brier", "away_from_map"]
 FIGURES += ["fit_seconds", "predict_seconds"]
 ENSEMBLES = ("mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon")
@@ -33,7 +33,7 @@ SHOWN = (
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
-    """The rows that diagrams and overviews show, in their order."""
+    """Rows that belong in diagrams and overviews, in the order of `SHOWN`."""
     of = {row_key: [row for row in rows if key_of(row) == row_key] for row_key in SHOWN}
     return [row for alike in of.values() for row in alike]
 
@@ -43,7 +43,7 @@ def key_of(row: Row) -> tuple[str, ...]:
 
 
 def text_of(figures: Figures) -> list[str]:
-    """Everything that has been measured so far, in words and tables."""
+    """All that has been measured so far, in words and tables."""
     rows, task = figures["methods"], figures["task"]
     seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
     shifted = ", ".join(f"{count} of {name}" for name, count in task["shifted"].items())
@@ -71,7 +71,7 @@ def summarize(rows: Sequence[Row]) -> pd.DataFrame:
     for title, name in aurocs.items():
         frame[title] = [row["shifted"][name]["shift_auroc"] for row in rows]
     preferred = frame[frame["is_choice"]].assign(link=PREFERRED)
-    # A method's preferred link stands where its rows of the same way of choosing first have one.
+    # The preferred link comes right after the first link that a seed preferred.
     frame = pd.concat([frame, preferred]).sort_index(kind="stable")
     groups = frame.groupby(IDENTITY, sort=False)[[*FIGURES, *aurocs]]
     return groups.agg(["mean", "std"]).fillna(0.0)

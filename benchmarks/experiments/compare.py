@@ -29,7 +29,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table: keys of a method, its prior and its link, and sizes of batches."""
+    """A row of the table: keys of method, prior and link, and batch sizes."""
 
     method: str
     prior: str = ""
@@ -46,12 +46,11 @@ def prior_of(line: Line) -> Prior:
 
 
 def lines_of(options: Compare) -> list[Line]:
-    """The table's rows, from the bare model to the library's."""
+    """The rows of the table, from the bare model to the library's recipe."""
     settings = (f"marglik_{options.prior_structure}", options.link)
     protocol = ("marglik_scalar", "mc")
-    # Stock classes differentiate every logit of a batch with respect to the weights by passes over
-    # the whole batch, so that a text costs the least time and memory in a batch of its own.
-    # KFAC alone is fitted on whole batches, which change what it estimates.
+    # Stock classes take a pass over the whole batch for each of its logits, so that texts are
+    # cheapest one at a time. Only KFAC is fitted on whole batches: they change its estimate.
     lines = [
         Line("map"),
         Line("temperature_scaling"),
@@ -67,7 +66,7 @@ def lines_of(options: Compare) -> list[Line]:
 
 
 def run(options: Compare) -> Figures:
-    """Measure every row, each in a process of its own, and write figures, table and diagram."""
+    """Measure each row in a process of its own; write figures, table and diagram."""
     started = time.perf_counter()
     set_up(options)
     pretrained = prepare(options, options.seed, options.validation_examples)
@@ -118,7 +117,7 @@ def measure(line: Line, pretrained: Pretrained, options: Compare) -> Row:
     shifted = [
         pretrained.loader(name, line.prediction_batch_size) for name in pretrained.task.shifted
     ]
-    # The weights are mapped from their file: they count as the model's memory once they are used.
+    # Weights are mapped from their file: they count as memory once they are used.
     model.logits([next(iter(test))])
     with peak_memory(pretrained.device) as memory:
         started = time.perf_counter()
@@ -141,7 +140,7 @@ def measure(line: Line, pretrained: Pretrained, options: Compare) -> Row:
 def fitted(
     line: Line, model: AdaptedModel, pretrained: Pretrained, samples: int
 ) -> tuple[Callable[[Any], torch.Tensor], dict[str, Any]]:
-    """Fit a method; return what predicts batches, and its temperature or prior precisions."""
+    """Fit a method; return a function that predicts batches, and the value that was chosen."""
     method = METHODS[line.method]
     if isinstance(method, PointMethod):
         validation = pretrained.loader("validation", PREDICTION_BATCH_SIZE)

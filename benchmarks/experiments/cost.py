@@ -1,4 +1,4 @@
-"""What a posterior costs: time and memory against the width of the model, for every rival."""
+"""What every method costs: time and memory, by the width of the model."""
 
 import logging
 import sys
@@ -20,8 +20,8 @@ from benchmarks.report import Figures, Row, provenance, write
 
 INTERMEDIATE_RATIO = 2.7
 HEAD_SIZE = 64
-# On a CPU, larger batches of wide models take minutes; and so do, and gigabytes, batches of rivals
-# that hold the Jacobian of all weights.
+# Larger batches take minutes, for wide models on a CPU and for rivals that hold the Jacobian of
+# all weights; for the latter, gigabytes too.
 LARGEST_BATCH = 8
 WIDEST_WITH_LARGE_BATCHES = 1024
 
@@ -60,7 +60,7 @@ def run(options: Cost) -> Figures:
 
 
 def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
-    """Every shape that is measured, with the number of batches of its fits."""
+    """Each shape to measure, with the number of batches in its fits."""
     sizes = options.hidden_sizes
     if any(len(numbers) not in (1, len(sizes)) for numbers in (options.layers, options.batches)):
         raise SystemExit(f"cost: give {len(sizes)} numbers of layers and batches, or one of each")
@@ -90,7 +90,7 @@ def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
 def contest(
     key: str, shape: Shape, batches: int, options: Cost, device: str
 ) -> Iterator[measuring.Message]:
-    """Figures of a method's phases at one shape, in a process of its own; and "failed" ones."""
+    """Measure one method at one shape, in a process of its own; failures have the kind "failed"."""
     sizes = sorted(set(options.prediction_batch_sizes))
     holds_jacobian = key.startswith("stock") or key == "bayesian_lora"
     is_wide = shape.hidden_size > WIDEST_WITH_LARGE_BATCHES
@@ -106,12 +106,12 @@ def contest(
 def measure(
     key: str, shape: Shape, batches: int, sizes: Sequence[int], options: Cost, device: str
 ) -> Iterator[measuring.Message]:
-    """Make a model, fit a method to it and predict; yield figures, or what has failed and why."""
+    """Make a model, fit a method and predict; yield the figures, or what failed and why."""
     measuring.set_up(options)
     logging.disable(logging.WARNING)
     model = random_llama(shape, device, options.seed)
     loader = random_loader(shape, batches, device, options.seed)
-    # What PyTorch loads and keeps at the first passes is no rival's own.
+    # What PyTorch loads during its first passes counts for no method.
     warm_up = posterior("bare").build(model)
     warm_up.fit(random_loader(shape, 1, device, options.seed, batch_size=1))
     before = measuring.megabytes_in_use(device)
@@ -142,7 +142,7 @@ def measure(
 
 
 def _fit_growth(measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
-    """How what a fit adds to the bare loop, for a batch and a layer, grows with the hidden size."""
+    """How the time that a fit adds to the bare loop, per batch and layer, grows with the width."""
     series = []
     for key in (key for key in keys if key != "bare"):
         fits = [row for row in measured if row["contestant"] == key and row["phase"] == "fit"]

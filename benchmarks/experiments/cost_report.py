@@ -1,4 +1,4 @@
-"""What the cost experiment leaves behind: tables and a plot."""
+"""Tables and plot of the cost experiment."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,11 @@ def text_of(figures: Figures) -> list[str]:
     settings = figures["settings"]
     repetitions = settings["repetitions"]
     parts = [
-        f"Random weights in the shape of Llama: they stand for shapes and speed only. Batches of a "
-        f"fit have {settings['batch_size']} texts of {settings['length']} tokens, "
-        f"{settings['classes']} classes; its seconds are those of a batch.\nBare loops are the "
-        "model's passes alone; bayesian-lora fits by one sampled label and one backward pass.\n"
-        f"Seconds are medians of {repetitions} warm calls, if no number is given; megabytes are "
+        "Random weights in the shape of Llama: they tell about shapes and speed only. The batches "
+        f"of a fit have {settings['batch_size']} texts of {settings['length']} tokens and "
+        f"{settings['classes']} classes; its seconds are per batch.\nBare loops are the model's "
+        "passes alone; bayesian-lora fits with one sampled label and one backward pass.\n"
+        f"Seconds are medians of {repetitions} warm calls unless a number is given; megabytes are "
         f"peaks over model and data.\n{hardware_of(figures)}; {figures['seconds']:.0f} s in all."
     ]
     shapes: dict[str, dict[str, Row]] = {}
@@ -64,7 +64,7 @@ def _spread(row: Row, repetitions: int) -> str:
 
 
 def draw(measured: Sequence[Row], path: Path) -> None:
-    """Draw times and memory against the hidden size, a line a method, for the first dtype."""
+    """Draw time and memory against the hidden size for the first dtype, a line per method."""
     first = [
         {**row, "seconds": row["median"] / row["batches"]}
         for row in measured

@@ -1,4 +1,4 @@
-"""The exact Gauss-Newton matrix, by means that no library shares, and distances from it."""
+"""The exact Gauss-Newton matrix, computed without any library's help, and distances from it."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ LOG_PRECISION_BOUNDS = (math.log(1e-6), math.log(1e6))
 def jacobians(
     model: Callable[[Any], Tensor], weights: Sequence[Any], examples: Iterable[Any]
 ) -> tuple[Tensor, Tensor]:
-    """Jacobians `(N, C, P)` and logits `(N, C)` of batches of one example, a class at a time."""
+    """Jacobians `(N, C, P)` and logits `(N, C)` of examples that come one at a time."""
     rows, outputs = [], []
     for example in examples:
         logits = model(example)[0]
@@ -68,7 +68,7 @@ class DenseCurvature:
 
 
 def evidence_prior_precision(curvature: DenseCurvature, weights: Tensor) -> float:
-    """The λ that maximises the evidence: of least `log det(I + H / λ) + λ ‖w‖²` for weights w."""
+    """The λ with the highest evidence: it minimises `log det(I + H / λ) + λ ‖w‖²`."""
     eigenvalues = torch.cat([torch.linalg.eigvalsh(block) for block in curvature.blocks])
     eigenvalues = eigenvalues.clamp_min(0)
     scatter = weights.square().sum()
@@ -82,7 +82,7 @@ def evidence_prior_precision(curvature: DenseCurvature, weights: Tensor) -> floa
 
 
 def kilobytes_kept(H: Any) -> float:
-    """Memory, in float32, of a fitted curvature: diagonal, the host's factors, or low-rank ones."""
+    """Memory of a fitted curvature in float32: diagonal, the host's factors, or low-rank ones."""
     if isinstance(H, Tensor):
         factors: list[Any] = [[H]]
     elif isinstance(H, KronDecomposed):
@@ -95,10 +95,10 @@ def kilobytes_kept(H: Any) -> float:
 def errors(
     found: DenseCurvature, exact: DenseCurvature, full: Tensor, Js: Tensor, λ: float
 ) -> dict[str, float]:
-    """Measure how far a posterior is from the exact one, in units of the exact one's figures.
+    """How far a posterior is from the exact one, relative to the exact one's figures.
 
-    `full` is the covariance `(N, C, C)` by the full matrix, `Js` the Jacobians of the same texts.
-    The log-determinant's error is in nats per weight, and in units of `log det(I + H / λ)`.
+    `full` is the covariance `(N, C, C)` from the full matrix, `Js` are the Jacobians of the same
+    texts. The log-determinant's error is in nats per weight, and relative to `log det(I + H / λ)`.
     """
 
     def distance(parts: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""How close each curvature comes to the exact one, and what memory that takes."""
+"""How close each curvature comes to the exact one, and how much memory it needs."""
 
 import inspect
 from collections.abc import Iterable, Iterator
@@ -36,7 +36,7 @@ DEFAULTS: dict[str, Any] = {keyword: _PARAMETERS[keyword].default for keyword in
 
 
 def all_curvatures(ranks: Iterable[int], hidden_size: int) -> Iterator[Curvature]:
-    """Methods with the library's settings of their curvatures, which the host's structures lack."""
+    """Every curvature to compare, with its settings; the host's structures have none."""
     sizes = [
         (f"rank {rank}{', tail' if tail else ''}", rank, tail)
         for rank in sorted({*ranks, DEFAULTS["rank"]})
@@ -51,7 +51,7 @@ def all_curvatures(ranks: Iterable[int], hidden_size: int) -> Iterator[Curvature
 
 
 def run(options: Fidelity) -> Figures:
-    """Measure every curvature on every model and seed, and write tables, figures and plot."""
+    """Measure every curvature on every model and seed; write tables, figures and plot."""
     set_up(options)
     transformers.logging.set_verbosity_error()
     models, rows = [], []
@@ -81,18 +81,18 @@ def run(options: Fidelity) -> Figures:
 
 
 def _measure(kind: Architecture, task: Task, seed: int, options: Fidelity) -> tuple[Row, list[Row]]:
-    """Train one model; return what it is like, and the errors of each curvature on it."""
-    folder = encoder_folder()  # whose tokenizer is used, and not its weights
+    """Train one model; return facts about it, and each curvature's errors."""
+    folder = encoder_folder()  # for its tokenizer, not its weights
     settings = replace(LORA, model=kind.name, target_modules=kind.target_modules)
     settings = settings.for_epochs(options.epochs, len(task.validation), warmup=0)
     small = SmallModel(task, settings, load_tokenizer(folder), folder, options, kind, seed)
     train, test = small.records(task.validation), small.records(task.test)
     model = fine_tune(small, train, seed)
-    # The norms of a Llama compute in float32 within, for all curvatures alike.
+    # A Llama's norms still compute in float32, for all curvatures alike.
     model.model.double()
     weights = model.lora_weights
     sizes = [weight.numel() for weight in weights]
-    # Texts of their own batches are not padded.
+    # One text at a time, so that none is padded.
     (Js, logits), (test_Js, test_logits) = (
         exactly.jacobians(model.logits_model, weights, tqdm(alone, disable=options.quiet))
         for alone in (small.loader(train, 1), small.loader(test, 1))

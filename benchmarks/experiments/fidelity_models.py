@@ -1,4 +1,4 @@
-"""Small transformers with trained LoRA weights, on which exact curvature can be computed."""
+"""Transformers small enough for the exact curvature of their LoRA weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ LORA = replace(BASE, batch_size=16, learning_rate=5e-3, rank=4, alpha=16, dropou
 
 
 class MeanPooledDecoder(nn.Module):
-    """A decoder whose final states are averaged over a text and mapped to logits, `(B, C)`."""
+    """A decoder that averages its final states over a text and maps them to logits `(B, C)`."""
 
     def __init__(self, config: transformers.LlamaConfig) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _decoder(kind: type, shape: dict[str, Any], tokens: dict[str, Any]) -> nn.Mo
 
 
 class Architecture(NamedTuple):
-    """One of the three ways from a text to logits; one answers with the tokens of `ANSWERS`."""
+    """One of three ways from a text to logits; `ANSWERING` uses the tokens of `ANSWERS`."""
 
     name: str
     build: Callable[[dict[str, Any], dict[str, Any]], nn.Module]
@@ -65,7 +65,7 @@ ARCHITECTURES = (ENCODER, ANSWERING, POOLED)
 
 @dataclass(frozen=True)
 class SmallModel(Pretrained):
-    """A model that is first trained in full on the training texts, in the place of pretraining."""
+    """A model whose weights are all trained on the training texts first, as its pretraining."""
 
     architecture: Architecture = ENCODER
     seed: int = 0

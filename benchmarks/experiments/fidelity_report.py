@@ -1,4 +1,4 @@
-"""What the fidelity experiment leaves behind: means with a front, tables and a plot."""
+"""Means, tables and plot of the fidelity experiment."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +17,9 @@ IDENTITY = ["name", "structure", "is_default", "kfac_approx", "rank", "tail"]
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
-    """Average the figures of each curvature, and compare it with others on all models and seeds.
+    """Average each curvature's figures, and compare it with the others on all models and seeds.
 
-    On the front are those that no other one has a smaller covariance error without more memory.
+    A curvature is on the front if no other has a smaller covariance error in as little memory.
     """
     frame: Any = pd.DataFrame(rows)
     frame[IDENTITY] = frame[IDENTITY].astype(object)
@@ -45,7 +45,7 @@ def means(rows: Sequence[Row]) -> list[Row]:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Places of the points to which no other is equal or lower in both costs, by the first one."""
+    """Indices of points that no other point beats in both costs, ordered by the first cost."""
     places = [
         place
         for place, p in enumerate(points)
@@ -55,7 +55,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def text_of(figures: Figures, by_model: dict[str, list[Row]]) -> list[str]:
-    """All tables, with what they mean."""
+    """All tables, explained."""
     overall = figures["means"]
     rows = [
         {"name": row["name"]}
@@ -78,7 +78,7 @@ def text_of(figures: Figures, by_model: dict[str, list[Row]]) -> list[str]:
 
 
 def draw(panels: dict[str, Sequence[Row]], path: Path) -> None:
-    """Draw covariance error against memory, one panel for each set of rows."""
+    """Draw covariance error against memory, a panel for each set of rows."""
     figure = Figure(figsize=(4 * len(panels), 4.6), layout="constrained")
     grid = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
     for axes, (title, rows) in zip(grid, panels.items(), strict=True):

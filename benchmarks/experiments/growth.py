@@ -1,4 +1,4 @@
-"""How the library's own part of a fit grows, next to its stock counterpart, without any model."""
+"""How the library's own part of a fit grows, and its stock counterpart, without any model."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ BLOCK_WIDTH = 1024
 
 
 def growth(options: Cost, device: str) -> list[Row]:
-    """Time updates and decompositions of blocks, fed random numbers, by their sizes."""
+    """Time how long blocks of each size take to update and to decompose, on random numbers."""
     generator = torch.Generator().manual_seed(0)
     texts = (options.batch_size, options.length)
     limits = (options.repetitions, options.limit)
@@ -31,7 +31,7 @@ def growth(options: Cost, device: str) -> list[Row]:
         return torch.randn(*shape, generator=generator).to(device)
 
     def sums(width: int, number: int) -> tuple[LowRankKron, Job]:
-        """Empty sums of some blocks, and what adds a batch to each of them."""
+        """Empty sums of a number of blocks, and a function that adds a batch to each."""
         a, g = random(*texts, width), random(options.classes - 1, *texts, options.rank)
         like = (True, LARGE_FACTOR_RANK, True, torch.device(device), torch.float32)
         shape = (options.rank, width)

@@ -1,4 +1,4 @@
-"""Calibration of every method over several tasks, from what `calibration` has written of each."""
+"""Calibration of every method over several tasks, from the files that `calibration` wrote."""
 
 import json
 from pathlib import Path
@@ -36,12 +36,12 @@ def run(options: Overview) -> Figures:
 
 
 def records(frame: Any) -> list[Row]:
-    """Rows of a frame, with None where nothing was measured."""
+    """The rows of a frame, with None where nothing was measured."""
     return frame.astype(object).where(frame.notna(), None).to_dict("records")
 
 
 def read(folder: Path) -> Any:
-    """The shown rows of a run of `calibration`, with the task's name."""
+    """The rows to show from a run of `calibration`, with the task's name."""
     figures = json.loads((folder / "calibration.json").read_text(encoding="utf-8"))
     rows = shown(figures["methods"])
     return pd.DataFrame(rows).assign(
@@ -50,7 +50,7 @@ def read(folder: Path) -> Any:
 
 
 def draw(rows: Any, path: Path) -> None:
-    """Draw NLL and ECE of every method, a mark a task, one panel each."""
+    """Draw NLL and ECE of every method in two panels, a mark per task."""
     figure = Figure(figsize=(10, 0.3 * rows["name"].nunique() + 1.5), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for panel, (key, title) in zip(panels, PANELS.items(), strict=True):

@@ -1,4 +1,4 @@
-"""How time and memory grow with examples, classes, length and processes, beside bare passes."""
+"""How time and memory grow with the number of examples, classes, tokens and processes."""
 
 import sys
 import tempfile
@@ -80,7 +80,7 @@ def run(options: Scale) -> Figures:
 
 
 def measured(options: Scale, device: str) -> Iterator[tuple[str, int, list[Row]]]:
-    """What is varied, its size, and the rows of figures at it."""
+    """Measure: yield what is varied, its size, and the rows of figures."""
     shape = Shape(
         hidden_size=options.hidden_size,
         layers=options.layers,
@@ -99,7 +99,7 @@ def measured(options: Scale, device: str) -> Iterator[tuple[str, int, list[Row]]
 
 
 def _beside(shape: Shape, options: Scale, device: str) -> list[Row]:
-    """A fit and a prediction, ours and the passes alone, each in a process of its own."""
+    """Fit and predict with our method and with bare passes, each in a process of its own."""
     cost = Cost(
         prediction_batch_sizes=(shape.batch_size,),
         repetitions=options.repetitions,
@@ -110,7 +110,7 @@ def _beside(shape: Shape, options: Scale, device: str) -> list[Row]:
     found: dict[str, dict[str, Row]] = {}
     for key in ("bare", "lowrank_kron"):
         for kind, figures in contest(key, shape, options.batches, cost, device):
-            if kind == "failed":  # a row less, and the reason in sight
+            if kind == "failed":  # there is one row less, and the reason is shown
                 print(f"{key}: {figures['reason']}", file=sys.stderr)
             else:
                 found.setdefault(kind, {})[key] = figures
@@ -128,7 +128,7 @@ def _beside(shape: Shape, options: Scale, device: str) -> list[Row]:
 
 
 def _measure_examples(n: int, options: Scale, device: str) -> list[Row]:
-    """One evaluation of the linearised evidence and of leave-one-out, on random features."""
+    """Evaluate the linearised evidence and leave-one-out once, on random features."""
     measuring.set_up(options)
     generator = torch.Generator().manual_seed(options.seed)
     scale = (torch.arange(options.features) + 1.0).rsqrt()
@@ -151,7 +151,7 @@ def _measure_examples(n: int, options: Scale, device: str) -> list[Row]:
 
 
 def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:
-    """A fit of the same texts by some processes on one machine, which share its cores."""
+    """Fit the same texts with several processes, which share the cores of one machine."""
     results = get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world, folder, shape, options, results)
@@ -177,14 +177,14 @@ def _fit_shard(
     row: Row = {}
     for key, name in (("bare", "bare_seconds"), ("lowrank_kron", "seconds")):
         la = posterior(key).build(model)
-        la.fit(shard)  # once for what PyTorch loads
+        la.fit(shard)  # a first time, while PyTorch loads its parts
         dist.barrier()
         row[name] = measuring.seconds_of(partial(la.fit, shard))
     results.put({**row, "in_bare_loops": row["seconds"] / row["bare_seconds"]})
 
 
 def _add_exponents(rows: Sequence[Row]) -> None:
-    """Add exponents to the last row of each name's."""
+    """Add exponents to the last row of each name."""
     for name in {row["name"] for row in rows}:
         of_name = [row for row in rows if row["name"] == name]
         sizes = [row["size"] for row in of_name]

@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def run(options: Table7b) -> Figures:
-    """Measure the table, each row in a process of its own, whose memory is not yet touched."""
+    """Measure each row in a process of its own, so that its memory is untouched."""
     of_shape = {field.name for field in fields(Shape)}
     known: dict[str, Any] = {key: v for key, v in asdict(options).items() if key in of_shape}
     known["target_modules"] = ("q_proj", "v_proj", "lm_head")
@@ -35,7 +35,7 @@ def run(options: Table7b) -> Figures:
     if not on_cuda and (options.device is None or weights > LARGEST_ON_A_CPU):
         raise SystemExit(
             f"table7b: a model of {weights / 1e9:.2g} billion weights needs a GPU, and none is in "
-            "use; on a CPU give --device cpu with a small shape (at most "
+            "use; on a CPU give --device cpu and a small shape (at most "
             f"{LARGEST_ON_A_CPU / 1e9:g} billion weights, see --hidden-size and --layers)"
         )
     measuring.set_up(options)
@@ -52,7 +52,7 @@ def run(options: Table7b) -> Figures:
     }
     summary = (
         f"Random weights in the shape of Llama, {weights / 1e9:.3g} billion in {options.dtype}: "
-        f"they stand for shapes and speed only. Batches of {options.batch_size} texts of "
+        f"they tell about shapes and speed only. Batches of {options.batch_size} texts of "
         f"{options.length} tokens. {hardware_of(figures)}.\nTraining is the median step times "
         f"{STEPS_OF_TRAINING:,}; the fit is one over {options.batches} batches. Memory is the peak "
         "with the model in it; with Laplace, that of the more demanding phase."
@@ -62,17 +62,17 @@ def run(options: Table7b) -> Figures:
 
 
 def measure(options: Table7b, shape: Shape, device: str) -> Row:
-    """Train for some steps, then fit, and return the figures of both."""
+    """Train for some steps, fit, and return the figures of both."""
     measuring.set_up(options)
     before = measuring.megabytes_in_use(device)
     with measuring.peak_memory(device) as training:
         model = random_llama(shape, device, options.seed)
         steps = _train(options, shape, model, device)
-    # A fit comes after training, when gradients and the optimiser's state are gone.
+    # After training, gradients and the optimiser's state are gone.
     for weight in model.lora_weights:
         weight.grad = None
     build = posterior("lowrank_kron").build
-    # The first batch loads what the device computes with, as the first training step does.
+    # The first batch loads the device's kernels, as the first training step does.
     build(model).fit(random_loader(shape, 1, device, options.seed + 1))
     held = measuring.megabytes_in_use(device) - before
     la = build(model)

@@ -1,4 +1,4 @@
-"""Free text: calibration of tokens, and uncertainty as a detector of wrong answers."""
+"""Free text: calibration of tokens, and how well uncertainty detects wrong answers."""
 
 import time
 from collections import defaultdict
@@ -36,7 +36,7 @@ LORA = ("q_proj", "v_proj")
 IGNORED = -100  # label of a token that is no part of an answer
 OF_THE_MODEL = ("log-probability", "summed entropy")  # scores that need no draws
 LONGEST_ANSWER = 16  # tokens
-FEW_TEXTS = 16  # of training, for ways to choose that look at draws
+FEW_TEXTS = 16  # training texts for methods that look at draws to choose
 REPETITIONS = 3
 Clock = Callable[[], float]
 GRID: Any = {"log_prior_prec_min": 0, "log_prior_prec_max": 4}
@@ -50,12 +50,12 @@ TITLES = {
 
 
 def run(options: Text) -> Figures:
-    """Fine-tune, fit, measure every method, and write figures and tables."""
+    """Fine-tune, fit, measure every method; write figures and tables."""
     if options.threads:
         torch.set_num_threads(options.threads)
     started = time.perf_counter()
     task, device = read(options), device_of(options.device)
-    # Seconds of the processor do not depend on what else it does.
+    # Processor time does not depend on what else the processor does.
     clock = time.process_time if device == "cpu" else time.perf_counter
     folder = options.model or gemma_folder(options.cache)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
@@ -110,7 +110,7 @@ def run(options: Text) -> Figures:
 
 
 def summary(figures: Figures, options: Text) -> str:
-    """What the tables were measured with, and what posteriors cost."""
+    """How the tables were measured, and what posteriors cost."""
     answers, seconds, spent = figures["answers"], figures["seconds"], figures["generation"]
     return (
         f"Task {options.task}, seed {options.seed}: {options.train_examples} training and "
@@ -181,7 +181,7 @@ def fine_tuned(
 def methods(
     la: Any, options: Text, task: WritingTask, batches: Callable[[list[Written]], list[Any]]
 ) -> Iterable[tuple[str, str, Callable[[], Predictor]]]:
-    """Each method when its turn comes: those of a posterior follow the choice of its prior."""
+    """Methods in turn; the prior precision is chosen before each posterior that uses it."""
     validation, draws = batches(task.validation), options.draws
     first = validation[0]
     yield "MAP", "", lambda: Predictor(la)
@@ -206,7 +206,7 @@ def methods(
 
 
 def quality(predictor: Predictor, texts: list[Any]) -> dict[str, Any]:
-    """NLL, accuracy and calibration of every token under the mixture over draws."""
+    """NLL, accuracy and calibration of tokens under the mixture of all draws."""
     found, confidences, hits = [], [], []
     for batch in texts:
         f, drawn, tokens = predictor(batch)
@@ -217,7 +217,7 @@ def quality(predictor: Predictor, texts: list[Any]) -> dict[str, Any]:
         confidences.append(confidence)
         hits.append(place == tokens)
     p, confidence, hit = torch.cat(found), torch.cat(confidences).clamp(0, 1), torch.cat(hits)
-    # Of one class, "right": the probability of the most probable token is that of being so.
+    # A binary question: is the most probable token right?
     error = binary_calibration_error(confidence, hit.long(), n_bins=N_BINS, norm="l1")
     return {
         "tokens": len(hit),
@@ -230,7 +230,7 @@ def quality(predictor: Predictor, texts: list[Any]) -> dict[str, Any]:
 def write_answers(
     la: Any, tokenizer: Any, texts: list[Written], batch_size: int
 ) -> tuple[list[Written], list[bool]]:
-    """What the model itself writes behind each prompt, and whether that is wrong."""
+    """What the model itself writes after each prompt, and whether that is wrong."""
     found, wrong = [], []
     for part in by_length(texts, batch_size):
         answers, _ = written_behind(la, tokenizer, part, 0)
@@ -260,7 +260,7 @@ def written_behind(
 
 
 def detection(predictor: Predictor, texts: list[Any], wrong: list[bool]) -> list[Row]:
-    """How well each score of an answer tells the wrong ones."""
+    """How well each score detects wrong answers."""
     signs = defaultdict(list)
     for batch in texts:
         f, drawn, tokens = predictor(batch)
@@ -276,7 +276,7 @@ def detection(predictor: Predictor, texts: list[Any], wrong: list[bool]) -> list
 
 
 def detects(sign: torch.Tensor, wrong: torch.Tensor) -> dict[str, float | None]:
-    """AUROC of a sign of wrong answers, and the mean share of wrong ones over all coverages."""
+    """AUROC of a sign of wrong answers, and the mean share of wrong answers over all coverages."""
     auroc = None
     if wrong.any() and not wrong.all():
         pairs = mannwhitneyu(sign[wrong].double(), sign[~wrong].double()).statistic
@@ -287,7 +287,7 @@ def detects(sign: torch.Tensor, wrong: torch.Tensor) -> dict[str, float | None]:
 def speed(
     la: Any, tokenizer: Any, texts: list[Written], draws: int, clock: Clock
 ) -> dict[str, Any]:
-    """Seconds a token of texts that are written with and without draws, and what draws change."""
+    """Seconds per token written with and without draws, and how many answers the draws change."""
     seconds, answers = {}, {}
     for name, number in (("model", 0), ("predictive", draws)):
         begun = clock()
@@ -298,7 +298,7 @@ def speed(
 
 
 def relative_cost(la: Any, batch: Any, draws: int, clock: Clock) -> dict[str, float]:
-    """Time of a fit beside forward and backward pass, and of a score beside its forward passes."""
+    """Time of a fit over forward and backward pass, and of a score over its forward passes."""
     weights = [block.weight for block in la.blocks]
     state = la.state_dict()
 

@@ -1,4 +1,4 @@
-"""What choosing a prior precision costs, and what the choices are worth."""
+"""What it costs to choose a prior precision, and what the choices are worth."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ DRAWN = {"marglik": "Evidence, nats", "val_gd": "Validation loss, nats"}
 
 
 class Search(NamedTuple):
-    """A way to choose, in the words of `optimize_prior_precision`, and its other options."""
+    """A way to choose, in the words of `optimize_prior_precision`, with its options."""
 
     method: str
     structure: str
@@ -38,7 +38,7 @@ class Search(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """All that `optimize_prior_precision` is called with."""
+        """The arguments of `optimize_prior_precision`."""
         own = {"method": self.method, "prior_structure": self.structure, "link_approx": self.link}
         return {key: value for key, value in own.items() if value} | self.options
 
@@ -75,7 +75,7 @@ def run(options: Tuning) -> Figures:
     test = la.predictive_statistics(pretrained.loader(TEST, PREDICTION_BATCH_SIZE))
     choices, shares = _choices(la, searches, test, options)
     for each in searches:
-        if each.link in ("", "probit"):  # the others would take as long
+        if each.link in ("", "probit"):  # other links would take as long
             timed(each.name, lambda each=each: la.optimize_prior_precision(**each.keywords))
     points, size = options.stock_grid_size, options.grid_size
     grid |= {"val_loader": pretrained.loader("validation", 1), "grid_size": points}
@@ -116,7 +116,7 @@ def run(options: Tuning) -> Figures:
 
 
 def _stock_seconds(model: AdaptedModel, train: DataLoader, grid: dict[str, Any]) -> float:
-    """Time the host's class, which predicts from one text at a time at the lowest cost."""
+    """Time the host's class, for which one text at a time is cheapest."""
     stock = posterior("stock_kron").build(replace(model, model=copy.deepcopy(model.model)))
     stock.fit(train)
     return seconds_of(lambda: stock.optimize_prior_precision(**grid))
@@ -125,7 +125,7 @@ def _stock_seconds(model: AdaptedModel, train: DataLoader, grid: dict[str, Any])
 def searches_of(
     validation: PredictiveStatistics, linearized: LinearizedModel, options: Tuning
 ) -> Iterator[Search]:
-    """Every way of choosing."""
+    """Every way to choose."""
     for method in ("marglik", "linearized_marglik", "linearized_loo"):
         data = {} if method == "marglik" else {"train_loader": linearized}
         for structure in STRUCTURES:
@@ -141,7 +141,7 @@ def searches_of(
 def _choices(
     la: Any, searches: list[Search], test: PredictiveStatistics, options: Tuning
 ) -> tuple[list[Row], dict[str, float]]:
-    """Measure what each way of choosing is worth on the test texts, and MAP; shares of layers."""
+    """Measure every choice and MAP on the test texts; also the layers' shares of the variance."""
     shares, rows = {}, []
     labels: Any = test.targets
     for search in searches:

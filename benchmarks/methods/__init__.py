@@ -1,4 +1,4 @@
-"""The one list of methods, ours and rivals alike; a new rival is one function and one line here."""
+"""The one list of methods, ours and rivals; a new rival is one function and one line here."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ METHODS: dict[str, Method] = {
         PointMethod("temperature_scaling", "Temperature scaling", points.scaled, True),
         Posterior("last_layer", "Last layer (LLLA)", posteriors.of_last_layer, linearized=True),
         Posterior("first_half", "First half of the layers", posteriors.of_first_half),
-        # The stock curvatures through this library's class, and the stock classes themselves.
+        # Stock curvatures in this library's class; then the stock classes themselves.
         Posterior("diag", "Stock diag", partial(posteriors.over_lora, structure="diag")),
         Posterior("kron", "Stock Kron", partial(posteriors.over_lora, structure="kron")),
         Posterior("stock_diag", "Stock diag", partial(posteriors.stock, structure="diag")),

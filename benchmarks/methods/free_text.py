@@ -1,4 +1,4 @@
-"""What predicts the tokens of texts: a trained model, and draws around it, our own and rivals'."""
+"""Predictors of tokens: the trained model, and draws around it, ours and rivals'."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Directions = Callable[[], Iterable[Values]]
 
 @dataclass(frozen=True)
 class Predictor:
-    """Logits of the labelled tokens of a batch, those of the trained model and of every draw."""
+    """Predicts a batch's labelled tokens: logits of the trained model and of every draw."""
 
     la: LanguageModelLaplace
     directions: Directions = tuple
@@ -55,7 +55,7 @@ def posterior(la: LanguageModelLaplace, draws: int, batch: Any, linearized: bool
 
 
 def training_free(la: LanguageModelLaplace, draws: int, texts: list[Any]) -> Predictor:
-    """TFB: the most isotropic noise that changes next to no token of training texts."""
+    """TFB: the most noise that changes at most 1 % of the training texts' tokens."""
     weights = [block.weight.detach() for block in la.blocks]
     bases = [
         noise_basis(weights[place + 1]) if block.matrix == "lora_A" else None
@@ -89,6 +89,6 @@ def training_free(la: LanguageModelLaplace, draws: int, texts: list[Any]) -> Pre
 
 
 def token_loss(model: Any, batch: Any) -> torch.Tensor:
-    """Mean loss of a batch's labelled tokens, which alone get logits."""
+    """Mean loss of a batch's labelled tokens; the model gives logits for these alone."""
     targets = model.targets(batch)
     return cross_entropy(model(batch), targets[targets != -100])

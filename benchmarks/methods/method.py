@@ -1,4 +1,4 @@
-"""What a method is, and those without a posterior: MAP, ensembles, temperature scaling."""
+"""What a method is; and the methods without a posterior: MAP, ensembles, temperature scaling."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LogitsOf = Callable[[Any], torch.Tensor]  # from a batch to logits (texts, class
 
 @dataclass(frozen=True)
 class Method:
-    """A line of the list: what options and figures call it, and what tables do."""
+    """A method: its key in options and figures, and its title in tables."""
 
     key: str
     title: str
@@ -29,7 +29,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Members:
-    """Models whose predictions are averaged, one after another, and a temperature if there is."""
+    """Models whose predictions are averaged, one model at a time, and their temperature if any."""
 
     logits: Callable[[], Iterator[LogitsOf]]
     temperature: float | None = None
@@ -47,7 +47,7 @@ class Members:
 
 @dataclass(frozen=True)
 class PointMethod(Method):
-    """A method without a posterior: `fit` takes the model, and training and validation batches."""
+    """A method without a posterior: `fit` takes the model, training and validation batches."""
 
     fit: Callable[[AdaptedModel, DataLoader, DataLoader], Members]
     needs_validation: bool = False
@@ -58,12 +58,12 @@ class PointMethod(Method):
 class Posterior(Method):
     """A method that is fitted on training batches, and predicts as the host's classes do."""
 
-    build: Callable[[AdaptedModel], Any]  # what has `fit(batches)`, `la(batch, link_approx=...)`
+    build: Callable[[AdaptedModel], Any]  # has `fit(batches)`, `la(batch, link_approx=...)`
     linearized: bool = False  # whether its prior precision is chosen in the linearised model too
 
 
 def labels_of(loader: DataLoader) -> torch.Tensor:
-    """Classes (texts,) of a loader's records; a pass over its batches would draw random numbers."""
+    """Labels `(texts,)` of a loader's records, without a pass, which would draw random numbers."""
     records: Any = loader.dataset
     return torch.tensor([record["labels"] for record in records])
 
@@ -73,7 +73,7 @@ def as_it_is(model: AdaptedModel, *_: DataLoader) -> Members:
 
 
 def with_dropout(model: AdaptedModel, *_: DataLoader) -> Members:
-    """Passes with the dropout of the training."""
+    """Several passes with the dropout of training."""
 
     def passes() -> Iterator[LogitsOf]:
         model.model.train()
@@ -84,13 +84,13 @@ def with_dropout(model: AdaptedModel, *_: DataLoader) -> Members:
 
 
 def last_checkpoints(model: AdaptedModel, *_: DataLoader) -> Members:
-    """The last checkpoints of one training; the last one stays."""
+    """The last checkpoints of one training; the model ends at the last."""
     steps = list(model.checkpoints)[-CHECKPOINTS_IN_ENSEMBLE:]
     return Members(lambda: (model.at(step).logits_model for step in steps))
 
 
 def other_seeds(model: AdaptedModel, *_: DataLoader) -> Members:
-    """Trainings that differ in their seeds, as far as this one has come."""
+    """Trainings with other seeds, up to the same step as this one."""
     assert model.another is not None
     step = max(model.checkpoints)
     others = [model.another(number).at(step) for number in range(1, ENSEMBLE_SIZE)]
@@ -98,13 +98,13 @@ def other_seeds(model: AdaptedModel, *_: DataLoader) -> Members:
 
 
 def scaled(model: AdaptedModel, _: DataLoader, validation: DataLoader) -> Members:
-    """The model with its logits divided by the temperature that validation data prefer."""
+    """The model with its logits divided by the temperature that fits validation data best."""
     temperature = fit_temperature(model.logits(validation), labels_of(validation))
     return Members(lambda: iter([lambda x: model.logits_model(x) / temperature]), temperature)
 
 
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Find the one number by which logits are divided to minimise the NLL."""
+    """The number to divide logits by for the lowest NLL."""
     log_temperature = torch.zeros((), requires_grad=True)
     optimizer = torch.optim.LBFGS([log_temperature], max_iter=100, line_search_fn="strong_wolfe")
 

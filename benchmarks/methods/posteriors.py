@@ -1,4 +1,4 @@
-"""What is fitted on training batches: Laplace approximations, and rivals that are no such class."""
+"""Methods that are fitted on training batches: Laplace approximations and their rivals."""
 
 import inspect
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ LARGE_FACTOR_RANK = 10
 
 
 def over_lora(model: AdaptedModel, structure: str = "lowrank_kron", **keywords: Any) -> Any:
-    """A structure of the curvature, this library's or the host's, through this library's class."""
+    """Our class over LoRA weights, with one of its own structures or the host's."""
     tokens = model.class_token_ids
     what: Any = (model.model, "classification", "lora", structure)
     return laplace_lora_ext.Laplace(*what, class_token_ids=tokens, **keywords)
@@ -28,7 +28,7 @@ of_paper = partial(over_lora, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
 
 
 def of_last_layer(model: AdaptedModel) -> Any:
-    """LLLA: the output layer of a language model, the last transformer layer of an encoder."""
+    """LLLA: a language model's output layer, or an encoder's last transformer layer."""
     if model.class_token_ids is not None:
         return over_lora(model, target_modules=["lm_head"])
     config: Any = model.model.config
@@ -116,7 +116,7 @@ class BayesianLoRA:
     def __call__(self, batch: Any, **_: Any) -> torch.Tensor:
         tokens = self._model.class_token_ids or []
         inputs = type(batch)({key: value for key, value in batch.items() if key != "labels"})
-        # As `LogitsModel` does for the others: no cache, and the answer's logits alone.
+        # Like `LogitsModel` for the others: no cache, and only the answer's logits.
         known = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
         options = [("use_cache", False), ("logits_to_keep", 1)]
         jacobian, mean = self._package.main.jacobian_mean(

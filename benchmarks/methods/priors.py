@@ -201,7 +201,7 @@ def _predictions(
                 least = min(_losses(la, grid, link, 1, labels))
                 regret = negative_log_likelihood(predicted[TEST], labels) - least
             mean = prior_precision.log().mean().exp().item()
-            # A loss that is not a number equals none: training data prefer no link.
+            # Training data prefer no link: their losses are not numbers, and equal none.
             yield Prediction(predicted, prior, link, mean, loss == min(rivals), regret)
 
 

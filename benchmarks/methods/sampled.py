@@ -15,7 +15,7 @@ from benchmarks.models import AdaptedModel
 from benchmarks.training import Hyperparameters, Recipe, Weights
 
 SAMPLES = 10
-DEVIATION = ".deviation"  # behind a weight's name, that of its standard deviation
+DEVIATION = ".deviation"  # after a weight's name: its standard deviation
 
 Noise = Callable[[torch.Generator], Weights]
 
@@ -101,7 +101,7 @@ def noise_basis(B: torch.Tensor) -> torch.Tensor:
 
 
 def retrained(recipe: Recipe, model: AdaptedModel, *_: DataLoader) -> Members:
-    """Another training of the same start and texts, whose weights have deviations."""
+    """Train again from the same start on the same texts, with deviations for the weights."""
     assert model.retrained is not None
     other = model.retrained(recipe).at(max(model.checkpoints))
     kept = other.checkpoints[max(other.checkpoints)]
@@ -117,10 +117,10 @@ def retrained(recipe: Recipe, model: AdaptedModel, *_: DataLoader) -> Members:
 
 
 class BLoB(Recipe):
-    """Mean-field variational lora_A (Wang et al., arXiv:2406.11675), settings of its program.
+    """Mean-field variational lora_A (Wang et al., arXiv:2406.11675), with its program's settings.
 
-    The deviation of a weight is the square of a trained number. The loss is that of flipout
-    samples, and the divergence from the prior takes steps of its own, by SGD.
+    A weight's deviation is the square of a trained number. The loss is taken at flipout samples,
+    and the divergence from the prior has steps of its own, by SGD.
     """
 
     name = "BLoB"
@@ -167,7 +167,7 @@ class BLoB(Recipe):
 class IVONLoRA(Recipe):
     """Variational Newton's method on all LoRA weights (Cong et al., arXiv:2411.04421).
 
-    The numbers are the paper's, but for the learning rate's schedule, which is the task's.
+    The numbers are the paper's, except for the learning rate's schedule, which is the task's.
     """
 
     name = "IVON-LoRA"

@@ -1,4 +1,4 @@
-"""The list of tasks, one file each or two that read the same; those of the paper share one."""
+"""The list of tasks; the paper's share a file, and so do two that read the same sections."""
 
 from benchmarks.tasks import (
     choices,

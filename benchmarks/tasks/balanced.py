@@ -1,4 +1,4 @@
-"""Balanced, disjoint sets of texts, drawn from what has been found of each class."""
+"""Tasks with as many texts of each class in each of their disjoint sets."""
 
 import random
 from collections import Counter
@@ -14,7 +14,7 @@ LEARNING: Any = {"learning_rate": 2e-3, "steps": 375, "checkpoints": 5, "warmup_
 ENCODER = Hyperparameters("all-MiniLM-L6-v2", ("query", "value"), 16, 32, **LEARNING)
 
 Text = str | tuple[str, str]
-Texts = Sequence[Sequence[Text]]  # of each class, and behind them those of another distribution
+Texts = Sequence[Sequence[Text]]  # of each class; then, perhaps, of another distribution
 
 
 def balanced(
@@ -25,7 +25,7 @@ def balanced(
     shifted: str | None = None,
     settings: Hyperparameters = ENCODER,
 ) -> TaskSource:
-    """A task for the encoder; `find` takes options and a seed, and is the same in every run."""
+    """A task for the encoder; `find(options, seed)` returns the same texts in every run."""
 
     def read(options: TextRun, seed: int, validation: int) -> Task:
         asked = sizes.asked(options, validation)
@@ -42,10 +42,10 @@ def draw_balanced(
     seed: int,
     shifted: str | None = None,
 ) -> Task:
-    """Draw the sets of a task, as many texts of each class as can be.
+    """Draw disjoint sets for a task, with equal numbers of texts from each class.
 
-    The last of the texts are those of another distribution where `shifted` names one. Texts that
-    occur in more than one place have no right answer and are left out.
+    If `shifted` names another distribution, the last of `found` are its texts. Texts found in more
+    than one class have no right answer and are left out.
     """
     owners = Counter(text for texts in found for text in {_folded(text) for text in texts})
     left = [

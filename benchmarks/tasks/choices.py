@@ -1,4 +1,4 @@
-"""The task choices: a causal language model says which of four names a summary describes."""
+"""The task choices: a causal language model says which of four names fits a summary."""
 
 import random
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
 
 
 def ask(pool: list[Named], rng: random.Random) -> Iterator[Example]:
-    """Ask about what the language model has not been trained on."""
+    """Ask about functions that the language model wasn't trained on."""
     held_out = [one for one in answerable(pool) if is_held_out(one)]
     return asked_for_choice(held_out, held_out, rng)
 
 
 def read(options: TextRun, seed: int, validation: int) -> Task:
-    """Draw the questions that the options ask for."""
+    """Draw as many questions as the options ask for."""
     sizes = Sizes(500, 0, 500, 200).asked(options, validation)
     return draw(options, seed, sizes, ask, Task("choices", LETTERS, True, (), ()))
 

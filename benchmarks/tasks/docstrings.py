@@ -1,7 +1,7 @@
 """The task docstrings: which library a docstring's summary documents.
 
-The texts are real: the sources of installed packages are parsed, never imported, and nothing is
-downloaded or stored; every run reads the first paragraph of their public docstrings.
+The texts are real: every run reads the first paragraphs of public docstrings from the sources of
+installed packages, which are parsed and never imported. Nothing is downloaded or stored.
 """
 
 import ast
@@ -18,7 +18,7 @@ LIBRARIES = ("numpy", "scipy", "networkx", "sympy", "torch")
 SHIFTED_LIBRARY = "matplotlib"
 MINIMUM_WORDS = 5
 
-# A summary that names its library would give the answer away. Whole names count inside other words
+# A summary that names its library would give the answer away. Full names are masked inside words
 # too ("PyTorch", "SymPyDeprecationWarning"), short forms only where no letter touches them.
 LIBRARY_NAME = re.compile(
     r"\w*(?:numpy|scipy|networkx|sympy|torch|matplotlib)\w*"
@@ -37,7 +37,7 @@ class Documented(NamedTuple):
 
 
 def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:
-    """Yield name and first docstring paragraph of each public function and class of a source."""
+    """Yield the name and the docstring's first paragraph of each public function and class."""
     pending = [syntax_tree(source)]
     while pending:
         for node in ast.iter_child_nodes(pending.pop()):
@@ -50,12 +50,12 @@ def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:
 
 
 def masked(summary: str) -> str:
-    """Replace library names by a neutral word and every run of white space by one space."""
+    """Replace library names by a neutral word, and every run of white space by one space."""
     return " ".join(LIBRARY_NAME.sub(NEUTRAL_WORD, summary).split())
 
 
 def documented(library: str, options: Reading, seed: int) -> Iterator[Documented]:
-    """Yield what an installed library documents, with masked summaries."""
+    """Yield all that an installed library documents, with masked summaries."""
     for path in drawn_files(library, options, seed):
         for name, summary in docstring_summaries(path.read_text(encoding="utf-8")):
             text = masked(summary)
@@ -72,7 +72,7 @@ def read_library(library: str, options: Reading, seed: int) -> list[Documented]:
 
 
 def find(options: Reading, seed: int) -> list[list[str]]:
-    """Summaries of each library; a label is the library's place in `LIBRARIES`."""
+    """The summaries in each library."""
     libraries = (*LIBRARIES, SHIFTED_LIBRARY)
     return [[one.summary for one in read_library(each, options, seed)] for each in libraries]
 

@@ -12,11 +12,11 @@ from benchmarks.tasks.task import Sizes
 
 EXCEPTIONS = ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")
 MINIMUM_WORDS = 4
-BLANK = "..."  # for what an f-string fills in
+BLANK = "..."  # in place of a value in an f-string
 
 
 def find(options: TextRun, seed: int) -> list[list[str]]:
-    """Messages of each exception."""
+    """The messages of each exception."""
     messages = defaultdict(list)
     for library in (*LIBRARIES, SHIFTED_LIBRARY):
         for tree in syntax_trees(library, options, seed):
@@ -26,7 +26,7 @@ def find(options: TextRun, seed: int) -> list[list[str]]:
 
 
 def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield name and message of each exception that is raised with a literal message."""
+    """Yield the name and message of each exception raised with a literal message."""
     for node in ast.walk(tree):
         match node:
             case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[message, *_])):
@@ -36,7 +36,7 @@ def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def literal(node: ast.AST) -> str:
-    """The text of a string, with blanks for what is filled in; empty for other expressions."""
+    """The text of a string, with blanks for inserted values; empty for other expressions."""
     match node:
         case ast.Constant(value=str(text)):
             return text

@@ -1,7 +1,7 @@
-"""The tasks of free text: a language model writes the name that a description is of.
+"""The tasks of free text: a language model reads a description and writes the name.
 
-The texts are real, of installed sources: the first paragraphs of docstrings, whose functions are
-to be named, and the descriptions of parameters.
+The texts are real and come from installed sources: first paragraphs of docstrings, for which
+the function is to be named, and descriptions of parameters.
 """
 
 import random
@@ -17,7 +17,7 @@ LONGEST = 14  # words of a description
 
 @dataclass(frozen=True)
 class Written:
-    """A prompt, and the answer that is to be written behind it."""
+    """A prompt and the answer to it."""
 
     prompt: str
     answer: str
@@ -41,7 +41,7 @@ def functions(options: Text) -> Iterator[Written]:
 
 
 def parameters(options: Text) -> Iterator[Written]:
-    """Name the parameter that is described."""
+    """Name the parameter that a description is about."""
     for one in read_parameters(options, options.seed):
         yield Written(f"{one.description}\nParameter:", f" {one.name}")
 
@@ -53,7 +53,7 @@ SOURCES: dict[str, Callable[[Text], Iterator[Written]]] = {
 
 
 def read(options: Text) -> WritingTask:
-    """Draw short descriptions, each once.
+    """Draw short descriptions, each of them once.
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""A small Llama-shaped language model, trained from scratch on the installed sources' docstrings.
+"""A small language model in the shape of Llama, trained on docstrings of installed sources.
 
-No pretrained causal language model comes as a package. Its texts teach it to find again what it has
-read: summaries that are said twice, and questions which of four names is asked for, by the name
-itself or by its summary. Behind each of the four it has to say whether this is the one; from
-answers alone, a model this small learns too slowly. The task's functions are kept out of the texts.
+Its texts teach it to find again what it has read: summaries that are repeated, and questions that
+ask which of four names fits a summary, or repeat one of the names. After each of the four names it
+has to say whether this is the one, because so small a model learns too slowly from answers alone.
+It never sees the functions that the task asks about.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ TRAINING = Hyperparameters(
 
 
 def language_model(options: TextRun) -> Path:
-    """Find the language model's folder in the cache, or train it and put it there."""
+    """Find the language model in the cache, or train it and store it there."""
     steps, files = options.language_model_steps or TRAINING.steps, options.files_per_library
     settings = replace(TRAINING, steps=steps, warmup_steps=steps // 50)
     known = json.dumps([asdict(settings), VOCABULARY, HIDDEN_SIZE, LAYERS, HEADS, files])
@@ -63,7 +63,7 @@ def language_model(options: TextRun) -> Path:
 
 
 def train_tokenizer(pools: Sequence[Sequence[Named]], vocabulary: int) -> Any:
-    """Train a byte-pair encoding of lower-case words, with one token for each part of a prompt."""
+    """Train a byte-pair encoding of lower-case words; each fixed part of a prompt is one token."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=UNKNOWN))
     tokenizer.normalizer = tokenizers.normalizers.Lowercase()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -82,7 +82,7 @@ def train_tokenizer(pools: Sequence[Sequence[Named]], vocabulary: int) -> Any:
 def train_language_model(
     settings: Hyperparameters, pools: Sequence[Sequence[Named]], tokenizer: Any, show_progress: bool
 ) -> transformers.LlamaForCausalLM:
-    """Train the language model; it is in evaluation mode afterwards."""
+    """Train the language model, and leave it in evaluation mode."""
     transformers.set_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
@@ -92,7 +92,7 @@ def train_language_model(
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
         max_position_embeddings=settings.maximum_length,
-        # The default of 0.02 is for wide models; a narrow one starts with even attention.
+        # With the default of 0.02, for wide models, a narrow one starts with even attention.
         initializer_range=HIDDEN_SIZE**-0.5,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -110,7 +110,7 @@ def train_language_model(
     def loss_of(batch: tuple[Any, list[Targets]]) -> torch.Tensor:
         encoded, parts = batch
         hidden = model.model(**encoded).last_hidden_state
-        # No part is drowned by another that has more tokens.
+        # Each part counts alike, whatever its number of tokens.
         losses = [cross_entropy(model.lm_head(hidden[part.where]), part.tokens) for part in parts]
         return torch.stack(losses).sum()
 
@@ -123,14 +123,14 @@ def train_language_model(
 
 
 class Targets(NamedTuple):
-    """Positions of a batch, `(texts, length)` booleans, and the token to be predicted at each."""
+    """Positions in a batch, `(texts, length)` booleans, and the token to predict at each."""
 
     where: torch.Tensor
     tokens: torch.Tensor
 
 
 def next_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Targets:
-    """Expect at every position the token behind it, as a language model does."""
+    """At each position, the next token."""
     where = torch.zeros_like(attention_mask, dtype=torch.bool)
     where[:, :-1] = attention_mask[:, 1:].bool()
     return Targets(where, input_ids[:, 1:][where[:, :-1]])
@@ -139,7 +139,7 @@ def next_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Target
 def verdicts_and_answers(
     input_ids: torch.Tensor, labels: Sequence[int], tokenizer: Any
 ) -> list[Targets]:
-    """Expect behind each choice whether it is right, and behind the whole prompt its letter."""
+    """After each choice, whether it is right; after the whole prompt, the right letter."""
     letters = torch.tensor(tokenizer.convert_tokens_to_ids(list(LETTERS)))
     verdicts = torch.tensor([tokenizer(word)["input_ids"][0] for word in VERDICTS])
     answers = input_ids == tokenizer.convert_tokens_to_ids(ANSWER)
@@ -152,7 +152,7 @@ def verdicts_and_answers(
 def random_examples(
     step: int, pools: Sequence[Sequence[Named]], count: int, rng: random.Random
 ) -> list[Example]:
-    """Write texts by turns: summaries said twice, questions for a name itself, or for a summary."""
+    """Write texts of three kinds in turn: summaries said twice, questions by name, by summary."""
     pools = [pool for pool in pools if len({one.name for one in pool}) >= len(LETTERS)]
     examples = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Functions and classes by their names as words, and tasks about names and summaries."""
+"""Functions and classes with their names as words, and what tasks about them share."""
 
 import random
 import re
@@ -12,10 +12,10 @@ from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY, masked, read
 from benchmarks.tasks.paper_prompts import LETTERS, four_choices
 from benchmarks.tasks.task import Example, Sizes, Task
 
-# One function in so many is kept from the language model for the task that it is tested on.
+# One function in this many is kept out of the language model's training, for its test.
 HELD_OUT = 4
 MAXIMUM_WORDS = 40
-STEM = 5  # letters in which two words of one stem agree
+STEM = 5  # letters that two words of one stem share
 QUESTION = "Which name does this summary describe?"
 
 
@@ -36,19 +36,19 @@ def spoken(name: str) -> str:
 
 
 def is_held_out(one: Named) -> bool:
-    """Whether a summary is kept from the language model's training, the same in every run."""
+    """Whether a summary is kept out of the language model's training, in every run alike."""
     return zlib.crc32(one.summary.casefold().encode()) % HELD_OUT == 0
 
 
 def read_named(library: str, options: TextRun, seed: int) -> list[Named]:
-    """Read the summaries of a library that are not too long, in the order of the sources."""
+    """Read the summaries in a library that aren't too long, in the order of the sources."""
     found = read_library(library, options, seed)
     named = [Named(spoken(one.name), one.summary, str(one.file)) for one in found]
     return [one for one in named if len(one.summary.split()) <= MAXIMUM_WORDS and one.name]
 
 
 def answerable(pool: Sequence[Named]) -> list[Named]:
-    """Keep what a name can be told from: some word of it begins like a word of the summary."""
+    """Keep those with a hint: a word of the name begins like a word of the summary."""
 
     def stems(text: str) -> set[str]:
         return {word[:STEM] for word in re.findall(r"[a-z]{3,}", text.lower())}
@@ -59,7 +59,7 @@ def answerable(pool: Sequence[Named]) -> list[Named]:
 def asked_for_choice(
     asked: Sequence[Named], pool: Sequence[Named], rng: random.Random
 ) -> Iterator[Example]:
-    """Ask in the paper's words which of four names, all of the pool, a summary describes."""
+    """Ask in the paper's words which of four names from the pool fits a summary."""
     for one in asked:
         choices = [one.name]
         while len(choices) < len(LETTERS):
@@ -74,7 +74,7 @@ def asked_for_choice(
 
 
 def draw(options: TextRun, seed: int, sizes: Sizes, ask: Ask, task: Task) -> Task:
-    """Fill a task with what is asked about each library's functions and classes."""
+    """Fill a task with questions about each library's functions and classes."""
     rng = random.Random(seed)
     examples = {}
     for library in (*LIBRARIES, SHIFTED_LIBRARY):

@@ -15,7 +15,7 @@ CLASSES = ("another name", "its name")
 
 
 def asked_for_match(pool: Sequence[Named], rng: random.Random) -> Iterator[Example]:
-    """Pair names and summaries, every second pair rightly, others with one of the same file."""
+    """Pair names and summaries: every second pair is right, the others mix names of one file."""
     names: dict[str, set[str]] = defaultdict(set)
     for one in pool:
         names[one.file].add(one.name)
@@ -29,7 +29,7 @@ def asked_for_match(pool: Sequence[Named], rng: random.Random) -> Iterator[Examp
 
 
 def read(options: TextRun, seed: int, validation: int) -> Task:
-    """Draw the pairs that the options ask for."""
+    """Draw as many pairs as the options ask for."""
     # Two classes need more texts than many, as in the comparisons of links.
     sizes = Sizes(1000, 0, 500, 200).asked(options, validation)
     return draw(options, seed, sizes, asked_for_match, Task("names", CLASSES, False, (), ()))

@@ -16,29 +16,29 @@ from benchmarks.training import Hyperparameters
 CAUSAL_HYPERPARAMETERS = Hyperparameters(
     "meta-llama/Llama-2-7b-hf", ("q_proj", "v_proj", "lm_head"), batch_size=4, maximum_length=300
 )
-# The paper names no layers of RoBERTa and follows PEFT's defaults, which are these.
+# The paper names no layers of RoBERTa; these are PEFT's defaults, which it follows.
 ENCODER_HYPERPARAMETERS = Hyperparameters(
     "FacebookAI/roberta-base", ("query", "value"), batch_size=32, maximum_length=256
 )
 FALSE_OR_TRUE = ("False", "True")
 
-# Makes an example of a row, or None of a row that the paper leaves out.
+# Makes an example from a row, or None from a row that the paper leaves out.
 ToExample = Callable[[Row], Example | None]
 
 
 class Source(NamedTuple):
-    """One split of one configuration of a data set, by its names on the hub."""
+    """One split of one configuration of a data set, as the hub names them."""
 
     dataset: str
     configuration: str
     split: str
 
     def file_in(self, data: Path | str) -> Path:
-        """The split's file in a local folder: a JSON object a line, with the hub's fields."""
+        """The split's file in a local folder: one JSON object per line, with the hub's fields."""
         return Path(data) / self.dataset / self.configuration / f"{self.split}.jsonl"
 
     def rows(self, data: Path | None) -> list[Row]:
-        """Rows from a folder, or from the hub where none is given."""
+        """Rows from a folder, or from the hub if there is none."""
         if data is None:
             from datasets import load_dataset
 
@@ -49,15 +49,15 @@ class Source(NamedTuple):
 
 
 def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]]:
-    """Read the rows of several splits; end with one line that says what is to be downloaded."""
+    """Read the rows of several splits; if any is missing, say in one line what to download."""
     rows = []
     try:
         for source in sources:
             rows.append(source.rows(data))
-    # Without access datasets raises the first, or the second where it has stored another
+    # Without access datasets raises the first error; the second if it has cached another
     # configuration of the same data set.
     except (OSError, ValueError) as error:
-        missing = sources[len(rows) :]  # the hub is not asked for more: each would wait as long
+        missing = sources[len(rows) :]  # asking the hub for more would take as long each
         folder, beginning, end = "FOLDER", "The hub is out of reach", ", and give --data FOLDER"
         if data is not None:
             folder, beginning, end = data, f"The data in {data} are incomplete", ""
@@ -72,7 +72,7 @@ def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]
 
 @dataclass(frozen=True)
 class PaperTask:
-    """One of the paper's tasks; prompts cut at the left keep choices, at the right questions."""
+    """One of the paper's tasks; long prompts are cut on the side that matters least."""
 
     dataset: str
     configuration: str
@@ -87,7 +87,7 @@ class PaperTask:
 
     @property
     def sources(self) -> tuple[Source, Source]:
-        """The training set, and the public validation split, on which the paper tests."""
+        """The training split, and the public validation split, which the paper tests on."""
         names = (self.dataset, self.configuration)
         return Source(*names, "train"), Source(*names, "validation")
 
@@ -131,7 +131,7 @@ MMLU_SUBJECTS: dict[str, Sequence[str]] = {
 }
 
 SHIFTED_TASK = "obqa"
-# Texts of another distribution than OpenBookQA's, from splits read one after the other.
+# Texts from other distributions than OpenBookQA's, each from one or more splits.
 PAPER_SHIFTS: dict[str, tuple[list[Source], ToExample]] = {
     name: ([PAPER_TASKS[name].sources[1]], PAPER_TASKS[name].to_example)
     for name in ("arc_challenge", "arc_easy")
@@ -142,7 +142,7 @@ PAPER_SHIFTS: dict[str, tuple[list[Source], ToExample]] = {
 
 
 def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] = ()) -> Task:
-    """Read every example of a task that the paper keeps; shifted texts go with OpenBookQA alone."""
+    """Read all examples of a task that the paper keeps; only OpenBookQA has shifted texts."""
     unknown = [shift for shift in shifted if shift not in PAPER_SHIFTS]
     if unknown:
         known = ", ".join(PAPER_SHIFTS)
@@ -179,7 +179,7 @@ def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] 
 
 
 def read(options: TextRun, seed: int, validation: int) -> Task:
-    """Read a task and keep as many texts of it as the options ask for; no seed draws any."""
+    """Read a task, and keep the first texts, as many as the options ask for."""
     task = read_paper_task(options.task, options.data, options.shifted)
     rest = len(task.train) - validation
     return replace(
@@ -194,7 +194,7 @@ def read(options: TextRun, seed: int, validation: int) -> Task:
 
 
 def model(options: TextRun) -> str:
-    """The paper's model, if no other one is asked for."""
+    """The model asked for, or the paper's."""
     return options.model or PAPER_TASKS[options.task].hyperparameters.model
 
 

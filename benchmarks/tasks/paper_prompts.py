@@ -1,10 +1,9 @@
-"""Rows of the paper's data sets as examples: prompts for causal models, pairs for encoders.
+"""Turns rows of the paper's data sets into examples: prompts for causal models, or pairs.
 
-The prompts are those of the paper's table of prompt templates (appendix "Prompt templates for
-LlaMA2 common sense reasoning tasks"). Where the table prints "choice2" for the third and the
-fourth choice, these are meant. WinoGrande's "B" has no full stop there, nor in the authors'
-program, and so has none here. A full stop of the template is left out behind a text that has its
-own.
+The prompts follow the paper's table of templates (appendix "Prompt templates for LlaMA2 common
+sense reasoning tasks"). Where the table prints "choice2" for the third and fourth choices, we take
+these. WinoGrande's "B" has no full stop in the table or in the authors' program, and so has none
+here. We leave out the template's full stop after a text that ends with one.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ def winogrande(row: Row) -> Example:
 
 
 def four_choices(question: str, choices: Sequence[str], label: int) -> Example | None:
-    """Ask which of four choices is right; None for another number of choices."""
+    """Ask which of four choices is right; None if there aren't four."""
     if len(choices) != len(LETTERS):
         return None
     lettered = zip(LETTERS, map(with_full_stop, choices), strict=True)
@@ -41,7 +40,7 @@ def four_choices(question: str, choices: Sequence[str], label: int) -> Example |
 
 
 def arc(row: Row) -> Example | None:
-    """Ask a question of ARC, whose choices are labelled by letters or by digits."""
+    """Ask a question of ARC, which labels its choices by letters or digits."""
     choices = row["choices"]
     return four_choices(row["question"], choices["text"], choices["label"].index(row["answerKey"]))
 
@@ -76,5 +75,5 @@ def sentence(row: Row) -> Example:
 
 
 def sentence_pair(row: Row) -> Example:
-    """Pair the sentences of MRPC, RTE, WNLI or WiC (its word is left out by the authors too)."""
+    """Pair the sentences of MRPC, RTE, WNLI or WiC (the authors leave out its word too)."""
     return Example((row["sentence1"], row["sentence2"]), int(row["label"]))

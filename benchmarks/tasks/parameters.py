@@ -1,6 +1,6 @@
-"""The tasks types and belongs: what a parameter's description says, and of which function it is.
+"""The tasks types and belongs: a parameter's type, and whether it belongs to a function.
 
-Both read the sections "Parameters" of docstrings in NumPy's style.
+Both read the sections "Parameters" of NumPy-style docstrings.
 """
 
 import ast
@@ -22,7 +22,7 @@ from benchmarks.tasks.task import Sizes
 NUMPYDOC_LIBRARIES = ("numpy", "scipy", "networkx", "matplotlib", "pandas")
 SECTION = re.compile(r"^Parameters\n-{4,}\n(.*?)(?=\n\n\S[^\n]*\n-{3,}|\Z)", re.M | re.S)
 PARAMETER = re.compile(r"^(\w+) ?: ?([^\n]+)\n((?:(?:[ ]{2,}[^\n]*)?\n)*)", re.M)
-# The first word of a type as it is written, and the class that it is of.
+# The class of a type, by the first word of the type as it is written.
 TYPES = {
     **dict.fromkeys(("array_like", "array-like", "ndarray", "array", "(N", "(M"), "array"),
     **dict.fromkeys(("bool", "boolean"), "truth value"),
@@ -39,7 +39,7 @@ MINIMUM_WORDS = 5
 
 
 class Parameter(NamedTuple):
-    """What is said of a parameter, and the summary of the function that takes it."""
+    """How a docstring describes a parameter, and the summary of its function."""
 
     name: str
     type: str
@@ -49,7 +49,7 @@ class Parameter(NamedTuple):
 
 
 def read_parameters(options: Reading, seed: int) -> list[Parameter]:
-    """Collect all that is described, in the order of the sources."""
+    """Collect all parameters that are described, in the order of the sources."""
     found = []
     numbers = count()
     for library in NUMPYDOC_LIBRARIES:
@@ -59,7 +59,7 @@ def read_parameters(options: Reading, seed: int) -> list[Parameter]:
 
 
 def described(tree: ast.AST, number: int) -> Iterator[Parameter]:
-    """Yield the parameters that the public docstrings of a source describe."""
+    """Yield the parameters that a source's public docstrings describe."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
@@ -75,7 +75,7 @@ def described(tree: ast.AST, number: int) -> Iterator[Parameter]:
 
 
 def find_types(options: TextRun, seed: int) -> list[list[str]]:
-    """Descriptions of parameters of each class of types."""
+    """The descriptions of parameters of each type."""
     by_class = defaultdict(list)
     for parameter in read_parameters(options, seed):
         if (kind := TYPES.get(parameter.type)) is not None:
@@ -84,12 +84,12 @@ def find_types(options: TextRun, seed: int) -> list[list[str]]:
 
 
 def find_pairs(options: TextRun, seed: int) -> Any:
-    """Pairs of a summary and a description, each description once."""
+    """Wrong and right pairs of a summary and a description; each description occurs once."""
     return pairs(read_parameters(options, seed), random.Random(seed))
 
 
 def pairs(parameters: list[Parameter], generator: random.Random) -> Any:
-    """Wrong pairs of a summary and a description, of functions of one file, and right ones."""
+    """Wrong pairs, in which both come from one file, and right ones."""
     first: dict[str, Parameter] = {}
     summaries: dict[int, set[str]] = defaultdict(set)
     owners: dict[str, set[str]] = defaultdict(set)

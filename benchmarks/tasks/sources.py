@@ -16,7 +16,7 @@ TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
 
 
 def source_files(library: str) -> list[Path]:
-    """Find the Python files of an installed package, without its tests, in a fixed order."""
+    """Find an installed package's Python files, without its tests, in a fixed order."""
     root = package_folder(library)
     files = [path for path in sorted(root.rglob("*.py")) if not path.stem.startswith("test_")]
     parts = {path: path.relative_to(root).with_suffix("").parts for path in files}
@@ -24,7 +24,7 @@ def source_files(library: str) -> list[Path]:
 
 
 def drawn_files(library: str, options: Reading, seed: int) -> Iterator[Path]:
-    """Yield the source files of an installed package, or as many as the options ask for."""
+    """Yield an installed package's source files, or as many as the options ask for."""
     files, maximum = source_files(library), options.files_per_library
     if maximum is not None and len(files) > maximum:
         files = random.Random(seed).sample(files, maximum)
@@ -32,7 +32,7 @@ def drawn_files(library: str, options: Reading, seed: int) -> Iterator[Path]:
 
 
 def syntax_tree(source: str) -> ast.AST:
-    """Parse a source without a word on its invalid escapes, which are not our business."""
+    """Parse a source, without warnings of its invalid escapes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         return ast.parse(source)

@@ -1,4 +1,4 @@
-"""The task submodules: which of twelve parts of one library a docstring's summary documents."""
+"""The task submodules: which of twelve parts of SymPy a docstring's summary documents."""
 
 from benchmarks.models import package_folder
 from benchmarks.options import TextRun
@@ -14,7 +14,7 @@ PARTS = (
 
 
 def find(options: TextRun, seed: int) -> list[list[str]]:
-    """Summaries of each part."""
+    """The summaries in each part."""
     root = package_folder(LIBRARY)
     found = {part: [] for part in PARTS}
     for one in documented(LIBRARY, options, seed):

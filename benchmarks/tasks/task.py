@@ -1,4 +1,4 @@
-"""What a task is: texts and labels, before any tokenizer or model, and how it is fine-tuned."""
+"""What a task is: texts and labels, before any tokenizer or model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from benchmarks.training import Hyperparameters
 
 
 class Example(NamedTuple):
-    """A text, or a pair of texts for an encoder, with its class; None where no class is right."""
+    """A text, or a pair of texts for an encoder, and its class; None if no class is right."""
 
     text: str | tuple[str, str]
     label: int | None
@@ -18,7 +18,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What a model is fine-tuned on and measured with; the classes of prompts are the answers."""
+    """Texts to fine-tune a model on and to measure it with; a prompt's classes are its answers."""
 
     name: str
     classes: Sequence[str]
@@ -39,16 +39,16 @@ class Sizes(NamedTuple):
     shifted: int
 
     def asked(self, options: TextRun, validation: int) -> "Sizes":
-        """Those that the options ask for, and these where they ask for none."""
+        """The numbers that the options ask for; these where they ask for none."""
         train, test = options.train_examples or self.train, options.test_examples or self.test
         return Sizes(train, validation, test, options.shifted_examples or self.shifted)
 
 
 @dataclass(frozen=True)
 class TaskSource:
-    """A task by its name: how it is read, and which model is fine-tuned on it and how."""
+    """A task by its name: how to read it, and which model to fine-tune on it and how."""
 
     name: str
     read: Callable[[TextRun, int, int], Task]  # takes a seed, and the number of validation texts
-    model: Callable[[TextRun], str | Path]  # an own model's folder, or what the user names as text
+    model: Callable[[TextRun], str | Path]  # our model's folder, or the name that the user gave
     hyperparameters: Hyperparameters
