@@ -14,7 +14,7 @@ from benchmarks.tasks import (
     verbs,
 )
 
-# Settings are chosen on these. The last three had been kept for the end, until they were looked at.
+# Settings are chosen on these. The last three were kept for the end until they were looked at.
 FIRST = (docstrings.TASK, names.TASK, choices.TASK, submodules.TASK)
 CHOSEN_ON = (*FIRST, exceptions.TASK, *parameters.TASKS)
 KEPT = (sections.TASK, verbs.TASK, comments.TASK, defaults.TASK)

@@ -2,7 +2,8 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.models import encoder_folder
@@ -13,19 +14,21 @@ from benchmarks.training import Hyperparameters
 LEARNING: Any = {"learning_rate": 2e-3, "steps": 375, "checkpoints": 5, "warmup_steps": 20}
 ENCODER = Hyperparameters("all-MiniLM-L6-v2", ("query", "value"), 16, 32, **LEARNING)
 
+PAIRS = replace(ENCODER, maximum_length=48, steps=400)
+
 Text = str | tuple[str, str]
-Texts = Sequence[Sequence[Text]]  # of each class; then, perhaps, of another distribution
+Found = Iterable[tuple[str, Text]]  # each text with its class, in the order of the sources
 
 
 def balanced(
     name: str,
     classes: Sequence[str],
     sizes: Sizes,
-    find: Callable[[TextRun, int], Texts],
+    find: Callable[[TextRun, int], Found],
     shifted: str | None = None,
     settings: Hyperparameters = ENCODER,
 ) -> TaskSource:
-    """A task for the encoder; `find(options, seed)` returns the same texts in every run."""
+    """A task for the encoder; `find(options, seed)` yields the same texts in every run."""
 
     def read(options: TextRun, seed: int, validation: int) -> Task:
         asked = sizes.asked(options, validation)
@@ -36,7 +39,7 @@ def balanced(
 
 def draw_balanced(
     name: str,
-    found: Texts,
+    found: Found,
     classes: Sequence[str],
     sizes: Sizes,
     seed: int,
@@ -44,13 +47,17 @@ def draw_balanced(
 ) -> Task:
     """Draw disjoint sets for a task, with equal numbers of texts from each class.
 
-    If `shifted` names another distribution, the last of `found` are its texts. Texts found in more
-    than one class have no right answer and are left out.
+    `shifted` is the class of texts from another distribution. Texts found in more than one class
+    have no right answer and are left out.
     """
-    owners = Counter(text for texts in found for text in {_folded(text) for text in texts})
+    keys = [*classes, *([] if shifted is None else [shifted])]
+    by_class: dict[str, list[Text]] = {key: [] for key in keys}
+    for key, text in found:
+        by_class.get(key, []).append(text)
+    owners = Counter(text for texts in by_class.values() for text in {*map(_folded, texts)})
     left = [
         list({_folded(text): text for text in texts if owners[_folded(text)] == 1}.values())
-        for texts in found
+        for texts in by_class.values()
     ]
     generator = random.Random(seed)
     for texts in left:

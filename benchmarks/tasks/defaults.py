@@ -1,38 +1,32 @@
-"""The task defaults: whether a flag is set by default, by what is said of it."""
+"""The task defaults: whether a flag is on by default, judged by its description."""
 
 import ast
 import re
 import textwrap
-from collections import defaultdict
 from collections.abc import Iterator
 
-from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
-from benchmarks.tasks.balanced import draw_balanced
-from benchmarks.tasks.docstrings import ENCODER, masked
+from benchmarks.tasks.balanced import balanced
+from benchmarks.tasks.docstrings import masked
 from benchmarks.tasks.parameters import MINIMUM_WORDS, NUMPYDOC_LIBRARIES, PARAMETER, SECTION
 from benchmarks.tasks.sources import syntax_trees
-from benchmarks.tasks.task import Sizes, Task, TaskSource
+from benchmarks.tasks.task import Sizes
 
 CLASSES = ("False", "True")
-# What would give the answer away: sentences and parentheses that speak of defaults.
+# Sentences and parentheses about defaults would give the answer away.
 TOLD = re.compile(r"\([^()]*default[^()]*\)|[^.]*\bdefault[^.]*(?:\.|$)", re.IGNORECASE)
 
 
-def read(options: TextRun, seed: int, validation: int) -> Task:
-    """Draw the descriptions that the options ask for."""
-    sizes = Sizes(150, validation, 300, 0).asked(options)
-    found = defaultdict(list)
+def find(options: TextRun, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield default and description."""
     for library in (*NUMPYDOC_LIBRARIES, "sympy", "torch"):
-        for tree in syntax_trees(library, seed, options.files_per_library, not options.quiet):
+        for tree in syntax_trees(library, options, seed):
             for value, text in flags(tree):
-                found[str(value)].append(text)
-    texts = [found[value] for value in CLASSES]
-    return Task("defaults", CLASSES, False, **draw_balanced(texts, CLASSES, sizes, seed))
+                yield str(value), text
 
 
 def flags(tree: ast.AST) -> Iterator[tuple[bool, str]]:
-    """Yield default and description of the parameters that are on or off by default."""
+    """Yield default and description of parameters that are on or off by default."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
@@ -55,4 +49,4 @@ def default_values(arguments: ast.arguments) -> Iterator[tuple[str, object]]:
             yield parameter.arg, default.value
 
 
-TASK = TaskSource("defaults", read, lambda options: encoder_folder(), ENCODER)
+TASK = balanced("defaults", CLASSES, Sizes(150, 0, 300, 0), find)

@@ -71,10 +71,11 @@ def read_library(library: str, options: Reading, seed: int) -> list[Documented]:
     return list(found.values())
 
 
-def find(options: Reading, seed: int) -> list[list[str]]:
-    """The summaries in each library."""
-    libraries = (*LIBRARIES, SHIFTED_LIBRARY)
-    return [[one.summary for one in read_library(each, options, seed)] for each in libraries]
+def find(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield library and summary."""
+    for library in (*LIBRARIES, SHIFTED_LIBRARY):
+        for one in read_library(library, options, seed):
+            yield library, one.summary
 
 
 TASK = balanced("docstrings", LIBRARIES, Sizes(300, 0, 500, 200), find, SHIFTED_LIBRARY)

@@ -1,7 +1,6 @@
 """The task exceptions: which exception a message is raised with."""
 
 import ast
-from collections import defaultdict
 from collections.abc import Iterator
 
 from benchmarks.options import TextRun
@@ -15,14 +14,11 @@ MINIMUM_WORDS = 4
 BLANK = "..."  # in place of a value in an f-string
 
 
-def find(options: TextRun, seed: int) -> list[list[str]]:
-    """The messages of each exception."""
-    messages = defaultdict(list)
+def find(options: TextRun, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield exception and message."""
     for library in (*LIBRARIES, SHIFTED_LIBRARY):
         for tree in syntax_trees(library, options, seed):
-            for exception, message in raised(tree):
-                messages[exception].append(message)
-    return [messages[exception] for exception in EXCEPTIONS]
+            yield from raised(tree)
 
 
 def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:

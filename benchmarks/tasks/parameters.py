@@ -9,12 +9,11 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.options import TextRun
-from benchmarks.tasks.balanced import ENCODER, balanced
+from benchmarks.tasks.balanced import PAIRS, balanced
 from benchmarks.tasks.docstrings import masked
 from benchmarks.tasks.sources import Reading, syntax_trees
 from benchmarks.tasks.task import Sizes
@@ -74,22 +73,22 @@ def described(tree: ast.AST, number: int) -> Iterator[Parameter]:
                 yield Parameter(name, first, description, summary, number)
 
 
-def find_types(options: TextRun, seed: int) -> list[list[str]]:
-    """The descriptions of parameters of each type."""
-    by_class = defaultdict(list)
+def find_types(options: TextRun, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield class of types and description."""
     for parameter in read_parameters(options, seed):
         if (kind := TYPES.get(parameter.type)) is not None:
-            by_class[kind].append(parameter.description)
-    return [by_class[kind] for kind in CLASSES]
+            yield kind, parameter.description
 
 
-def find_pairs(options: TextRun, seed: int) -> Any:
-    """Wrong and right pairs of a summary and a description; each description occurs once."""
-    return pairs(read_parameters(options, seed), random.Random(seed))
+def find_pairs(options: TextRun, seed: int) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield verdict and pair, each description once."""
+    yield from pairs(read_parameters(options, seed), random.Random(seed))
 
 
-def pairs(parameters: list[Parameter], generator: random.Random) -> Any:
-    """Wrong pairs, in which both come from one file, and right ones."""
+def pairs(
+    parameters: list[Parameter], generator: random.Random
+) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Pair summaries and descriptions; in wrong pairs, by turns, both come from one file."""
     first: dict[str, Parameter] = {}
     summaries: dict[int, set[str]] = defaultdict(set)
     owners: dict[str, set[str]] = defaultdict(set)
@@ -98,16 +97,13 @@ def pairs(parameters: list[Parameter], generator: random.Random) -> Any:
         first.setdefault(description, parameter)
         summaries[parameter.file].add(parameter.summary)
         owners[description].add(parameter.summary)
-    found: Any = ([], [])
     for place, (description, parameter) in enumerate(first.items()):
         others = sorted(summaries[parameter.file] - owners[description])
         if others:
             summary = parameter.summary if place % 2 else generator.choice(others)
-            found[place % 2].append((summary, parameter.description))
-    return found
+            yield VERDICTS[place % 2], (summary, parameter.description)
 
 
-PAIRS = replace(ENCODER, maximum_length=48, steps=400)
 TASKS = (
     balanced("types", CLASSES, Sizes(480, 0, 480, 0), find_types),
     balanced("belongs", VERDICTS, Sizes(800, 0, 500, 0), find_pairs, settings=PAIRS),

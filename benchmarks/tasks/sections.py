@@ -1,45 +1,38 @@
-"""The task sections: from which section of a docstring in NumPy's style a paragraph is."""
+"""The task sections: which section of a NumPy-style docstring a paragraph comes from."""
 
 import ast
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
-from benchmarks.tasks.balanced import draw_balanced
-from benchmarks.tasks.docstrings import ENCODER, masked
+from benchmarks.tasks.balanced import ENCODER, balanced
+from benchmarks.tasks.docstrings import masked
 from benchmarks.tasks.parameters import NUMPYDOC_LIBRARIES
 from benchmarks.tasks.sources import syntax_trees
-from benchmarks.tasks.task import Sizes, Task, TaskSource
+from benchmarks.tasks.task import Sizes
 
 SECTIONS = ("Parameters", "Returns", "Raises", "Notes", "Examples", "References")
 HEADING = re.compile(r"^([A-Z][A-Za-z ]+)\n-{4,}\n", re.M)
 WORDS = range(6, 60)
 
 
-def read(options: TextRun, seed: int, validation: int) -> Task:
-    """Draw the paragraphs that the options ask for."""
-    sizes = Sizes(1200, validation, 480, 0).asked(options)
-    found = defaultdict(list)
+def find(options: TextRun, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield section and paragraph."""
     for library in NUMPYDOC_LIBRARIES:
-        for tree in syntax_trees(library, seed, options.files_per_library, not options.quiet):
-            for section, text in paragraphs(tree):
-                found[section].append(text)
-    texts = [found[section] for section in SECTIONS]
-    return Task("sections", SECTIONS, False, **draw_balanced(texts, SECTIONS, sizes, seed))
+        for tree in syntax_trees(library, options, seed):
+            yield from paragraphs(tree)
 
 
 def paragraphs(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield section and text of the paragraphs of prose in the docstrings of a source."""
+    """Yield section and text of each paragraph of prose in a source's docstrings."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
             continue
         _, *parts = HEADING.split(ast.get_docstring(node) or "")
         for section, body in zip(parts[::2], parts[1::2], strict=True):
             for paragraph in body.split("\n\n"):
-                # The first line of an entry is its name and type, which would give it away.
+                # An entry's first line, its name and type, would give the section away.
                 lines = paragraph.splitlines()
                 indented = [line for line in lines if line.startswith("    ")]
                 text = masked(" ".join(indented or lines))
@@ -47,4 +40,5 @@ def paragraphs(tree: ast.AST) -> Iterator[tuple[str, str]]:
                     yield section, text
 
 
-TASK = TaskSource("sections", read, lambda options: encoder_folder(), replace(ENCODER, steps=600))
+LONGER = replace(ENCODER, steps=600)
+TASK = balanced("sections", SECTIONS, Sizes(1200, 0, 480, 0), find, settings=LONGER)

@@ -1,5 +1,7 @@
 """The task submodules: which of twelve parts of SymPy a docstring's summary documents."""
 
+from collections.abc import Iterator
+
 from benchmarks.models import package_folder
 from benchmarks.options import TextRun
 from benchmarks.tasks.balanced import balanced
@@ -13,13 +15,11 @@ PARTS = (
 )
 
 
-def find(options: TextRun, seed: int) -> list[list[str]]:
-    """The summaries in each part."""
+def find(options: TextRun, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield part and summary."""
     root = package_folder(LIBRARY)
-    found = {part: [] for part in PARTS}
     for one in documented(LIBRARY, options, seed):
-        found.get(one.file.relative_to(root).parts[0], []).append(one.summary)
-    return [*found.values()]
+        yield one.file.relative_to(root).parts[0], one.summary
 
 
 TASK = balanced("submodules", PARTS, Sizes(360, 0, 480, 0), find)

@@ -1,12 +1,11 @@
-"""The task verbs: with which of ten verbs a summary began, when its first word is left out."""
+"""The task verbs: which of ten verbs a summary begins with, when its first word is left out."""
 
-from collections import defaultdict
+from collections.abc import Iterator
 
-from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
-from benchmarks.tasks.balanced import draw_balanced
-from benchmarks.tasks.docstrings import ENCODER, LIBRARIES, read_library
-from benchmarks.tasks.task import Sizes, Task, TaskSource
+from benchmarks.tasks.balanced import balanced
+from benchmarks.tasks.docstrings import LIBRARIES, read_library
+from benchmarks.tasks.task import Sizes
 
 VERBS = (
     *("apply", "calculate", "check", "compute", "convert"),
@@ -14,16 +13,12 @@ VERBS = (
 )
 
 
-def read(options: TextRun, seed: int, validation: int) -> Task:
-    """Draw the summaries that the options ask for."""
-    sizes = Sizes(200, validation, 500, 0).asked(options)
-    found = defaultdict(list)
+def find(options: TextRun, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield verb and the rest of the summary."""
     for library in LIBRARIES:
-        for one in read_library(library, seed, options.files_per_library, not options.quiet):
+        for one in read_library(library, options, seed):
             first, _, rest = one.summary.partition(" ")
-            found[first.lower().removesuffix("s")].append(rest)
-    texts = [found[verb] for verb in VERBS]
-    return Task("verbs", VERBS, False, **draw_balanced(texts, VERBS, sizes, seed))
+            yield first.lower().removesuffix("s"), rest
 
 
-TASK = TaskSource("verbs", read, lambda options: encoder_folder(), ENCODER)
+TASK = balanced("verbs", VERBS, Sizes(200, 0, 500, 0), find)

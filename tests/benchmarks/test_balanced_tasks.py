@@ -10,7 +10,7 @@ from benchmarks.tasks.balanced import draw_balanced
 from benchmarks.tasks.comments import commented
 from benchmarks.tasks.defaults import flags
 from benchmarks.tasks.exceptions import raised
-from benchmarks.tasks.parameters import Parameter, described, pairs
+from benchmarks.tasks.parameters import VERDICTS, Parameter, described, pairs
 from benchmarks.tasks.sections import paragraphs
 from benchmarks.tasks.task import Example, Sizes
 from tests.benchmarks.support import parsed
@@ -95,7 +95,8 @@ def test_the_sets_of_another_seed_are_others():
 
 
 def test_a_text_of_two_classes_is_left_out():
-    found = [["One.", "Both.", "one."], [("Pair", "a"), "both."], ["Out.", "Both."]]
+    texts = {"a": ["One.", "Both.", "one."], "b": [("Pair", "a"), "both."], "c": ["Out.", "Both."]}
+    found = [(key, text) for key, of_class in texts.items() for text in of_class]
     task = draw_balanced("t", found, ("a", "b"), Sizes(2, 0, 0, 1), 0, "c")
     assert task.train == [Example("one.", 0), Example(("Pair", "a"), 1)]
     assert task.shifted == {"c": [Example("Out.", None)]}
@@ -139,7 +140,8 @@ def test_wrong_pairs_are_of_one_file_and_not_true_of_another_function():
     file_of = {one.summary: one.file for one in parameters}
     file_of_description = {one.description: one.file for one in parameters}
     for seed in range(5):
-        wrong, right = pairs(parameters, random.Random(seed))
+        found = list(pairs(parameters, random.Random(seed)))
+        wrong, right = ([pair for key, pair in found if key == verdict] for verdict in VERDICTS)
         assert ("Summary c.", "Description 0.") in wrong
         assert len(wrong) == 17
         assert len(right) == 16
