@@ -2,22 +2,32 @@
 
 import random
 import sys
-from collections.abc import Collection, Iterator
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.benchmark import timer
+from torch.utils.data import DataLoader
 
 from benchmarks import metrics
 from benchmarks.experiments.calibration_report import ENSEMBLES, SPLIT, WHOLE, draw, text_of
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
 from benchmarks.measuring import seconds_of, set_up
 from benchmarks.methods import METHODS, posterior
-from benchmarks.methods.method import Method, PointMethod, Posterior
-from benchmarks.methods.priors import NO_PRIOR, TEMPERATURE, Prediction, by_training, by_validation
+from benchmarks.methods.method import Members, Method, PointMethod, Posterior, at_temperature
+from benchmarks.methods.priors import (
+    ELSEWHERE,
+    GRID_SEARCH,
+    NO_PRIOR,
+    TEMPERATURE,
+    Prediction,
+    Prior,
+    by_training,
+    by_validation,
+)
 from benchmarks.models import AdaptedModel, device_of
 from benchmarks.options import Calibration
 from benchmarks.report import Figures, Row, provenance, write
@@ -70,6 +80,22 @@ def chosen_methods(names: Collection[str] | None) -> list[str]:
     return [method.key for method in chosen]
 
 
+@dataclass(frozen=True)
+class Protocol:
+    """What to train on, what to choose with, and the rows of a training that chose with some."""
+
+    title: str
+    train: Records
+    validation: Records = field(default_factory=list)
+    validated: Sequence[Row] = ()
+
+    def validated_by(self, method: Method, prior: Prior) -> dict[str, float]:
+        """Temperature or prior precision that validation data chose for a method, by the link."""
+        wanted = method.key, prior.key
+        rows = [row for row in self.validated if (row["method"], row["prior"]) == wanted]
+        return {row["link"]: row["chosen"] for row in rows}
+
+
 class Trial:
     """One seed: fine-tune, then measure MAP and the methods with these keys."""
 
@@ -92,15 +118,16 @@ class Trial:
         held_out = max(1, round(VALIDATION_SHARE * len(order)))
         shuffled = [train[place] for place in order]
         validation, rest = shuffled[:held_out], shuffled[held_out:]
-        rows = self._rows(self._first, train, [])
-        return rows + self._rows(fine_tune(self.pretrained, rest, self.seed), rest, validation)
+        split = Protocol(SPLIT, rest, validation)
+        validated = self._rows(fine_tune(self.pretrained, rest, self.seed), split)
+        return self._rows(self._first, Protocol(WHOLE, train, validated=validated)) + validated
 
     def measure_along_training(self) -> list[Row]:
         """Measure methods that need no validation data at each checkpoint."""
-        rows = []
+        rows, whole = [], Protocol(WHOLE, self.pretrained.data["train"])
         for step in list(self._first.checkpoints):
-            model, train = self._first.at(step), self.pretrained.data["train"]
-            rows += [{"step": step, **row} for row in self._rows(model, train, [], ALONG_TRAINING)]
+            of_step = self._rows(self._first.at(step), whole, ALONG_TRAINING)
+            rows += [{"step": step, **row} for row in of_step]
         return rows
 
     def variance_by_layer(self) -> dict[str, float]:
@@ -141,49 +168,63 @@ class Trial:
         la = self._fitted(posterior("lowrank_kron"), self._first, self.pretrained.data["train"])
         return la, la.predictive_statistics(self.loaders[TEST])
 
-    def _rows(
-        self, model: AdaptedModel, train: Records, validation: Records, keys: Any = CONTESTANTS
-    ) -> list[Row]:
+    def _rows(self, model: AdaptedModel, protocol: Protocol, keys: Any = CONTESTANTS) -> list[Row]:
         """Measure under one protocol: without validation data, or with them."""
         rows, map_classes = [], torch.empty(0)
-        protocol = SPLIT if validation else WHOLE
         for method in (method for method in self.methods if method.key in keys):
             if self.pretrained.show_progress:
-                print(f"Seed {self.seed}, {protocol}: {method.title}", file=sys.stderr)
-            for prediction, seconds in self._predictions(method, model, train, validation):
+                print(f"Seed {self.seed}, {protocol.title}: {method.title}", file=sys.stderr)
+            for prediction, seconds in self._predictions(method, model, protocol):
                 if method.key == "map":
                     map_classes = prediction.probabilities[TEST].argmax(-1)
-                name = {"protocol": protocol, "method": method.key, "name": method.title}
+                name = {"protocol": protocol.title, "method": method.key, "name": method.title}
                 rows.append({**name, **seconds, **self._row(prediction, map_classes)})
         return rows
 
     def _predictions(
-        self, method: Method, model: AdaptedModel, train: Records, validation: Records
+        self, method: Method, model: AdaptedModel, protocol: Protocol
     ) -> Iterator[tuple[Prediction, dict[str, float]]]:
         """Predictions, and the seconds it took to fit and to predict the test texts."""
-        held_out = self.pretrained.loader(validation, PREDICTION_BATCH_SIZE)
-        texts = self.pretrained.loader(train, PREDICTION_BATCH_SIZE)
+        held_out = self.pretrained.loader(protocol.validation, PREDICTION_BATCH_SIZE)
+        texts = self.pretrained.loader(protocol.train, PREDICTION_BATCH_SIZE)
         test, started = self.loaders[TEST], timer()
         if isinstance(method, PointMethod):
-            if method.needs_validation == bool(validation) or method.key == "map":
-                members = method.fit(model, texts, held_out)
+            for prior, members in self._members(method, model, texts, held_out, protocol):
                 seconds = {"fit_seconds": timer() - started}
                 started = timer()
                 found = members.predict({TEST: test})
                 seconds["predict_seconds"] = timer() - started
                 if shifted := {name: self.loaders[name] for name in self.loaders if name != TEST}:
                     found |= members.predict(shifted)
-                prior = TEMPERATURE if method.needs_validation else NO_PRIOR
                 yield Prediction(found, prior, chosen=members.temperature), seconds
         elif isinstance(method, Posterior):
-            la = self._fitted(method, model, train)
+            la = self._fitted(method, model, protocol.train)
             seconds = {"fit_seconds": timer() - started}
             batches = list(islice(test, TIMED_BATCHES))
             each = seconds_of(lambda: [la(batch, link_approx="probit") for batch in batches])
             seconds["predict_seconds"] = each * len(test) / len(batches)
             data = (texts if method.linearized else None, self.loaders, self.samples)
-            found = by_validation(la, held_out, *data) if validation else by_training(la, *data)
-            yield from ((prediction, seconds) for prediction in found)
+            if protocol.validation:
+                predictions = by_validation(la, held_out, *data)
+            else:
+                predictions = by_training(la, *data, protocol.validated_by(method, GRID_SEARCH))
+            yield from ((prediction, seconds) for prediction in predictions)
+
+    def _members(
+        self,
+        method: PointMethod,
+        model: AdaptedModel,
+        texts: DataLoader,
+        held_out: DataLoader,
+        protocol: Protocol,
+    ) -> Iterator[tuple[Prior, Members]]:
+        """What a method without a posterior comes to under a protocol, if anything."""
+        if method.needs_validation and not protocol.validation:
+            for temperature in protocol.validated_by(method, TEMPERATURE).values():
+                yield ELSEWHERE, at_temperature(model, temperature)
+        elif method.needs_validation == bool(protocol.validation) or method.key == "map":
+            prior = TEMPERATURE if method.needs_validation else NO_PRIOR
+            yield prior, method.fit(model, texts, held_out)
 
     def _fitted(self, method: Posterior, model: AdaptedModel, records: Records) -> Any:
         la = method.build(model)

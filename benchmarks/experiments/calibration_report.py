@@ -20,6 +20,7 @@ KEYS = ["protocol", "method", "prior", "link"]
 SHOWN = (
     *((WHOLE, key, "", "") for key in ("map", *ENSEMBLES)),
     (SPLIT, "temperature_scaling", "validation", ""),
+    (WHOLE, "temperature_scaling", "validation_elsewhere", ""),
     (WHOLE, "last_layer", "linearized_loo_scalar", "mean_field"),
     (WHOLE, "lowrank_kron_paper", "marglik_scalar", "mc"),
     (WHOLE, "lowrank_kron", "tfb_rule", "mean_field"),
@@ -28,6 +29,7 @@ SHOWN = (
     (WHOLE, "lowrank_kron", "linearized_loo_scalar", "mean_field"),
     (WHOLE, "lowrank_kron", "linearized_loo_layerwise", "mean_field"),
     (WHOLE, "lowrank_kron", "agreement", "mean_field"),
+    (WHOLE, "lowrank_kron", "validation_elsewhere", "mean_field"),
     (SPLIT, "lowrank_kron", "validation_scaled", "mean_field"),
 )
 

@@ -99,7 +99,10 @@ def other_seeds(model: AdaptedModel, *_: DataLoader) -> Members:
 
 def scaled(model: AdaptedModel, _: DataLoader, validation: DataLoader) -> Members:
     """The model with its logits divided by the temperature that fits validation data best."""
-    temperature = fit_temperature(model.logits(validation), labels_of(validation))
+    return at_temperature(model, fit_temperature(model.logits(validation), labels_of(validation)))
+
+
+def at_temperature(model: AdaptedModel, temperature: float) -> Members:
     return Members(lambda: iter([lambda x: model.logits_model(x) / temperature]), temperature)
 
 

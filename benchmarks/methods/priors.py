@@ -1,7 +1,7 @@
 """Ways to choose a posterior's prior precision, and what it then predicts with every link."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -86,6 +86,8 @@ GRID_SEARCH = Prior("validation_scalar", "validation, scalar")
 SCALED = Prior("validation_scaled", "validation, factor of linearized evidence")
 DESCENT = Prior("validation_layerwise", "validation, layerwise")
 NO_PRIOR, TEMPERATURE = Prior("", ""), Prior("validation", "validation")
+# Validation data of another training chose it: this model was trained on them too.
+ELSEWHERE = Prior("validation_elsewhere", "validation of another training")
 
 
 class Prediction(NamedTuple):
@@ -136,9 +138,16 @@ def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
 
 
 def by_training(
-    la: Any, train: DataLoader | None, loaders: Loaders, samples: int
+    la: Any,
+    train: DataLoader | None,
+    loaders: Loaders,
+    samples: int,
+    elsewhere: Mapping[str, float],
 ) -> Iterator[Prediction]:
-    """Choose in every way that needs no validation data; without `train`, by the evidence alone."""
+    """Choose in every way that needs no validation data; without `train`, by the evidence alone.
+
+    `elsewhere` has scalars that validation data chose for another training, by the link.
+    """
     data: dict[str, Any] = {"": None}
     if train is not None:
         data |= {"statistics": la.predictive_statistics(train), "linearized": la.linearize(train)}
@@ -147,6 +156,8 @@ def by_training(
         for prior in BY_TRAINING.values()
         if prior.choose and prior.reads in data
     ]
+    for link, value in elsewhere.items():
+        choices.append(Choice(ELSEWHERE, torch.tensor([value]), {link: math.nan}))
     return _predictions(la, choices, loaders, samples)
 
 

@@ -13,10 +13,12 @@ from benchmarks.methods.method import Posterior
 from benchmarks.methods.priors import (
     BY_TRAINING,
     DESCENT,
+    ELSEWHERE,
     GRID_SEARCH,
     LINKS,
     LINKS_OF_DESCENT,
     SCALED,
+    TEMPERATURE,
 )
 from tests.benchmarks.support import is_picture, run
 from tests.support.dense import jacobian, logits_of, unpadded
@@ -37,7 +39,7 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, cap
     rows = figures["methods"]
     with_split = [row for row in rows if row["protocol"] == "80/20 split"]
     without = {row["method"] for row in rows if row["protocol"] == "whole training set"}
-    assert without == {"map", *ENSEMBLES, *LAPLACE}
+    assert without == {"map", *ENSEMBLES, "temperature_scaling", *LAPLACE}
     assert {row["method"] for row in with_split} == {"map", "temperature_scaling", *LAPLACE}
     reading = {key for key, prior in BY_TRAINING.items() if prior.reads}
     by_evidence = [row for row in rows if row["prior"] in BY_TRAINING.keys() - reading]
@@ -57,6 +59,13 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, cap
         assert sum(layerwise.values()) == bool(layerwise)
         assert len(scaled) == (len(LINKS) if key in LINEARIZED else 0)
         assert sum(scaled.values()) == bool(scaled)
+    chosen = {}  # by validation data, for their own training and for the other
+    for row in rows:
+        if row["prior"] in (GRID_SEARCH.key, TEMPERATURE.key, ELSEWHERE.key):
+            chosen.setdefault((row["method"], row["link"]), []).append(row["chosen"])
+    assert len(chosen) == len(LAPLACE) * len(LINKS) + 1
+    for elsewhere, own in chosen.values():
+        assert elsewhere == pytest.approx(own, rel=1e-6)
     for row in (*rows, *figures["along_training"]):
         assert 0 < row["nll"] < 50
         assert row["fit_seconds"] >= 0 < row["predict_seconds"]

@@ -36,7 +36,7 @@ def test_every_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
     predictions = [METHODS["map"].fit(model, loaders[TEST]).predict(loaders)]
     la = posterior("lowrank_kron").build(model)
     la.fit(loaders[TEST])
-    predictions += [found.probabilities for found in by_training(la, None, loaders, 10)]
+    predictions += [found.probabilities for found in by_training(la, None, loaders, 10, {})]
     texts = len(pretrained.task.train)
     for found in predictions:
         assert found[TEST].shape == (texts, len(PAPER_TASKS[name].classes))
