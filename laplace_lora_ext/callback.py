@@ -1,4 +1,4 @@
-"""A posterior at the end of training, or at every checkpoint, for transformers' trainers."""
+"""Fits a posterior at the end of a transformers trainer's run, or at every checkpoint."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _LINK = "mean_field"
 class LaplaceCallback(TrainerCallback):
     """Fits a posterior around a trainer's model, tunes its prior, and saves it with the adapter.
 
-    Training goes on as without it: weights, gradients, modes and random states are left as they
-    were. What is measured becomes an entry of `trainer.state.log_history`, and of the trainer's
-    reports where `trainer` is given.
+    It does not affect training: weights, gradients, modes and random states stay as they were. The
+    figures become an entry of `trainer.state.log_history`, and of the trainer's reports if you pass
+    `trainer`.
 
     Parameters
     ----------
     likelihood : str, optional
-        of `laplace_lora_ext.Laplace`, which reads it off the model if it is omitted
+        as for `laplace_lora_ext.Laplace`
     every_checkpoint : bool, default=False
-        at every checkpoint of the trainer as well, into its folder, and not only at the end
+        also fit at every checkpoint, and save into its folder
     method : str, default="agreement"
-        of `optimize_prior_precision`
+        as for `optimize_prior_precision`
     batch_size : int, optional
-        examples at once in fits and predictions; the trainer's for evaluation if omitted
+        how many examples to fit or predict at once; by default as many as the trainer evaluates
     trainer : transformers.Trainer, optional
-        whose `log` reports the figures, as in
+        to report the figures with its `log`:
         `trainer.add_callback(LaplaceCallback(trainer=trainer))`
     **options
-        of the Laplace class, such as `class_token_ids` and `backend_kwargs`
+        for the Laplace class, such as `class_token_ids` and `backend_kwargs`
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class LaplaceCallback(TrainerCallback):
             state.log_history.append({**figures, "step": state.global_step})
 
     def _loader(self, loader: Any, args: TrainingArguments) -> DataLoader:
-        """The loader's data once and in order, of which each process has its share."""
+        """The loader's data, once and in order; each process gets its share."""
         data: Any = loader.dataset
         if args.world_size > 1:
             data = Subset(data, range(args.process_index, len(data), args.world_size))
@@ -130,9 +130,9 @@ class LaplaceCallback(TrainerCallback):
 
 
 def _figures(la: Any, loader: DataLoader | None) -> dict[str, float]:
-    """Evidence and prior precision; where there are data for evaluation, NLL and ECE.
+    """Evidence and prior precision, and on evaluation data NLL and ECE.
 
-    Of texts, the NLL is that of a token, and there is no ECE.
+    Texts have the NLL of a token, and no ECE.
     """
     figures = {
         "laplace_evidence": la.log_marginal_likelihood().item(),
@@ -154,7 +154,7 @@ def _figures(la: Any, loader: DataLoader | None) -> dict[str, float]:
 
 @contextmanager
 def _same_random_states() -> Iterator[None]:
-    """Leave every random state as it was."""
+    """Restore every random state in the end."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""Posteriors on disk: tensors as safetensors, all else as JSON, each guarded by a hash."""
+"""Posteriors on disk: tensors as safetensors, the rest as JSON, both guarded by hashes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ _NO_HASH = "0" * 64
 def write_posterior(
     folder: str | Path, state: Mapping[str, Any], summary: Mapping[str, Any]
 ) -> None:
-    """Write the state of a posterior into a folder, which is made where there is none.
+    """Write the state of a posterior into a folder.
 
-    Both files are written elsewhere first, so that none is ever half there; a pair of which one is
-    old and one new does not load.
+    Both files are written elsewhere first and then moved, so neither is ever half written. An old
+    file beside a new one does not load.
 
     Parameters
     ----------
     folder : str or Path
+        made if it does not exist
     state : Mapping
         of a Laplace approximation: tensors, numbers and text in dictionaries and lists
     summary : Mapping
-        numbers for people who look into the JSON file, which are not read again
+        numbers for people who look into the JSON file; nothing reads them again
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,14 +59,14 @@ def write_posterior(
 
 
 def read_posterior(folder: str | Path) -> dict[str, Any]:
-    """The state that `write_posterior` has written; nothing in the files is executed.
+    """Read the state that `write_posterior` wrote, without executing anything in the files.
 
     Raises
     ------
     FileNotFoundError
-        If one of the two files is not there.
+        If one of the two files is missing.
     ValueError
-        If a file is another one, has been changed or cut, or comes from a newer version; the
+        If a file holds something else, was changed or cut, or comes from a newer version. The
         message names it.
     """
     path = Path(folder, DESCRIPTION)
@@ -85,7 +86,7 @@ def _read_description(path: Path) -> dict[str, Any]:
     try:
         description = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON file, or has been cut: {error}.") from error
+        raise ValueError(f"{path} is not a JSON file, or was cut: {error}.") from error
     if not isinstance(description, dict) or description.get("format") != _FORMAT:
         raise ValueError(f"{path} does not describe a posterior of this library.")
     expected = str(description.get("sha256"))
@@ -95,7 +96,7 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has been changed since it was saved.")
     if description["version"] != _VERSION:
         raise ValueError(
-            f"{path} has the format's version {description['version']}, and this release of "
+            f"{path} has version {description['version']} of the format, and this release of "
             f"laplace_lora_ext reads {_VERSION}: install a newer one."
         )
     return description
@@ -106,9 +107,9 @@ def _hash(content: bytes) -> str:
 
 
 def without_tensors(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A tree for JSON with names in the place of tensors, and copies of these by name.
+    """Replace tensors by names: a tree for JSON, and copies of the tensors by name.
 
-    A tensor that occurs twice has one name, and is one tensor again when it comes back.
+    A tensor that occurs twice gets one name, and comes back as one tensor.
     """
     found: dict[int, tuple[str, torch.Tensor]] = {}
     tree = _named(state, "", found)
@@ -132,7 +133,7 @@ def _named(node: Any, name: str, found: dict[int, tuple[str, torch.Tensor]]) -> 
 
 
 def with_tensors(node: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """What `without_tensors` has taken apart."""
+    """Put together what `without_tensors` took apart."""
     if isinstance(node, list):
         return [with_tensors(value, tensors) for value in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Laplace-LoRA of a language model that writes: the likelihood "language_modeling"."""
+"""Laplace-LoRA for language models that write: the likelihood "language_modeling"."""
 
 from __future__ import annotations
 
@@ -37,14 +37,21 @@ _METHODS: dict[str, type[TuningMethod]] = {
 }
 
 
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        "Moments of logits would need Jacobians of the whole vocabulary at every token: use "
+        "la.score(batch) for given texts and la.generate(**inputs) for new ones."
+    )
+
+
 class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     """Laplace-LoRA over all tokens of a text, for a language model that writes.
 
     `laplace.Laplace` makes it for the likelihood "language_modeling" and
-    `hessian_structure="lowrank_kron"`. `fit` takes batches of supervised fine-tuning, mappings with
-    `input_ids`, `attention_mask` and `labels` (-100 where there is none). The Fisher is a
-    Monte-Carlo estimate: a token is drawn from the model at every labelled place, and the loss of
-    a whole text is back-propagated at once.
+    `hessian_structure="lowrank_kron"`. `fit` takes batches as supervised fine-tuning does: mappings
+    with `input_ids`, `attention_mask` and `labels` (-100 for tokens that don't count). The Fisher
+    is a Monte-Carlo estimate: it draws a token from the model wherever there is a label, and
+    back-propagates the loss of a whole text at once.
 
     Parameters
     ----------
@@ -52,26 +59,26 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         a `PeftModel` of a causal language model or of an encoder-decoder
     likelihood : {"language_modeling"}
     **kwargs
-        of `LoRALaplace`, but for `class_token_ids`
+        as for `LoRALaplace`, without `class_token_ids`
     backend : type of LowRankKronInterface, default=LowRankKronGGN
     backend_kwargs : dict, optional
         `rank` (10), `tail` (True), and `num_samples` (1) draws of every text
     products : Perturbation, optional
-        how products of the Jacobian with draws are computed: `ForwardMode()` or
-        `CentralDifference(step)` of `laplace_lora_ext.text.perturbations`. The first batch that
-        needs them decides if omitted
+        how to compute products of the Jacobian with draws: `ForwardMode()` or
+        `CentralDifference(step)` from `laplace_lora_ext.text.perturbations`. If omitted, the first
+        batch that needs products decides
 
     Attributes
     ----------
     products : Perturbation or None
-        None until a batch has decided; None again makes the next one decide
+        None until a batch decides; set it to None to let the next batch decide again
 
     Raises
     ------
     ValueError
         If the model writes no text, or `class_token_ids` are given.
     NotImplementedError
-        For another `kfac_approx` than "gradient".
+        For any `kfac_approx` but "gradient".
     """
 
     _key = ("lora", "lowrank_kron", _NAME)
@@ -92,8 +99,8 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         samples = issubclass(backend or LowRankKronGGN, LowRankKronGGN)
         settings = ({"stochastic": True} if samples else {}) | (backend_kwargs or {})
         if settings.get("kfac_approx", "gradient") != "gradient":
-            raise NotImplementedError(f'{_NAME} has kfac_approx="gradient" alone.')
-        # The host knows no such likelihood. For it, every token is a classification.
+            raise NotImplementedError(f'{_NAME} works with kfac_approx="gradient" only.')
+        # The host does not know this likelihood: to it, every token is a classification.
         backend_of_host: Any = {"backend": backend, "backend_kwargs": settings}
         super().__init__(model, "classification", **backend_of_host, **kwargs)
         self.trained_likelihood = LIKELIHOODS[_NAME]
@@ -101,12 +108,12 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
 
     @property
     def likelihood(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What the posterior is of, and what its state says."""
+        """The likelihood's own name, which the state has too."""
         return _NAME
 
     @likelihood.setter
     def likelihood(self, value: str) -> None:
-        """The host sets the name that it was given."""
+        """Ignore the name that the host was given."""
 
     def _adapted(self, likelihood: str) -> type[LogitsModel]:
         return TokensModel
@@ -124,13 +131,13 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         Parameters
         ----------
         method : {"marglik", "agreement", "gridsearch"} or TuningMethod
-            "marglik" needs no data, "agreement" the training texts (`TokenAgreement`), and
-            "gridsearch" validation texts (`TokenGridSearch`). The other methods need Jacobians of
-            the whole vocabulary, and there are none
+            "marglik" needs no data, "agreement" training texts (`TokenAgreement`), "gridsearch"
+            validation texts (`TokenGridSearch`). The other methods would need Jacobians of the
+            whole vocabulary
         verbose : bool, default=False
             print the result
         **options
-            the fields of the method's object
+            fields of the method's object
 
         Returns
         -------
@@ -139,7 +146,8 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         Raises
         ------
         ValueError
-            For another method, an option that it lacks, or data that are missing or don't suit it.
+            For another method, for an option that the method lacks, and if data are missing or
+            don't suit it.
         """
         return tuned(self, build(method, options, _METHODS), verbose)
 
@@ -155,20 +163,20 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         generator: torch.Generator | None = None,
         method: str = "linearized",
     ) -> TextScores:
-        """How likely given texts are, and how uncertain the model is of each of their tokens.
+        """How likely texts are, and how uncertain the model is of each of their tokens.
 
         Parameters
         ----------
         batch : Mapping
             texts with labels, as for `fit`
         n_samples : int, default=10
-            draws of the posterior, S; 0 scores the trained model itself. The time is that of
-            `1 + 2 S` forward passes, the memory that of a few logits `(N, V)` whatever S
+            draws of the posterior, S; 0 scores the trained model itself. Scoring takes `1 + 2 S`
+            forward passes, and the memory of a few logits `(N, V)` whatever S is
         generator : torch.Generator, optional
-            of the draws: the same state gives the same draws for another batch
+            for the draws: with the same state, another batch gets the same draws
         method : {"linearized", "adapters"}
-            draws of the model that is linear in the LoRA weights, or the model with drawn weights,
-            as `sample_adapters` writes them; S forward passes then
+            "linearized" draws from the model that is linear in the LoRA weights. "adapters" runs
+            the model with drawn weights, as `sample_adapters` writes them, in S forward passes
 
         Returns
         -------
@@ -177,10 +185,10 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         Raises
         ------
         ValueError
-            If the batch has no labelled token, or does not suit the model, or a logit is not
+            If the batch has no labelled token or does not suit the model, or a logit is not
             finite.
         RuntimeError
-            If the model is not the fitted one, or products with its Jacobian can't be computed.
+            If the model is not the fitted one, or no way to multiply with its Jacobian works.
         """
         self._check_H_init()
         self._check_model()
@@ -197,7 +205,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
             return score(f, drawn, tokens, self.model.labelled(batch).to(f.device))
 
     def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The trained model's logits `(N, V)` at the labelled tokens, and these, `(N,)`."""
+        """The trained model's logits `(N, V)` for the labelled tokens, and the tokens, `(N,)`."""
         with self.model.prepared():
             f = self.model(batch)
         check_logits(f)
@@ -209,7 +217,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         return precision
 
     def way(self, batch: Any) -> Perturbation:
-        """How products with Jacobians are computed: what a batch has shown to be right."""
+        """How to multiply with Jacobians: the way that a batch proved right."""
         if self.products is None:
             with self.model.prepared():
                 weights = LoRAWeights(self.model, self.blocks)
@@ -235,19 +243,19 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         method: str = "linearized",
         **generation_kwargs: Any,
     ) -> GeneratedText:
-        """Write texts whose every next token follows the posterior predictive.
+        """Write texts, drawing each next token from the posterior predictive.
 
-        transformers' own `generate` runs, with all of its options (greedy, sampling, beams,
-        stopping, logits processors), and keeps its caches. The draws stay the same for a whole
-        text, so that each is one model's text: a token costs the passes of `score`, for itself
-        alone. Without draws the texts are those of the model's own `generate`, token for token.
+        This runs transformers' own `generate` with all of its options (greedy, sampling, beams,
+        stopping, logits processors) and with its caches. A whole text keeps the same draws, so
+        each draw is one model reading that text. A new token takes as many passes as `score`, of
+        one token each. Without draws the texts equal those of the model's own `generate`.
 
         Parameters
         ----------
         n_samples, generator, method
             as for `score`
         **generation_kwargs
-            of `generate`: `input_ids` and `attention_mask` as a tokenizer makes them, padded on
+            for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them, padded on
             the left, `max_new_tokens` and so on
 
         Returns
@@ -257,14 +265,16 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         Raises
         ------
         NotImplementedError
-            For an encoder-decoder, and for beam search where the model returns no `Cache`.
+            For an encoder-decoder, and for beam search if the model returns no `Cache`.
         ValueError
             If there are no `input_ids`.
         """
         self._check_H_init()
         self._check_model()
         if self.model.is_encoder_decoder:
-            raise NotImplementedError("generate is for causal language models; score is for both.")
+            raise NotImplementedError(
+                "generate needs a causal language model; an encoder-decoder can use score."
+            )
         transformer = self.model.transformer
         settings = Settings.of(transformer, generation_kwargs)
         prompt = Prompt.of(generation_kwargs, settings, self.model.device)
@@ -282,23 +292,9 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         batch = prompt.continued(sequences, settings)
         return GeneratedText(sequences, self._score(batch, way, noise), output)
 
-    # --- what would need Jacobians of a whole vocabulary --------------------------------------
+    # --- what would need Jacobians of the whole vocabulary ------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse()
-
-    def _moments(self, X: Any, joint: bool) -> NoReturn:
-        _refuse()
-
-    def _statistics(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse()
-
-    def linearize(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise NotImplementedError(
-        "Moments of logits would take Jacobians of a whole vocabulary at every token: use "
-        "la.score(batch) for given texts and la.generate(**inputs) for new ones."
-    )
+    __call__: Any = _refuse
+    linearize: Any = _refuse
+    _moments: Any = _refuse
+    _statistics: Any = _refuse

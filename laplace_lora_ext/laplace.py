@@ -1,4 +1,4 @@
-"""Ways to get a Laplace approximation: the host's factory, and files."""
+"""Makes a Laplace approximation: by the host's factory, or from files."""
 
 from __future__ import annotations
 
@@ -36,19 +36,18 @@ _LIKELIHOODS = {
 def Laplace(  # noqa: N802
     model: nn.Module, likelihood: str | None = None, *args: Any, **kwargs: Any
 ) -> BaseLaplace:
-    """`laplace.Laplace`, with the likelihood optional.
+    """`laplace.Laplace`, which also works out the likelihood.
 
     Parameters
     ----------
     model : torch.nn.Module
     likelihood : str, optional
-        "classification", "regression", "reward_modeling" or "language_modeling".
-        If omitted: classification where `class_token_ids` are given; else what the transformers
-        configuration says (`problem_type`, or `num_labels`: regression for one, classification
-        for more).
+        "classification", "regression", "reward_modeling" or "language_modeling". If omitted:
+        classification with `class_token_ids`, otherwise what the transformers configuration says
+        (`problem_type`, or `num_labels`: one means regression, more mean classification)
     *args, **kwargs
-        of `laplace.Laplace`, such as `subset_of_weights="lora"` and
-        `hessian_structure="lowrank_kron"`, and of the class that they select
+        for `laplace.Laplace`, such as `subset_of_weights="lora"` and
+        `hessian_structure="lowrank_kron"`, and for the class that they select
 
     Returns
     -------
@@ -57,7 +56,7 @@ def Laplace(  # noqa: N802
     Raises
     ------
     ValueError
-        If the likelihood can't be read off the model.
+        If the model does not tell the likelihood.
     """
     if likelihood is None:
         likelihood = "classification" if kwargs.get("class_token_ids") else _likelihood_of(model)
@@ -65,15 +64,15 @@ def Laplace(  # noqa: N802
 
 
 def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRALaplace:
-    """The posterior that `save_pretrained` has written, around a model's present weights.
+    """Load a posterior that `save_pretrained` wrote, around a model's present weights.
 
     Parameters
     ----------
     model : torch.nn.Module
-        the model of the fit, with its adapter, head and base
+        the fitted model, with its adapter, head and base
     folder : str or Path
     **kwargs
-        of the class of the posterior, where the defaults don't fit, such as `dict_key_y`
+        for the posterior's class, such as `dict_key_y`
 
     Returns
     -------
@@ -84,8 +83,8 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     FileNotFoundError
         If the folder lacks one of the two files.
     ValueError
-        If the files were changed or are not such, or the model is not that of the fit; the message
-        says which.
+        If the files are damaged or hold something else, or the model is not the fitted one. The
+        message says which.
     """
     state = read_posterior(folder)
     try:
@@ -112,20 +111,20 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
 
 
 def _named(name: str, classes: Iterable[Any]) -> Any:
-    """The class with a name, of several."""
+    """The class of that name."""
     return {cls.__name__: cls for cls in classes if isinstance(cls, type)}[name]
 
 
 def _likelihood_of(model: nn.Module) -> str:
     transformer = find_transformer(model)
     if transformer is None:
-        raise ValueError("Name the likelihood: the model has no transformers configuration.")
+        raise ValueError("Pass the likelihood: the model has no transformers configuration.")
     if transformer.can_generate():
-        raise ValueError("Pass class_token_ids, the tokens of the answers, or the likelihood.")
+        raise ValueError("Pass the likelihood, or class_token_ids, the tokens of the answers.")
     config = transformer.config
     problem_type = getattr(config, "problem_type", None)
     if problem_type is None:
         return "regression" if config.num_labels == 1 else "classification"
     if problem_type not in _LIKELIHOODS:
-        raise ValueError(f"No likelihood for problem_type {problem_type!r}; name one.")
+        raise ValueError(f"No likelihood fits problem_type {problem_type!r}: pass one.")
     return _LIKELIHOODS[problem_type]

@@ -1,4 +1,4 @@
-"""The likelihoods: what is back-propagated from the logits, the loss, and checks of targets."""
+"""The likelihoods: what to back-propagate from the logits, the loss, and checks of targets."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Moments = tuple[torch.Tensor, torch.Tensor]
 """Mean `(B, C)` and covariance `(B, C, C)` of logits."""
 
 Link = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From these two to log-probabilities `(B, C)`."""
+"""Turns these two into log-probabilities `(B, C)`."""
 
 IGNORED = -100
-"""Label of a token that nothing predicts, as transformers has it."""
+"""transformers' label for a token that does not count."""
 
 
 class Seeds(NamedTuple):
-    """The Fisher at the logits of sample b is `Σ_s (w_sb v_sb) (w_sb v_sb)ᵀ`.
+    """Vectors to back-propagate: sample b has the Fisher `Σ_s (w_sb v_sb) (w_sb v_sb)ᵀ`.
 
     The vectors have entries of order one, so that none underflows in a half-precision backward
-    pass. The weights, which may be tiny for a confident sample, scale the gradients afterwards.
+    pass. The weights, which can be tiny for a confident sample, scale the gradients afterwards.
 
     Attributes
     ----------
@@ -52,22 +52,22 @@ class Classification:
     Attributes
     ----------
     name : str
-        as the host calls it
+        the host's
     is_gaussian : bool
-        whether predictions are moments of the outputs, and no link turns them into probabilities
+        whether predictions are mean and covariance of the outputs, rather than probabilities
     """
 
     name = "classification"
     is_gaussian = False
 
     def exact_seeds(self, logits: torch.Tensor) -> Seeds:
-        """Seeds of the exact (type-2) Fisher, C - 1 a sample.
+        """Seeds of the exact (type-2) Fisher, C - 1 for each sample.
 
         `H = diag(p) - p pᵀ = diag(q) (I - q qᵀ) diag(q)` with `q = √p`, and the projection
         `I - q qᵀ` is spanned by C - 1 columns of the Householder reflection that maps q onto the
         coordinate axis of the most probable class m. Column j of the factor has the weight q_j and
-        the vector `v_j = 1 - p_j / (1 + q_m)`, `v_i = -p_i / (1 + q_m)`, `v_m = -q_m`: no
-        subtraction cancels, however confident the sample is.
+        the vector `v_j = 1 - p_j / (1 + q_m)`, `v_i = -p_i / (1 + q_m)`, `v_m = -q_m`. No
+        subtraction cancels digits, however confident the sample is.
         """
         n_samples, n_outputs = logits.shape
         log_p = logits.log_softmax(-1)
@@ -82,13 +82,13 @@ class Classification:
         return Seeds(vectors.transpose(0, 1), q.gather(-1, others).T)
 
     def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
-        """Slopes of the loss at targets drawn from the model, by torch's global random state."""
+        """Slopes of the loss at targets that torch's global random state draws from the model."""
         y = torch.distributions.Categorical(logits=logits).sample((num_samples,))
         vectors, weights = _gradients_at(logits, y)
         return Seeds(vectors, weights / num_samples**0.5)
 
     def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
-        """Slopes of the loss at the targets, one a sample."""
+        """Slopes of the loss at the targets, one for each sample."""
         return _gradients_at(logits, y[None])
 
     def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -110,16 +110,16 @@ class Classification:
         return RunningNLLMetric()
 
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Targets in the shape and type that losses take, unchecked."""
+        """Targets in the shape and type that the losses take, unchecked."""
         return y.long()
 
     def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Targets as losses take them, on the logits' device.
+        """Targets as the losses take them, on the logits' device.
 
         Raises
         ------
         ValueError
-            If their shape, type or range does not fit, or there is only one class.
+            If their shape, type or range is wrong, or there is only one class.
 
         Warns
         -----
@@ -128,7 +128,7 @@ class Classification:
         """
         n_outputs = logits.shape[-1]
         if n_outputs < 2:
-            raise ValueError("classification needs two outputs or more, and the model has one")
+            raise ValueError("classification needs at least two outputs, and the model has one")
         if y.shape != logits.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
             raise ValueError(
                 f"labels must be class indices of shape {tuple(logits.shape[:1])}, not "
@@ -138,8 +138,8 @@ class Classification:
             raise ValueError(f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}")
         if len(y) and (logits >= 0).all() and (logits.sum(-1) - 1).abs().max() < _ROUNDING:
             warn(
-                "The model's outputs are not negative and sum to one: return logits, and leave the "
-                "softmax to the likelihood."
+                "The model's outputs look like probabilities: return logits, and leave the softmax "
+                "to the likelihood."
             )
         return self.as_targets(y.to(logits.device), logits.dtype)
 
@@ -147,7 +147,8 @@ class Classification:
 class Regression:
     """Gaussian noise of variance 1, which the posterior scales by `sigma_noise`.
 
-    The methods are those of `Classification`; outputs are `(B, C)`, targets too, or `(B,)` for one.
+    It has the methods of `Classification`. Outputs and targets are `(B, C)`; targets of a single
+    output may be `(B,)`.
     """
 
     name = "regression"
@@ -198,27 +199,26 @@ class Regression:
 class LanguageModeling(Classification):
     """Softmax over a vocabulary and cross-entropy, at every labelled token of a text.
 
-    Logits are `(N, V)`, those of a batch's labelled tokens, one text after the other. Targets are
-    `(B, T)` tokens that the logits there predict, `IGNORED` where nothing is. The host takes it
-    for a classification.
+    Logits are `(N, V)`, for the labelled tokens of a batch, one text after the other. Targets are
+    `(B, T)` tokens, `IGNORED` wherever there is no label. To the host this is a classification.
     """
 
     def exact_seeds(self, logits: torch.Tensor) -> Seeds:
         raise NotImplementedError(
-            f"The exact Fisher would take {logits.shape[-1] - 1} backward passes a token: leave "
+            f"The exact Fisher would take {logits.shape[-1] - 1} backward passes a token: keep "
             "stochastic=True, and raise num_samples for less noise."
         )
 
     def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
-        """Slopes of the loss at tokens drawn from the model, each after the text's own past.
+        """Slopes of the loss at tokens drawn from the model, each given the text's own past.
 
-        The slope in a token's logits is 0 on average and independent of another token's. The
-        gradient G of a text's whole loss therefore has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of its
-        tokens' exact Fishers, for the price of one backward pass.
+        The slope in a token's logits averages 0 and is independent of every other token's. So the
+        gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of its tokens'
+        exact Fishers, for the price of one backward pass.
         """
         p = logits.softmax(-1)
-        # By one uniform number a token and draw; `multinomial` takes one for each of the
-        # vocabulary. In float32 the sums would lose what is improbable.
+        # One uniform number for each token and draw; `multinomial` takes one for every word of the
+        # vocabulary. In float32 the sums would lose improbable tokens.
         sums = p.cumsum(-1, dtype=torch.float64)
         u = torch.rand(len(p), num_samples, dtype=torch.float64, device=p.device) * sums[:, -1:]
         y = torch.searchsorted(sums, u, right=True).clamp_max(p.shape[-1] - 1).T
@@ -240,13 +240,13 @@ class LanguageModeling(Classification):
         Raises
         ------
         ValueError
-            If one is outside the vocabulary.
+            If a label is outside the vocabulary.
         """
         tokens = self.as_targets(y.to(logits.device), logits.dtype)
         vocabulary = logits.shape[-1]
         if tokens.min() < 0 or tokens.max() >= vocabulary:
             raise ValueError(
-                f"labels must be {IGNORED} or tokens from 0 to {vocabulary - 1}, and go from "
+                f"labels must be {IGNORED} or tokens from 0 to {vocabulary - 1}, but range from "
                 f"{tokens.min()} to {tokens.max()}"
             )
         return tokens
@@ -270,8 +270,8 @@ def _subtract_one_at(vectors: torch.Tensor, y: torch.Tensor) -> None:
 def _gradients_at(logits: torch.Tensor, y: torch.Tensor) -> Seeds:
     """`p - onehot(y)` for `(S, B)` labels, as a vector of order one and a weight.
 
-    The largest entry is that of the label, `-(1 - p_y)`. Both it and its ratio to the other
-    entries are computed without cancellation, from the log-probabilities of the other classes.
+    The label has the largest entry, `-(1 - p_y)`. Computing it and its ratio to the other entries
+    from the log-probabilities of the other classes avoids cancellation.
     """
     log_p = logits.log_softmax(-1)
     is_label = one_hot(y, logits.shape[-1]).bool()

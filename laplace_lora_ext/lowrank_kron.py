@@ -35,18 +35,18 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     Parameters
     ----------
     model, likelihood, **kwargs
-        see `LoRALaplace`
+        as for `LoRALaplace`
     backend : type of LowRankKronInterface, default=LowRankKronGGN
     backend_kwargs : dict, optional
-        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (False); the paper's
-        choice is `laplace_lora_ext.PAPER_SETTINGS`
+        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (False); for the
+        paper's settings pass `laplace_lora_ext.PAPER_SETTINGS`
 
     Attributes
     ----------
     H : LowRankKronDecomposed or None
         the curvature, without a prior; None before `fit`
     H_facs : LowRankKron or None
-        the sums that it comes from, to which those of another run can be added
+        the sums behind it, to which a later fit can add
 
     References
     ----------
@@ -59,7 +59,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     H_facs: Any
 
     def __init_subclass__(cls, likelihood: str | None = None, **kwargs: Any) -> None:
-        """Let a class of its own treat a likelihood under the same key of the host's factory."""
+        """Register a class for one likelihood, under the host's same key."""
         super().__init_subclass__(**kwargs)
         if likelihood is not None:
             LowRankKronLoRALaplace._of_likelihood[likelihood] = cls
@@ -85,7 +85,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     def _init_H(self) -> None:  # noqa: N802
         super()._init_H()
-        self.backend  # noqa: B018 - refuses wrong `backend_kwargs` now, and not in `fit`
+        self.backend  # noqa: B018 - refuses wrong `backend_kwargs` now rather than in `fit`
 
     def _zeros(self) -> LowRankKron:
         return self.backend.zeros()
@@ -148,16 +148,16 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> PredictiveStatistics:
-        """One pass over a data set, for predictions under every prior precision.
+        """Pass over a data set once, to predict it under any prior precision.
 
         Parameters
         ----------
         loader : DataLoader or iterable
-            of mappings or pairs `(X, y)`; labels, where there are any, become `targets`
+            of mappings or pairs `(X, y)`; labels, if there are any, become `targets`
         progress_bar : bool, default=False
         device, dtype
-            where and in which precision the statistics are kept; see `PredictiveStatistics` for
-            their size
+            where and in which precision to keep the statistics; `PredictiveStatistics` says how
+            large they are
 
         Returns
         -------
@@ -166,8 +166,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         Raises
         ------
         ValueError
-            If the loader is empty, labels don't fit, some batches have labels and others none,
-            or a number is not finite; the message names the batch.
+            If the loader is empty, labels don't fit, only some batches have labels, or a number is
+            not finite. The message names the batch.
         """
         self._check_H_init()
         parts, places, shard = [], [torch.empty(0, dtype=torch.long)], Shard(loader)
@@ -181,21 +181,20 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     @exclusive
     def variance_by_layer(self, x: Any) -> VarianceShares:
-        """Where the uncertainty comes from: shares in the variance of the logits.
+        """Where the uncertainty comes from: each layer's share of the logits' variance.
 
-        The curvature is block-diagonal, so that a posterior over some layers alone (the paper's
-        table 15, `layers_to_transform` here) has the variance of all layers less the shares of
-        those that it leaves out.
+        The curvature is block-diagonal. A posterior over only some layers (the paper's table 15,
+        `layers_to_transform` here) therefore loses exactly the shares of the others.
 
         Parameters
         ----------
         x : Mapping, torch.Tensor or PredictiveStatistics
-            inputs of a batch, or the statistics of a data set
+            a batch of inputs, or the statistics of a data set
 
         Returns
         -------
         VarianceShares
-            by block, by transformer layer, and of the A and the B matrices
+            by block, by transformer layer, and for the A and the B matrices
         """
         self._check_H_init()
         if isinstance(x, PredictiveStatistics):
@@ -233,7 +232,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return super()._settings() | self.backend.settings
 
     def state_dict(self) -> dict[str, Any]:
-        """State as the host's, with tensors and numbers alone for the curvature."""
+        """The state, with the curvature as plain tensors and numbers."""
         return super().state_dict() | {"H": self.H_facs.state_dict()}
 
     def _load_curvature(self, state_dict: dict[str, Any]) -> None:

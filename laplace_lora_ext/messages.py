@@ -12,7 +12,7 @@ _OURS = ("laplace_lora_ext", "laplace", "torch", "contextlib")
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Put a place before the message of this library's errors that are raised within.
+    """Begin the message of any error raised within with the place where it happened.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def naming(where: str) -> Iterator[None]:
 
 
 def warn(message: str) -> None:
-    """Warn of the first line on the stack that is not this library's, the host's or torch's."""
+    """Warn at the user's line: the innermost one outside this library, the host and torch."""
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back

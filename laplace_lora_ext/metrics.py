@@ -26,12 +26,13 @@ def quality(
     labels : torch.Tensor
         `(N,)` class indices
     n_bins : int, default=15
-        bins of equal width of the calibration error
+        bins of equal width for the calibration error
 
     Returns
     -------
     dict
-        "accuracy" and "ece" from 0 to 1, "nll" in nats and "brier", from 0 to 2, a text
+        "accuracy" and "ece" from 0 to 1, "nll" in nats, and "brier" from 0 to 2, all means over
+        texts
 
     Raises
     ------
@@ -49,7 +50,7 @@ def quality(
 
 
 def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean in nats; a probability of 0 counts as the smallest number."""
+    """Mean in nats; a probability of 0 counts as the smallest positive number."""
     smallest = torch.finfo(probabilities.dtype).tiny
     return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()
 
@@ -84,9 +85,9 @@ def risk_coverage(
 def reliability(
     probabilities: torch.Tensor, labels: torch.Tensor, n_bins: int = N_BINS
 ) -> list[dict[str, float | None]]:
-    """Share of texts, mean confidence and accuracy in bins of the confidence; None if empty."""
+    """Share of texts, mean confidence and accuracy in bins of confidence; None for empty bins."""
     confidence, found = checked(probabilities).max(-1)
-    # Like torchmetrics, a bin includes its lower edge; the last one has both.
+    # As in torchmetrics, a bin includes its lower edge, and the last one both edges.
     place = (confidence * n_bins).long().clamp_max(n_bins - 1)
     counts = place.bincount(minlength=n_bins)
     confidences = place.bincount(confidence, minlength=n_bins) / counts
@@ -104,7 +105,7 @@ def reliability(
 def reliability_diagram(
     probabilities: torch.Tensor, labels: torch.Tensor, ax: Any = None, n_bins: int = N_BINS
 ) -> Any:
-    """Draw accuracy against confidence, and the share of texts, in bins of the confidence.
+    """Draw accuracy against confidence, and the share of texts, in bins of confidence.
 
     Parameters
     ----------
@@ -113,7 +114,7 @@ def reliability_diagram(
     labels : torch.Tensor
         `(N,)` class indices
     ax : matplotlib.axes.Axes, optional
-        a new one if omitted
+        by default a new one
     n_bins : int, default=15
 
     Returns
@@ -132,7 +133,7 @@ def reliability_diagram(
 
 
 def draw_bins(bins: list[dict[str, float | None]], ax: Any) -> None:
-    """Draw what `reliability` has found on a matplotlib panel."""
+    """Draw what `reliability` found on a matplotlib panel."""
     width = 1 / len(bins)
     edges = [i * width for i in range(len(bins))]
     shares, accuracies = ([bin_[key] or 0.0 for bin_ in bins] for key in ("share", "accuracy"))
@@ -144,7 +145,7 @@ def draw_bins(bins: list[dict[str, float | None]], ax: Any) -> None:
 
 
 def checked(probabilities: torch.Tensor) -> torch.Tensor:
-    """Probabilities in float64, which are finite and between 0 and 1 but for rounding."""
+    """Probabilities in float64, clamped to between 0 and 1; an error if one is not finite."""
     if not torch.isfinite(probabilities).all():
         raise ValueError("Probabilities are not finite.")
     # torchmetrics takes anything outside [0, 1] for logits, even a rounding error.

@@ -12,7 +12,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def without_autocast(method: Method) -> Method:
-    """A method of a Laplace approximation that a user's `torch.autocast` does not reach."""
+    """Shield a method of a Laplace approximation from the user's `torch.autocast`."""
 
     @wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rewards for reinforcement learning that a policy can't drive up where the model knows little."""
+"""Rewards for reinforcement learning: low where the reward model knows little."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from laplace_lora_ext.lora_laplace import LoRALaplace
 def reward_function(
     la: LoRALaplace, tokenizer: Any, k: float = 1.0, **tokenizer_options: Any
 ) -> Callable[..., list[float]]:
-    """A lower bound of the reward, as one of the `reward_funcs` of TRL's trainers.
+    """A lower bound of the reward, to pass to TRL's trainers among their `reward_funcs`.
 
     Parameters
     ----------
     la : LoRALaplace
-        of the likelihood "reward_modeling"
+        with the likelihood "reward_modeling"
     tokenizer : PreTrainedTokenizerBase
-        of the reward model
+        the reward model's
     k : float, default=1.0
-        standard deviations below the mean
+        how many standard deviations below the mean
     **tokenizer_options
         such as `truncation` and `max_length`
 
     Returns
     -------
     callable
-        `(prompts, completions, **columns)`, both lists of texts or of chat messages, to a list of
-        numbers
+        takes `(prompts, completions, **columns)`, both lists of texts or of chat messages, and
+        returns a list of numbers
     """
 
     def lower_bound_of_reward(prompts: list, completions: list, **_: Any) -> list[float]:

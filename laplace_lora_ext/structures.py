@@ -99,10 +99,10 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
 
 
 class FullLoRALaplace(LoRALaplace, FullLaplace):
-    """The host's `FullLaplace` over LoRA weights: a dense matrix of all of them, for small ones."""
+    """The host's `FullLaplace` over LoRA weights: one dense matrix, for small adapters."""
 
     _key = ("lora", "full")
-    # The host's default needs forward-mode derivatives, which fused attention does not have.
+    # The host's default needs forward-mode derivatives, which fused attention lacks.
     _default_backend = LowRankKronGGN
 
     def _check_backend(self, backend: type[CurvatureInterface]) -> None:
@@ -112,7 +112,7 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
         return torch.zeros(self.n_params, self.n_params, device=self._device, dtype=self._dtype)
 
     def _add_batch(self, H: Any, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        if not self.model.output_size:  # ASDL's Jacobians ask for it before their first pass
+        if not self.model.output_size:  # ASDL's Jacobians need it before their first pass
             with self.model.prepared(), torch.no_grad():
                 self.model(X)
         return super()._add_batch(H, X, y)
@@ -124,11 +124,11 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
 
 
 def _refuse(backend: type[CurvatureInterface], *unsuitable: type[CurvatureInterface]) -> None:
-    """Refuse backends that can't compute a structure while the base model's weights are frozen."""
+    """Refuse backends that can't compute this structure while the base model is frozen."""
     if issubclass(backend, unsuitable):
         raise NotImplementedError(
-            f"{backend.__name__} has no such curvature of LoRA weights: use CurvlinopsGGN, AsdlGGN "
-            "or AsdlEF of laplace.curvature."
+            f"{backend.__name__} can't compute this curvature of LoRA weights: use CurvlinopsGGN, "
+            "AsdlGGN or AsdlEF from laplace.curvature."
         )
 
 

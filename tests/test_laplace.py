@@ -97,7 +97,7 @@ def test_a_given_likelihood_is_taken():
 
 
 def test_refuses_to_guess_a_likelihood():
-    with pytest.raises(ValueError, match="Name the likelihood"):
+    with pytest.raises(ValueError, match="Pass the likelihood"):
         laplace_lora_ext.Laplace(TwoLinear(), subset_of_weights="lora")
     with pytest.raises(ValueError, match="class_token_ids"):
         laplace_lora_ext.Laplace(lora_model("gpt2"), subset_of_weights="lora")

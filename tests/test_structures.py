@@ -145,5 +145,5 @@ def test_each_of_the_hosts_backends_works_or_is_refused_in_a_sentence(structure,
         la.fit(pairs(2))
         assert torch.isfinite(la(pairs()[0][0])).all()
         return
-    with pytest.raises(NotImplementedError, match=rf"{name} has no such .* use CurvlinopsGGN"):
+    with pytest.raises(NotImplementedError, match=rf"{name}.*use CurvlinopsGGN"):
         make(plain_model(), structure, backend=backend)

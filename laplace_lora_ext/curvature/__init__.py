@@ -1,1 +1,1 @@
-"""Sums of Kronecker factors over the data, and what their eigenvalues say under any prior."""
+"""Sums of Kronecker factors over the data, and their eigenvalues under any prior."""

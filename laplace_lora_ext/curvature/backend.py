@@ -1,4 +1,4 @@
-"""The host's curvature interface for LoRA weights: passes bring (a, g), statistics sum them."""
+"""The host's curvature interface for LoRA weights: passes give (a, g), statistics sum them."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class LowRankKronInterface(CurvatureInterface):
     Parameters
     ----------
     model : torch.nn.Module
-        a `LogitsModel`, or any model with LoRA layers that it can be made of
+        a `LogitsModel`, or any model with LoRA layers that a `LogitsModel` can wrap
     likelihood : {"classification", "regression", "language_modeling"}
     last_layer, subnetwork_indices
-        of the host's interface; not supported, `target_modules` of the Laplace class select
+        refused: select layers with the Laplace class's `target_modules`
     dict_key_x, dict_key_y : str
         keys of a batch's inputs and labels
     blocks : sequence of Block, optional
-        the LoRA weights that take part; all of the active adapter if omitted
+        the LoRA weights that take part; by default all of the active adapter
     rank : int, default=10
-        eigenvectors kept of a large factor (the paper's `n_kfac`)
+        how many eigenvectors to keep of a large factor (the paper's `n_kfac`)
     kfac_approx : {"gradient", "expand", "reduce"}
-        which statistics are summed; see `laplace_lora_ext.curvature.statistics`
+        which statistics to sum; see `laplace_lora_ext.curvature.statistics`
     tail : bool, default=True
-        whether the directions that the rank leaves out keep the mean of their eigenvalues, so
-        that the trace is that of the full factor; the paper drops them
+        whether the directions beyond the rank keep the mean of their eigenvalues, so that the full
+        factor's trace is kept too; the paper drops them
 
     Raises
     ------
@@ -69,7 +69,7 @@ class LowRankKronInterface(CurvatureInterface):
         if kfac_approx not in KFAC_APPROX:
             raise ValueError(f"kfac_approx {kfac_approx!r} is none of {list(KFAC_APPROX)}.")
         if rank < 0:
-            raise ValueError(f"The rank must not be negative, and is {rank}.")
+            raise ValueError(f"The rank must not be negative, but is {rank}.")
         if not isinstance(model, LogitsModel):
             model = LogitsModel(model, dict_key_y=dict_key_y)
         self._likelihood = LIKELIHOODS[likelihood]
@@ -83,12 +83,12 @@ class LowRankKronInterface(CurvatureInterface):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the curvature depends on beside the model and the data."""
+        """What the curvature depends on, besides the model and the data."""
         names = {approx: name for name, approx in KFAC_APPROX.items()}
         return {"rank": self.rank, "kfac_approx": names[self.kfac_approx], "tail": self.tail}
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
-        """What is back-propagated for the Fisher of a batch."""
+        """What to back-propagate for the Fisher of a batch."""
         raise NotImplementedError
 
     def zeros(self) -> LowRankKron:
@@ -114,11 +114,11 @@ class LowRankKronInterface(CurvatureInterface):
         ------
         ValueError
             If a label does not fit the logits, or an activation, gradient or logit is not
-            finite; the message names the layer.
+            finite. The message names the layer.
         NotImplementedError
-            If `kfac_approx` needs more of a layer's rows than is known of them.
+            If `kfac_approx` must know more about a layer's rows than can be found out.
         RuntimeError
-            If the logits carry no gradient to the layers that were called.
+            If no gradient of the logits reaches the layers that were called.
         """
         with record(self.model, self.blocks, x) as recording:
             logits = recording.logits.detach()
@@ -135,7 +135,7 @@ class LowRankKronInterface(CurvatureInterface):
     def kron(
         self, x: Any, y: torch.Tensor, N: int | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, LowRankKron]:
-        """Curvature of one batch; `N` is not used: sums normalise themselves.
+        """Curvature of one batch; sums normalise themselves, so `N` is not used.
 
         Returns
         -------
@@ -146,7 +146,7 @@ class LowRankKronInterface(CurvatureInterface):
         return self.accumulate(H, x, y), H
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Jacobians `(B, C, parameters)` of the logits in all blocks' weights, and the logits."""
+        """Jacobians `(B, C, parameters)` of the logits in the blocks' weights, and the logits."""
         return jacobians(self.model, self.blocks, x, enable_backprop)
 
     def gradients(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,19 +159,19 @@ class LowRankKronInterface(CurvatureInterface):
 
 
 class LowRankKronGGN(LowRankKronInterface, GGNInterface):
-    """The generalised Gauss-Newton matrix, which is the Fisher for the available likelihoods.
+    """The generalised Gauss-Newton matrix, which for these likelihoods is the Fisher.
 
-    One forward and C - 1 backward passes a batch for classification with C classes (C for
-    regression with C outputs), or `num_samples` with `stochastic=True`.
+    A batch takes one forward pass, and C - 1 backward passes for C classes (C for a regression with
+    C outputs), or `num_samples` with `stochastic=True`.
 
     Parameters
     ----------
     stochastic : bool, default=False
         draw labels from the model instead of summing over all of them
     num_samples : int, default=1
-        draws an example, with `stochastic=True`
+        with `stochastic=True`, how many labels to draw for each example
     **kwargs
-        of `LowRankKronInterface`
+        as for `LowRankKronInterface`
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class KroneckerBlock:
     input_factor : DenseFactor or LowRankFactor
         F_in, `(n, n)`, from inputs; exactly one of the two is a `LowRankFactor`
     normalizer : torch.Tensor
-        `()`, float64: what the product of two sums over the data must be divided by
+        `()`, float64: divides the product of the two factors, both of which sum over the data
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class KroneckerBlock:
         device: torch.device,
         dtype: torch.dtype,
     ) -> KroneckerBlock:
-        """Empty sums for a weight of the given shape, of which one side is the LoRA rank."""
+        """Empty sums for a weight of the given shape, one side of which is the LoRA rank."""
         small, large = shape if small_output else shape[::-1]
         dense = DenseFactor.zeros(small, device, dtype)
         low_rank = LowRankFactor.zeros(large, rank, device, dtype, tail)
@@ -79,7 +79,7 @@ class KroneckerBlock:
         }
 
     def has_inputs_of(self, other: KroneckerBlock) -> bool:
-        """Whether both have seen the same inputs so far: one factor for both, or nothing yet."""
+        """Whether both saw the same inputs so far: they share a factor, or both are empty."""
         same = self.input_factor is other.input_factor
         return same or not (self.normalizer or other.normalizer)
 
@@ -106,7 +106,7 @@ class KroneckerBlock:
         )
         small_output = isinstance(self.output_factor, DenseFactor)
         small, large = (output, input_) if small_output else (input_, output)
-        # A block that no gradient has reached has no curvature: 0 / 0 is 0 here.
+        # A block without any gradient has no curvature: 0 / 0 is 0 here.
         scale = torch.where(self.normalizer > 0, 1 / self.normalizer, self.normalizer)
         small = small._replace(values=(small.values * scale).to(small.values.dtype))
         return DecomposedBlock(small, large, small_output)
@@ -133,7 +133,7 @@ class DecomposedBlock:
     small, large : Eigendecomposition
         of the factor of the LoRA rank's size, and of the other one
     small_output : bool
-        whether the small factor is that of the outputs (`lora_A`) or of the inputs (`lora_B`)
+        whether the small factor belongs to the outputs (`lora_A`) or the inputs (`lora_B`)
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class DecomposedBlock:
 
     @property
     def n_left_out(self) -> int:
-        """Directions of the large factor that the rank leaves out."""
+        """How many directions of the large factor the rank leaves out."""
         return len(self.large.vectors) - len(self.large.values)
 
     def __mul__(self, scalar: float | torch.Tensor) -> DecomposedBlock:
@@ -165,7 +165,7 @@ class DecomposedBlock:
     def eigenvalues(self, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`(r, k)` eigenvalues on `Q ⊗ U` and `(r,)` on its complement, with `delta` added.
 
-        They have the precision of `delta` where that is higher than the block's.
+        Their precision is the higher of `delta`'s and the block's.
         """
         small, large, tail = (
             numbers.to(torch.promote_types(numbers.dtype, delta.dtype))
@@ -200,8 +200,8 @@ class DecomposedBlock:
     def inv_square_form(self, weights: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """`W_a (block + delta I)⁻¹ W_bᵀ` of all pairs: `(..., K, r, d)` to `(..., K, K)`.
 
-        The two parts are sums of squares, so the result is positive semi-definite and nothing
-        cancels, however small `delta` is.
+        Both parts are sums of squares, so the result is positive semi-definite and nothing cancels,
+        however small `delta` is.
         """
         on_leading, on_remainder = (e.rsqrt() for e in self.eigenvalues(delta))
         leading, remainder = self.project(weights)

@@ -1,7 +1,7 @@
 """The two kinds of Kronecker factor: a small dense one and a large low-rank one.
 
-Both are sums of outer products of rows that arrive batch by batch, and share one vocabulary:
-`update`, `+`, `*`, `eigendecomposition`, `to_matrix`.
+Both sum outer products of rows that arrive batch by batch, and share a vocabulary: `update`, `+`,
+`*`, `eigendecomposition`, `to_matrix`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-_CHUNK = 256  # rows that one step of the streaming update takes: their Gram matrix is held
-_OVERSAMPLING = 10  # directions that subspace iteration carries beyond those that it returns
+_CHUNK = 256  # rows in one step of the streaming update, which holds their Gram matrix
+_OVERSAMPLING = 10  # directions that subspace iteration carries beyond the ones it returns
 
 
 class Eigendecomposition(NamedTuple):
@@ -64,7 +64,7 @@ class DenseFactor:
         Raises
         ------
         ValueError
-            If a row is not finite; the factor is then as it was.
+            If a row is not finite; the factor then stays as it was.
         """
         product = rows.mT @ rows
         energy = product.trace().double()
@@ -98,20 +98,20 @@ class DenseFactor:
 class LowRankFactor:
     """A large Kronecker factor, held as its leading directions and its trace.
 
-    The factor is `columns columnsᵀ` up to the energy that truncation drops. While rows arrive,
-    twice as many columns as the rank are kept, so that directions which lead only later are not
-    lost early; the eigendecomposition then cuts to the rank. No `(d, d)` matrix is ever formed.
+    The factor is `columns columnsᵀ`, up to the energy that truncation drops. While rows arrive, it
+    keeps twice as many columns as the rank, so that it does not lose a direction early that leads
+    later. The eigendecomposition then cuts to the rank. No `(d, d)` matrix is ever formed.
 
     Parameters
     ----------
     columns : torch.Tensor
         `(d, w)` with `w <= min(2 * rank, d)`
     trace : torch.Tensor
-        `()`, float64, trace of the factor, exact whatever the truncation
+        `()`, float64, trace of the factor, exact despite the truncation
     rank : int
-        eigenvectors kept in the end (the paper's `n_kfac`)
+        how many eigenvectors to keep in the end (the paper's `n_kfac`)
     tail : bool
-        whether the directions left out keep the mean of their eigenvalues, or 0
+        whether the directions beyond the rank keep the mean of their eigenvalues, or none
 
     References
     ----------
@@ -144,8 +144,8 @@ class LowRankFactor:
 
     @property
     def width(self) -> int:
-        """Number of columns kept while rows arrive."""
-        return min(2 * self.rank, self.size)
+        """How many columns to keep while rows arrive."""
+        return min(2 * self.rank, len(self.columns))
 
     def update(self, rows: torch.Tensor) -> torch.Tensor:
         """Add `rowsᵀ rows`, for rows of shape `(n, d)`, and return its trace in float64.
@@ -153,20 +153,14 @@ class LowRankFactor:
         Raises
         ------
         ValueError
-            If a row is not finite; the factor is then as it was.
+            If a row is not finite; the factor then stays as it was.
         """
         energy = self.add_energy(rows)
         add_rows({self: [rows]})
         return energy
 
     def add_energy(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add the trace of `rowsᵀ rows` alone, and return it; `add_rows` adds the rest.
-
-        Raises
-        ------
-        ValueError
-            As `update`.
-        """
+        """Add and return the trace of `rowsᵀ rows`, as `update` does; `add_rows` adds the rest."""
         energy = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
         if not torch.isfinite(energy):
             raise ValueError("non-finite numbers")
@@ -188,7 +182,7 @@ class LowRankFactor:
         return LowRankFactor(columns, self.trace, self.rank, self.tail)
 
     def eigendecomposition(self) -> Eigendecomposition:
-        """The leading `rank` eigenvectors and the mean of the eigenvalues left out."""
+        """The leading `rank` eigenvectors, and the mean of the other eigenvalues."""
         vectors, singular_values, _ = torch.linalg.svd(self.columns.double(), full_matrices=False)
         vectors, values = vectors[:, : self.rank], singular_values[: self.rank].square()
         left_out = self.size - len(values)
@@ -209,7 +203,7 @@ Factor = DenseFactor | LowRankFactor
 
 
 def add_rows(waiting: Mapping[LowRankFactor, Sequence[torch.Tensor]]) -> None:
-    """Add `rowsᵀ rows` to large factors, but for its trace; factors of one shape go together.
+    """Add `rowsᵀ rows` to large factors, without its trace; factors of one shape go together.
 
     Parameters
     ----------
@@ -234,8 +228,8 @@ def add_rows(waiting: Mapping[LowRankFactor, Sequence[torch.Tensor]]) -> None:
 def _leading(columns: torch.Tensor, width: int) -> torch.Tensor:
     """Rotate `(..., d, n)` columns onto their leading `width` left singular directions.
 
-    The rotation comes from the columns' Gram matrix: from all of its eigenvectors where these are
-    few, else from a subspace that holds the leading ones.
+    The rotation comes from the columns' Gram matrix: from all of its eigenvectors if there are few,
+    otherwise from a subspace that holds the leading ones.
     """
     n = columns.shape[-1]
     if n <= width:
@@ -251,10 +245,10 @@ def _leading(columns: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _dominant_subspace(gram: torch.Tensor, width: int) -> torch.Tensor:
-    """Orthonormal columns that span the leading `width` eigenvectors, and some more.
+    """Orthonormal columns that span the leading `width` eigenvectors and a few more.
 
-    Two steps of subspace iteration from a random start, which is always the same (Halko,
-    Martinsson & Tropp, 2011). All is exact where the rank is no more than the columns' number.
+    Two steps of subspace iteration from a fixed random start (Halko, Martinsson & Tropp, 2011).
+    Exact if the matrix has no higher rank than there are columns.
     """
     start = _start(width, gram.device)[: gram.shape[-1]]
     return torch.linalg.qr(gram @ (gram @ start)).Q
@@ -272,7 +266,7 @@ def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     matrix = matrix.double()
     try:
         return torch.linalg.eigh(matrix)
-    # It does not converge for some matrices with many equal eigenvalues.
+    # eigh does not converge for some matrices with many equal eigenvalues.
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         vectors, values, _ = torch.linalg.svd(matrix)
         return values.flip(-1), vectors.flip(-1)

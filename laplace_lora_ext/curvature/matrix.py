@@ -1,6 +1,6 @@
-"""Block-diagonal curvature with Kronecker factors of which the large ones are low-rank.
+"""Block-diagonal curvature from Kronecker factors, the large ones of which are low-rank.
 
-`LowRankKron` is what data are summed into, `LowRankKronDecomposed` what a prior is added to.
+Data are summed into a `LowRankKron`; a prior is added to a `LowRankKronDecomposed`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from laplace_lora_ext.curvature.spectrum import Spectrum
 
 
 class LowRankKron:
-    """Sum form of a block-diagonal curvature, one Kronecker-factored block a LoRA weight.
+    """Sum form of a block-diagonal curvature, with a Kronecker-factored block for each LoRA weight.
 
-    It speaks the language of `laplace.utils.matrix.Kron`; operations that need eigenvalues
-    decompose it first.
+    It has the methods of `laplace.utils.matrix.Kron`; those that need eigenvalues decompose it
+    first.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class LowRankKron:
     def from_state_dict(
         cls, state: list[dict[str, Any]], devices: Sequence[torch.device] | None = None
     ) -> LowRankKron:
-        """Rebuild what `state_dict` has returned, on the given devices of the blocks if any."""
+        """Rebuild what `state_dict` returned, on the blocks' devices if they are given."""
         places = devices or [None] * len(state)
         known: dict[int, Factor] = {}
         pairs = zip(state, places, strict=True)
@@ -51,7 +51,7 @@ class LowRankKron:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the large factors take once they have all their columns."""
+        """Memory of the large factors once they have all their columns."""
         large = {
             factor for pair in self.kfacs for factor in pair if isinstance(factor, LowRankFactor)
         }
@@ -72,7 +72,7 @@ class LowRankKron:
     __rmul__ = __mul__
 
     def cut(self) -> LowRankKron:
-        """The same curvature without the columns beyond the rank that a longer run would use."""
+        """The same curvature without columns beyond the rank, which only more data would use."""
         return LowRankKron([block.cut() for block in self.blocks])
 
     def decompose(self) -> LowRankKronDecomposed:
@@ -107,7 +107,7 @@ class LowRankKronDecomposed:
     ----------
     blocks : sequence of DecomposedBlock
     deltas : torch.Tensor, optional
-        `(blocks,)`, multiple of the identity added to each block; 0 if omitted
+        `(blocks,)`, the multiple of the identity to add to each block; by default 0
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LowRankKronDecomposed:
     @cached_property
     @torch.inference_mode(False)  # what is kept must not be an inference tensor
     def spectrum(self) -> Spectrum:
-        """Eigenvalues of all blocks in float64, without what was added to them."""
+        """Eigenvalues of all blocks in float64, without `deltas`."""
         device = self.deltas.device
         leading, remaining, multiplicity = [], [], []
         for block in self.blocks:
@@ -154,25 +154,27 @@ class LowRankKronDecomposed:
         Raises
         ------
         ValueError
-            If `deltas` is no tensor of one of these shapes.
+            If `deltas` is not a tensor of one of these shapes.
         """
         if not isinstance(deltas, torch.Tensor) or deltas.shape not in {
             (),
             (1,),
             (len(self),),
         }:
-            raise ValueError(f"Add a tensor with one number, or {len(self)} for as many blocks.")
+            raise ValueError(
+                f"Add a tensor with one number, or one for each of {len(self)} blocks."
+            )
         return LowRankKronDecomposed(self.blocks, self.deltas + deltas)
 
     def __mul__(self, scalar: float | torch.Tensor) -> LowRankKronDecomposed:
-        """Scale the curvature, and not what was added to it (as the host does)."""
+        """Scale the curvature but not `deltas`, as the host does."""
         return LowRankKronDecomposed([block * scalar for block in self.blocks], self.deltas)
 
     __radd__ = __add__
     __rmul__ = __mul__
 
     def logdet(self) -> torch.Tensor:
-        """Log-determinant, in float64, differentiable in what was added."""
+        """Log-determinant in float64, differentiable in `deltas`."""
         return self.spectrum.logdet(1, self.deltas)
 
     def bmm(self, W: torch.Tensor, exponent: float = -1) -> torch.Tensor:
@@ -234,7 +236,7 @@ class LowRankKronDecomposed:
         """Each block with its delta and its part of `W`, `(..., r, d)`."""
         sizes = [block.n_params for block in self.blocks]
         if W.shape[-1] != sum(sizes):
-            raise ValueError(f"Expected {sum(sizes)} parameters in the last dimension of W.")
+            raise ValueError(f"The last dimension of W must have {sum(sizes)} parameters.")
         parts = W.split(sizes, dim=-1)
         return [
             (block, delta, block.oriented(part.unflatten(-1, block.shape)))

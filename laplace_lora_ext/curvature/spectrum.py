@@ -8,10 +8,9 @@ import torch
 
 
 class Spectrum(NamedTuple):
-    """Eigenvalues of a curvature's blocks, those of all blocks in one row.
+    """Eigenvalues of a curvature, those of all blocks in one row.
 
-    A prior precision is added to eigenvalues, so this is all of a posterior that questions about
-    its prior depend on.
+    A prior precision only adds to eigenvalues, so these are all that a choice of prior depends on.
 
     Attributes
     ----------
@@ -24,7 +23,7 @@ class Spectrum(NamedTuple):
     remaining_block : torch.Tensor
         `(F,)`, index of the block that each belongs to
     multiplicity : torch.Tensor
-        `(F,)`, on how many directions
+        `(F,)`, the number of directions of each
     n_blocks : int
     """
 
@@ -45,7 +44,7 @@ class Spectrum(NamedTuple):
         scale : float or torch.Tensor
             `()`
         deltas : torch.Tensor
-            `()`, `(1,)`, or `(blocks,)` one for each block; decides on the result's dtype
+            `()`, `(1,)`, or `(blocks,)` one for each block; gives the result its dtype
         """
         deltas = deltas.expand(self.n_blocks)
         return (

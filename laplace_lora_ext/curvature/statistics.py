@@ -1,8 +1,8 @@
 """The three ways to sum Kronecker factors from inputs and output gradients.
 
 Pure mathematics. Shapes: B samples, T positions, S seeds, a weight `(m, n)`; inputs a
-`(B, T, n)` and output gradients g `(S, B, T, m)`. The mask of valid positions is only asked for
-where it matters, since not every layer sees the positions of the mask.
+`(B, T, n)` and output gradients g `(S, B, T, m)`. Only what needs the mask of valid positions asks
+for it, since the positions that a layer sees need not be the mask's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from laplace_lora_ext.passes.jacobians import per_sample_gradients
 
 
 class KfacApprox:
-    """What a batch's inputs and gradients add to the blocks of a curvature, which are changed."""
+    """Adds a batch's inputs and gradients to the blocks of a curvature."""
 
-    uses_inputs: ClassVar[bool] = True  # by themselves, and not only together with their gradients
+    uses_inputs: ClassVar[bool] = True  # by themselves, apart from their gradients
 
     def __init__(self, blocks: Sequence[KroneckerBlock], updates: StreamingUpdates) -> None:
         self.blocks = blocks
         self.updates = updates
 
     def add_inputs(self, indices: list[int], rows: Rows) -> None:
-        """Sum an input that several blocks share once, into a factor that they share."""
+        """Sum an input that several blocks share only once, into one factor for all of them."""
         summed = self._inputs(rows)
         first, *others = (self.blocks[index] for index in indices)
         sharing = [block for block in others if block.has_inputs_of(first)]
@@ -39,11 +39,11 @@ class KfacApprox:
             block.input_factor, block.normalizer = first.input_factor, first.normalizer
 
     def add_gradients(self, rows: Rows) -> None:
-        """Sum the gradients of one or more seeds of a batch."""
+        """Sum a batch's gradients of one or more seeds."""
         raise NotImplementedError
 
     def _inputs(self, rows: Rows) -> torch.Tensor:
-        """Rows `(N, n)` of F_in, which is divided by their number."""
+        """Rows `(N, n)` for F_in, which is divided by their number."""
         raise NotImplementedError
 
 
@@ -60,7 +60,7 @@ class Expand(KfacApprox):
     def add_gradients(self, rows: Rows) -> None:
         mask = rows.valid()
         g = (rows.g.flatten(1, 2) if mask is None else rows.g[:, mask]).flatten(0, 1)
-        # Behind the last attention only positions that the model pools have a gradient.
+        # After the last attention, only the positions that the model pools have a gradient.
         self.updates.add(self.blocks[rows.index].output_factor, g[g.any(dim=1)])
 
 
@@ -85,9 +85,9 @@ class Reduce(KfacApprox):
 class Gradient(KfacApprox):
     """`F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²` with `G = Σ_t g_t a_tᵀ` a sample and seed.
 
-    One power-iteration step, started at the identity, towards the Kronecker product that is
-    nearest to the exact block (Van Loan & Pitsianis, 1993); its trace is exact. G is the exact
-    gradient of the weight, so padding needs no mask.
+    One step of power iteration from the identity towards the Kronecker product nearest to the exact
+    block (Van Loan & Pitsianis, 1993); its trace is exact. G is the weight's exact gradient, so
+    padding needs no mask.
     """
 
     uses_inputs: ClassVar[bool] = False

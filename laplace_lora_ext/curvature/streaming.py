@@ -1,4 +1,4 @@
-"""Rows on their way into factors: large factors wait for each other."""
+"""Collects rows, to update many large factors at once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from laplace_lora_ext.curvature.factors import DenseFactor, Factor, LowRankFacto
 
 
 class StreamingUpdates:
-    """Adds rows to Kronecker factors, those of large factors many factors at a time.
+    """Adds rows to Kronecker factors, updating many large factors at once.
 
-    The update of a large factor is a dozen operations on small matrices, whose number and not
-    whose size costs time. Up to `limit` bytes of rows wait for each other.
+    Updating a large factor takes a dozen operations on small matrices, and time goes by their
+    number rather than their size. So rows wait until there are `limit` bytes of them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -20,7 +20,7 @@ class StreamingUpdates:
         self._bytes = 0
 
     def add(self, factor: Factor, rows: torch.Tensor) -> torch.Tensor:
-        """Add `rowsᵀ rows` to a factor, now or by the next `finish`, and return its trace.
+        """Add `rowsᵀ rows` to a factor, now or at the next `finish`, and return its trace.
 
         Raises
         ------
@@ -37,6 +37,6 @@ class StreamingUpdates:
         return energy
 
     def finish(self) -> None:
-        """Add all rows that wait."""
+        """Add all waiting rows."""
         add_rows(self._waiting)
         self._waiting, self._bytes = {}, 0

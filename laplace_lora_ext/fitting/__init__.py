@@ -1,1 +1,1 @@
-"""The pass over training data: sums of batches, of other ranks, and of a run that was ended."""
+"""The pass over training data: sums of batches, of all ranks, and of an interrupted run."""

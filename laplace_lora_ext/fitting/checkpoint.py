@@ -1,4 +1,4 @@
-"""Sums of a fit that is under way, in a file from which the same call goes on after a kill."""
+"""Keeps the sums of a running fit in a file, from which an interrupted fit continues."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ _FORMAT = 1
 
 
 class Keeper:
-    """What a pass over the data reports to; this one keeps nothing, and every pass begins anew."""
+    """What a pass over the data reports to. This one keeps nothing: every pass starts afresh."""
 
     def begin(self, state: Any) -> Any:
-        """The state to begin with: the given one, or that of a run that was ended."""
+        """The state to start from: the given one, or that of an interrupted run."""
         return state
 
     def has(self, batch: Any) -> bool:
-        """Whether the state holds the next batch already."""
+        """Whether the state already holds the next batch."""
         return False
 
     def keep(self, state: Any) -> None:
-        """After a batch that was added to the state."""
+        """Called with the state after each batch."""
 
     def end(self) -> None:
-        """After the last batch."""
+        """Called after the last batch."""
 
     def remove(self) -> None:
-        """Once the fit is done."""
+        """Called when the fit is done."""
 
 
 class Checkpoint(Keeper):
-    """Keeps a state and how many batches it holds, one file a rank, replaced as a whole.
+    """Keeps a state and the number of batches in it, in one file for each rank.
 
-    The file is safetensors, with the rest as JSON in its header; nothing is pickled. It also holds
-    torch's random state, and a hash of the batches, whose number and content must be the same when
-    the run goes on.
+    The file is safetensors, with JSON in its header; nothing is pickled, and each writing replaces
+    the whole file. It also holds torch's random state and a hash of the batches: a run continues
+    only with the same batches.
 
     Parameters
     ----------
     folder : str or Path
-        made if it is not there
+        made if it does not exist
     every : int
-        batches between two writings
+        how many batches from one writing to the next
     identity : mapping of str to str
-        what the two runs must have in common
+        what both runs must have in common
 
     Raises
     ------
     ValueError
-        If `every` is below 1; from `begin` if the file is damaged or that of another fit, from
-        `has` and `end` if the batches are others. The file is then left as it is.
+        If `every` is below 1; from `begin` if the file is damaged or of another fit; from `has` and
+        `end` if the batches differ. The file then stays as it is.
     """
 
     def __init__(self, folder: str | Path, every: int, identity: Mapping[str, str]) -> None:
@@ -83,7 +83,7 @@ class Checkpoint(Keeper):
             differing = [key for key in found if found[key] != self._identity.get(key)]
             if differing:
                 raise ValueError(
-                    f"it is of a fit with other {' and '.join(differing)}: remove it, or name "
+                    f"it is from a fit with other {' and '.join(differing)}: remove it, or pass "
                     "another folder"
                 )
         self._kept, self._kept_hash = content["batches"], content["hash"]
@@ -96,8 +96,8 @@ class Checkpoint(Keeper):
         if self._seen == self._kept:
             if self._hash.hexdigest() != self._kept_hash:
                 raise ValueError(
-                    f"the {self._kept} batches so far are not those that {self._path} holds: seed "
-                    "the loader as before, or remove the file to begin anew"
+                    f"the {self._kept} batches so far differ from those in {self._path}: seed the "
+                    "loader as before, or remove the file to start afresh"
                 )
             _set_random_state(self._random)
         return self._seen <= self._kept
@@ -117,8 +117,8 @@ class Checkpoint(Keeper):
     def end(self) -> None:
         if self._seen < self._kept:
             raise ValueError(
-                f"{self._path} holds {self._kept} batches and the loader gave {self._seen}: pass "
-                "the same loader, or remove the file to begin anew."
+                f"{self._path} holds {self._kept} batches, but the loader gave {self._seen}: pass "
+                "the same loader, or remove the file to start afresh."
             )
 
     def remove(self) -> None:
@@ -152,10 +152,10 @@ def _read(path: Path) -> Any:
         whole = metadata["format"] == str(_FORMAT)
         whole = whole and metadata["sha256"] == _checksum(text, tensors)
         content = with_tensors(json.loads(text), tensors)
-    except Exception as error:  # whatever a file of other bytes leads to
-        raise ValueError("it cannot be read: remove it to begin anew") from error
+    except Exception as error:  # whatever foreign bytes lead to
+        raise ValueError("it can't be read: remove it to start afresh") from error
     if not whole:
-        raise ValueError("it is damaged or of another version: remove it to begin anew")
+        raise ValueError("it is damaged or of another version: remove it to start afresh")
     return content
 
 
@@ -167,7 +167,7 @@ def _checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _add_to(digest: Any, value: Any) -> None:
-    """Hash a nest of tensors, texts and numbers; other objects leave no trace."""
+    """Hash nested tensors, texts and numbers; other objects don't change the hash."""
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         flat = value.detach().cpu().contiguous().flatten()

@@ -1,4 +1,4 @@
-"""What a fit is of, so that sums are added and states loaded only where they belong."""
+"""Tells fits apart: sums are only added, and states only loaded, where they belong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEYS = {"mean", "H", "cls_name", "likelihood", "settings", "model"}
 
 @dataclass(frozen=True)
 class Identity:
-    """Class, likelihood and settings of a posterior, and the model as it is now.
+    """A posterior's class, likelihood and settings, and its model as it is now.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Identity:
     blocks: list[Block]
 
     def hashes(self) -> dict[str, str]:
-        """What several runs must have in common for their sums to be added."""
+        """Hashes that runs must share so that their sums can be added."""
         kind = self.cls_name, self.likelihood, self.blocks[0].statistics_dtype
         return {
             "LoRA weights": fingerprint(self.blocks),
@@ -46,7 +46,7 @@ class Identity:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of a posterior that is of something else.
+        """Refuse a state that does not belong here.
 
         Raises
         ------
@@ -55,7 +55,7 @@ class Identity:
         """
         missing = _KEYS - state.keys()
         if missing:
-            raise ValueError(f"The state of a posterior has {sorted(missing)}, and this has not.")
+            raise ValueError(f"This is not the state of a posterior: it lacks {sorted(missing)}.")
         for name in ("cls_name", "likelihood"):
             if state[name] != getattr(self, name):
                 raise ValueError(
@@ -72,7 +72,7 @@ class Identity:
         mean, weights = state["mean"], flattened(self.blocks)
         if mean.dtype != weights.dtype:
             raise ValueError(
-                f"The posterior is in {mean.dtype}, and the model's LoRA weights need "
+                f"The posterior is in {mean.dtype}, but the model's LoRA weights need "
                 f"{weights.dtype}: load them in the precision of the fit."
             )
         if not torch.equal(mean.to(weights), weights):

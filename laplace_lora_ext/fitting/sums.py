@@ -23,7 +23,7 @@ from laplace_lora_ext.processes.shards import Shard, data_size, is_new, refuse_c
 
 
 class Sums(NamedTuple):
-    """What a data set comes to.
+    """The sums over a data set.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class Sums(NamedTuple):
         `()`, float64
     n_data : int
     called : frozenset of int
-        indices of the blocks whose layers some batch has called
+        indices of the blocks whose layers any batch called
     """
 
     H: Any
@@ -66,14 +66,14 @@ class Structure(Protocol):
 def sums_of(
     structure: Structure, loader: Iterable[Any], keeper: Keeper, progress_bar: bool
 ) -> Sums:
-    """Sum the batches of a loader, each example once; the loaders of all ranks together.
+    """Sum the batches of a loader, and of all ranks' loaders, counting each example once.
 
-    The sums so far go to the keeper after each batch.
+    The keeper gets the sums after each batch.
 
     Raises
     ------
     ValueError
-        If there are no data, if ranks have other weights or settings, or if two have the same data.
+        If there are no data, ranks differ in weights or settings, or two have the same data.
     """
     shard, expected = Shard(loader), data_size(loader)
     zero = torch.zeros((), device=structure._device, dtype=torch.float64)
@@ -107,14 +107,14 @@ def sums_of(
 
 
 def added(H: Any, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Any:
-    """Curvature of all ranks, in their order, from this one's.
+    """Add up the curvature of all ranks, in their order.
 
     Parameters
     ----------
     H : Any
-        whatever has `+`
+        this rank's; anything with `+`
     pack, unpack : callable
-        from it to a nest of tensors and numbers, and back to the devices where it was
+        turn it into nested tensors and numbers, and back, on the devices where it was
     """
     if count() == 1:
         return H
@@ -133,7 +133,7 @@ def _unpacked(structure: Structure, state: list[Any]) -> Sums:
 
 def _plus(structure: Structure, sums: Sums, X: Any, y: torch.Tensor, new: torch.Tensor) -> Sums:
     if not new.any():
-        # Ranks that share one model must pass through it equally often.
+        # Ranks that share one model must all make the same number of passes.
         structure._add_batch(structure._zeros(), X, y)
         return sums
     if not new.all():
@@ -145,7 +145,7 @@ def _plus(structure: Structure, sums: Sums, X: Any, y: torch.Tensor, new: torch.
 
 
 class _Report:
-    """What a rank tells the others of its sums."""
+    """What a rank tells the others about its sums."""
 
     def __init__(self, structure: Structure, sums: Sums, expected: int | None) -> None:
         self.identity = structure._identity.hashes() if count() > 1 else {}
@@ -156,7 +156,7 @@ class _Report:
 
 def _warn_of_number(n_data: int, expected: Sequence[int | None]) -> None:
     for number in {number for number in expected if number not in (None, n_data)}:
-        warn(f"Fitted on the {n_data} examples that the loader gave; its data set has {number}.")
+        warn(f"The loader gave {n_data} examples to fit; its data set has {number}.")
 
 
 def _check_alike(reports: Sequence[_Report]) -> None:
@@ -166,7 +166,7 @@ def _check_alike(reports: Sequence[_Report]) -> None:
         differing = [key for key in first if first[key] != report.identity[key]]
         if differing:
             raise ValueError(
-                f"Rank {number} fits with other {' and '.join(differing)} than rank 0: load the "
-                "same adapter and pass the same settings on every rank."
+                f"Rank {number} and rank 0 differ in {' and '.join(differing)}: load the same "
+                "adapter and pass the same settings on every rank."
             )
     refuse_copies([(report.n_data, report.loss) for report in reports])

@@ -17,7 +17,7 @@ from laplace_lora_ext.predictive.sampling import gaussian_samples
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for B examples with C classes; entropies are in nats.
+    """Predictions for B examples and C classes, with entropies in nats.
 
     Attributes
     ----------
@@ -26,14 +26,14 @@ class Prediction:
     labels : torch.Tensor
         `(B,)`, the most probable class
     total_entropy : torch.Tensor
-        `(B,)`, of the mean probabilities of the posterior's draws
+        `(B,)`, entropy of the probabilities averaged over draws of the posterior
     aleatoric_entropy : torch.Tensor
-        `(B,)`, the mean of the draws' entropies: doubt that every draw shares
+        `(B,)`, mean entropy of the draws: doubt that all draws share
     epistemic_entropy : torch.Tensor
-        `(B,)`, the difference: mutual information between the label and the weights, which is
-        doubt that more training data would lessen
+        `(B,)`, the difference: mutual information of label and weights, the doubt that more
+        training data would reduce
     label_variance : torch.Tensor
-        `(B,)`, variance over the draws of the probability of `labels`
+        `(B,)`, how much the probability of `labels` varies over the draws
 
     References
     ----------
@@ -50,13 +50,13 @@ class Prediction:
 
     @classmethod
     def of(cls, moments: Moments, probabilities: torch.Tensor, noise: torch.Tensor) -> Prediction:
-        """From a link's probabilities, and draws of the logits with `(S, 1, C)` normal noise."""
+        """From a link's probabilities, and `(S, 1, C)` normal noise to draw logits with."""
         labels = probabilities.argmax(-1)
         drawn = gaussian_samples(*moments, noise).softmax(-1)
         total = torch.special.entr(drawn.mean(0)).sum(-1)
         aleatoric = torch.special.entr(drawn).sum(-1).mean(0)
         of_label = drawn.take_along_dim(labels[None, :, None], dim=-1)[..., 0]
-        # Concavity makes the difference positive; rounding may not.
+        # Entropy is concave, so only rounding can make the difference negative.
         epistemic = (total - aleatoric).clamp_min(0)
         return cls(
             probabilities, labels, total, aleatoric, epistemic, of_label.var(0, correction=0)
@@ -71,14 +71,14 @@ def predict(
     n_samples: int = 1000,
     generator: torch.Generator | None = None,
 ) -> Prediction:
-    """Class probabilities with what a decision needs beside them, by "glm".
+    """Class probabilities, and what else a decision needs, with `pred_type="glm"`.
 
     Parameters
     ----------
     x : Mapping, torch.Tensor or Moments
         as for a call
     link_approx : {"mean_field", "probit", "mc"}
-        of the probabilities
+        link for the probabilities
     n_samples : int, default=1000
         draws of the logits, for entropies and variances
     generator : torch.Generator, optional
@@ -93,7 +93,7 @@ def predict(
         For a likelihood without classes, or another link.
     """
     if la._predicted_likelihood.is_gaussian:
-        raise ValueError(f"{la.likelihood} predicts numbers: la(x) has their variance.")
+        raise ValueError(f"{la.likelihood} predicts numbers: use la(x), which has their variance.")
     links = own_links(n_samples, generator)
     if link_approx not in links:
         raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
@@ -107,7 +107,7 @@ def predict(
 
 
 def predict_proba(la: Predictor, x: Any, link_approx: str = "mean_field") -> np.ndarray:
-    """Class probabilities `(B, C)` as scikit-learn takes them, the same in every call."""
+    """Class probabilities `(B, C)` for scikit-learn's tools, the same in every call."""
     prediction = predict(la, x, link_approx, generator=torch.Generator())
     return prediction.probabilities.detach().cpu().numpy()
 
@@ -125,6 +125,6 @@ def lower_bound(la: Predictor, x: Any, k: float = 1.0) -> torch.Tensor:
         For classification.
     """
     if not la._predicted_likelihood.is_gaussian:
-        raise ValueError("Classes have no bound: take one of rewards or of a regression.")
+        raise ValueError("Classes have no lower bound; rewards and regressions do.")
     f_mu, f_var = la._glm_predictive_distribution(x)
     return f_mu - k * f_var.diagonal(dim1=-2, dim2=-1).sqrt()

@@ -9,7 +9,7 @@ import torch
 from laplace_lora_ext.likelihoods import Link
 from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
 
-# A logistic function has the slope of a normal distribution's of variance 8 / π.
+# At 0 a logistic function is as steep as the normal distribution function of variance 8 / π.
 _PROBIT = math.pi / 8
 
 
@@ -20,9 +20,9 @@ def probit(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
 
 
 def monte_carlo(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Mean probability over samples of the logits, which tends to the exact integral.
+    """Mean probability over samples of the logits; with many samples, the exact integral.
 
-    `noise` are standard normal numbers as for `gaussian_samples`.
+    `noise` holds standard normal numbers, as for `gaussian_samples`.
     """
     log_p = gaussian_samples(f_mu, f_var, noise).log_softmax(-1)
     return log_p.logsumexp(0) - math.log(len(noise))
@@ -31,15 +31,14 @@ def monte_carlo(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) ->
 def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
     """Logarithm of the mean softmax of Gaussian logits, by a mean-field approximation.
 
-    A softmax is one over a sum of exponentials of differences of logits:
-    `p_k = 1 / Σ_j exp(-(f_k - f_j))`. Each difference is Gaussian, and is taken at its mean, shrunk
-    by its own variance as the probit approximation shrinks the one logit of two classes:
+    A softmax only depends on differences of logits: `p_k = 1 / Σ_j exp(-(f_k - f_j))`. Each
+    difference is Gaussian. We replace it by its mean, shrunk by its own variance just as the probit
+    approximation shrinks the one logit of two classes:
 
         p_k ∝ 1 / Σ_j exp(-(m_k - m_j) / √(1 + π/8 (S_kk + S_jj - 2 S_kj)))
 
-    What all logits of an example share drops out, as in the exact integral. For two
-    classes this is the probit approximation itself, and keeps the most probable class; without
-    variance it is the softmax.
+    What all logits of an example share drops out, as in the exact integral. For two classes this is
+    the probit approximation, and keeps the most probable class. Without variance it is the softmax.
 
     References
     ----------
@@ -56,7 +55,7 @@ def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
 
 
 def sampled(n_samples: int, generator: torch.Generator | None) -> Link:
-    """`monte_carlo` with noise of each example's own, drawn anew at every call."""
+    """`monte_carlo` with separate noise for each example, drawn anew in every call."""
 
     def link(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
         noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
@@ -66,7 +65,7 @@ def sampled(n_samples: int, generator: torch.Generator | None) -> Link:
 
 
 def sampled_alike(n_samples: int, generator: torch.Generator | None) -> Link:
-    """`monte_carlo` with noise that all examples of a batch share, as the host draws it."""
+    """`monte_carlo` with the same noise for all examples of a batch, drawn as the host does."""
 
     def link(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
         return monte_carlo(f_mu, f_var, shared_noise(f_mu, n_samples, generator))
@@ -75,7 +74,7 @@ def sampled_alike(n_samples: int, generator: torch.Generator | None) -> Link:
 
 
 def own_links(n_samples: int, generator: torch.Generator | None) -> dict[str, Link]:
-    """Links by name, but for those that only the host has."""
+    """Links of this library, by name."""
     return {
         "probit": probit,
         "mean_field": mean_field,

@@ -1,4 +1,4 @@
-"""How often predictions have the most probable class of the model itself."""
+"""How often predictions prefer the same class as the model itself."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from laplace_lora_ext.messages import warn
 
 _ENOUGH_ROWS = 100
-# On the tasks of `python -m benchmarks calibration`, up to 8 % have cost half a point of accuracy
-# on average, and 8 to 15 % one to three points.
+# In `python -m benchmarks calibration`, up to 8 % cost half a point of accuracy on average, and 8
+# to 15 % one to three points.
 _TOLERATED = 0.08
 
 
 class MapAgreement:
-    """Counts predictions whose most probable class is not that of the logits' mean.
+    """Counts predictions that prefer another class than the mean of the logits.
 
-    A broad posterior over many classes does that: the mean of the softmax is then no longer
-    largest where the mean of the logits is. Warns once, when it has happened to more than 8 % of
-    at least 100 predictions.
+    This happens with a broad posterior over many classes: the mean of the softmax then need not be
+    largest where the mean of the logits is. Warns once, when more than 8 % of at least 100
+    predictions differ.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class MapAgreement:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing: predictions are made under prior precisions that are only tried."""
+        """Don't count predictions while prior precisions are only being tried."""
         before, self._counts = self._counts, False
         try:
             yield
@@ -42,12 +42,12 @@ class MapAgreement:
         self._classes = f_mu.argmax(-1)
 
     def add(self, probabilities: torch.Tensor, link_approx: str) -> None:
-        """Compare `(B, C)` probabilities with what was expected.
+        """Compare `(B, C)` probabilities with the expected classes.
 
         Warns
         -----
         UserWarning
-            If more than a few per cent of all predictions disagree.
+            If more than 8 % of all predictions differ.
         """
         if not self._counts:
             return
@@ -59,8 +59,8 @@ class MapAgreement:
         better = "mean_field"
         link = "" if link_approx == better else f'link_approx="{better}" may agree more often; '
         warn(
-            f"{self._away} of {self._rows} predictions have another most probable class than the "
-            f"model itself, which costs accuracy: the posterior is broad. {link}a larger "
-            "prior_precision narrows it, such as one that optimize_prior_precision chooses by "
-            'method="agreement" on the training data, or by "gridsearch" on others.'
+            f"{self._away} of {self._rows} predictions prefer another class than the model itself, "
+            f"which costs accuracy: the posterior is broad. {link}a larger prior_precision narrows "
+            'it. Let optimize_prior_precision choose one, with method="agreement" on the training '
+            'data or "gridsearch" on validation data.'
         )

@@ -1,4 +1,4 @@
-"""Gaussian logits: all that a posterior says of a batch before a link makes probabilities of it."""
+"""Gaussian logits: what a posterior says about a batch, before a link makes it probabilities."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class Moments(NamedTuple):
 
 
 def uncorrelated(f_var: torch.Tensor) -> torch.Tensor:
-    """Covariances `(B, C, C)` of which the variances alone are left."""
+    """Covariances `(B, C, C)` with everything but the variances set to 0."""
     return torch.diag_embed(f_var.diagonal(dim1=-2, dim2=-1))

@@ -1,4 +1,4 @@
-"""Samples of Gaussian logits, whose covariances need not be invertible."""
+"""Samples Gaussian logits, even where a covariance is singular."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _SymmetricRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, covariance: torch.Tensor) -> torch.Tensor:
         values, vectors = torch.linalg.eigh(covariance.double())
-        # What is left of 0 by rounding would be magnified by its root.
+        # A 0 that rounding turned into a small number would have a much larger root.
         noise = covariance.shape[-1] * torch.finfo(covariance.dtype).eps * values[..., -1:]
         roots = torch.where(values > noise, values, 0).sqrt()
         ctx.save_for_backward(roots, vectors)
@@ -29,7 +29,7 @@ class _SymmetricRoot(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         roots, vectors = ctx.saved_tensors
         sums = roots[..., :, None] + roots[..., None, :]
-        # A direction without variance has none at other prior precisions either.
+        # A direction without variance has none under other prior precisions either.
         inverse = torch.where(sums > 0, 1 / sums, 0)
         rotated = vectors.mT @ gradient.double() @ vectors
         result = vectors @ (rotated * inverse) @ vectors.mT
@@ -37,7 +37,7 @@ class _SymmetricRoot(torch.autograd.Function):
 
 
 def square_root(covariance: torch.Tensor) -> torch.Tensor:
-    """Symmetric square root, differentiable once, also of a singular covariance.
+    """Symmetric square root, once differentiable even where the covariance is singular.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def square_root(covariance: torch.Tensor) -> torch.Tensor:
 def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Reparametrised samples `(S, B, C)` of logits.
 
-    `noise` are standard normal numbers, `(S, B, C)` or, shared by all examples, `(S, 1, C)`.
+    `noise` holds standard normal numbers: `(S, B, C)`, or `(S, 1, C)` for all examples alike.
     """
     root, noise = square_root(f_var), noise.to(f_mu.device)
     if noise.shape[1] == 1:  # one product an example for all samples
@@ -66,6 +66,6 @@ def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tenso
 def standard_normal(
     shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """Standard normal numbers of the dtype of `like`, drawn where the generator is."""
+    """Standard normal numbers in the dtype of `like`, drawn on the generator's device."""
     device = like.device if generator is None else generator.device
     return torch.randn(shape, generator=generator, device=device, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""What remains of a data set, so that prior precisions can be tried without the model."""
+"""What to keep of a data set to try prior precisions without the model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.processes.shards import joined
 
-# Numbers of projections that are weighted at once: their copy is all that moments need beyond
-# the statistics themselves.
+# How many projections to weight at once: moments need no more memory than a copy of these.
 _CHUNK = 2**22
 
 
 class PredictiveStatistics:
     """Logits of a data set and their Jacobians in the eigenbasis of a fitted curvature.
 
-    With the projections z of the Jacobians on the eigenvectors that the curvature keeps, and the
-    inner products R of what the projections leave out, the covariance of an example's logits is
+    z are projections of the Jacobians on the eigenvectors that the curvature keeps, and R inner
+    products of what remains of the Jacobians. The covariance of an example's logits is
 
         f_var = Σ_e z_e z_eᵀ / (e + λ) + Σ_f R_f / (f + λ)
 
-    over the eigenvalues e and f of the `Spectrum`, for any prior precision λ. Both sums are of
-    positive semi-definite matrices: nothing cancels.
+    for any prior precision λ, with the eigenvalues e and f of the `Spectrum`. All terms are
+    positive semi-definite, so nothing cancels.
 
     An example takes `C (1 + E) + F C (C + 1) / 2` numbers, where E is the sum of r k over the
     blocks and F that of r: 205 kB in float32 for 128 blocks of r 8, rank 10 and four classes.
@@ -47,15 +46,15 @@ class PredictiveStatistics:
     spectrum : Spectrum
         of the curvature, without a prior
     scale : torch.Tensor
-        `()`, what the curvature is multiplied with: 1 / (sigma_noise² temperature)
+        `()`, factor of the curvature: 1 / (sigma_noise² temperature)
     targets : torch.Tensor, optional
-        `(N,)` labels or `(N, C)` numbers, where the data had any
+        `(N,)` labels or `(N, C)` numbers, if the data had any
     batch_sizes : list of int, optional
-        sizes of the batches that the data came in; one batch if omitted
+        sizes of the batches that the data came in; by default one batch
 
     Notes
     -----
-    `len(statistics)` is N, and `statistics[index]` are those of some of the examples.
+    `len(statistics)` is N, and `statistics[index]` selects examples.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class PredictiveStatistics:
         Raises
         ------
         ValueError
-            If there is no example, or if some parts have targets and others none.
+            If there is no example, or only some parts have targets.
         """
         if not any(len(part) for part in parts):
             raise ValueError("The loader has no data.")
@@ -101,14 +100,14 @@ class PredictiveStatistics:
         )
 
     def check_fit(self, spectrum: Spectrum) -> None:
-        """Refuse a fit with other eigenvalues than those here."""
+        """Refuse the statistics of another fit, by its eigenvalues."""
         if not torch.equal(self.spectrum.leading, spectrum.leading):
-            raise ValueError("The statistics are those of another fit: gather them again.")
+            raise ValueError("The statistics belong to another fit: compute them again.")
 
     def required_targets(self) -> torch.Tensor:
-        """The targets; an error where the data had none."""
+        """The targets; an error if the data had none."""
         if self.targets is None:
-            raise ValueError("Validation data need labels, and the loader gives none.")
+            raise ValueError("Validation data need labels, but the loader gives none.")
         return self.targets
 
     def __len__(self) -> int:
@@ -145,11 +144,11 @@ class PredictiveStatistics:
         Parameters
         ----------
         prior_precision : float or torch.Tensor
-            λ, a scalar or `(blocks,)` one for each block, in which the covariance is
-            differentiable. `inf` holds a block at its MAP value: with `inf` for all but the
-            blocks of the first k layers, the moments are those of a posterior over these alone
+            λ, a scalar, or `(blocks,)` with one for each block; the covariance is differentiable
+            in it. `inf` holds a block at its MAP value: with `inf` for all blocks but those of the
+            first k layers, you get the moments of a posterior over only these layers
         scale : float or torch.Tensor, optional
-            what the curvature is multiplied with; as in the fit if omitted
+            factor of the curvature; by default that of the fit
 
         Returns
         -------
@@ -159,7 +158,7 @@ class PredictiveStatistics:
         Raises
         ------
         ValueError
-            If a prior precision is not above 0, or there are as many as neither 1 nor blocks.
+            If a prior precision is not above 0, or their number is wrong.
         """
         leading, remaining = self._variances(prior_precision, scale)
         rows = max(1, _CHUNK // max(1, self.projections[:1].numel()))
@@ -176,7 +175,7 @@ class PredictiveStatistics:
     def variance_by_block(
         self, prior_precision: float | torch.Tensor, scale: float | torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What each block adds to the trace of the covariance of an example's logits.
+        """What each block adds to the trace of an example's covariance.
 
         Parameters
         ----------
@@ -207,7 +206,7 @@ class PredictiveStatistics:
         deltas = torch.as_tensor(prior_precision).to(self.spectrum.leading)
         n_blocks = self.spectrum.n_blocks
         if deltas.shape not in {(), (1,), (n_blocks,)}:
-            raise ValueError(f"Give one prior precision, or {n_blocks} for as many blocks.")
+            raise ValueError(f"Give one prior precision, or one for each of {n_blocks} blocks.")
         if not (deltas > 0).all():
             raise ValueError("A prior precision must be above 0.")
         scale = self.scale if scale is None else torch.as_tensor(scale).to(deltas)
@@ -236,10 +235,10 @@ def statistics_of_batch(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> PredictiveStatistics:
-    """One pass over a batch, inputs and perhaps targets.
+    """Pass over a batch of inputs, perhaps with targets.
 
-    Each block's Jacobian is projected as soon as it is known. `H` is the curvature without a
-    prior, and `scale`, `()`, what it is multiplied with.
+    Each block's Jacobian is projected as soon as it is there. `H` is the curvature without a prior,
+    and `scale`, `()`, its factor.
     """
     X, y = batch
     projections = [torch.empty(0)] * len(blocks)
@@ -273,10 +272,10 @@ def of_all_ranks(
     scale: torch.Tensor,
     device: torch.device | str,
 ) -> PredictiveStatistics:
-    """Statistics of the batches of all ranks, in the data's order and each example once.
+    """Join the statistics of all ranks, in the data's order and each example once.
 
-    `places`, `(n,)`, are those of this rank's examples; `H`, `scale` and `device` are those of
-    `statistics_of_batch`.
+    `places`, `(n,)`, says where this rank's examples stand in the data. `H`, `scale` and `device`
+    are those of `statistics_of_batch`.
 
     Raises
     ------
@@ -316,7 +315,7 @@ def upper_triangle(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def from_triangle(triangles: torch.Tensor, size: int) -> torch.Tensor:
-    """`(..., C, C)` symmetric matrices from what `upper_triangle` has returned."""
+    """`(..., C, C)` symmetric matrices from what `upper_triangle` returned."""
     rows, columns = torch.triu_indices(size, size)
     position = torch.empty(size, size, dtype=torch.long)
     position[rows, columns] = position[columns, rows] = torch.arange(len(rows))

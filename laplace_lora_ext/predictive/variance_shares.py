@@ -1,4 +1,4 @@
-"""How the variance of predictions divides among a model's LoRA weights."""
+"""How much each LoRA weight of a model contributes to the variance of its predictions."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from laplace_lora_ext.models.lora_layers import Block
 
 @dataclass(frozen=True)
 class VarianceShares:
-    """Shares of LoRA weights in the variance of the logits, the trace of their covariance.
+    """Each LoRA weight's share of the logits' variance (the trace of their covariance).
 
-    Each mapping sums to 1, in the order of the model's parameters.
+    Each mapping sums to 1, and has the order of the model's parameters.
 
     Attributes
     ----------
     by_block : dict of str to float
-        of each LoRA weight, under its name
+        for each LoRA weight, by its name
     by_layer : dict of str to float
-        of each transformer layer, such as "model.layers.3", and of each module outside the
-        layers, such as "lm_head"
+        for each transformer layer, such as "model.layers.3", and each module outside the layers,
+        such as "lm_head"
     by_matrix : dict of str to float
-        of all "lora_A" and of all "lora_B" weights
+        for all "lora_A" and for all "lora_B" weights
     """
 
     by_block: dict[str, float]
@@ -36,7 +36,7 @@ class VarianceShares:
         """Divide the variances of the blocks, `(blocks,)`, by their sum."""
         total = variances.sum()
         if not total > 0:
-            raise ValueError("The logits have no variance: they depend on no LoRA weight.")
+            raise ValueError("The logits have no variance: they don't depend on any LoRA weight.")
         shares = (variances / total).tolist()
 
         def grouped(name: Callable[[Block], str]) -> dict[str, float]:

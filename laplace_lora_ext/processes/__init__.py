@@ -1,1 +1,1 @@
-"""What processes of one `torch.distributed` group tell each other; one alone notices nothing."""
+"""What the processes of a `torch.distributed` group tell each other."""

@@ -1,17 +1,18 @@
-"""Values and errors that the processes of a group tell each other; the group is found, not passed.
+"""Exchanges values and errors between the processes of torch's default group.
 
-All of this is collective: every rank calls the same functions in the same order.
+All of this is collective: every rank must call the same functions in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 Value = TypeVar("Value")
 
@@ -19,11 +20,11 @@ _TOGETHER: ContextVar[bool] = ContextVar("together", default=False)
 
 
 class RankError(RuntimeError):
-    """Another rank has failed; the message is its own."""
+    """Another rank failed; the message is that rank's."""
 
 
 def count() -> int:
-    """Number of processes; 1 where no process group is initialised."""
+    """Number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -34,15 +35,14 @@ def rank() -> int:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """What fails on one rank within fails on all of them, by the end of the block at the latest.
+    """If one rank fails in this block, all ranks fail before they leave it.
 
-    The others go on until they next hear of each other, and no longer than the time limit of the
-    process group.
+    The others notice at their next exchange, or when the process group's time limit runs out.
 
     Raises
     ------
     RankError
-        With the message of a rank that has failed.
+        With the message of a rank that failed.
     """
     if count() == 1 or _TOGETHER.get():
         yield
@@ -66,13 +66,13 @@ def gathered(value: Value) -> list[Value]:
     Raises
     ------
     RankError
-        If a rank has failed instead of calling this.
+        If a rank failed instead of calling this.
     """
     if count() == 1:
         return [value]
     _tell(None)
     values = []
-    for source in range(count()):  # of one rank at a time: they travel through its device's memory
+    for source in range(count()):  # one rank at a time: values pass through its device's memory
         box: list[Any] = [_in_main_memory(value) if source == rank() else None]
         dist.broadcast_object_list(box, src=source)
         values.append(box[0])
@@ -85,7 +85,7 @@ def of_first(value: Value) -> Value:
 
 
 def one_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """The generator itself; with several processes one that gives the same numbers to all."""
+    """The generator itself, or with several processes one that gives all the same numbers."""
     if count() == 1:
         return generator
     device = None if generator is None else generator.device
@@ -98,14 +98,9 @@ def _tell(error: Exception | None) -> None:
     dist.all_gather_object(messages, error and f"{type(error).__name__}: {error}")
     failed = [number for number, message in enumerate(messages) if message is not None]
     if failed and error is None:
-        raise RankError(f"Rank {failed[0]} has failed. {messages[failed[0]]}")
+        raise RankError(f"Rank {failed[0]} failed. {messages[failed[0]]}")
 
 
 def _in_main_memory(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()  # of a view alone, not of all that it is a view of
-    if isinstance(value, Mapping):
-        return {key: _in_main_memory(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_in_main_memory(part) for part in value]
-    return value
+    # A clone, since pickling a view would send the whole tensor.
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)

@@ -1,7 +1,7 @@
-"""Which examples of a data set a loader gives to this process, and which of them more than once.
+"""Which examples of a data set a loader gives to this process, and which of them twice.
 
-Samplers fill up the last round, so that every rank has as many examples. These must not count
-twice, and what comes back must be in the data set's order.
+Samplers repeat examples to give every rank equally many. Repetitions must not count, and results
+must come back in the data set's order.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.processes.exchange import count, gathered, rank
 
-_ROUND = 2**40  # more than the examples of a batch, or of a rank
+_ROUND = 2**40  # more examples than any batch or rank has
 _AGAIN = -1
-_ROUNDING = 1e-6  # relative: of a sum over the same data in other batches
+_ROUNDING = 1e-6  # relative difference of sums over the same data in other batches
 
 Places = Callable[[int, int, int], torch.Tensor]
-"""Of the number of a batch, of the examples before it, and of its own: their places."""
+"""Takes a batch's number, how many examples came before it and how many it has: their places."""
 
 
 class Shard:
-    """Places, in the order of the whole data, of the examples that a loader gives to this rank.
+    """Where the examples that a loader gives to this rank stand in the whole data set.
 
     Parameters
     ----------
     loader : DataLoader or iterable
-        with a `DistributedSampler`, prepared by Accelerate, or any other, whose examples are taken
-        to be this rank's own
+        with a `DistributedSampler`, prepared by Accelerate, or any other. Examples of another
+        loader count as this rank's own
 
     Attributes
     ----------
     is_known : bool
-        whether the loader says what it leaves to other ranks
+        whether the loader shows which examples other ranks get
 
     Warns
     -----
     UserWarning
-        If Accelerate repeats examples of an iterable data set, and nobody can tell which.
+        If Accelerate repeats examples of an iterable data set without telling which.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -53,20 +53,20 @@ class Shard:
         self._batches = self._examples = 0
 
     def places(self, n_examples: int) -> torch.Tensor:
-        """Of the next batch, `(n_examples,)`; -1 of an example that was given already."""
+        """Places of the next batch's examples, `(n_examples,)`; -1 for a repeated example."""
         result = self._places(self._batches, self._examples, n_examples)
         self._batches, self._examples = self._batches + 1, self._examples + n_examples
         return result
 
 
 def data_size(loader: Any) -> int | None:
-    """Length of a loader's data set, where it has one."""
+    """Length of a loader's data set, if it has one."""
     data_set = getattr(loader, "dataset", None)
     return len(data_set) if isinstance(data_set, Sized) else None
 
 
 def total_size(loader: Any, otherwise: int) -> int:
-    """Examples that all ranks have together, or another number where a loader does not say."""
+    """Number of all ranks' examples, or another number if a loader does not tell."""
     sizes = gathered((data_size(loader), Shard(loader).is_known))
     if any(size is None for size, _ in sizes):
         return otherwise
@@ -75,15 +75,15 @@ def total_size(loader: Any, otherwise: int) -> int:
 
 
 class Sample:
-    """A share of a loader's examples, drawn by their places: all ranks draw as one process does.
+    """A random share of a loader's examples: all ranks together draw what one process would.
 
     Parameters
     ----------
     loader : DataLoader or iterable
     split : callable
-        inputs and labels, or None in their place, of a batch
+        splits a batch into inputs and labels; the labels may be None
     share : float
-        from 0 to 1: the chance of each example
+        the chance of each example, from 0 to 1
     seed : int
     """
 
@@ -108,12 +108,12 @@ class Sample:
 
 
 def is_new(places: torch.Tensor) -> torch.Tensor:
-    """Whether examples are given for the first time, `(n,)` booleans."""
+    """Whether examples come for the first time, `(n,)` booleans."""
     return places != _AGAIN
 
 
 def rows(batch: Any, chosen: torch.Tensor) -> Any:
-    """Some examples of a batch, by `(B,)` booleans: of all tensors in it that have B rows."""
+    """Some examples of a batch, chosen by `(B,)` booleans: rows of all tensors with B rows."""
     if isinstance(batch, torch.Tensor) and batch.shape[:1] == chosen.shape:
         return batch[chosen.to(batch.device)]
     if isinstance(batch, Mapping):
@@ -134,14 +134,14 @@ def _has_tensors(values: list[Any]) -> bool:
 def joined(
     places: torch.Tensor, columns: tuple[torch.Tensor, ...] | None
 ) -> tuple[torch.Tensor, ...] | None:
-    """Tensors with a row for each example of all ranks, in the data's order, each example once.
+    """Join the ranks' tensors: one row for each example, in the data's order, without repetitions.
 
     Parameters
     ----------
     places : torch.Tensor
-        `(n,)`, of this rank's examples
+        `(n,)`, places of this rank's examples
     columns : tuple of torch.Tensor or None
-        `(n, ...)` each; None of a rank without data
+        `(n, ...)` each; None on a rank without data
 
     Returns
     -------
@@ -168,12 +168,12 @@ def joined(
 
 
 def refuse_copies(totals: Sequence[tuple[int, float]]) -> None:
-    """Refuse ranks that have the same data, by their number and by a sum over them.
+    """Refuse ranks with the same data: as many examples, and the same sum over them.
 
     Raises
     ------
     ValueError
-        The message says what loaders to pass.
+        The message says which loaders to pass.
     """
     seen = sorted((number, total, of_rank) for of_rank, (number, total) in enumerate(totals))
     for (number, total, first), (other_number, other_total, second) in pairwise(seen):
@@ -181,7 +181,7 @@ def refuse_copies(totals: Sequence[tuple[int, float]]) -> None:
         if number and alike:
             raise ValueError(
                 f"Ranks {first} and {second} have the same {number} examples: give each rank its "
-                "shard, by a DistributedSampler or by accelerator.prepare(loader)."
+                "own shard, with a DistributedSampler or accelerator.prepare(loader)."
             )
 
 
@@ -195,9 +195,9 @@ def _size(X: Any) -> int:
 
 
 def _uniform(places: torch.Tensor, seed: int) -> torch.Tensor:
-    """A number from 0 to 1 for each place, which other places don't change.
+    """A number from 0 to 1 for each place, whatever the other places are.
 
-    The finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014); products overflow as they must.
+    The finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014); products overflow as intended.
     """
     x = places + torch.full_like(places, seed + 1) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
@@ -206,7 +206,7 @@ def _uniform(places: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, as if x had no sign."""
+    """Shift right as if x were unsigned."""
     return (x >> by) & (2 ** (64 - by) - 1)
 
 
@@ -224,7 +224,7 @@ def _places_of(loader: Any) -> Places | None:
     data_set = getattr(loader, "dataset", None)
     if isinstance(data_set, IterableDatasetShard) and not data_set.drop_last:
         warn(
-            "Accelerate fills up the last batch of an iterable data set with examples that then "
+            "Accelerate fills the last batch of an iterable data set with repeated examples, which "
             "count twice: prepare the loader with dispatch_batches=True, or drop_last=True."
         )
     return None
@@ -245,7 +245,7 @@ def _strided(sampler: DistributedSampler) -> Places:
 
 
 def _in_turn(shard: BatchSamplerShard) -> Places:
-    """Whole batches go to one rank after the other."""
+    """Ranks take turns, a whole batch each."""
     whole, n_examples = shard.batch_sampler, _length(shard)
 
     def places(batch: int, _: int, size: int) -> torch.Tensor:
@@ -260,7 +260,7 @@ def _in_turn(shard: BatchSamplerShard) -> Places:
 
 
 def _split(shard: BatchSamplerShard) -> Places:
-    """Each batch is split among the ranks."""
+    """The ranks share each batch."""
     n_examples = _length(shard)
     whole = shard.batch_size or 0
     own = whole // shard.num_processes
@@ -273,7 +273,7 @@ def _split(shard: BatchSamplerShard) -> Places:
 
 
 def _dispatched(loader: Any) -> Places:
-    """Rank 0 reads the data and hands them out."""
+    """Rank 0 reads the data and sends each rank its part."""
 
     def places(batch: int, _: int, size: int) -> torch.Tensor:
         row = loader.state.process_index * size + torch.arange(size)
@@ -285,6 +285,6 @@ def _dispatched(loader: Any) -> Places:
 
 
 def _length(shard: BatchSamplerShard) -> float:
-    """Examples that the batches hold before they are filled up."""
+    """Examples in the batches, without repetitions."""
     source: Any = getattr(shard.batch_sampler, "sampler", None)
     return len(source) if isinstance(source, Sized) else float("inf")

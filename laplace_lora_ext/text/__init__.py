@@ -1,1 +1,1 @@
-"""Free text: draws of the posterior, what they change, scores of texts, and generation."""
+"""Free text: draws of the posterior, what they change, scores of texts, generation."""

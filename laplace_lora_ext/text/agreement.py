@@ -19,23 +19,23 @@ from laplace_lora_ext.tuning.method import check_max_examples
 class TokenAgreement(OnGrid):
     """Take the broadest posterior whose draws still agree with the model on the training texts.
 
-    `laplace_lora_ext.Agreement` for tokens: a draw's distribution of each labelled token is
-    compared with the model's by their total variation distance, `½ Σ_v |p_v - p*_v|`. The prior
-    precision is the one at which its mean is `max_change`, between two points of the grid where
-    the logarithm says. Labels say which tokens count, and play no other part.
+    `laplace_lora_ext.Agreement` for tokens. At each labelled token, it takes the total variation
+    distance between a draw's distribution and the model's, `½ Σ_v |p_v - p*_v|`, and chooses the
+    prior precision at which the mean distance is `max_change`, interpolating in the logarithm
+    between points of the grid. Labels only say which tokens count.
 
     Parameters
     ----------
     train_loader : DataLoader or iterable
         the data of the fit, or texts like them
     max_change : float, default=0.1
-        between 0 and 1: the distance that is allowed on average
+        the mean distance to allow, between 0 and 1
     max_examples : int, default=100
-        where there are more texts, every so many'th batch passes through the model, and no other:
-        each takes some 140 forward passes, 14 a draw. The history says how many texts there were
+        with more texts, take only every second, third... batch. A text takes about 140 forward
+        passes, 14 a draw. The history says how many texts there were
     init_prior_prec, prior_structure, progress_bar, n_samples, generator, log_prior_prec_min, \
 log_prior_prec_max, grid_size, log_prior_prec_base
-        of `OnGrid`
+        as for `OnGrid`
 
     Raises
     ------
@@ -46,7 +46,7 @@ log_prior_prec_max, grid_size, log_prior_prec_base
     Warns
     -----
     UserWarning
-        If no prior precision of the grid has this change; the nearest end is taken.
+        If no prior precision of the grid gives this distance; then the nearest end is chosen.
     """
 
     train_loader: Iterable[Any]
@@ -63,7 +63,7 @@ log_prior_prec_max, grid_size, log_prior_prec_base
         stride = max(1, total_size(self.train_loader, la.n_data) // self.max_examples)
         history = self._means(la, self.train_loader, stride)
         changes, points = history.objective, history.prior_precision
-        # The change falls along the grid: between the last point where it is too much and the next.
+        # The change falls along the grid; look between the last point above the limit and the next.
         above = (changes > self.max_change).nonzero().flatten()
         after = int(above[-1]) + 1 if len(above) else 0
         if after in (0, len(changes)):

@@ -1,4 +1,4 @@
-"""Draws of a posterior as directions from the trained weights, the same ones whenever asked."""
+"""Draws of a posterior as directions from the trained weights, reproducible at any time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from laplace_lora_ext.tuning.loss_search import draw_seed
 
 
 class Noise:
-    """Standard normal numbers, `(parameters,)` a draw, kept as a seed and made anew each time.
+    """Standard normal numbers, `(parameters,)` for each draw, stored as a seed.
 
-    The directions of two prior precisions differ by the prior precision alone.
+    Directions under two prior precisions come from the same numbers.
     """
 
     def __init__(self, n_samples: int, seed: int) -> None:
@@ -24,13 +24,13 @@ class Noise:
 
     @classmethod
     def seeded(cls, n_samples: int, generator: torch.Generator | None) -> Noise:
-        """With a seed from a generator, or torch's random state, which no draws leave alone."""
+        """With a seed from a generator or torch's random state; 0 draws leave that untouched."""
         return cls(n_samples, draw_seed(generator) if n_samples else 0)
 
     def direction(
         self, index: int, precision: LowRankKronDecomposed, blocks: Sequence[Block]
     ) -> Values:
-        """`P^(-1/2) z` of a draw z: from a Gaussian of mean 0 and precision P."""
+        """`P^(-1/2) z` for a draw z: a sample of the Gaussian with mean 0 and precision P."""
         generator = torch.Generator().manual_seed(self._seed + index)
         like = precision.blocks[0].small.values
         n_params = sum(block.weight.numel() for block in blocks)
@@ -41,5 +41,5 @@ class Noise:
     def directions(
         self, precision: LowRankKronDecomposed, blocks: Sequence[Block]
     ) -> Iterator[Values]:
-        """Those of all draws, one at a time."""
+        """The directions of all draws, one at a time."""
         return (self.direction(index, precision, blocks) for index in range(self.n_samples))

@@ -1,4 +1,4 @@
-"""Texts whose every next token follows the posterior predictive, by transformers' `generate`."""
+"""Runs transformers' `generate` on the posterior predictive of each next token."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.text.perturbations import Draw
 from laplace_lora_ext.text.scores import TextScores
 
-# What changes the rows or the length of a cache between two passes.
+# Methods that change a cache's rows or length between two passes.
 _CHANGES = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "reset")
 
-_LOOKED_AT = 8  # tokens of a prompt by which ways to products are compared
+_LOOKED_AT = 8  # tokens of a prompt on which to compare ways to multiply with Jacobians
 
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """What `generate` has written.
+    """What `generate` wrote.
 
     Attributes
     ----------
     sequences : torch.Tensor
         `(B, T)` tokens, the prompts first
     scores : TextScores
-        of the generated tokens, under the draws that they were generated with
+        of the generated tokens, under the same draws
     output : Any
-        what transformers' `generate` has returned
+        what transformers' `generate` returned
     """
 
     sequences: torch.Tensor
@@ -46,7 +46,7 @@ class GeneratedText:
 
 @dataclass(frozen=True)
 class Settings:
-    """What must be known of the options of `generate`, wherever they are given."""
+    """Options of `generate` that matter here, wherever they are set."""
 
     num_beams: int
     endings: list[int]
@@ -77,7 +77,7 @@ class Prompt:
     def of(
         cls, generation_kwargs: Mapping[str, Any], settings: Settings, device: torch.device
     ) -> Prompt:
-        """The prompts among the arguments of `generate`, with the mask that it takes or makes."""
+        """The prompts among `generate`'s arguments, with the mask that it takes or makes."""
         tokens = generation_kwargs.get("input_ids")
         if tokens is None:
             raise ValueError("Pass input_ids, as a tokenizer makes them.")
@@ -88,8 +88,8 @@ class Prompt:
         return cls(tokens.to(device), mask.to(device))
 
     def as_text(self) -> dict[str, torch.Tensor]:
-        """The prompts as texts, of which a few tokens have labels."""
-        # Their last token once more: one token alone would predict none.
+        """The prompts as texts with a few labelled tokens."""
+        # Repeat the last token: a single one would have nothing to predict.
         tokens = torch.cat([self.input_ids, self.input_ids[:, -1:]], dim=1)
         mask = torch.cat([self.attention_mask, torch.ones_like(self.attention_mask[:, :1])], dim=1)
         labelled = mask.bool()
@@ -97,7 +97,7 @@ class Prompt:
         return _labelled(tokens, mask, labelled)
 
     def continued(self, sequences: torch.Tensor, settings: Settings) -> dict[str, torch.Tensor]:
-        """Whole texts, labelled where they were generated, up to the first token that ends one."""
+        """Whole texts, with labels on generated tokens up to the first one that ends the text."""
         repeats = len(sequences) // len(self.input_ids)
         new = sequences[:, self.input_ids.shape[1] :]
         ends = torch.isin(new, torch.tensor(settings.endings, device=new.device, dtype=new.dtype))
@@ -113,15 +113,16 @@ class Prompt:
 def predictive(
     transformer: PreTrainedModel, weights: LoRAWeights, draws: Sequence[Draw], beams: bool
 ) -> Iterator[None]:
-    """Within, the model's logits are log-probabilities of the mixture over draws.
+    """Replace the model's logits by log-probabilities of the mixture over draws.
 
-    Whatever acts on logits in `generate` sees these: a `LogitsProcessor` would come behind
-    transformers' own ones, and undo what they forbid. Each pass of a draw has a cache of its own.
+    Everything in `generate` that acts on logits then sees these. A `LogitsProcessor` would come
+    after transformers' own ones, and allow again what they forbid. Each pass of a draw has its own
+    cache.
 
     Raises
     ------
     NotImplementedError
-        For beams in a cache that can't be followed.
+        For beams if the cache does not say when it changes.
     RuntimeError
         If the model was never called.
     """
@@ -152,7 +153,7 @@ class _Mixture:
         self._repeating = False
 
     def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook: a text begins with an empty cache, of which every pass gets a copy."""
+        """A hook: when a text begins, with an empty cache, every pass gets a copy of that cache."""
         if self._repeating:
             return
         cache = kwargs.get("past_key_values")
@@ -165,7 +166,7 @@ class _Mixture:
     def after(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """A hook: put the mixture's log-probabilities in the place of the logits."""
+        """A hook: replace the logits by the mixture's log-probabilities."""
         if self._repeating:
             return
         self.n_calls += 1
@@ -199,7 +200,7 @@ class _Mixture:
 
 
 def _follow(cache: Any, copies: Sequence[Any]) -> None:
-    """Make what is done to a cache between passes happen to its copies too."""
+    """Repeat on the copies whatever happens to a cache between passes."""
 
     def following(name: str) -> Any:
         method = getattr(cache, name)

@@ -1,4 +1,4 @@
-"""Draws under many prior precisions, as combinations of those under a few."""
+"""Approximates draws under many prior precisions by combinations of draws under a few."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import NamedTuple
 import torch
 
 TOLERANCE = 1e-2
-"""Relative error of every coordinate of an interpolated draw, at most."""
+"""The largest relative error of any coordinate of an interpolated draw."""
 
-_PENALTY = 1e-3  # of a coefficient, as a share of an error of the same size
+_PENALTY = 1e-3  # of a coefficient, relative to an error of the same size
 
 
 class Interpolation(NamedTuple):
     """`(λ + e)^(-1/2) ≈ Σ_m c_m (λ_m + e)^(-1/2)`, for all eigenvalues e of a curvature.
 
-    What is linear in a draw, such as a Jacobian's product with it, is then the same combination
-    of those at the nodes, whatever the prior precision.
+    So anything linear in a draw, such as its product with a Jacobian, is the same combination of
+    its values at the nodes, under any prior precision.
 
     Attributes
     ----------
     nodes : torch.Tensor
         `(M,)`, λ_m
     coefficients : torch.Tensor
-        `(G, M)`, of each λ of the grid
+        `(G, M)`, for each λ of the grid
     error : float
         the largest relative error over all λ and e
     """
@@ -36,11 +36,11 @@ class Interpolation(NamedTuple):
 def interpolation(
     grid: torch.Tensor, eigenvalues: torch.Tensor, tolerance: float = TOLERANCE
 ) -> Interpolation:
-    """As few nodes as a tolerance allows, at Chebyshev's places in log λ.
+    """Use as few nodes as a tolerance allows, at Chebyshev nodes in log λ.
 
-    As functions of e, `(λ + e)^(-1/2)` for all λ of a range lie close to the span of a few of them.
-    The coefficients are those of least relative squares over the eigenvalues that there are, kept
-    small, and the error is measured on the same: no bound is assumed.
+    Over a range of λ, the functions `(λ + e)^(-1/2)` of e lie close to the span of a few of them.
+    The coefficients minimise relative squares over the actual eigenvalues, with a penalty that
+    keeps them small. The error is measured on the same eigenvalues rather than bounded.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def interpolation(
         nodes = _nodes(grid, n_nodes)
         given = (nodes + e[:, None]).rsqrt()  # (E, M)
         shares = given[None] / wanted.mT[..., None]  # (G, E, M)
-        # Products are not exact: a large coefficient would bring their errors along.
+        # Products are not exact, and large coefficients would magnify their errors.
         penalty = torch.diag_embed(shares.amax(1)) * _PENALTY * len(e) ** 0.5
         systems = torch.cat([shares, penalty], dim=1)
         ones = torch.cat([torch.ones_like(e), torch.zeros_like(nodes)]).expand(len(grid), -1)
@@ -68,7 +68,7 @@ def interpolation(
 
 
 def _nodes(grid: torch.Tensor, n_nodes: int) -> torch.Tensor:
-    """Chebyshev's places in log λ, stretched so that the ends are among them."""
+    """Chebyshev nodes in log λ, stretched to include both ends."""
     angles = (torch.arange(n_nodes).to(grid) + 0.5) * torch.pi / n_nodes
     places = angles.cos() / angles[0].cos()
     low, high = grid.log().min(), grid.log().max()
@@ -76,7 +76,7 @@ def _nodes(grid: torch.Tensor, n_nodes: int) -> torch.Tensor:
 
 
 def _thinned(eigenvalues: torch.Tensor) -> torch.Tensor:
-    """At most a few hundred numbers that are as dense in their logarithm as the eigenvalues."""
+    """At most a few hundred numbers that cover the eigenvalues, also in their logarithm."""
     distinct = eigenvalues.clamp_min(0).unique()
     if len(distinct) <= 400:
         return distinct

@@ -1,4 +1,4 @@
-"""The best of a grid of prior precisions by the likelihood of validation texts."""
+"""The prior precision of a grid that makes validation texts most likely."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from laplace_lora_ext.tuning.history import TuningHistory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenGridSearch(OnGrid):
-    """Take the prior precision of a grid under which validation texts' tokens are most likely.
+    """Take the prior precision of a grid that makes the tokens of validation texts most likely.
 
-    The loss is the mean negative log-likelihood of a labelled token under the mixture of the
-    linearised model's draws.
+    The loss is the mean negative log-likelihood of a labelled token under the mixture over draws of
+    the linearised model.
 
     Parameters
     ----------
     val_loader : DataLoader or iterable
-        batches of texts with labels; the logits of one batch are held about a dozen times
+        batches of texts with labels; memory holds about a dozen times the logits of a batch
     init_prior_prec, prior_structure, progress_bar, n_samples, generator, log_prior_prec_min, \
 log_prior_prec_max, grid_size, log_prior_prec_base
-        of `OnGrid`
+        as for `OnGrid`
 
     Raises
     ------

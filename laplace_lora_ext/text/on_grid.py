@@ -1,4 +1,4 @@
-"""What ways to choose a prior precision by draws on a grid share: the same draws at each point."""
+"""What methods share that evaluate draws along a grid: the same draws at each point."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OnGrid(TuningMethod):
-    """Draws of the linearised model, the same ones under every prior precision of a grid.
+    """Draws from the linearised model, with the same noise at every point of a grid of priors.
 
     Products with the Jacobian at a few prior precisions give those at all others, see
     `laplace_lora_ext.text.grid`.
@@ -48,13 +48,13 @@ class OnGrid(TuningMethod):
     Parameters
     ----------
     init_prior_prec : float or torch.Tensor
-        several numbers are a base, of which the grid gives factors; one number is not used
+        several numbers are a base, which the grid multiplies; a single number is not used
     prior_structure, progress_bar
-        of `TuningMethod`
+        as for `TuningMethod`
     n_samples : int, default=10
-        draws
+        how many draws
     generator : torch.Generator, optional
-        of the draws
+        for the draws
     log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
         the grid
     """
@@ -73,11 +73,11 @@ class OnGrid(TuningMethod):
     def _of_batch(
         self, f: torch.Tensor, tokens: torch.Tensor, drawn: Iterable[Drawn]
     ) -> torch.Tensor:
-        """`(grid_size, N)` of a batch's tokens, of the model's logits, the labels and the draws."""
+        """`(grid_size, N)` numbers to average, from the model's logits, labels and draws."""
         raise NotImplementedError
 
     def _means(self, la: TextTunable, loader: Iterable[Any], stride: int = 1) -> TuningHistory:
-        """The mean of `_of_batch` over the tokens of every so many'th batch, along the grid."""
+        """The mean of `_of_batch` along the grid, over the tokens of every `stride`-th batch."""
         base = self._start(la) if self._is_base else torch.ones(1, dtype=torch.float64)
         grid = self._grid()
         points = (grid[:, None] * base.cpu()).to(la._device)

@@ -1,4 +1,4 @@
-"""What a draw makes of a model's logits: passes with other weights, and how they are combined."""
+"""How a draw changes a model's logits: passes with other weights, and how to combine them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Draw:
     Attributes
     ----------
     weights : list of Values
-        those of each pass that the draw takes
+        the weights for each pass that the draw takes
     combine : callable
-        from the trained model's logits and those of the passes to the draw's logits
+        makes the draw's logits from the trained model's and those of the passes
     """
 
     weights: list[Values]
@@ -30,7 +30,7 @@ class Draw:
 
 
 class Perturbation(Protocol):
-    """Makes a `Draw` of the trained weights and a direction δ, to be used within `passes()`."""
+    """Turns the trained weights and a direction δ into a `Draw`, for use within `passes()`."""
 
     def passes(self) -> AbstractContextManager[None]: ...
 
@@ -39,12 +39,12 @@ class Perturbation(Protocol):
 
 @dataclass(frozen=True)
 class CentralDifference:
-    """The linearised model's logits `f + Jδ`, with Jδ from two passes: any kernel will do.
+    """The linearised model's logits `f + Jδ`, with Jδ from two passes by any kernel.
 
     Parameters
     ----------
     step : float
-        length of the step to either side, as a share of the length of all LoRA weights
+        length of the step to either side, relative to the norm of all LoRA weights
     """
 
     step: float
@@ -67,7 +67,7 @@ class CentralDifference:
 class ForwardMode:
     """The linearised model's logits `f + Jδ`, with Jδ from one pass of forward-mode derivatives.
 
-    Fused attention has none, so that PyTorch's own kernel runs instead.
+    Fused attention has no such derivatives, so PyTorch's plain kernel runs instead.
     """
 
     @contextmanager
@@ -91,7 +91,7 @@ class ForwardMode:
 
 @dataclass(frozen=True)
 class SampledWeights:
-    """The model's own logits with drawn weights, as adapters of a server have them."""
+    """The model's own logits with drawn weights, like those of a sampled adapter on a server."""
 
     def passes(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -102,7 +102,7 @@ class SampledWeights:
 
 
 Run = Callable[[Values], torch.Tensor]
-"""Logits of a batch with other LoRA weights."""
+"""Takes LoRA weights, and returns a batch's logits with them."""
 
 
 def drawn_logits(

@@ -1,4 +1,4 @@
-"""Which way to a product Jδ is right on a model: found out on a batch, and not assumed."""
+"""Finds out on a batch which way to compute a product Jδ is right for a model."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from laplace_lora_ext.text.perturbations import (
     drawn_logits,
 )
 
-STEPS = (0.1, 0.03, 0.01, 0.003, 0.001)  # shares of the length of the LoRA weights
-AGREEMENT = 5e-3  # relative difference of two ways that count as the same
-_WORST = 0.05  # relative error that is tolerated where two ways differ
+STEPS = (0.1, 0.03, 0.01, 0.003, 0.001)  # relative to the norm of the LoRA weights
+AGREEMENT = 5e-3  # relative difference up to which two ways agree
+_WORST = 0.05  # relative error to tolerate if two ways differ
 
 
 def proven(run: Run, values: Values, direction: Values) -> Perturbation:
-    """The cheapest way to products with a Jacobian that a batch shows to be right.
+    """The cheapest way to multiply with a Jacobian that a batch proves right.
 
-    Central differences take two passes and any kernel, but drown in rounding where the base is in
-    half precision; forward-mode derivatives take longer, and some kernels have none, or wrong
-    ones. Where both agree, differences are taken. Where they don't, one backward pass, by which
-    everything else in this library is computed, decides: along their difference D it gives
-    `⟨D, Jδ⟩ = ⟨JᵀD, δ⟩`, which one of the two meets.
+    Central differences work with any kernel in two passes, but drown in rounding if the base is in
+    half precision. Forward-mode derivatives take longer, and some kernels have none, or wrong ones.
+    If both agree, take differences. If not, a backward pass decides, as everything else in this
+    library relies on those: along the difference D of the two products it gives
+    `⟨D, Jδ⟩ = ⟨JᵀD, δ⟩`, which the right way must match.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def proven(run: Run, values: Values, direction: Values) -> Perturbation:
     Raises
     ------
     RuntimeError
-        If no way is right.
+        If neither way is right.
     """
     with torch.no_grad():
         f = run(values)
@@ -46,7 +46,7 @@ def proven(run: Run, values: Values, direction: Values) -> Perturbation:
         if spread < AGREEMENT:
             return CentralDifference(step)
         raise RuntimeError(
-            f"Products with the Jacobian can't be computed: two differences differ by "
+            "Can't compute products with the Jacobian: finite differences with two steps differ by "
             f"{spread:.2g}, and the model has no forward-mode derivatives. Load it in float32, or "
             'with attn_implementation="eager".'
         )
@@ -74,7 +74,7 @@ def proven(run: Run, values: Values, direction: Values) -> Perturbation:
 def _best_step(
     run: Run, values: Values, direction: Values, f: torch.Tensor
 ) -> tuple[float, torch.Tensor, float]:
-    """The step whose difference is nearest to the last one's, that difference, and how near."""
+    """The step whose product changes least from the previous step's, the product, the change."""
     best: tuple[float, torch.Tensor, float] | None = None
     before: torch.Tensor | None = None
     for step in STEPS:

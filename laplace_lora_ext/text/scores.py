@@ -1,4 +1,4 @@
-"""Scores of texts: log-probabilities and entropies under a mixture over draws."""
+"""Scores texts: log-probabilities and entropies under a mixture over draws."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 
 @dataclass(frozen=True)
 class Scores:
-    """Numbers of each token, or their sums or means over each text; in nats.
+    """Scores in nats of each token, or their sums or means over each text.
 
     Attributes
     ----------
     log_prob : torch.Tensor
-        of the label under the posterior predictive
+        the label's log-probability under the posterior predictive
     map_log_prob : torch.Tensor
-        of the label under the trained model itself
+        the label's log-probability under the trained model itself
     map_entropy : torch.Tensor
-        of the trained model's distribution
+        entropy of the trained model's distribution
     total : torch.Tensor
         entropy of the posterior predictive
     aleatoric : torch.Tensor
-        mean of the draws' entropies
+        mean entropy of the draws
     epistemic : torch.Tensor
-        the difference of the two: the information that a token would give about the weights
+        total less aleatoric: the information that a token would give about the weights
     log_prob_sd : torch.Tensor
         standard deviation of the label's log-probability over the draws
     """
@@ -47,14 +47,14 @@ class TextScores:
     Attributes
     ----------
     tokens : Scores
-        `(B, T)`, at the places of `labels`; 0 where there is no label
+        `(B, T)`, where `labels` has them; 0 where there is no label
     sums, means : Scores
-        `(B,)` over each text's labelled tokens; 0 for a text without any
+        `(B,)`, over each text's labelled tokens; 0 for a text without any
     labelled : torch.Tensor
         `(B, T)` booleans
     log_prob : torch.Tensor
-        `(B,)`, of all of a text's labels at once under the mixture over draws: a draw is one model
-        for the whole text, so that this is no sum over tokens
+        `(B,)`, log-probability of all of a text's labels together under the mixture over draws.
+        A draw is one model for the whole text, so this is not the sum over tokens
     """
 
     tokens: Scores
@@ -67,20 +67,20 @@ class TextScores:
 def score(
     f: torch.Tensor, drawn: Iterable[torch.Tensor], tokens: torch.Tensor, labelled: torch.Tensor
 ) -> TextScores:
-    """Score texts by the logits of draws, which are taken one at a time.
+    """Score texts by the logits of draws, one draw at a time.
 
-    What is held is of the size of one draw's logits, whatever their number.
+    The memory is that of a few draws' logits, however many draws there are.
 
     Parameters
     ----------
     f : torch.Tensor
         `(N, V)` logits of the trained model at the labelled tokens, one text after the other
     drawn : iterable of torch.Tensor
-        those of each draw; the trained model's where there is none
+        logits of each draw; without any, the trained model itself is scored
     tokens : torch.Tensor
         `(N,)` the labels
     labelled : torch.Tensor
-        `(B, T)` booleans, N of them true
+        `(B, T)` booleans, N of which are true
 
     Raises
     ------
@@ -108,11 +108,11 @@ def score(
         map_entropy,
         total,
         aleatoric,
-        (total - aleatoric).clamp_min(0),  # which rounding alone can miss
+        (total - aleatoric).clamp_min(0),  # only rounding can make it negative
         of_draws.std(0, correction=0),
     )
     if by_token.total.isnan().any() or by_token.map_entropy.isnan().any():
-        raise ValueError("non-finite logits: is the prior precision, are the weights?")
+        raise ValueError("non-finite logits: check the prior precision and the weights")
     return _arranged(by_token, of_draws, labelled)
 
 
@@ -145,13 +145,13 @@ def _distribution(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Probabilities `(N, V)`, log-probability of the labels and entropy, `(N,)`.
 
-    With as few passes over the vocabulary as can be: next to a small model they take time.
+    Written with few passes over the vocabulary, which take time next to a small model.
     """
     p = logits.softmax(-1)
     highest, place = p.max(-1, keepdim=True)
     normalizer = logits.gather(-1, place) - highest.log()  # the logarithm of the sum
     log_prob = logits.gather(-1, tokens[:, None]) - normalizer
-    # A logit of -inf is one of probability 0, and adds nothing.
+    # A logit of -inf has probability 0, and adds nothing.
     finite = logits.clamp_min(torch.finfo(logits.dtype).min)
     mean = torch.linalg.vecdot(p, finite)
     return p, log_prob.squeeze(-1), normalizer.squeeze(-1) - mean

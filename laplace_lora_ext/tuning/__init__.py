@@ -1,4 +1,4 @@
-"""Ways to choose the prior precision: one file and one object each."""
+"""Methods to choose the prior precision, one file and one object each."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ def build(
     options: Mapping[str, Any],
     methods: Mapping[str, type[TuningMethod]] = METHODS,
 ) -> TuningMethod:
-    """The object of a method.
+    """Make the object of a method.
 
     Parameters
     ----------
     method : str or TuningMethod
-        a key of `methods`, or an object that is taken as it is
+        a key of `methods`, or an object, which is returned as it is
     options : mapping of str to Any
         the object's fields
     methods : mapping of str to type of TuningMethod, optional
-        those that a posterior knows
+        the methods to choose from
 
     Raises
     ------
     ValueError
-        If there is no such method, or it lacks an option, or an option is missing.
+        If there is no such method, the method lacks an option, or its data are missing.
     """
     if isinstance(method, TuningMethod):
         if options:
-            raise ValueError(f"Give {', '.join(options)} to {type(method).__name__} itself.")
+            raise ValueError(f"Pass {', '.join(options)} to {type(method).__name__} itself.")
         return method
     missing = [name for name in required_data(method, methods) if name not in options]
     known = [field.name for field in fields(methods[method])]
@@ -78,7 +78,7 @@ def build(
 
 
 def required_data(method: str, methods: Mapping[str, type[TuningMethod]] = METHODS) -> list[str]:
-    """Names of the data that a method needs, such as "train_loader".
+    """The data that a method needs, by name, such as "train_loader".
 
     Raises
     ------

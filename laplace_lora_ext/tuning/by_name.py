@@ -44,34 +44,33 @@ def optimize_prior_precision(
     Parameters
     ----------
     method : str or TuningMethod
-        "agreement" is the one to begin with; it, "marglik", "linearized_marglik" and
-        "linearized_loo" need no validation data, "gridsearch" and "val_gd" do. Each name stands for
-        an object of `laplace_lora_ext.tuning`, which says what it does and what its options mean.
-        You can also pass such an object
+        start with "agreement". "gridsearch" and "val_gd" need validation data; "agreement",
+        "marglik", "linearized_marglik" and "linearized_loo" don't. Each name stands for an object
+        of `laplace_lora_ext.tuning`, which explains the method and its options; you can also pass
+        such an object
     verbose : bool, default=False
         print the result
     **options
-        these and all other arguments, `train_loader` for instance, are options of the method. One
-        that the method lacks is refused, unless it is an argument of the host with its default
+        these and all other arguments are options of the method, such as `train_loader`. Options
+        that the method lacks are refused, except the host's arguments at their defaults
 
     Returns
     -------
     TuningHistory
-        evidence or loss along the way
+        the evidence or loss along the way
 
     Raises
     ------
     ValueError
-        If an option or the data that a method needs are missing or don't suit it, or if the
-        objective is not a number.
+        If options or data are missing or don't suit the method, or the objective is not a number.
     NotImplementedError
         For "val_gd" with another structure than "lowrank_kron".
 
     Notes
     -----
-    "marglik" tends to choose a smaller prior precision than validation data would, that is a
-    broader posterior. "linearized_marglik" and "linearized_loo" come closer, and "agreement"
-    closest; all three need the training data once more. `benchmarks/README.md` has the figures.
+    "marglik" tends to choose a smaller prior precision, hence a broader posterior, than validation
+    data would. "linearized_marglik" and "linearized_loo" come closer, and "agreement" closest; all
+    three need the training data once more. `benchmarks/README.md` has the figures.
     """
     given = {name: value for name, value in locals().items() if name in _DEFAULTS}
     changed = {k: v for k, v in given.items() if not _is_same(v, _DEFAULTS[k])}
@@ -79,7 +78,7 @@ def optimize_prior_precision(
 
 
 def tuned(la: Tunable, method: TuningMethod, verbose: bool) -> TuningHistory:
-    """Call a method, and print the result if that is wanted."""
+    """Call a method, and print the result if asked to."""
     history = method(la)
     if verbose:
         print(f"Optimized prior precision is {la.prior_precision}.")

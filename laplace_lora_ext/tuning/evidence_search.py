@@ -1,4 +1,4 @@
-"""Prior precisions of most evidence: pure optimisation, of functions that the caller provides."""
+"""Maximises evidence in the prior precision: pure optimisation of functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.tuning.history import REACH, Recorder, TuningHistory
 
 _WINDOW = 10  # steps over which the evidence must be steady
-_WORST_MODE = 0.1  # nats that the evidence may lack because of an inexact mode
+_WORST_MODE = 0.1  # nats that an inexact mode may cost the evidence
 
 
 def maximize_evidence(
@@ -24,11 +24,11 @@ def maximize_evidence(
     tolerance: float,
     progress_bar: bool = False,
 ) -> TuningHistory:
-    """Ascend the evidence in the logarithms of a prior precision, and of a noise if there is one.
+    """Climb the evidence in the logarithm of a prior precision, and perhaps of a noise.
 
-    The logarithms are leaves that are changed in place, that of the prior precision first; the
-    other arguments are those of `Marglik`. The evidence is smooth, free of noise and, for a
-    layerwise prior, a sum of functions of one variable each: a case for Rprop, which adapts each
+    The logarithms are leaves, and change in place; that of the prior precision comes first. The
+    other arguments are those of `Marglik`. The evidence is smooth, has no noise and, for a
+    layerwise prior, is a sum of functions of one variable each. That suits Rprop, which adapts each
     variable's step to the signs of its slopes.
 
     References
@@ -70,18 +70,19 @@ def maximize_linearized_evidence(
     pooling: float = 0.0,
     progress_bar: bool = False,
 ) -> TuningHistory:
-    """Ascend the evidence of a linearised model, whose mode is found anew at each step.
+    """Climb the evidence of a linearised model, which has another mode at each step.
 
-    In a maximum, the directions of a block that the data determine are as many as its prior
-    precision times the squared distance of its mode: γ = λ ‖u‖². Each step takes λ = γ / ‖u‖².
+    In a maximum, the number of a block's directions that the data determine equals its prior
+    precision times the squared distance of its mode: γ = λ ‖u‖². Each step sets λ = γ / ‖u‖².
 
-    Pooling gives a layerwise prior precision a gamma hyperprior, whose mode is the scalar λ₀ that
-    the evidence prefers. The objective is then the evidence plus `κ/2 Σ (log ρ - ρ + 1)` over the
-    blocks' ratios ρ = λ / λ₀, and a step takes λ = (γ + κ) / (‖u‖² + κ / λ₀): as if the data had
+    Pooling gives a layerwise prior precision a gamma hyperprior. Its mode is the scalar λ₀ that the
+    evidence prefers. The objective is then the evidence plus `κ/2 Σ (log ρ - ρ + 1)` over the
+    blocks' ratios ρ = λ / λ₀, and each step sets λ = (γ + κ) / (‖u‖² + κ / λ₀), as if the data
     determined κ more directions of each block, as far from the prior mean as λ₀ expects.
 
     The search for λ₀ starts at the geometric mean of the prior precision, `(1,)` or `(blocks,)`,
-    and that for the blocks at λ₀. The history is that of the last search, its last row the result.
+    and the search for the blocks at λ₀. The history is that of the last search, with the result as
+    its last row.
 
     References
     ----------
@@ -106,7 +107,7 @@ def _ascend(
     tolerance: float,
     progress_bar: bool,
 ) -> TuningHistory:
-    """One search, with a hyperprior of the strength `pooling` around its start."""
+    """One search, with a hyperprior of strength `pooling` around the start."""
     prior_precision = start
     recorder = Recorder()
     steps = tqdm.trange(n_steps, desc="[Maximizing linearized evidence]", disable=not progress_bar)
@@ -123,7 +124,7 @@ def _ascend(
         if len(prior_precision) == 1:
             dimension, scatter = dimension.sum(0, keepdim=True), scatter.sum(0, keepdim=True)
         dimension, scatter = dimension + pooling, scatter + pooling / start
-        # A block that no gradient has reached moves nowhere and determines nothing: 0 / 0.
+        # A block without any gradient neither moves nor determines anything: 0 / 0.
         updated = torch.where(scatter > 0, dimension / scatter, prior_precision)
         prior_precision = updated.log().clamp(*REACH).exp()
     else:
@@ -133,5 +134,7 @@ def _ascend(
                 f"changed it by {change:.3g} nats. Raise n_steps."
             )
     if error > _WORST_MODE:
-        warn(f"The linearized model's mode is inexact: its evidence may lack {error:.3g} nats.")
+        warn(
+            f"The linearized model's mode is inexact: the evidence may be {error:.3g} nats too low."
+        )
     return recorder.history()

@@ -1,4 +1,4 @@
-"""The best of a grid of prior precisions on validation data."""
+"""The best prior precision of a grid on validation data."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from laplace_lora_ext.tuning.method import Tunable, TuningMethod
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GridSearch(TuningMethod):
-    """Take the best of a grid of scalars, or of factors of `init_prior_prec`, on validation data.
+    """Try a grid of scalars, or of factors of `init_prior_prec`, on validation data.
 
     Parameters
     ----------
     init_prior_prec : float or torch.Tensor
-        several numbers are a base, of which the grid gives factors; one number is not used
+        several numbers are a base, which the grid multiplies; a single number is not used
     prior_structure, progress_bar
-        of `TuningMethod`
+        as for `TuningMethod`
     val_loader : DataLoader, iterable or PredictiveStatistics
-        validation data with labels. With "lowrank_kron" and "glm" they pass through the model
-        once, or not at all where their statistics are given
+        validation data with labels. With "lowrank_kron" and "glm" they pass through the model only
+        once, and with their statistics not at all
     pred_type : {"glm", "nn"}
-        the predictions that are scored
+        which predictions to score
     link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}, optional
-        "probit" if omitted, "mc" with `pred_type="nn"`
+        by default "probit", or "mc" with `pred_type="nn"`
     n_samples : int, default=100
     loss : torchmetrics.Metric or callable, optional
-        of outputs and targets; the host's default if omitted
+        takes outputs and targets; by default the host's loss
     log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
         the grid
 
     Raises
     ------
     ValueError
-        If the data are empty, without labels or statistics of another fit, or the loss is not a
-        number.
+        If the data are empty, have no labels or are statistics of another fit, or the loss is not
+        a number.
     """
 
     val_loader: Iterable[Any] | PredictiveStatistics
@@ -81,9 +81,9 @@ class GridSearch(TuningMethod):
                     la.dict_key_y,
                 )
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-                return math.inf  # as the host does: a covariance that is no covariance
+                return math.inf  # as the host does, for a matrix that is not a covariance
 
-        with la.model.prepared():  # the host's function leaves it in evaluation mode
+        with la.model.prepared():  # the host's function leaves the model in evaluation mode
             history = search_grid(score, grid, self.progress_bar)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
@@ -120,8 +120,8 @@ class GridSearch(TuningMethod):
     def _checked_batches(self, la: Tunable) -> Callable[[], Iterable[Any]]:
         if count() > 1 and not isinstance(self.loss, torchmetrics.Metric | None):
             raise ValueError(
-                "With several processes the loss must be a torchmetrics.Metric, which joins what "
-                'they find, or the structure "lowrank_kron" and pred_type="glm".'
+                "With several processes, pass a torchmetrics.Metric as the loss, which joins their "
+                'results, or use hessian_structure="lowrank_kron" and pred_type="glm".'
             )
 
         def batches() -> Iterable[Any]:

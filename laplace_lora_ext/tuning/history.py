@@ -1,4 +1,4 @@
-"""What a search for a prior precision has tried, and how far it may go."""
+"""What a search for a prior precision tried, and how far it may go."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 
 # Of the logarithm of a prior precision.
 REACH = (math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max))
-_LONGEST_ROW = 10_000  # prior precisions of a step that a history keeps
+_LONGEST_ROW = 10_000  # of more prior precisions, a history keeps the last step's only
 
 
 @dataclass(frozen=True)
 class TuningHistory:
-    """What a search for a prior precision has tried, ready to be plotted.
+    """What a search for a prior precision tried, ready to plot.
 
     Attributes
     ----------
     step : torch.Tensor
         `(T,)` number of the step, or of the point of a grid
     objective : torch.Tensor
-        `(T,)`, float64: the log marginal likelihood, with the hyperprior where prior precisions
-        are pooled, or the loss
+        `(T,)`, float64: the loss, or the log marginal likelihood (plus the hyperprior if prior
+        precisions are pooled)
     prior_precision : torch.Tensor
-        `(T, 1)` or `(T, blocks)`, at which the objective was evaluated; for a diagonal prior of
-        more than 10,000 weights `(1, parameters)`, that of the last step alone
+        `(T, 1)` or `(T, blocks)`, where the objective was evaluated; for a diagonal prior of more
+        than 10,000 weights `(1, parameters)`, only that of the last step
     n_examples : int or None
-        how many examples the objective is an average over, where that is the method's choice
+        how many examples the objective averages, if the method chose them
     """
 
     step: torch.Tensor

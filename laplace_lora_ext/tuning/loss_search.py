@@ -1,4 +1,4 @@
-"""Prior precisions of least loss: pure optimisation, of functions that the caller provides."""
+"""Minimises a loss in the prior precision: pure optimisation of functions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.history import REACH, Recorder, TuningHistory
 
 NegativeLogLikelihood = Callable[[Moments, torch.Tensor, "torch.Generator | None"], torch.Tensor]
-"""Of N examples with their targets, `(N,)`; the generator seeds what is sampled."""
+"""Takes moments, targets and a generator for samples, and returns the loss of each example."""
 
-_CHECKPOINTS = 20  # of the validation loss along a descent
-_ACCURACY = 5e-3  # relative, of the logarithm of a prior precision that a line search ends with
-_FARTHEST = 1e8  # factor by which a line search may leave where it has started
-_CHUNK = 256  # examples whose logits are sampled at once for a checkpoint
+_CHECKPOINTS = 20  # how often a descent measures the whole validation loss
+_ACCURACY = 5e-3  # relative, of the logarithm of a prior precision that a line search finds
+_FARTHEST = 1e8  # the largest factor between a line search's start and its result
+_CHUNK = 256  # examples whose logits a checkpoint samples at once
 
 
 def search_grid(
@@ -31,7 +31,7 @@ def search_grid(
     Raises
     ------
     ValueError
-        If the loss is not a number somewhere, or finite nowhere.
+        If the loss is nan anywhere, or finite nowhere.
     """
     recorder = Recorder()
     points = tqdm.tqdm(grid, disable=not progress_bar)
@@ -45,7 +45,7 @@ def search_grid(
     if len(recorder.objectives) > 1 and len(set(recorder.objectives)) == 1:
         warn(
             "The validation loss is the same at every point of the grid. Pass a loss that depends "
-            "on the predictive variance: the mean squared error of the linearised mean does not."
+            "on the predictive variance; the mean squared error of the mean, for one, does not."
         )
     return recorder.history()
 
@@ -56,20 +56,20 @@ def search_line(
     n_steps: int,
     progress_bar: bool = False,
 ) -> TuningHistory:
-    """Find the factor of a prior precision at which a smooth loss is least, by Brent's method.
+    """Multiply a prior precision by the factor that minimises a smooth loss, by Brent's method.
 
-    The prior precision, `(1,)` or `(blocks,)`, is multiplied with one factor. Once the minimum lies
-    between two points, `n_steps` more are tried at most.
+    The prior precision, `(1,)` or `(blocks,)`, gets one factor. Once the minimum lies between two
+    points, the search tries at most `n_steps` more.
 
     Raises
     ------
     ValueError
-        If the loss is not a number somewhere, or does not depend on the factor.
+        If the loss is nan anywhere, or does not depend on the factor.
 
     Warns
     -----
     UserWarning
-        If the loss is least a factor of 1e8 from the start or at the limits of float32.
+        If the loss is smallest 1e8 times away from the start, or at the limits of float32.
     """
     recorder = Recorder()
     farthest = math.log(_FARTHEST)
@@ -112,10 +112,10 @@ def minimize_validation_loss(
 ) -> TuningHistory:
     """Stochastic gradient descent on the validation loss, in the logarithm of the prior precision.
 
-    Unlike the paper's constant step size, this one falls to 0 along half a cosine, so that the
-    last steps average over minibatches. The loss of the whole set is measured before the first
-    step and 20 times on the way, always with the same draws. The leaf `log_prior_precision` is
-    changed in place, to the best of the measured ones; the other arguments are those of `ValGD`.
+    Unlike the paper's constant step size, this one falls to 0 along half a cosine, so that the last
+    steps average over minibatches. It measures the loss of the whole set before the first step and
+    20 times on the way, always with the same draws. The leaf `log_prior_precision` changes in
+    place, to the best of those measured. The other arguments are those of `ValGD`.
     """
     targets = statistics.required_targets()
     recorder = Recorder()
@@ -155,7 +155,7 @@ def minimize_validation_loss(
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """Draw a seed for a generator of its own."""
+    """Draw a seed for another generator."""
     if generator is None:
         return int(torch.randint(2**31, ()).item())
     return int(torch.randint(2**31, (), generator=generator, device=generator.device).item())
@@ -164,7 +164,7 @@ def draw_seed(generator: torch.Generator | None) -> int:
 def _minibatches(
     n_examples: int, batch_size: int, generator: torch.Generator | None
 ) -> Iterator[torch.Tensor]:
-    """Random minibatches without end, each example once a round."""
+    """Random minibatches without end, with each example once a round."""
     device = None if generator is None else generator.device
     while True:
         order = torch.randperm(n_examples, generator=generator, device=device)

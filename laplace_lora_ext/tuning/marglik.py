@@ -14,20 +14,20 @@ from laplace_lora_ext.tuning.method import Tunable, TuningMethod
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Marglik(TuningMethod):
-    """Maximise the evidence (log marginal likelihood) of the training data; needs no data.
+    """Maximise the evidence (log marginal likelihood) of the training data, without any data.
 
     Parameters
     ----------
     init_prior_prec, prior_structure, progress_bar
-        of `TuningMethod`
+        as for `TuningMethod`
     n_steps : int, default=1000
-        at most
+        how many steps at most
     lr : float, default=0.1
         first step in the logarithm of the prior precision
     tolerance : float, default=1e-3
-        stop when the evidence has varied by less over ten steps, in nats; 0 takes all steps
+        stop when the evidence varies by less than this over ten steps, in nats; 0 takes all steps
     optimize_sigma_noise : bool, default=False
-        for regression: choose `sigma_noise` by the evidence as well
+        for regression: let the evidence choose `sigma_noise` too
 
     Warns
     -----
@@ -36,9 +36,9 @@ class Marglik(TuningMethod):
 
     Notes
     -----
-    The evidence at the trained weights often chooses a smaller prior precision, that is a broader
-    posterior, than validation data would. With a layerwise prior it may raise the prior precision
-    of a block without bound; the block then stays at its MAP value.
+    The evidence at the trained weights often chooses a smaller prior precision, hence a broader
+    posterior, than validation data would. With a layerwise prior it may raise a block's prior
+    precision without bound, so that the block stays at its MAP value.
 
     References
     ----------
@@ -70,13 +70,13 @@ class Marglik(TuningMethod):
 
 
 def _warn_of_unbounded(la: Tunable, logarithm: torch.Tensor) -> None:
-    """Warn where the evidence has no maximum in reach: the prior precision has run away."""
+    """Warn if the evidence has no maximum in reach, so that the prior precision ran away."""
     logarithm = logarithm.detach().requires_grad_()
     evidence = la.log_marginal_likelihood(logarithm.exp())
     (slope,) = torch.autograd.grad(evidence, logarithm, retain_graph=True)
     (scatter,) = torch.autograd.grad(la.scatter, logarithm)
-    # In a maximum the weights' distance from the prior mean pulls down as much as the number
-    # of parameters that the data determine pushes up.
+    # In a maximum, the weights' distance from the prior mean pulls down as hard as the number of
+    # parameters that the data determine pushes up.
     pull = scatter / 2
     push = slope + pull
     balance = 0.01 * torch.maximum(push, pull)

@@ -1,4 +1,4 @@
-"""What all ways to choose a prior precision share: where they start, and what they ask for."""
+"""What all methods to choose a prior precision share: where they start, and what they need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from laplace_lora_ext.tuning.history import TuningHistory
 
 
 class Tunable(Protocol):
-    """A fitted posterior, as far as methods know it; `LoRALaplace` is one."""
+    """What methods need of a fitted posterior; `LoRALaplace` is one."""
 
     blocks: list[Block]
     model: LogitsModel
@@ -62,19 +62,19 @@ class Tunable(Protocol):
 
 
 def check_max_examples(max_examples: int) -> None:
-    """Refuse a number of examples that is none."""
+    """Refuse a number of examples below 1."""
     if max_examples < 1:
         raise ValueError(f"max_examples must be at least 1, not {max_examples}.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TuningMethod:
-    """A way to choose the prior precision: options as fields, called with a fitted posterior.
+    """A method to choose the prior precision: its fields are options; call it with a posterior.
 
     Parameters
     ----------
     init_prior_prec : float or torch.Tensor, default=1.0
-        where the search starts. A tensor of more than one number also says the structure
+        where the search starts. Several numbers also determine the structure
     prior_structure : {"scalar", "layerwise", "diag"}
         one prior precision, one for each block, or, with "diag" curvature, one for each weight
     progress_bar : bool, default=False
@@ -85,11 +85,11 @@ class TuningMethod:
     progress_bar: bool = False
 
     def __call__(self, la: Tunable) -> TuningHistory:
-        """Choose the prior precision of a fitted `LoRALaplace`; an error leaves it as it was."""
+        """Choose the prior precision of a fitted `LoRALaplace`; an error restores the old one."""
         method = self if rank() == 0 else replace(self, progress_bar=False)
         with la.trying(), together():
             history = method._search(la)
-            if count() > 1:  # of which each may be a last digit apart
+            if count() > 1:  # ranks may differ in the last digit
                 chosen = of_first((la.prior_precision, la.sigma_noise))
                 la.prior_precision, la.sigma_noise = (
                     torch.as_tensor(value).to(la._device) for value in chosen
@@ -102,7 +102,7 @@ class TuningMethod:
 
     @property
     def _is_base(self) -> bool:
-        """Whether the search starts from several numbers of the user's."""
+        """Whether the user gave several numbers to start from."""
         return torch.as_tensor(self.init_prior_prec).numel() > 1
 
     def _start(self, la: Tunable) -> torch.Tensor:
@@ -111,7 +111,7 @@ class TuningMethod:
         if start.numel() == 1 and self.prior_structure != "scalar":
             sizes = la.n_layers, la.n_params, la._device, la._dtype
             start = fix_prior_prec_structure(start, self.prior_structure, *sizes)
-        la.prior_precision = start  # refuses a structure that the curvature does not have
+        la.prior_precision = start  # raises if the curvature lacks this structure
         if not (la.prior_precision > 0).all():
             raise ValueError("init_prior_prec must be above 0.")
         return la.prior_precision.detach().double()

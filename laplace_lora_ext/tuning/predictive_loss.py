@@ -1,4 +1,4 @@
-"""The loss of predictions, by which a prior precision is chosen."""
+"""The loss of predictions that a prior precision gives."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SAMPLED = "mc"
 
 
 def check_link(link_approx: str) -> None:
-    """Refuse a link whose loss is not known."""
+    """Refuse a link without a smooth loss."""
     if link_approx not in (*_SMOOTH, _SAMPLED):
         raise ValueError(
-            'method="val_gd" and "linearized_loo" know the links "mc", "probit" and "mean_field", '
-            f"not {link_approx!r}."
+            'method="val_gd" and "linearized_loo" need one of the links "mc", "probit" and '
+            f'"mean_field", not {link_approx!r}.'
         )
 
 
 def predictive_loss(la: Tunable, link_approx: str, n_samples: int) -> NegativeLogLikelihood:
-    """Negative log-density of each target under Gaussian logits and, but for regression, a link."""
+    """Negative log-density of each target under Gaussian logits and, for classes, a link."""
     sigma_noise = torch.as_tensor(la.sigma_noise)
 
     def loss(

@@ -1,4 +1,4 @@
-"""Descent on the loss of validation data."""
+"""Gradient descent on the loss of validation data."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class ValGD(TuningMethod):
     Parameters
     ----------
     init_prior_prec, prior_structure, progress_bar
-        of `TuningMethod`
+        as for `TuningMethod`
     val_loader : DataLoader, iterable or PredictiveStatistics
-        validation data with labels. They pass through the model once, or not at all where their
-        statistics are given
+        validation data with labels. They pass through the model only once, and with their
+        statistics not at all
     link_approx : {"mc", "probit", "mean_field"}
-        of the predictions that are scored: choose the one that you predict with
+        link for the predictions to score: choose the one that you predict with
     n_samples : int, default=100
-        of the logits, with "mc"
+        samples of the logits, with "mc"
     n_steps : int, default=1000
     lr : float, default=0.1
         Adam's first step in the logarithm of the prior precision
     batch_size : int, default=4
         examples in a minibatch
     generator : torch.Generator, optional
-        of minibatches and samples
+        for minibatches and samples
 
     Raises
     ------
     ValueError
-        If the data are empty, without labels or statistics of another fit.
+        If the data are empty, have no labels, or are statistics of another fit.
     NotImplementedError
         For another structure than "lowrank_kron".
 

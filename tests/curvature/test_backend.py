@@ -122,7 +122,7 @@ def test_an_unknown_approximation_is_refused_and_says_which_there_are():
 
 
 def test_a_negative_rank_is_refused():
-    with pytest.raises(ValueError, match=r"rank must not be negative, and is -3"):
+    with pytest.raises(ValueError, match=r"rank must not be negative, but is -3"):
         make(plain_model(), backend_kwargs={"rank": -3}).fit([pairs()[0]])
 
 

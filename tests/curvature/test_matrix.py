@@ -159,7 +159,7 @@ def test_state_dict_round_trip(tmp_path):
 
 def test_refuses_a_prior_of_another_shape():
     decomposed = random_kron([(2, 5), (3, 4)], rank=2, tail=True, n_rows=6).decompose()
-    with pytest.raises(ValueError, match="2 for as many blocks"):
+    with pytest.raises(ValueError, match="one for each of 2 blocks"):
         decomposed + torch.ones(3)
     with pytest.raises(ValueError, match="22 parameters"):
         decomposed.bmm(torch.ones(21))

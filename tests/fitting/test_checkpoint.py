@@ -151,7 +151,7 @@ def test_a_truncated_or_damaged_file_is_refused(tmp_path):
         damaged.append(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
     for content in damaged:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"checkpoint {path}: it .*remove it to begin anew"):
+        with pytest.raises(ValueError, match=rf"checkpoint {path}: it .*remove it to start afresh"):
             keeper.begin(None)
     path.write_bytes(data)
     torch.testing.assert_close(keeper.begin(None), state, rtol=0, atol=0)
@@ -168,12 +168,12 @@ def test_another_fit_is_refused_and_the_file_left(tmp_path):
         (posterior(rank=3), "settings"),
         (posterior("diag"), "settings"),
     ):
-        with pytest.raises(ValueError, match=f"of a fit with other {differing}: remove it"):
+        with pytest.raises(ValueError, match=f"from a fit with other {differing}: remove it"):
             la.fit(batches(), checkpoint=tmp_path)
         assert la.n_data == 0
-    with pytest.raises(ValueError, match="batch 1: the 2 batches so far are not those"):
+    with pytest.raises(ValueError, match="batch 1: the 2 batches so far differ from those"):
         posterior().fit(batches()[::-1], checkpoint=tmp_path)
-    with pytest.raises(ValueError, match="holds 2 batches and the loader gave 1"):
+    with pytest.raises(ValueError, match="holds 2 batches, but the loader gave 1"):
         posterior().fit(batches()[:1], checkpoint=tmp_path)
     assert path.read_bytes() == before
 

@@ -109,7 +109,7 @@ def test_a_rank_that_fails_stops_all_and_nothing_is_lost(where):
     first, second, third = failures(on_ranks(job, 3))
     assert second.startswith(message)
     kind = "OSError" if where == "loader" else "ValueError"
-    assert first.startswith(f"Rank 1 has failed. {kind}: {message}")
+    assert first.startswith(f"Rank 1 failed. {kind}: {message}")
     assert third == first
 
 
@@ -131,7 +131,7 @@ def test_the_same_data_on_two_ranks_are_refused():
         la.fit(ragged_batches() if rank else ragged_batches(batch_size=2))
 
     for message in failures(on_ranks(job, 2)):
-        assert "Ranks 0 and 1 have the same 8 examples: give each rank its shard" in message
+        assert "Ranks 0 and 1 have the same 8 examples: give each rank its own shard" in message
 
 
 @pytest.mark.parametrize("differing", ["LoRA weights", "settings"])
@@ -143,7 +143,7 @@ def test_ranks_with_other_models_are_refused(differing):
         la.fit(strided_loader())
 
     for message in failures(on_ranks(job, 2)):
-        assert f"Rank 1 fits with other {differing} than rank 0" in message
+        assert f"Rank 1 and rank 0 differ in {differing}: load" in message
 
 
 def test_numbers_are_those_of_the_data_set():
@@ -151,13 +151,13 @@ def test_numbers_are_those_of_the_data_set():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             posterior().fit(strided_loader(11))
-            shown = [str(each.message) for each in caught if "Fitted on" in str(each.message)]
+            shown = [str(each.message) for each in caught if "examples to fit" in str(each.message)]
         return shown
 
     assert on_ranks(job, 2) == [[], []]
     texts = Texts(4)
     loader = torch.utils.data.DataLoader(texts, sampler=range(3))
-    with pytest.warns(UserWarning, match="Fitted on the 3 examples.*its data set has 4"):
+    with pytest.warns(UserWarning, match="gave 3 examples to fit; its data set has 4"):
         posterior().fit(loader)
 
 

@@ -106,5 +106,5 @@ def test_regression_has_bounds_and_no_classes():
 
 def test_classes_have_no_bound():
     la = make(plain_model())
-    with pytest.raises(ValueError, match="Classes have no bound"):
+    with pytest.raises(ValueError, match="Classes have no lower bound"):
         la.lower_bound(torch.zeros(1, 5).double())

@@ -32,7 +32,7 @@ def predict(la, given, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         la(given, **options)
-    return [str(one.message) for one in caught if "most probable class" in str(one.message)]
+    return [str(one.message) for one in caught if "prefer another class" in str(one.message)]
 
 
 def test_it_warns_once_when_more_than_a_few_per_cent_have_left(la):

@@ -52,9 +52,9 @@ def fail_at(place: str, rank: int) -> None:
 def test_an_error_of_one_rank_is_raised_on_all(place):
     results = on_ranks(lambda rank: fail_at(place, rank), 3)
     assert failures(results) == [
-        "Rank 1 has failed. ValueError: batch 3 is bad",
+        "Rank 1 failed. ValueError: batch 3 is bad",
         "batch 3 is bad",
-        "Rank 1 has failed. ValueError: batch 3 is bad",
+        "Rank 1 failed. ValueError: batch 3 is bad",
     ]
     assert [type(error) for error in results] == [
         exchange.RankError,

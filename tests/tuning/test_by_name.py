@@ -131,7 +131,7 @@ def test_options_have_one_default_by_name_and_as_fields(name):
 @each_method
 def test_options_beside_an_object_are_refused(name):
     la, method = fitted(prior_precision=0.4), METHODS[name](**OPTIONS[name])
-    with pytest.raises(ValueError, match=rf"Give n_steps, grid_size to {METHODS[name].__name__}"):
+    with pytest.raises(ValueError, match=rf"Pass n_steps, grid_size to {METHODS[name].__name__}"):
         la.optimize_prior_precision(method=method, n_steps=5, grid_size=7)
     assert la.prior_precision.tolist() == [0.4]
 
