@@ -3,10 +3,9 @@
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 from benchmarks.options import TextRun
-from benchmarks.tasks.balanced import ENCODER, balanced
+from benchmarks.tasks.balanced import balanced
 from benchmarks.tasks.docstrings import masked
 from benchmarks.tasks.parameters import NUMPYDOC_LIBRARIES
 from benchmarks.tasks.sources import syntax_trees
@@ -40,5 +39,4 @@ def paragraphs(tree: ast.AST) -> Iterator[tuple[str, str]]:
                     yield section, text
 
 
-LONGER = replace(ENCODER, steps=600)
-TASK = balanced("sections", SECTIONS, Sizes(1200, 0, 480, 0), find, settings=LONGER)
+TASK = balanced("sections", SECTIONS, Sizes(480, 0, 480, 0), find)
