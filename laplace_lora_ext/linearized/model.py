@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from laplace_lora_ext.likelihoods import LIKELIHOODS
-from laplace_lora_ext.linearized.gram import Gram
+from laplace_lora_ext.linearized.features import Features, Stored
+from laplace_lora_ext.linearized.mode import ModeFinder, whitener
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.sampling import square_root
 from laplace_lora_ext.predictive.statistics import from_triangle
-
-_MOST_ITERATIONS = 1000  # of L-BFGS for a mode
-_CURVATURE_PAIRS = 20  # that L-BFGS remembers
-_CHUNK = 128  # examples whose features are in double precision at once
 
 
 class EvidenceAtMode(NamedTuple):
@@ -37,29 +31,6 @@ class EvidenceAtMode(NamedTuple):
     log_marginal_likelihood: float
     effective_dimension: torch.Tensor
     scatter: torch.Tensor
-    error: float
-
-
-class _Mode(NamedTuple):
-    """Most probable logits and weights under a prior precision.
-
-    Attributes
-    ----------
-    f_mu : torch.Tensor
-        `(N, C)`
-    coordinates : torch.Tensor
-        `(F,)`, of the features' weights, standard normal under the prior
-    own : torch.Tensor
-        `(N C,)`, of what each example adds itself, likewise
-    loss : torch.Tensor
-    error : float
-        bound on the log-density that the mode lacks
-    """
-
-    f_mu: torch.Tensor
-    coordinates: torch.Tensor
-    own: torch.Tensor
-    loss: torch.Tensor
     error: float
 
 
@@ -118,7 +89,7 @@ class LinearizedModel:
     def __init__(
         self,
         f_mu: torch.Tensor,
-        features: torch.Tensor,
+        features: torch.Tensor | Stored,
         feature_block: torch.Tensor,
         offset: torch.Tensor,
         targets: torch.Tensor,
@@ -127,15 +98,15 @@ class LinearizedModel:
     ) -> None:
         self.n_blocks = int(feature_block.max()) + 1
         self._f_mu = f_mu
-        self._features = features
+        self._features = Features(features)
         self._block = feature_block
-        self._offset = offset
+        self._n_outputs = f_mu.shape[1]
         self.targets = targets
         self._likelihood = LIKELIHOODS[likelihood]
-        n_pairs = f_mu.shape[1] * (f_mu.shape[1] + 1) // 2
-        self._own = features.new_zeros(len(f_mu), self.n_blocks, n_pairs) if own is None else own
+        n_pairs = self._n_outputs * (self._n_outputs + 1) // 2
+        self._own = torch.zeros(len(f_mu), self.n_blocks, n_pairs) if own is None else own
         self.loss = self._likelihood.loss(f_mu, targets).item()
-        self._start = features.new_zeros(features.shape[-1]), torch.zeros_like(offset)
+        self._mode = ModeFinder(self._features, offset.double(), targets, self._likelihood)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -154,21 +125,21 @@ class LinearizedModel:
         constant : float, default=0.0
             what the log-likelihood has beside the loss: regression's normalisation
         """
-        by_block = self._by_block(prior_precision)
-        own = self._own_covariance(by_block)
-        mode = self._mode(by_block, own, scale)
-        root, half_logdet = self._whitener(self._f_mu, own, scale)
-        gram = self._gram(root, by_block)
-        evidence = constant - scale * mode.loss - gram.half_logdet() - half_logdet
-        evidence = evidence - (mode.coordinates.square().sum() + mode.own.square().sum()) / 2
-        dimension = self._sum_by_block(gram.determined())
+        by_block, deviation, own = self._prior(prior_precision)
+        root, half_logdet = whitener(self._likelihood, self._f_mu, own, scale)
+        precision = self._features.gram(root).precision(deviation)
+        mode = self._mode(deviation, own, scale)
+        evidence = constant - scale * mode.loss - mode.energy - precision.half_logdet()
+        evidence = evidence - half_logdet
+        dimension = self._sum_by_block(precision.determined())
         scatter = self._sum_by_block(mode.coordinates.square()) / by_block
         # At the mode the prior's pull on what an example adds itself is the slope of its loss.
         slope = scale * self._likelihood.slope(mode.f_mu, self.targets)
-        for part, whitened in self._whitened(root, by_block):
+        for part, features in self._features.parts():
+            whitened = (root[part].to(features) @ features).double() * deviation
             identity = torch.eye(whitened.shape[1]).to(whitened)
-            sensitivity = root[part].mT @ (identity - gram.quadratic(whitened)) @ root[part]
-            own_blocks = from_triangle(self._own[part].double(), self._offset.shape[1])
+            sensitivity = root[part].mT @ (identity - precision.quadratic(whitened)) @ root[part]
+            own_blocks = from_triangle(self._own[part].double(), self._n_outputs)
             dimension += torch.einsum("ncd,nbcd->b", sensitivity, own_blocks) / by_block
             pull = torch.einsum("nc,nbcd,nd->b", slope[part], own_blocks, slope[part])
             scatter += pull / by_block.square()
@@ -207,105 +178,32 @@ class LinearizedModel:
         Moments
             `(N, C)` and `(N, C, C)`, in float64
         """
-        by_block = self._by_block(prior_precision)
-        own = self._own_covariance(by_block)
-        f_mu = self._mode(by_block, own, scale).f_mu
-        root, _ = self._whitener(f_mu, own, scale)
-        gram = self._gram(root, by_block)
+        _, deviation, own = self._prior(prior_precision)
+        f_mu = self._mode(deviation, own, scale).f_mu
+        root, _ = whitener(self._likelihood, f_mu, own, scale)
+        gram = self._features.gram(root)
+        self._mode.precondition(gram)
+        precision = gram.precision(deviation)
         identity = torch.eye(f_mu.shape[1]).to(f_mu)
+        B = root.mT @ root
         cavities = []
-        for start in range(0, len(self), _CHUNK):
-            part = slice(start, start + _CHUNK)
+        for part, features in self._features.parts():
             # Of the features alone: an example's own part is left out with it, and adds its prior.
-            V = gram.quadratic(self._scaled_features(part, by_block))
-            cavity = torch.linalg.solve(identity - V @ (root[part].mT @ root[part]), V)
+            V = precision.quadratic(features.double() * deviation)
+            cavity = torch.linalg.solve(identity - V @ B[part], V)
             cavities.append((cavity + cavity.mT) / 2 + own[part])
         f_var = torch.cat(cavities)
         slope = scale * self._likelihood.slope(f_mu, self.targets)
         return Moments(f_mu + (f_var @ slope[..., None]).squeeze(-1), f_var)
 
-    @torch.enable_grad()
-    def _mode(self, by_block: torch.Tensor, own: torch.Tensor, scale: float) -> _Mode:
-        """The most probable u."""
-        # In coordinates that are standard normal under the prior, the log-density is concave by 1
-        # at least: where its gradient is g, it is within ‖g‖² / 2 of its maximum.
-        deviation = by_block[self._block].rsqrt().to(self._features)
-        own_root = square_root(own).to(self._features)
-        u, e = self._start
-        x = torch.cat([u / deviation, e.flatten()]).requires_grad_()
-        optimizer = torch.optim.LBFGS(
-            [x],
-            max_iter=_MOST_ITERATIONS,
-            max_eval=2 * _MOST_ITERATIONS,
-            history_size=_CURVATURE_PAIRS,
-            tolerance_grad=1e-2 / math.sqrt(len(x)),
-            tolerance_change=0,
-            line_search_fn="strong_wolfe",
-        )
-
-        def logits() -> torch.Tensor:
-            v, e = x[: len(deviation)], x[len(deviation) :].view_as(self._offset)
-            return (
-                self._offset + self._features @ (v * deviation) + (own_root @ e[..., None])[..., 0]
-            )
-
-        def objective() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = self._likelihood.loss(logits(), self.targets)
-            value = scale * loss + x.square().sum() / 2
-            value.backward()
-            return value
-
-        optimizer.step(objective)
-        objective()
-        assert x.grad is not None
-        error = x.grad.double().square().sum().item() / 2
-        v, e = x.detach().split([len(deviation), self._offset.numel()])
-        self._start = v * deviation, e.view_as(self._offset)  # near the next mode
-        f_mu = logits().detach().double()
-        loss = self._likelihood.loss(f_mu, self.targets)
-        return _Mode(f_mu, v.double(), e.double(), loss, error)
-
-    def _whitener(
-        self, f_mu: torch.Tensor, own: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Roots A `(N, S, C)` of what the logits' own parts leave of the curvature, `AᵀA`.
-
-        With the curvature `H = R Rᵀ` and the own covariance D that is `R (I + Rᵀ D R)⁻¹ Rᵀ`. Also
-        half of the log-determinants of `I + Rᵀ D R`, summed.
-        """
-        R = scale**0.5 * self._likelihood.exact_seeds(f_mu.double()).dense().permute(1, 2, 0)
-        cholesky = torch.linalg.cholesky(torch.eye(R.shape[2]).to(R) + R.mT @ own @ R)
-        root = torch.linalg.solve_triangular(cholesky, R.mT, upper=False)
-        return root, cholesky.diagonal(dim1=1, dim2=2).log().sum()
-
-    def _gram(self, root: torch.Tensor, by_block: torch.Tensor) -> Gram:
-        """Precision of the features' weights, in coordinates that have prior precision 1."""
-        n_rows, n_features = root.shape[0] * root.shape[1], len(self._block)
-
-        def parts() -> Iterator[torch.Tensor]:
-            return (whitened.flatten(0, 1) for _, whitened in self._whitened(root, by_block))
-
-        return Gram(parts, n_rows, n_features)
-
-    def _whitened(
-        self, root: torch.Tensor, by_block: torch.Tensor
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """`A Φ / √λ` of some examples at a time, `(b, S, F)`."""
-        for start in range(0, len(self), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            yield part, root[part] @ self._scaled_features(part, by_block)
-
-    def _scaled_features(self, part: slice, by_block: torch.Tensor) -> torch.Tensor:
-        return self._features[part].double() * by_block[self._block].rsqrt()
-
-    def _own_covariance(self, by_block: torch.Tensor) -> torch.Tensor:
-        """`Σ R / λ` over the blocks, `(N, C, C)`."""
+    def _prior(
+        self, prior_precision: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """λ of each block, deviations `(F,)` of the features' weights, own covariance `Σ R / λ`."""
+        by_block = prior_precision.detach().double().cpu().expand(self.n_blocks)
         triangles = torch.einsum("nbt,b->nt", self._own.double(), by_block.reciprocal())
-        return from_triangle(triangles, self._offset.shape[1])
-
-    def _by_block(self, prior_precision: torch.Tensor) -> torch.Tensor:
-        return prior_precision.detach().double().cpu().expand(self.n_blocks)
+        own = from_triangle(triangles, self._n_outputs)
+        return by_block, by_block[self._block].rsqrt(), own
 
     def _sum_by_block(self, values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(self.n_blocks).index_add(0, self._block, values)

@@ -14,16 +14,20 @@ from tests.support.posteriors import (
 )
 
 
+def features_of(model):
+    return torch.cat([part for _, part in model._features.parts()])
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("n_features", [None, 70])
 def test_inner_products_of_an_example_with_itself_are_exact(n_features, structure):
     la = fitted(structure=structure)
     model = linearized(la, ragged_batches(), n_features=n_features)
     whole = linearized(fitted(), ragged_batches())
-    assert model._features.shape[-1] < whole._features.shape[-1] == la.n_params
-    parts = model._features.split(torch.bincount(model._block).tolist(), dim=-1)
-    own = from_triangle(model._own, model._offset.shape[1])
-    jacobians = whole._features.split(sizes(la), dim=-1)
+    assert model._features.n_features < whole._features.n_features == la.n_params
+    parts = features_of(model).split(torch.bincount(model._block).tolist(), dim=-1)
+    own = from_triangle(model._own, model._f_mu.shape[1])
+    jacobians = features_of(whole).split(sizes(la), dim=-1)
     for index, (features, jacobian) in enumerate(zip(parts, jacobians, strict=True)):
         products = features @ features.mT + own[:, index]
         torch.testing.assert_close(products, jacobian @ jacobian.mT)

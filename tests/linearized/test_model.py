@@ -28,11 +28,11 @@ def test_evidence_at_the_mode_equals_dense_algebra(kind, structure):
     for factor in (0.1, 1, 10):
         precision = factor * some_precision(la, structure)
         evidence, dimension, scatter, error = model.evidence(precision)
-        assert evidence == pytest.approx(dense.evidence(precision).item(), abs=1e-3)
+        assert evidence == pytest.approx(dense.evidence(precision).item(), abs=1e-6)
         assert dense.evidence(precision).item() - evidence < error + 1e-8  # a bound that holds
         expected_dimension, expected_scatter = dense.balance(precision)
         torch.testing.assert_close(dimension, expected_dimension, rtol=1e-6, atol=1e-8)
-        torch.testing.assert_close(scatter, expected_scatter, rtol=2e-2, atol=1e-3)
+        torch.testing.assert_close(scatter, expected_scatter, rtol=1e-5, atol=1e-8)
 
 
 def test_features_in_float32_give_the_numbers_of_float64():
@@ -49,11 +49,11 @@ def test_features_in_float32_give_the_numbers_of_float64():
     evidence, dimension, scatter, _ = single.evidence(precision)
     assert dimension.dtype == scatter.dtype == torch.float64
     other, *rest, _ = double.evidence(precision)
-    assert evidence == pytest.approx(other, abs=1e-2)
-    torch.testing.assert_close((dimension, scatter), tuple(rest), rtol=2e-2, atol=1e-3)
+    assert evidence == pytest.approx(other, abs=1e-4)
+    torch.testing.assert_close((dimension, scatter), tuple(rest), rtol=1e-4, atol=1e-6)
     moments, others = (model.leave_one_out(precision) for model in (single, double))
     assert {part.dtype for part in moments} == {torch.float64}
-    torch.testing.assert_close(moments, others, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(moments, others, rtol=1e-4, atol=1e-4)
 
 
 def test_prior_mean_and_temperature_take_part():
@@ -100,10 +100,8 @@ def test_moments_equal_dense_algebra(kind, structure):
         precision = factor * some_precision(la, structure)
         f_mu, f_var = model.leave_one_out(precision, scale)
         expected_mu, expected_var = dense.leave_one_out(dense.spread(precision), scale)
-        with_it = dense.offset + dense.J @ dense.mode(dense.spread(precision) / scale)
-        # L-BFGS ends near the mode: nearer by far than an example moves it.
-        assert (f_mu - expected_mu).abs().max() < 2e-2 * (with_it - expected_mu).abs().max()
-        assert (f_var - expected_var).abs().max() < 1e-4 * expected_var.max()
+        assert (f_mu - expected_mu).abs().max() < 1e-6 * expected_mu.abs().max()
+        assert (f_var - expected_var).abs().max() < 1e-6 * expected_var.max()
         assert torch.equal(f_var, f_var.mT)
 
 
@@ -118,8 +116,7 @@ def test_a_larger_training_set_than_features_has_the_same_moments():
     precision = torch.tensor([0.5, 2.0]).double()
     f_mu, f_var = model.leave_one_out(precision)
     dense = LinearizedClassifier(offset, features, offset, targets, [6, 6])
-    mode = model._start[0]
-    expected_mu, expected_var = dense.leave_one_out(precision[block], mode=mode)
+    expected_mu, expected_var = dense.leave_one_out(precision[block])
     torch.testing.assert_close(f_mu, expected_mu)
     torch.testing.assert_close(f_var, expected_var)
 
@@ -147,10 +144,10 @@ def test_what_features_leave_out_is_a_weight_of_each_example_of_its_own(n, struc
     assert evidence == pytest.approx(dense.evidence(precision).item(), abs=error + 1e-8)
     expected_dimension, expected_scatter = dense.balance(precision)
     torch.testing.assert_close(dimension, expected_dimension)
-    torch.testing.assert_close(scatter, expected_scatter, rtol=1e-2, atol=0)
+    torch.testing.assert_close(scatter, expected_scatter, rtol=1e-6, atol=0)
     moments = model.leave_one_out(precision)
     expected = dense.leave_one_out(dense.spread(precision))
-    torch.testing.assert_close(tuple(moments), tuple(expected), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(tuple(moments), tuple(expected), rtol=1e-6, atol=1e-6)
 
 
 def test_it_is_close_to_fits_without_the_example():
@@ -188,5 +185,5 @@ def test_regression_is_exact():
     for n in everything:
         mean, covariance = posterior([i for i in everything if i != n])
         error, shift = f_mu[n] - offset[n] - J[n] @ mean, J[n] @ (with_it - mean)
-        assert error.norm() < 2e-2 * shift.norm()  # L-BFGS ends near the mode
+        assert error.norm() < 1e-6 * shift.norm()
         torch.testing.assert_close(f_var[n], J[n] @ covariance @ J[n].T)

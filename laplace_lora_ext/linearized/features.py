@@ -1,0 +1,78 @@
+"""Features of many examples, in parts: products with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from laplace_lora_ext.linearized.gram import Gram
+
+_ROWS = 1024  # of all outputs of some examples, which are in double precision at once
+
+
+class Stored(Protocol):
+    """A tensor `(N, C, F)`, or what gives slices of its first dimension."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, part: slice, /) -> torch.Tensor: ...
+
+
+class Features:
+    """Φ, `(N, C, F)`. Results are in float64, of products in Φ's own precision.
+
+    Parameters
+    ----------
+    stored : torch.Tensor or Stored
+        `(N, C, F)`
+    """
+
+    def __init__(self, stored: torch.Tensor | Stored) -> None:
+        self._stored = stored
+        self.n_examples, self.n_outputs, self.n_features = stored.shape
+
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some examples at a time, and which they are."""
+        size = max(1, _ROWS // self.n_outputs)
+        for start in range(0, self.n_examples, size):
+            part = slice(start, min(start + size, self.n_examples))
+            yield part, self._stored[part]
+
+    def times(self, weights: torch.Tensor) -> torch.Tensor:
+        """`Φ w` of `(F,)` weights, `(N, C)`."""
+        weights = weights.to(self._stored.dtype)
+        return torch.cat([part @ weights for _, part in self.parts()]).double()
+
+    def transposed_times(self, values: torch.Tensor) -> torch.Tensor:
+        """`Φᵀ x` of `(N, C)` numbers, or of `(k, N, C)`: `(F,)` or `(k, F)`."""
+        result = torch.zeros(*values.shape[:-2], self.n_features, dtype=torch.float64)
+        for part, features in self.parts():
+            chosen = values[..., part, :].to(features).flatten(-2)
+            result += chosen @ features.flatten(0, 1)
+        return result
+
+    def normal_product(self, middle: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`Σ_n Φ_nᵀ B_n Φ_n w` of `(N, C, C)` matrices B and `(F,)` weights, in one pass."""
+        result = torch.zeros(self.n_features, dtype=torch.float64)
+        weights = weights.to(self._stored.dtype)[:, None]
+        for part, features in self.parts():
+            values = middle[part].to(features) @ (features @ weights)
+            result += values.flatten() @ features.flatten(0, 1)
+        return result
+
+    def gram(self, roots: torch.Tensor) -> Gram:
+        """`Σ_n Φ_nᵀ A_nᵀ A_n Φ_n` of `(N, S, C)` roots A."""
+
+        def parts() -> Iterator[torch.Tensor]:
+            return (
+                (roots[part].to(features) @ features).flatten(0, 1)
+                for part, features in self.parts()
+            )
+
+        return Gram(parts, roots.shape[0] * roots.shape[1], self.n_features)
