@@ -10,13 +10,15 @@ import torch
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.linearized.basis import Basis
 from laplace_lora_ext.linearized.model import LinearizedModel
+from laplace_lora_ext.linearized.storage import Collected
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes import visit_jacobians
 from laplace_lora_ext.passes.parts import parts_of
-from laplace_lora_ext.processes.shards import Shard, joined
+from laplace_lora_ext.processes.exchange import count
+from laplace_lora_ext.processes.shards import Shard, is_new, joined
 
 
 def linearize(
@@ -38,7 +40,8 @@ def linearize(
         block.small_side_first(part.reshape(block.shape))
         for block, part in zip(blocks, parts, strict=True)
     ]
-    results, places, shard = [], [torch.empty(0, dtype=torch.long)], Shard(loader)
+    collected, results = Collected(), []
+    places, shard = [torch.empty(0, dtype=torch.long)], Shard(loader)
     for name, batch in named_batches(loader, "[Linearizing]", progress_bar):
         with naming(name):
             X, y = model.split(batch)
@@ -46,14 +49,28 @@ def linearize(
             for part, chosen in parts_of(X, model.output_size):
                 f_mu, features, own, moved = _features(model, blocks, part, basis, distances)
                 labels = likelihood.check_targets(y[chosen], f_mu)
-                results.append((f_mu.to(moved).cpu(), features, own, moved.cpu(), labels.cpu()))
-    columns = tuple(torch.cat(part) for part in zip(*results, strict=True)) or None
-    columns = joined(torch.cat(places), columns)
-    if columns is None:
-        raise ValueError("The training loader has no data.")
-    f_mu, features, own, moved, y = columns
+                collected.append(features)
+                results.append((f_mu.to(moved).cpu(), own, moved.cpu(), labels.cpu()))
+    f_mu, features, own, moved, y = _of_all_ranks(torch.cat(places), collected, results)
     fitted = f_mu, features, basis.feature_block, f_mu - moved, y
     return LinearizedModel(*fitted, likelihood.name, own)
+
+
+def _of_all_ranks(
+    places: torch.Tensor, collected: Collected, results: list[tuple[torch.Tensor, ...]]
+) -> tuple[Any, ...]:
+    """Logits, features, own products, moves and labels in the data's order."""
+    columns: tuple[Any, ...] | None = None
+    if results:
+        f_mu, *others = (torch.cat(part) for part in zip(*results, strict=True))
+        features = collected.result()
+        if count() > 1 or not is_new(places).all():  # what is sent or sorted has to be in memory
+            features = features[:]
+        columns = f_mu, features, *others
+    columns = joined(places, columns)
+    if columns is None:
+        raise ValueError("The training loader has no data.")
+    return columns
 
 
 def _features(

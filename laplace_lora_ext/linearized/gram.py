@@ -32,13 +32,20 @@ class Gram:
                 _add_lower_triangle(self._matrix, part.double())
         else:
             self._matrix = torch.cat([part.double() for part in parts()])
+        self._last: tuple[torch.Tensor, Precision] | None = None
 
     def precision(self, deviation: torch.Tensor) -> Precision:
         """`I + D WᵀW D`, where D scales the features by `deviation`, `(features,)`."""
+        if self._last is None or not torch.equal(self._last[0], deviation):
+            self._last = None  # makes room
+            self._last = deviation, self._factorised(deviation)
+        return self._last[1]
+
+    def _factorised(self, deviation: torch.Tensor) -> Precision:
+        scaled = self._matrix * deviation
         if self._is_summed:
-            return Precision(deviation[:, None] * self._matrix * deviation, None)
-        rows = self._matrix * deviation
-        return Precision(rows @ rows.mT, rows)
+            return Precision(scaled.mul_(deviation[:, None]), None)
+        return Precision(scaled @ scaled.mT, scaled)
 
 
 class Precision:

@@ -8,14 +8,14 @@ import torch
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.linearized.features import Features
-from laplace_lora_ext.linearized.gram import Gram
+from laplace_lora_ext.linearized.gram import Gram, Precision
 
 _MOST_STEPS = 100
-_SUFFICIENT_GAIN = 1e-7  # nats that a Newton step is expected to gain, after which no other follows
-_MOST_PRODUCTS = 30  # of conjugate gradients: about as long as a new factorisation takes
+_SUFFICIENT_GAIN = 1e-7  # nats that a step is expected to gain, after which no other follows
+_SUFFICIENT_SHARE = 1e-4  # of the expected gain, which a step must have
+_SMALLEST_SIZE = 1e-6  # of a step
+_MOST_PRODUCTS = 30  # of conjugate gradients: about as long as another factorisation takes
 _RESIDUAL = 1e-2  # of conjugate gradients, relative
-_SMALLEST_STEP = 1e-6
-_ARMIJO = 1e-4  # share of the expected gain that a step must have
 
 
 class Mode(NamedTuple):
@@ -59,12 +59,8 @@ class ModeFinder:
     """Newton's method, each time from the last mode.
 
     Newton's equations are solved by conjugate gradients, which take but products with the features.
-    Their preconditioner is the curvature at a mode before, under the new prior precision: a new
+    Their preconditioner is the curvature at a mode before, under the new prior precision: another
     one is summed only where that has become too different.
-
-    The logits are `f = offset + Φ D v + K α`, where v are the features' weights in units of the
-    prior, K the covariance of what each example adds itself, and α its dual coordinates: in a mode
-    the negative slopes of the loss.
 
     Parameters
     ----------
@@ -107,49 +103,92 @@ class ModeFinder:
             of the loss
         """
         solver = _Solver(self._features, deviation, self._gram)
-        v, dual = self._weights / deviation, self._dual
-        added = _times(own, dual)
-        f = self._offset + self._features.times(deviation * v) + added
-        gain = torch.inf
-        for step in range(_MOST_STEPS + 1):
-            slope = scale * self._likelihood.slope(f, self._targets)
-            pull = dual + slope
-            root, _ = whitener(self._likelihood, f, own, scale)
-            B = root.mT @ root
-            left = _times(B, _times(own, pull))
-            of_slope, of_left = deviation * self._features.transposed_times(
-                torch.stack([slope, left])
-            )
-            gradient = v + of_slope
-            error = (gradient.square().sum() + (pull * _times(own, pull)).sum()) / 2
-            if gain < _SUFFICIENT_GAIN or step == _MOST_STEPS:
+        v, dual, added = self._weights / deviation, self._dual, _times(own, self._dual)
+        f_mu = self._offset + self._features.times(deviation * v) + added
+        here = _Point(f_mu, v, dual, added)
+        for _ in range(_MOST_STEPS):
+            step, gain = self._step(here, own, scale, solver)
+            size = self._size(here, step, gain, scale)
+            if size is None:
                 break
-            to_v = solver.solve(root, B, of_left - gradient)
-            along = self._features.times(deviation * to_v)
-            to_dual = left - pull - _times(B, along)
-            to_added = _times(own, to_dual)
-            to_f = along + to_added
-            gain = -(gradient @ to_v + (pull * to_added).sum()).item() / 2
-            quadratic = (v @ v + (dual * added).sum()) / 2
-            linear = v @ to_v + (dual * to_added).sum()
-            curved = (to_v @ to_v + (to_dual * to_added).sum()) / 2
-            here = scale * self._likelihood.loss(f, self._targets) + quadratic
-            size = 1.0
-            while size > _SMALLEST_STEP:
-                there = scale * self._likelihood.loss(f + size * to_f, self._targets)
-                there = there + quadratic + size * linear + size**2 * curved
-                if here - there >= _ARMIJO * size * gain:
-                    break
-                size /= 2
-            else:
-                gain = 0.0
-                continue
-            v, dual, added = v + size * to_v, dual + size * to_dual, added + size * to_added
-            f = f + size * to_f
-        self._weights, self._dual, self._gram = v * deviation, dual, solver.gram
-        loss = self._likelihood.loss(f, self._targets)
-        energy = (v @ v + (dual * added).sum()) / 2
-        return Mode(f, v, energy, loss, error.item())
+            here = here.moved(step, size)
+            if gain < _SUFFICIENT_GAIN:
+                break
+        self._weights, self._dual, self._gram = here.v * deviation, here.dual, solver.gram
+        slope = scale * self._likelihood.slope(here.f_mu, self._targets)
+        gradient = here.v + deviation * self._features.transposed_times(slope)
+        pull = here.dual + slope
+        error = (gradient.square().sum() + (pull * _times(own, pull)).sum()) / 2
+        loss = self._likelihood.loss(here.f_mu, self._targets)
+        return Mode(here.f_mu, here.v, here.energy(), loss, error.item())
+
+    def _step(
+        self, here: _Point, own: torch.Tensor, scale: float, solver: _Solver
+    ) -> tuple[_Point, float]:
+        """Newton's, and what it gains if the density's logarithm is a parabola.
+
+        The equations for the examples' own parts are solved for the features' weights, which
+        leaves `I + D Φᵀ B Φ D` for these.
+        """
+        deviation = solver.deviation
+        slope = scale * self._likelihood.slope(here.f_mu, self._targets)
+        pull = here.dual + slope
+        root, _ = whitener(self._likelihood, here.f_mu, own, scale)
+        B = root.mT @ root
+        left = _times(B, _times(own, pull))
+        both = torch.stack([slope, left])
+        of_slope, of_left = deviation * self._features.transposed_times(both)
+        gradient = here.v + of_slope
+        v = solver.solve(root, B, of_left - gradient)
+        along = self._features.times(deviation * v)
+        dual = left - pull - _times(B, along)
+        added = _times(own, dual)
+        gain = -(gradient @ v + (pull * added).sum()).item() / 2
+        return _Point(along + added, v, dual, added), gain
+
+    def _size(self, here: _Point, step: _Point, gain: float, scale: float) -> float | None:
+        """What share of a step is made, so that it gains; None if none does."""
+
+        def objective(point: _Point) -> float:
+            loss = scale * self._likelihood.loss(point.f_mu, self._targets)
+            return (loss + point.energy()).item()
+
+        before, size = objective(here), 1.0
+        while size > _SMALLEST_SIZE:
+            if before - objective(here.moved(step, size)) >= _SUFFICIENT_SHARE * size * gain:
+                return size
+            size /= 2
+        return None
+
+
+class _Point(NamedTuple):
+    """Logits `f = offset + Φ D v + K α`, or a step from one such point to another.
+
+    v are the features' weights in units of the prior, K is the covariance of what each example
+    adds itself, and α are its dual coordinates: in a mode the negative slopes of the loss.
+
+    Attributes
+    ----------
+    f_mu : torch.Tensor
+        `(N, C)`
+    v : torch.Tensor
+        `(F,)`
+    dual : torch.Tensor
+        `(N, C)`, α
+    added : torch.Tensor
+        `(N, C)`, K α
+    """
+
+    f_mu: torch.Tensor
+    v: torch.Tensor
+    dual: torch.Tensor
+    added: torch.Tensor
+
+    def moved(self, step: _Point, size: float) -> _Point:
+        return _Point(*(own + size * other for own, other in zip(self, step, strict=True)))
+
+    def energy(self) -> torch.Tensor:
+        return (self.v @ self.v + (self.dual * self.added).sum()) / 2
 
 
 class _Solver:
@@ -157,34 +196,37 @@ class _Solver:
 
     def __init__(self, features: Features, deviation: torch.Tensor, gram: Gram | None) -> None:
         self.gram = gram
+        self.deviation = deviation
         self._features = features
-        self._deviation = deviation
-        self._precision = None if gram is None else gram.precision(deviation)
 
     def solve(self, root: torch.Tensor, B: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if self._precision is not None:
-            solution = self._conjugate_gradients(B, x)
+        """For roots A `(N, S, C)` of B."""
+        if self.gram is not None:
+            near = self.gram.precision(self.deviation)
+            solution = self._conjugate_gradients(B, x, near)
             if solution is not None:
                 return solution
         self.gram = self._features.gram(root)
-        self._precision = self.gram.precision(self._deviation)
-        return self._precision.solve(x)
+        return self.gram.precision(self.deviation).solve(x)
 
-    def _conjugate_gradients(self, B, x):
+    def _conjugate_gradients(
+        self, B: torch.Tensor, x: torch.Tensor, near: Precision
+    ) -> torch.Tensor | None:
+        """Preconditioned by a precision that is near; None where it is not near enough."""
         solution, residual = torch.zeros_like(x), x
-        nearer = self._precision.solve(residual)
-        direction, size = nearer, residual @ nearer
+        direction = nearer = near.solve(residual)
+        size = residual @ nearer
         goal = _RESIDUAL**2 * size
         for _ in range(_MOST_PRODUCTS):
-            product = self._features.normal_product(B, self._deviation * direction)
-            product = direction + self._deviation * product
-            step = size / (direction @ product)
-            solution = solution + step * direction
-            residual = residual - step * product
-            nearer = self._precision.solve(residual)
-            before, size = size, residual @ nearer
             if size <= goal:
                 return solution
+            along = self._features.normal_product(B, self.deviation * direction)
+            product = direction + self.deviation * along
+            length = size / (direction @ product)
+            solution = solution + length * direction
+            residual = residual - length * product
+            nearer = near.solve(residual)
+            before, size = size, residual @ nearer
             direction = nearer + size / before * direction
         return None
 

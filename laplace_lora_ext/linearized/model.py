@@ -12,6 +12,8 @@ from laplace_lora_ext.linearized.mode import ModeFinder, whitener
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import from_triangle
 
+_ROWS = 1024  # examples whose own products are in double precision at once
+
 
 class EvidenceAtMode(NamedTuple):
     """What a prior precision comes to in a linearised model.
@@ -127,7 +129,9 @@ class LinearizedModel:
         """
         by_block, deviation, own = self._prior(prior_precision)
         root, half_logdet = whitener(self._likelihood, self._f_mu, own, scale)
-        precision = self._features.gram(root).precision(deviation)
+        gram = self._features.gram(root)
+        self._mode.precondition(gram)
+        precision = gram.precision(deviation)
         mode = self._mode(deviation, own, scale)
         evidence = constant - scale * mode.loss - mode.energy - precision.half_logdet()
         evidence = evidence - half_logdet
@@ -201,8 +205,9 @@ class LinearizedModel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """λ of each block, deviations `(F,)` of the features' weights, own covariance `Σ R / λ`."""
         by_block = prior_precision.detach().double().cpu().expand(self.n_blocks)
-        triangles = torch.einsum("nbt,b->nt", self._own.double(), by_block.reciprocal())
-        own = from_triangle(triangles, self._n_outputs)
+        weights = by_block.reciprocal()
+        triangles = [torch.einsum("nbt,b->nt", p.double(), weights) for p in self._own.split(_ROWS)]
+        own = from_triangle(torch.cat(triangles), self._n_outputs)
         return by_block, by_block[self._block].rsqrt(), own
 
     def _sum_by_block(self, values: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ from laplace_lora_ext.tuning.history import REACH, Recorder, TuningHistory
 
 _WINDOW = 10  # steps over which the evidence must be steady
 _WORST_MODE = 0.1  # nats that an inexact mode may cost the evidence
+_REMEMBERED = 5  # steps that an accelerated search combines
+_LARGEST_STEP = math.log(10)  # in the logarithm of a prior precision, of an accelerated search
 
 
 def maximize_evidence(
@@ -78,7 +80,8 @@ def maximize_linearized_evidence(
     Pooling gives a layerwise prior precision a gamma hyperprior. Its mode is the scalar λ₀ that the
     evidence prefers. The objective is then the evidence plus `κ/2 Σ (log ρ - ρ + 1)` over the
     blocks' ratios ρ = λ / λ₀, and each step sets λ = (γ + κ) / (‖u‖² + κ / λ₀), as if the data
-    determined κ more directions of each block, as far from the prior mean as λ₀ expects.
+    determined κ more directions of each block, as far from the prior mean as λ₀ expects. Such steps
+    alone converge linearly, so each is combined with those before it by Anderson's method.
 
     The search for λ₀ starts at the geometric mean of the prior precision, `(1,)` or `(blocks,)`,
     and the search for the blocks at λ₀. The history is that of the last search, with the result as
@@ -89,6 +92,7 @@ def maximize_linearized_evidence(
     MacKay, "Bayesian interpolation", Neural Computation 4 (1992), for the step.
     Tipping, "Sparse Bayesian learning and the relevance vector machine", JMLR 1 (2001), for the
     step with a gamma hyperprior.
+    Walker & Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal. 49 (2011).
     Antorán et al. (ICML 2022), section 4.
     """
     search = n_steps, tolerance, progress_bar
@@ -109,7 +113,7 @@ def _ascend(
 ) -> TuningHistory:
     """One search, with a hyperprior of strength `pooling` around the start."""
     prior_precision = start
-    recorder = Recorder()
+    recorder, acceleration = Recorder(), _Acceleration()
     steps = tqdm.trange(n_steps, desc="[Maximizing linearized evidence]", disable=not progress_bar)
     error = change = math.inf
     for step in steps:
@@ -126,7 +130,10 @@ def _ascend(
         dimension, scatter = dimension + pooling, scatter + pooling / start
         # A block without any gradient neither moves nor determines anything: 0 / 0.
         updated = torch.where(scatter > 0, dimension / scatter, prior_precision)
-        prior_precision = updated.log().clamp(*REACH).exp()
+        target = updated.log().clamp(*REACH)
+        weight = dimension.sqrt()  # such steps gain as much evidence in each block
+        updated = acceleration.next(prior_precision.log(), target, weight, recorder.objectives[-1])
+        prior_precision = updated.clamp(*REACH).exp()
     else:
         if tolerance > 0:
             warn(
@@ -138,3 +145,38 @@ def _ascend(
             f"The linearized model's mode is inexact: the evidence may be {error:.3g} nats too low."
         )
     return recorder.history()
+
+
+class _Acceleration:
+    """Anderson's: of the last points and where a step leads from each, the next point.
+
+    It takes the combination of the points at which the steps, if they were linear, would be
+    shortest, and makes the step there. Where the objective has fallen, it goes back to the point
+    before, and makes its step alone.
+    """
+
+    def __init__(self) -> None:
+        self._points: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        self._objective = -math.inf
+
+    def next(
+        self, point: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, objective: float
+    ) -> torch.Tensor:
+        """From a point, where the step leads from it, and how much each number counts, `(n,)`."""
+        if objective < self._objective and len(self._points) > 1:
+            self._points, self._targets = self._points[-1:], self._targets[-1:]
+            return self._targets[0]
+        self._objective = objective
+        self._points = [*self._points[-_REMEMBERED:], point]
+        self._targets = [*self._targets[-_REMEMBERED:], target]
+        if len(self._points) == 1:
+            return target
+        points, targets = torch.stack(self._points, dim=1), torch.stack(self._targets, dim=1)
+        # Changes may depend on each other: the least combination, by a driver for such matrices.
+        changes, step = (targets - points).diff(), target - point
+        shares = torch.linalg.lstsq(
+            weight[:, None] * changes, (weight * step)[:, None], driver="gelsd"
+        ).solution
+        combined = step - (targets.diff() @ shares)[:, 0]
+        return point + combined.clamp(-_LARGEST_STEP, _LARGEST_STEP)

@@ -12,7 +12,7 @@ from tests.support.posteriors import fitted, linearized
 
 
 def test_a_mode_that_is_inexact_is_reported(monkeypatch):
-    monkeypatch.setattr("laplace_lora_ext.linearized.model._MOST_ITERATIONS", 1)
+    monkeypatch.setattr("laplace_lora_ext.linearized.mode._MOST_STEPS", 0)
     la = fitted()
     model = linearized(la, ragged_batches())
     with pytest.warns(UserWarning, match="mode is inexact"):
@@ -81,6 +81,31 @@ def test_a_step_of_the_linearised_evidence_divides_dimensions_by_distances():
     evidence = Determined()(pooled.prior_precision[-1]).log_marginal_likelihood
     assert pooled.objective[-1].item() == pytest.approx(evidence + hyperprior)
     assert (pooled.objective[-1] >= pooled.objective).all()
+
+
+class Coupled:
+    """A concave parabola in the logarithms, whose steps go a part of the way and overlap."""
+
+    top = torch.tensor([1.0, -2.0, 0.5]).double()
+    rate = torch.tensor([[0.3, 0.1, 0.0], [0.1, 0.05, 0.02], [0.0, 0.02, 0.2]]).double()
+
+    def __init__(self):
+        self.n_calls = 0
+
+    def __call__(self, prior_precision):
+        self.n_calls += 1
+        away = prior_precision.log() - self.top
+        scatter = torch.ones(3).double()
+        dimension = (prior_precision.log() - self.rate @ away).exp()  # so that the step is -rate
+        return EvidenceAtMode(-(away @ self.rate @ away).item(), dimension, scatter, 0.0)
+
+
+def test_steps_are_combined_to_reach_the_maximum_sooner():
+    evidence, start = Coupled(), torch.ones(3).double()
+    history = maximize_linearized_evidence(evidence, start, 1000, 1e-12)
+    torch.testing.assert_close(history.prior_precision[-1].log(), evidence.top, rtol=0, atol=1e-5)
+    assert evidence.n_calls < 15  # of 400 steps of the slowest direction's rate
+    assert (history.objective.diff() > -1e-9).all()
 
 
 def test_pooling_starts_from_the_geometric_mean():
