@@ -197,7 +197,7 @@ class Scale(Run):
     Writes scale.json, scale.md and scale.png.
     """
 
-    examples: tuple[int, ...] = option((500, 2000, 8000), "for the linearised methods")
+    examples: tuple[int, ...] = option((1000, 10_000, 100_000), "for the linearised methods")
     classes: tuple[int, ...] = option((4, 20, 77), "answers")
     lengths: tuple[int, ...] = option((128, 512, 2048), "tokens of a text")
     processes: tuple[int, ...] = option((1, 2, 4), "that share a fit")
