@@ -8,10 +8,8 @@ from typing import Any
 
 import laplace
 import laplace.curvature as host_backends
-import torch
 from laplace.baselaplace import BaseLaplace
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.files import read_posterior
@@ -104,9 +102,7 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} holds no complete posterior: {error!r}.") from error
     la = cls(model, **options | kwargs)
-    device = la.blocks[0].device
-    on_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
-    la.load_state_dict(on_device | {"model": state["model"]})
+    la.load_state_dict(state)
     return la
 
 

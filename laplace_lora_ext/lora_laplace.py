@@ -19,6 +19,7 @@ from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.fitting.checkpoint import keeper_in
 from laplace_lora_ext.fitting.hosts_pass import curvature_of
 from laplace_lora_ext.fitting.identity import Identity
+from laplace_lora_ext.fitting.moving import follow
 from laplace_lora_ext.fitting.sums import sums_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.linearized import of_posterior
@@ -143,6 +144,7 @@ class LoRALaplace(ParametricLaplace):
                 backend_kwargs=backend_kwargs,
                 **kwargs,
             )
+        self._places = [block.place for block in self.blocks]
 
     # --- what the structures say ---------------------------------------------------------------
 
@@ -175,7 +177,7 @@ class LoRALaplace(ParametricLaplace):
 
     def _unpacked(self, state: Any) -> Any:
         """Sums from what `_packed` returned, on the blocks' devices."""
-        return state.to(self._device)
+        return state.to(self._device, self._dtype)
 
     @property
     def _identity(self) -> Identity:
@@ -258,6 +260,7 @@ class LoRALaplace(ParametricLaplace):
         """
         if not override:
             self._check_model()
+        follow(self)
         with together():
             keeper = keeper_in(checkpoint, every, self._identity)
             H, loss, n_data, called = sums_of(self, train_loader, keeper, progress_bar)
@@ -279,8 +282,21 @@ class LoRALaplace(ParametricLaplace):
         if self._fitted is not None:
             check_unchanged(self.blocks, self.mean)
             self._fitted.check()
+            follow(self)
+
+    def _check_H_init(self) -> None:  # noqa: N802
+        super()._check_H_init()
+        follow(self)
 
     # --- evidence and prior --------------------------------------------------------------------
+
+    def log_marginal_likelihood(
+        self,
+        prior_precision: torch.Tensor | None = None,
+        sigma_noise: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._check_H_init()
+        return super().log_marginal_likelihood(prior_precision, sigma_noise)
 
     @property
     def log_det_prior_precision(self) -> torch.Tensor:
@@ -305,6 +321,7 @@ class LoRALaplace(ParametricLaplace):
     @contextmanager
     def trying(self) -> Iterator[None]:
         """Try prior precisions: an error restores the old one, and no prediction is counted."""
+        follow(self)
         before = self._prior_precision, self._sigma_noise
         try:
             with self._agreement.paused():
@@ -436,6 +453,8 @@ class LoRALaplace(ParametricLaplace):
         self._identity.check(state_dict)
         self.prior_precision = state_dict["prior_precision"]  # raises before anything changes
         self._load_curvature(state_dict)
+        self._places = []  # wherever the state's tensors are
+        follow(self)
         self._fitted = FittedModel(self.model, self.blocks)
         self._posterior_scale = None
         self._agreement = MapAgreement()

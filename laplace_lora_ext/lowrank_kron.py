@@ -99,7 +99,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return H.state_dict()
 
     def _unpacked(self, state: list[dict[str, Any]]) -> LowRankKron:
-        return LowRankKron.from_state_dict(state, [block.device for block in self.blocks])
+        return LowRankKron.from_state_dict(state, [block.place for block in self.blocks])
 
     def _sums(self) -> LowRankKron:
         return self.H_facs
@@ -236,7 +236,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return super().state_dict() | {"H": self.H_facs.state_dict()}
 
     def _load_curvature(self, state_dict: dict[str, Any]) -> None:
-        sums = LowRankKron.from_state_dict(state_dict["H"])
+        sums = self._unpacked(state_dict["H"])
         H = sums.decompose()
         super()._load_curvature(state_dict)
         self.H_facs, self.H = sums, H

@@ -46,10 +46,9 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
         return H.kfacs
 
     def _unpacked(self, state: Any) -> Kron:
-        devices = [block.device for block in self.blocks]
         kfacs = [
-            [factor.to(device) for factor in factors]
-            for factors, device in zip(state, devices, strict=True)
+            [factor.to(*block.place) for factor in factors]
+            for factors, block in zip(state, self.blocks, strict=True)
         ]
         return Kron(kfacs)  # pyright: ignore[reportArgumentType]
 

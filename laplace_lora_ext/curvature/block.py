@@ -55,20 +55,21 @@ class KroneckerBlock:
     def from_state_dict(
         cls,
         state: dict[str, Any],
-        device: torch.device | None = None,
+        place: tuple[torch.device, torch.dtype] | None = None,
         known: dict[int, Factor] | None = None,
     ) -> KroneckerBlock:
         """Rebuild what `state_dict` has returned.
 
-        On a device if one is given, and with the `known` factors of other blocks where these have
-        the same tensors: blocks that share a factor share it again.
+        On a device and in a precision if they are given, and with the `known` factors of other
+        blocks where these have the same tensors: blocks that share a factor share it again.
         """
         known = {} if known is None else known
         output, input_ = (
-            known.setdefault(id(next(iter(factor.values()))), _factor(factor, device))
+            known.setdefault(id(next(iter(factor.values()))), _factor(factor, place))
             for factor in (state["output_factor"], state["input_factor"])
         )
-        return cls(output, input_, state["normalizer"].to(device))
+        normalizer = state["normalizer"]
+        return cls(output, input_, normalizer if place is None else normalizer.to(place[0]))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers, ready for `torch.save`."""
@@ -112,12 +113,14 @@ class KroneckerBlock:
         return DecomposedBlock(small, large, small_output)
 
 
-def _factor(state: dict[str, Any], device: torch.device | None) -> Factor:
-    placed: dict[str, Any] = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in state.items()
-    }
-    return DenseFactor(**placed) if "matrix" in placed else LowRankFactor(**placed)
+def _factor(state: dict[str, Any], place: tuple[torch.device, torch.dtype] | None) -> Factor:
+    """A factor from its attributes; sums of squares stay in float64."""
+    if "matrix" in state:
+        return DenseFactor(state["matrix"] if place is None else state["matrix"].to(*place))
+    if place is not None:
+        columns, trace = state["columns"].to(*place), state["trace"].to(place[0])
+        state = state | {"columns": columns, "trace": trace}
+    return LowRankFactor(**state)
 
 
 class DecomposedBlock:

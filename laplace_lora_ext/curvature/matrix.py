@@ -32,12 +32,16 @@ class LowRankKron:
 
     @classmethod
     def from_state_dict(
-        cls, state: list[dict[str, Any]], devices: Sequence[torch.device] | None = None
+        cls,
+        state: list[dict[str, Any]],
+        places: Sequence[tuple[torch.device, torch.dtype]] | None = None,
     ) -> LowRankKron:
-        """Rebuild what `state_dict` returned, on the blocks' devices if they are given."""
-        places = devices or [None] * len(state)
+        """Rebuild what `state_dict` returned, on the blocks' devices and in their precision.
+
+        Without them, all stays where and as it is.
+        """
         known: dict[int, Factor] = {}
-        pairs = zip(state, places, strict=True)
+        pairs = zip(state, places or [None] * len(state), strict=True)
         return cls([KroneckerBlock.from_state_dict(*pair, known) for pair in pairs])
 
     def state_dict(self) -> list[dict[str, Any]]:

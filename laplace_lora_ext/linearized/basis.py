@@ -77,8 +77,8 @@ def eigenbasis(
     for name, batch in named_batches(loader):
         with naming(name):
             backend.accumulate(H, *model.split(batch))
-    devices = [block.device for block in blocks]
-    H = added(H, LowRankKron.state_dict, partial(LowRankKron.from_state_dict, devices=devices))
+    places = [block.place for block in blocks]
+    H = added(H, LowRankKron.state_dict, partial(LowRankKron.from_state_dict, places=places))
     return H.cut().decompose()
 
 

@@ -62,22 +62,17 @@ def fingerprint(blocks: Sequence[Block]) -> str:
 
 
 def check_unchanged(blocks: Sequence[Block], mean: torch.Tensor) -> None:
-    """Refuse a model whose LoRA weights are not those of the fit, or have been moved.
+    """Refuse a model whose LoRA weights are not those of the fit, in whatever precision.
 
     Raises
     ------
     RuntimeError
         The message names the first layer that differs.
     """
-    device, dtype = blocks[0].device, blocks[0].statistics_dtype
-    if (device, dtype) != (mean.device, mean.dtype):
-        raise RuntimeError(
-            f"The model was moved to {device} ({dtype}) since the fit on {mean.device} "
-            f"({mean.dtype}): move it back, or fit again."
-        )
     parts = mean.split([block.weight.numel() for block in blocks])
     for block, part in zip(blocks, parts, strict=True):
-        if not torch.equal(block.values.flatten().to(mean), part):
+        values = block.values.flatten()
+        if not torch.equal(values, part.to(values)):
             raise RuntimeError(
                 f"The weights of LoRA layer {block.name} have changed since the fit, which the "
                 "posterior is around: fit again, or load the weights of the fit."

@@ -115,6 +115,11 @@ class Block:
         """What the block's statistics and posterior are held in: float32 or better."""
         return torch.promote_types(self.weight.dtype, torch.float32)
 
+    @property
+    def place(self) -> tuple[torch.device, torch.dtype]:
+        """Where its statistics and posterior belong, and their precision."""
+        return self.device, self.statistics_dtype
+
 
 def find_blocks(
     model: nn.Module,

@@ -32,17 +32,6 @@ def test_weights_that_have_changed_since_the_fit_are_named(use, structure):
     USES[use](la, ragged_batches())
 
 
-@pytest.mark.parametrize("use", USES)
-def test_a_model_that_has_been_moved_is_refused(use):
-    model = lora_model("bert", torch.float32)
-    la = fitted(model=model)
-    model.double()
-    with pytest.raises(RuntimeError, match=r"moved to cpu \(torch.float64\) since the fit on cpu"):
-        USES[use](la, ragged_batches())
-    model.float()
-    USES[use](la, ragged_batches())
-
-
 def test_statistics_of_changed_weights_are_refused():
     la = fitted()
     la.blocks[0].weight.data.mul_(1.01)

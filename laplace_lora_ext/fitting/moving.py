@@ -1,0 +1,48 @@
+"""A posterior goes where its model has gone: to other devices, or into another precision."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from laplace_lora_ext.models.lora_layers import Block
+
+
+class Movable(Protocol):
+    """What has numbers beside its model's weights; `LoRALaplace` is one."""
+
+    blocks: list[Block]
+    prior_precision: Any
+    prior_mean: Any
+    sigma_noise: Any
+    mean: torch.Tensor
+    loss: Any
+    n_data: int
+    _places: list[tuple[torch.device, torch.dtype]]
+    _backend: Any
+
+    def _sums(self) -> Any: ...
+
+    def _packed(self, H: Any) -> Any: ...
+
+    def _unpacked(self, state: Any) -> Any: ...
+
+    def _adopt(self, H: Any, n_data: int) -> None: ...
+
+
+@torch.inference_mode(False)  # what is kept must not be inference tensors
+def follow(posterior: Movable) -> None:
+    """Move a posterior and its prior to where the model's LoRA weights are now."""
+    now = [block.place for block in posterior.blocks]
+    if now == posterior._places:
+        return
+    if posterior.n_data:
+        sums = posterior._packed(posterior._sums())
+        posterior._adopt(posterior._unpacked(sums), posterior.n_data)
+        posterior.mean = posterior.mean.to(*now[0])
+        posterior.loss = posterior.loss.to(now[0][0])
+    for name in ("prior_precision", "prior_mean", "sigma_noise"):
+        setattr(posterior, name, getattr(posterior, name))  # the host moves what it is given
+    posterior._backend = None  # the host's keep buffers that the model has replaced
+    posterior._places = now

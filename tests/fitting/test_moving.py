@@ -1,0 +1,148 @@
+"""A posterior follows its model to other devices and into other precisions."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from laplace.curvature.curvlinops import CurvlinopsGGN
+from torch import nn
+
+import laplace_lora_ext
+from tests.support.models import CLASS_TOKEN_IDS, lora_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted, generator, make
+
+USES = {
+    "glm": lambda la, batches: la(batches[0]),
+    "nn": lambda la, batches: la(
+        batches[0], pred_type="nn", link_approx="mc", n_samples=2, generator=generator()
+    ),
+    "joint": lambda la, batches: la.predictive_moments(batches[0], joint=True)[1],
+    "evidence": lambda la, batches: la.log_marginal_likelihood(),
+    "evidence of a prior": lambda la, batches: la.log_marginal_likelihood(torch.tensor(3.0)),
+    "density": lambda la, batches: la.log_prob(la.mean + 0.1),
+    "draws": lambda la, batches: la.sample(3, generator()),
+    "linearised model": lambda la, batches: la.linearize(batches)._f_mu,
+    "prior": lambda la, batches: (
+        la.optimize_prior_precision(method="marglik", n_steps=5),
+        la.prior_precision,
+    )[1],
+    "more data": lambda la, batches: (
+        la.fit(batches, override=False),
+        la.log_marginal_likelihood(),
+    )[1],
+    "state": lambda la, batches: la.state_dict()["mean"],
+}
+
+
+def tensors_of(value: Any, seen: set[int]) -> list[torch.Tensor]:
+    """Tensors that can be reached from a value, those of modules left out."""
+    if isinstance(value, (nn.Module, nn.Parameter, str)) or id(value) in seen:
+        return []
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        parts = list(value)
+    else:
+        parts = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    return [tensor for part in parts for tensor in tensors_of(part, seen)]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("use", USES)
+def test_a_posterior_follows_its_model_into_another_precision(use, structure):
+    batches = ragged_batches()
+    model = lora_model("bert", torch.float32)
+    la = fitted(model=model, structure=structure)
+    unmoved = fitted(model=lora_model("bert", torch.float32), structure=structure)
+    expected = USES[use](unmoved, batches)
+    model.double()
+    moved = USES[use](la, batches)
+    assert moved.dtype is torch.float64
+    if use in ("nn", "draws"):  # other random numbers
+        assert torch.isfinite(moved).all()
+    else:
+        torch.testing.assert_close(moved, expected.double(), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_posterior_comes_back(structure):
+    model = lora_model("bert", torch.float32)
+    la, (batch, *_) = fitted(model=model, structure=structure), ragged_batches()
+    before, evidence = la(batch), la.log_marginal_likelihood()
+    model.double()
+    assert la(batch).dtype is torch.float64
+    model.float()
+    torch.testing.assert_close(la(batch), before, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(la.log_marginal_likelihood(), evidence, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_no_tensor_of_a_posterior_stays_behind(structure, likelihood, monkeypatch):
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta has none
+    model = lora_model("bert", torch.float32)
+    la = make(model, structure, likelihood, **{"sigma_noise": 0.5} if likelihood[0] == "r" else {})
+    batches = ragged_batches()
+    if likelihood == "regression":
+        batches = [batch | {"labels": torch.randn(len(batch["labels"]), 3)} for batch in batches]
+    la.fit(batches)
+    la.optimize_prior_precision(method="marglik", n_steps=2, prior_structure="layerwise")
+    la.sample(1)
+    la._fitted = None  # its samples of the model's weights are compared in main memory
+    model.to("meta")
+    la._check_H_init()
+    left = [t for t in tensors_of(vars(la), set()) if t.numel() and t.device.type != "meta"]
+    assert not left
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_half_precision_rounds_the_weights_and_keeps_the_posterior(structure):
+    model = lora_model("bert", torch.float32)
+    la, (batch, *_) = fitted(model=model, structure=structure), ragged_batches()
+    moments, mean = la.predictive_moments(batch), la.mean
+    model.bfloat16()
+    rounded = la.predictive_moments(batch)
+    assert rounded.f_var.dtype is torch.float32
+    assert la.mean is mean
+    for before, after in zip(moments, rounded, strict=True):
+        assert (after - before).abs().max() < 0.05 * before.abs().max()
+    model.float()
+    with pytest.raises(RuntimeError, match="have changed since the fit"):
+        la(batch)  # their last digits are lost
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_model_may_move_between_the_posterior_and_its_fit(structure):
+    model = lora_model("bert", torch.float32)
+    la = make(model, structure, prior_precision=2.0, prior_mean=0.5)
+    model.double()
+    la.fit(ragged_batches())
+    assert la.prior_precision.dtype is la.prior_mean.dtype is torch.float64
+    assert la(ragged_batches()[0]).dtype is torch.float64
+
+
+def test_the_hosts_backends_see_the_buffers_that_a_move_has_made():
+    model = lora_model("gpt_neox", torch.float32)  # with rotary frequencies
+    la = make(model, "diag", backend=CurvlinopsGGN, class_token_ids=CLASS_TOKEN_IDS)
+    la.fit(ragged_batches())
+    model.double()
+    la.fit(ragged_batches())
+    known = la.backend.buffers_dict
+    assert known
+    assert all(known[name] is buffer for name, buffer in la.model.named_buffers())
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_loaded_posterior_is_where_the_model_is(structure, tmp_path):
+    model = lora_model("bert")
+    la = fitted(model=model, structure=structure)
+    la.save_pretrained(tmp_path)
+    loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
+    torch.testing.assert_close(loaded(ragged_batches()[0]), la(ragged_batches()[0]))
+    assert loaded._places == la._places
