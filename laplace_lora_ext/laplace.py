@@ -101,7 +101,8 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
         cls = _named(state["cls_name"], _CLASSES)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} holds no complete posterior: {error!r}.") from error
-    la = cls(model, **options | kwargs)
+    with fitted.taking_part(model):
+        la = cls(model, **options | kwargs)
     la.load_state_dict(state)
     return la
 

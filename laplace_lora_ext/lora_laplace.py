@@ -32,6 +32,7 @@ from laplace_lora_ext.models.lora_layers import (
     check_without_dora,
     find_blocks,
     warn_if_untrained,
+    warn_of_frozen,
     warn_of_other_trainable,
 )
 from laplace_lora_ext.models.model_state import FittedModel
@@ -116,11 +117,13 @@ class LoRALaplace(ParametricLaplace):
     ) -> None:
         backend = self._default_backend if backend is None else backend
         self._check_backend(backend)
-        self.blocks = find_blocks(model, target_modules, layers_to_transform)
-        warn_of_other_trainable(model)
-        warn_if_untrained(self.blocks)
         adapted = self._adapted(likelihood)
         self.model = adapted(model, class_token_ids, dict_key_y, mask_token_id)
+        with self.model.lock:  # passes of other threads change what requires grad
+            self.blocks = find_blocks(model, target_modules, layers_to_transform)
+            warn_of_other_trainable(model)
+        warn_of_frozen(self.blocks)
+        warn_if_untrained(self.blocks)
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self._predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
         self._agreement = MapAgreement()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 _OURS = ("laplace_lora_ext", "laplace", "torch", "contextlib")
@@ -33,3 +33,9 @@ def warn(message: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first eight of some names, and how many more there are."""
+    rest = len(names) - 8
+    return ", ".join(names[:8]) + (f" and {rest} more" if rest > 0 else "")

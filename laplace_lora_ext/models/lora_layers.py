@@ -1,38 +1,34 @@
-"""Finds the LoRA weights of a model, and refuses those that are not two plain linear maps."""
+"""Finds the LoRA weights of a model that a posterior is over."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, tuners
+from peft import LoraConfig
 from peft.tuners import lora
-from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
-from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.convolutions import channels_last, is_convolution, patches
+from laplace_lora_ext.messages import listed, warn
+from laplace_lora_ext.models.convolutions import channels_last, patches
 from laplace_lora_ext.models.placement import (
     check_reachable,
     device_of,
     is_absent,
-    is_elsewhere,
     values_of,
 )
-
-_LISTED = 8
-
-# Linear `lora_A` and `lora_B` by type, yet not applied as `B(A(x))`.
-_NOT_PLAIN = tuple(
-    getattr(lora.layer, name)
-    for name in ("MultiheadAttention", "ParamWrapper")
-    if hasattr(lora.layer, name)
+from laplace_lora_ext.models.unsupported import (
+    check_apart,
+    check_plain,
+    check_tuner,
+    has_dora,
+    other_tuners,
 )
-
-_X_LORA = getattr(tuners, "XLoraModel", ())  # from PEFT 0.12 on
 
 
 @dataclass(frozen=True)
@@ -128,8 +124,9 @@ def find_blocks(
 ) -> list[Block]:
     """LoRA weights of the active adapter, in the order of the model's parameters.
 
-    Selection is by structure, not by `requires_grad`: an adapter that was loaded for inference
-    counts as well.
+    Of a layer that was trained with one of its weights frozen, as LoRA-FA freezes `lora_A`, the
+    other one takes part alone. An adapter that was loaded for inference has both frozen, and both
+    take part.
 
     Parameters
     ----------
@@ -141,7 +138,7 @@ def find_blocks(
     Returns
     -------
     list of Block
-        `lora_A`, then `lora_B` of each layer
+        `lora_A`, then `lora_B` of each layer, or one of them
 
     Raises
     ------
@@ -151,21 +148,21 @@ def find_blocks(
     NotImplementedError
         If LoRA layers of the adapter are not two linear maps of their own.
     """
-    if any(isinstance(module, _X_LORA) for module in model.modules()):
-        raise NotImplementedError(
-            "X-LoRA weighs several adapters anew for every token, so that none is a linear map: "
-            "take one of them as a plain LoRA adapter."
-        )
+    check_tuner(model)
     check_reachable(model)
     layers = _by_stripped_name(
         {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
     )
     if not layers:
-        raise ValueError(_no_lora_message(model))
+        raise ValueError(
+            f"No LoRA layer in the model (found {other_tuners(model)}). Add one with "
+            "peft.get_peft_model."
+        )
     adapter = _active_adapter(layers)
     layers = {name: layer for name, layer in layers.items() if adapter in _adapters(layer)}
     layers = _select(layers, target_modules, layers_to_transform)
-    _refuse_unsupported(layers, adapter)
+    check_plain(layers, adapter)
+    check_apart(layers, adapter)
     blocks = [
         Block(
             f"{name}.{part}.{adapter}.weight",
@@ -174,11 +171,11 @@ def find_blocks(
             layer,
         )
         for name, layer in layers.items()
-        for part in ("lora_A", "lora_B")
+        for part in _taking_part(layer, adapter)
     ]
     on_meta = [block.name for block in blocks if is_absent(block.layer)]
     if on_meta:
-        raise ValueError(f"Load the weights first: on the meta device are {_listed(on_meta)}.")
+        raise ValueError(f"Load the weights first: on the meta device are {listed(on_meta)}.")
     return blocks
 
 
@@ -190,11 +187,11 @@ def check_without_dora(blocks: Sequence[Block]) -> None:
     NotImplementedError
         If a layer has DoRA.
     """
-    with_dora = [b.name for b in blocks if b.owner is not None and _has_dora(b.owner, b.adapter)]
+    with_dora = [b.name for b in blocks if b.owner is not None and has_dora(b.owner, b.adapter)]
     if with_dora:
         raise NotImplementedError(
             "The host's backends don't know DoRA, which calls LoRA layers with more than their "
-            f'inputs: {_listed(with_dora)}. Without `backend`, the structures "lowrank_kron", '
+            f'inputs: {listed(with_dora)}. Without `backend`, the structures "lowrank_kron", '
             '"diag" and "full" do.'
         )
 
@@ -218,7 +215,18 @@ def warn_of_other_trainable(model: nn.Module) -> None:
     if names:
         warn(
             "The posterior is over lora_A and lora_B weights alone. Held at their MAP value, "
-            f"though trainable: {_listed(names)}."
+            f"though trainable: {listed(names)}."
+        )
+
+
+def warn_of_frozen(blocks: Sequence[Block]) -> None:
+    """Warn once of LoRA layers of which one weight takes part alone, since the other is frozen."""
+    counts = Counter(block.lora_layer for block in blocks)
+    alone = [block.name for block in blocks if counts[block.lora_layer] == 1]
+    if alone:
+        warn(
+            "The other LoRA weight of their layers is frozen, as in LoRA-FA, and held at its "
+            f"value. These take part alone: {listed(alone)}."
         )
 
 
@@ -232,22 +240,15 @@ def _by_stripped_name(layers: dict[str, lora.LoraLayer]) -> dict[str, lora.LoraL
     return stripped if len(stripped) == len(layers) else layers
 
 
-def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _no_lora_message(model: nn.Module) -> str:
-    tuners = {type(m).__name__ for m in model.modules() if isinstance(m, BaseTunerLayer)}
-    for config in getattr(model, "peft_config", {}).values():
-        tuners.add(str(getattr(config.peft_type, "value", config.peft_type)))
-    found = f"found {', '.join(sorted(tuners))}" if tuners else "found no adapter at all"
-    return f"No LoRA layer in the model ({found}). Add one with peft.get_peft_model."
-
-
 def _adapters(layer: lora.LoraLayer) -> set[str]:
     """Names of all adapters that have weights in the layer."""
     return {name for part in layer.adapter_layer_names for name in getattr(layer, part, ())}
+
+
+def _taking_part(layer: Any, adapter: str) -> list[str]:
+    """`lora_A` and `lora_B`, or the one of them that requires grad where the other does not."""
+    parts = ["lora_A", "lora_B"]
+    return [part for part in parts if getattr(layer, part)[adapter].weight.requires_grad] or parts
 
 
 def _active_adapter(layers: dict[str, lora.LoraLayer]) -> str:
@@ -257,11 +258,11 @@ def _active_adapter(layers: dict[str, lora.LoraLayer]) -> str:
     """
     merged = [name for name, layer in layers.items() if layer.merged]
     if merged:
-        raise ValueError(f"Merged into {_listed(merged)}: call model.unmerge_adapter() first.")
+        raise ValueError(f"Merged into {listed(merged)}: call model.unmerge_adapter() first.")
     disabled = [name for name, layer in layers.items() if layer.disable_adapters]
     if disabled:
         raise ValueError(
-            f"Adapters are disabled in {_listed(disabled)}: call model.enable_adapter_layers()."
+            f"Adapters are disabled in {listed(disabled)}: call model.enable_adapter_layers()."
         )
     active = {
         adapter
@@ -306,54 +307,6 @@ def _select(
     if not selected:
         raise ValueError(
             f"No LoRA layer matches target_modules={target_modules!r}, "
-            f"layers_to_transform={layers_to_transform!r}; there are {_listed(list(layers))}."
+            f"layers_to_transform={layers_to_transform!r}; there are {listed(list(layers))}."
         )
     return selected
-
-
-def _refuse_unsupported(layers: dict[str, lora.LoraLayer], adapter: str) -> None:
-    unsupported = [
-        f"{name} ({type(layer).__name__}{_variant(layer, adapter)})"
-        for name, layer in layers.items()
-        if isinstance(layer, _NOT_PLAIN)
-        or _variant(layer, adapter)
-        or any(
-            adapter not in getattr(layer, part) or not _is_linear_map(getattr(layer, part)[adapter])
-            for part in ("lora_A", "lora_B")
-        )
-    ]
-    if unsupported:
-        raise NotImplementedError(
-            "Only LoRA layers that add B(A(x)) with linear A and B are supported. These are not: "
-            f"{_listed(unsupported)}. Leave them out with target_modules."
-        )
-    owners: dict[int, list[str]] = {}
-    for name, layer in layers.items():
-        for part in ("lora_A", "lora_B"):
-            weight = getattr(layer, part)[adapter].weight
-            if not is_elsewhere(weight):
-                owners.setdefault(weight.data_ptr(), []).append(f"{name}.{part}")
-    shared = [" = ".join(names) for names in owners.values() if len(names) > 1]
-    if shared:
-        raise NotImplementedError(f"LoRA weights that share storage: {_listed(shared)}.")
-
-
-def _is_linear_map(layer: nn.Module) -> bool:
-    return type(layer) is nn.Linear or is_convolution(layer)
-
-
-def _variant(layer: lora.LoraLayer, adapter: str) -> str:
-    """`", AloraLinearVariant"` and the like, empty for plain LoRA and for DoRA of linear layers."""
-    variant = getattr(layer, "lora_variant", {}).get(adapter)
-    return "" if variant is None or _has_dora(layer, adapter) else f", {type(variant).__name__}"
-
-
-def _has_dora(layer: lora.LoraLayer, adapter: str) -> bool:
-    """Whether a linear layer has DoRA, which scales what it returns by a magnitude over a norm.
-
-    The norm is no part of the derivative: PEFT detaches it, as the DoRA paper does (section 4.3).
-    """
-    variant = getattr(layer, "lora_variant", {}).get(adapter)
-    if variant is not None:
-        return type(variant).__name__ == "DoraLinearVariant"
-    return bool(getattr(layer, "use_dora", {}).get(adapter, False))

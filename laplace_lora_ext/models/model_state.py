@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from laplace_lora_ext.models.adapter_state import scalings
-from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.locks import lock_of
+from laplace_lora_ext.models.logits_model import LogitsModel, find_transformer
 from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
 from laplace_lora_ext.models.placement import come_and_go
 
@@ -87,6 +89,24 @@ class ModelState:
         weights = {name: Weight(*weight) for name, weight in state["weights"].items()}
         blocks = {name: (shape, scaling) for name, (shape, scaling) in state["blocks"].items()}
         return cls(blocks, state["class_token_ids"], state["mask_token_id"], weights)
+
+    @contextmanager
+    def taking_part(self, model: nn.Module) -> Iterator[None]:
+        """Within, the LoRA weights of the fit require grad and no others, so that they are found.
+
+        An adapter that was loaded does not say which of its weights were frozen in training.
+        """
+        weights = {name: weight for name, weight in model.named_parameters() if ".lora_" in name}
+        with lock_of(find_transformer(model) or model):
+            before = {name: weight.requires_grad for name, weight in weights.items()}
+            try:
+                for name, weight in weights.items():
+                    bare = _OF_ADAPTER.sub(r".\1", strip_wrappers(name))
+                    weight.requires_grad_(bare in self.blocks)
+                yield
+            finally:
+                for name, weight in weights.items():
+                    weight.requires_grad_(before[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Names, numbers and tensors, ready for `torch.save`."""

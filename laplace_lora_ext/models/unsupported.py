@@ -1,0 +1,116 @@
+"""LoRA layers that are not two plain linear maps, and other adapters: refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from peft import tuners
+from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from laplace_lora_ext.messages import listed
+from laplace_lora_ext.models.convolutions import is_convolution
+from laplace_lora_ext.models.placement import is_elsewhere
+
+# Linear `lora_A` and `lora_B` by type, yet not applied as `B(A(x))`.
+_NOT_PLAIN = tuple(
+    getattr(lora.layer, name)
+    for name in ("MultiheadAttention", "ParamWrapper")
+    if hasattr(lora.layer, name)
+)
+
+_X_LORA = getattr(tuners, "XLoraModel", ())  # from PEFT 0.12 on
+
+
+def check_tuner(model: nn.Module) -> None:
+    """Refuse adapters that hold LoRA layers and use them otherwise.
+
+    Raises
+    ------
+    NotImplementedError
+        For X-LoRA.
+    """
+    if any(isinstance(module, _X_LORA) for module in model.modules()):
+        raise NotImplementedError(
+            "X-LoRA weighs several adapters anew for every token, so that none is a linear map: "
+            "take one of them as a plain LoRA adapter."
+        )
+
+
+def other_tuners(model: nn.Module) -> str:
+    """What a model without LoRA layers has in their place, for an error message."""
+    found = {type(m).__name__ for m in model.modules() if isinstance(m, BaseTunerLayer)}
+    for config in getattr(model, "peft_config", {}).values():
+        found.add(str(getattr(config.peft_type, "value", config.peft_type)))
+    return ", ".join(sorted(found)) or "no adapter at all"
+
+
+def check_plain(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
+    """Refuse LoRA layers that do not add `B(A(x))` with linear A and B.
+
+    Raises
+    ------
+    NotImplementedError
+        The message lists them.
+    """
+    unsupported = [
+        f"{name} ({type(layer).__name__}{_variant(layer, adapter)})"
+        for name, layer in layers.items()
+        if isinstance(layer, _NOT_PLAIN)
+        or _variant(layer, adapter)
+        or (has_dora(layer, adapter) and not _is_linear(layer, adapter))  # of older PEFT
+        or any(
+            adapter not in getattr(layer, part) or not _is_linear_map(getattr(layer, part)[adapter])
+            for part in ("lora_A", "lora_B")
+        )
+    ]
+    if unsupported:
+        raise NotImplementedError(
+            "Only LoRA layers that add B(A(x)) with linear A and B are supported. These are not: "
+            f"{listed(unsupported)}. Leave them out with target_modules."
+        )
+
+
+def check_apart(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
+    """Refuse LoRA weights that share their storage.
+
+    Raises
+    ------
+    NotImplementedError
+        The message lists them.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, layer in layers.items():
+        for part in ("lora_A", "lora_B"):
+            weight = getattr(layer, part)[adapter].weight
+            if not is_elsewhere(weight):
+                owners.setdefault(weight.data_ptr(), []).append(f"{name}.{part}")
+    shared = [" = ".join(names) for names in owners.values() if len(names) > 1]
+    if shared:
+        raise NotImplementedError(f"LoRA weights that share storage: {listed(shared)}.")
+
+
+def has_dora(layer: lora.LoraLayer, adapter: str) -> bool:
+    """Whether a linear layer has DoRA, which scales what it returns by a magnitude over a norm.
+
+    The norm is no part of the derivative: PEFT detaches it, as the DoRA paper does (section 4.3).
+    """
+    variant = getattr(layer, "lora_variant", {}).get(adapter)
+    if variant is not None:
+        return type(variant).__name__ == "DoraLinearVariant"
+    return bool(getattr(layer, "use_dora", {}).get(adapter, False))
+
+
+def _is_linear(layer: lora.LoraLayer, adapter: str) -> bool:
+    return type(layer.lora_A[adapter]) is nn.Linear
+
+
+def _is_linear_map(layer: nn.Module) -> bool:
+    return type(layer) is nn.Linear or is_convolution(layer)
+
+
+def _variant(layer: lora.LoraLayer, adapter: str) -> str:
+    """`", AloraLinearVariant"` and the like, empty for plain LoRA and for DoRA of linear layers."""
+    variant = getattr(layer, "lora_variant", {}).get(adapter)
+    return "" if variant is None or has_dora(layer, adapter) else f", {type(variant).__name__}"
