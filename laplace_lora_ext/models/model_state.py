@@ -34,9 +34,7 @@ class Weight(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Weight:
-        flat = weight.detach().flatten()
-        sample = flat[:: max(1, len(flat) // _SAMPLED)][:_SAMPLED]
-        return cls(str(weight.dtype), list(weight.shape), sample.cpu().double().clone())
+        return cls(str(weight.dtype), list(weight.shape), _sample(weight).cpu().double().clone())
 
     def equals(self, other: Weight) -> bool:
         """Whether both are the same numbers, in the same precision or another one."""
@@ -147,7 +145,7 @@ class ModelState:
 
 
 class FittedModel:
-    """Watches over a model since a fit, at the price of a look at each parameter's address.
+    """Watches over a model since a fit, by each weight's address, version and a few numbers.
 
     Parameters
     ----------
@@ -158,7 +156,7 @@ class FittedModel:
     def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
         self.state = ModelState.of(model, blocks)
         self._model, self._blocks = model, blocks
-        self._marks = self._find_marks()
+        self._marks, self._samples = self._look()
 
     def check(self) -> None:
         """Refuse the model if it is not that of the fit.
@@ -168,20 +166,24 @@ class FittedModel:
         RuntimeError
             The message names what differs.
         """
-        marks = self._find_marks()
-        if marks == self._marks:
+        marks, samples = self._look()
+        # A write to a weight's `.data` leaves its address and version as they were.
+        if marks == self._marks and all(map(torch.equal, samples, self._samples)):
             return
         difference = self.state.difference(ModelState.of(self._model, self._blocks))
         if difference is not None:
             raise RuntimeError(f"{difference}: fit again, or undo the change.")
-        self._marks = marks
+        self._marks, self._samples = marks, samples
 
-    def _find_marks(self) -> list[Any]:
-        """What moves when a weight or a scaling does."""
+    def _look(self) -> tuple[list[Any], list[torch.Tensor]]:
+        """What moves when a weight or a scaling does, and samples, those of a kind together."""
         marks: list[Any] = list(scalings(self._blocks))
+        samples: dict[Any, list[torch.Tensor]] = {}
         for _, weight in other_weights(self._model, self._blocks):
             marks.append((weight.data_ptr(), 0 if weight.is_inference() else weight._version))
-        return marks
+            samples.setdefault((weight.device, weight.dtype), []).append(_sample(weight))
+        # As bytes, which a number that is none equals too.
+        return marks, [torch.cat(group).view(torch.uint8) for group in samples.values()]
 
 
 def other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -200,6 +202,14 @@ def other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[s
             continue
         if {owner for _, owner in _OF_ADAPTER.findall(name)} <= {adapter}:
             yield _without_adapter(strip_wrappers(name), adapter), weight
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """A few numbers of a weight, `(n,)`; a view where the weight is contiguous."""
+    step, n = max(1, weight.numel() // _SAMPLED), min(_SAMPLED, weight.numel())
+    if not weight.is_contiguous():
+        return weight.detach().flatten()[::step][:n]
+    return weight.detach().as_strided((n,), (step,))
 
 
 def _without_adapter(name: str, adapter: str) -> str:

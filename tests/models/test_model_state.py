@@ -219,6 +219,29 @@ def test_a_look_at_an_unchanged_model_reads_no_weight(monkeypatch):
     watch.check()
 
 
+def test_training_through_data_is_seen():
+    """Neither the address nor the version of a weight tells of it."""
+    model = lora_model("bert")
+    la, batch = fitted(model=model), ragged_batches()[0]
+    weight = base(model)
+    before, marks = la(batch), (weight.data_ptr(), weight._version)
+    weight.data.add_(1e-3)
+    assert (weight.data_ptr(), weight._version) == marks
+    with pytest.raises(RuntimeError, match=r"output\.dense\.weight is not that of the fit"):
+        la(batch)
+    weight.data.sub_(1e-3)
+    torch.testing.assert_close(la(batch), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_sample_is_a_few_numbers_wherever_they_are(dtype):
+    weight = torch.arange(40).reshape(8, 5).to(dtype)
+    for view in (weight, weight[2:], weight.mT, weight.mT[1:], weight[:, 1], weight[:0]):
+        sample = Weight.of(view).sample
+        step = max(1, view.numel() // 32)
+        assert sample.tolist() == view.double().flatten()[::step][:32].tolist()
+
+
 def test_weights_of_another_kind_of_tensor_are_passed_over():
     class Quantized(torch.Tensor):
         @classmethod
