@@ -183,11 +183,25 @@ def _parameters(transformer: PreTrainedModel) -> Mapping[str, inspect.Parameter]
 
 
 def last_real_position(inputs: Any) -> torch.Tensor:
-    """`(B,)` index of the last position that is not padding, on whichever side that is."""
+    """`(B,)` index of the last position that is not padding, on whichever side that is.
+
+    Raises
+    ------
+    ValueError
+        If a text has none, or the mask has another number of dimensions.
+    """
     if not isinstance(inputs, Mapping):
         return torch.full((len(inputs),), inputs.shape[1] - 1, device=inputs.device)
     mask = inputs.get("attention_mask")
     if mask is None:
         tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
         return torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device)
+    if mask.ndim != 2:
+        raise ValueError(
+            "The end of a text is read off an attention_mask of shape (texts, positions), not "
+            f"{tuple(mask.shape)}."
+        )
+    empty = ~mask.any(-1)
+    if empty.any():
+        raise ValueError(f"Row {int(empty.int().argmax())} has no text: its mask is 0 everywhere.")
     return (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)

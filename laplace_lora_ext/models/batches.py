@@ -69,7 +69,8 @@ def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) ->
     Raises
     ------
     ValueError
-        If it asks for logits of certain positions, or its padding can't be told from text.
+        If it asks for logits of certain positions, its texts have no tokens, or its padding can't
+        be told from text.
     NotImplementedError
         If several texts are packed into a row.
     """
@@ -78,6 +79,8 @@ def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) ->
             inputs[key] = torch.as_tensor(np.asarray(value)).to(device)
     _check_meaning(inputs)
     tokens, padding = inputs.get("input_ids"), pad_token(transformer)
+    if tokens is not None and not tokens.shape[-1]:
+        raise ValueError("The batch's texts have no tokens.")
     accepts_mask = "attention_mask" in signature(transformer.forward).parameters
     if tokens is None or padding is None or not accepts_mask:
         return
@@ -152,9 +155,12 @@ def _is_empty(batch: Any) -> bool:
 
 
 def _is_nested_numbers(value: Any) -> bool:
+    """Whether a value is a list of numbers, or of such lists."""
+    if not isinstance(value, (list, tuple)):
+        return False
     while isinstance(value, (list, tuple)) and value:
         value = value[0]
-    return isinstance(value, (bool, int, float)) and not isinstance(value, torch.Tensor)
+    return isinstance(value, (bool, int, float))
 
 
 def _restarts(position_ids: Any, mask: Any) -> bool:

@@ -169,3 +169,31 @@ def test_batches_keep_their_numbers():
     X = torch.randn(2, 3)
     loader = [(X, X), (X[:0], X[:0]), X[:0], {"x": X[:0], "y": 3}, {"x": [1]}, ({"x": X}, X)]
     assert [name for name, _ in named_batches(loader)] == ["batch 0", "batch 4", "batch 5"]
+
+
+def test_options_in_a_batch_reach_the_model_as_they_are():
+    model, (batch, *_) = LogitsModel(lora_model("bert").eval()), ragged_batches()
+    options = {"output_hidden_states": True, "return_dict": False}
+    assert torch.equal(model(batch | options), model(batch))
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_texts_without_tokens_are_refused(kind):
+    model, (batch, *_) = adapted(kind), ragged_batches()
+    empty = {key: value[:, :0] for key, value in batch.items() if value.ndim == 2}
+    with pytest.raises(ValueError, match="texts have no tokens"):
+        model(empty)
+
+
+def test_an_answer_is_not_read_after_padding_alone():
+    model, (batch, *_) = adapted("gpt2"), ragged_batches()
+    batch["attention_mask"][1] = 0
+    with pytest.raises(ValueError, match="Row 1 has no text"):
+        model(batch)
+
+
+def test_an_answer_needs_a_mask_that_has_an_end():
+    model, (batch, *_) = adapted("gpt2"), ragged_batches()
+    batch["attention_mask"] = batch["attention_mask"][:, None, None]
+    with pytest.raises(ValueError, match=r"\(texts, positions\), not \(3, 1, 1, 7\)"):
+        model(batch)
