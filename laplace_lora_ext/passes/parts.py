@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from laplace_lora_ext.processes.shards import rows
@@ -22,11 +23,13 @@ def parts_of(x: Any, n_outputs: int) -> Iterator[tuple[Any, slice]]:
 
     Parameters
     ----------
-    x : Mapping or torch.Tensor
+    x : Mapping, torch.Tensor or numpy.ndarray
         inputs of a batch
     n_outputs : int
         C, whose gradients are asked for at once
     """
+    if isinstance(x, np.ndarray):
+        x = torch.as_tensor(x)
     shapes = [value.shape for value in _tensors(x)]
     n_examples = len(x) if isinstance(x, torch.Tensor) else _common_length(shapes)
     size = max(1, _AT_ONCE // max(1, n_outputs * _n_positions(x)))
