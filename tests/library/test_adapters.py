@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from laplace.curvature.curvlinops import CurvlinopsGGN
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import nn
 
 import laplace_lora_ext
@@ -250,3 +250,25 @@ def test_an_optimizer_of_lora_fa_freezes_a():
     model = lora_model("bert")
     optimizers.create_lorafa_optimizer(model, r=2, lora_alpha=4, lr=1e-3)
     assert {block.matrix for block in make(model).blocks} == {"lora_B"}
+
+
+def test_examples_of_one_batch_may_have_adapters_of_their_own():
+    """What PEFT's `adapter_names` says of each; the posterior is over one of the adapters."""
+    model = lora_model("bert").eval()
+    config = LoraConfig(task_type="SEQ_CLS", r=3, target_modules=["query"])
+    model.add_adapter("second", config)
+    model.set_adapter("default")
+    (batch, *_) = ragged_batches()
+    batch["adapter_names"] = ["default", "second", "__base__"]
+    rows = [
+        {key: value[row : row + 1] for key, value in batch.items()}
+        for row in range(len(batch["labels"]))
+    ]
+    together, apart = (fitted(model=model, batches=data, rank=100) for data in ([batch], rows))
+    torch.testing.assert_close(together.H.to_matrix(), apart.H.to_matrix())
+    f_mu, f_var = together.predictive_moments(batch)
+    alone = [apart.predictive_moments(row) for row in rows]
+    torch.testing.assert_close(f_mu, torch.cat([one.f_mu for one in alone]))
+    torch.testing.assert_close(f_var, torch.cat([one.f_var for one in alone]))
+    assert not f_var[1:].any()
+    assert f_var[0].any()

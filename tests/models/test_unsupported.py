@@ -7,7 +7,7 @@ from peft import AdaLoraConfig, IA3Config, LoHaConfig, PromptTuningConfig, get_p
 from torch import nn
 
 from laplace_lora_ext.models.lora_layers import find_blocks
-from tests.support.models import TwoLinear, base_model, lora_model, with_lora
+from tests.support.models import TwoLinear, base_model, with_lora
 from tests.support.posteriors import make
 
 
@@ -109,15 +109,6 @@ def test_shared_storage_is_refused(bert):
         NotImplementedError, match=r"layer\.0.*query\.lora_A = .*layer\.1.*query\.lora_A"
     ):
         find_blocks(bert)
-
-
-def test_x_lora_is_refused_for_what_it_is():
-    XLoraModel = pytest.importorskip("peft", "0.12").tuners.XLoraModel
-    model = XLoraModel.__new__(XLoraModel)  # its adapters would have to come from files
-    nn.Module.__init__(model)
-    model.lora_model = lora_model("bert")
-    with pytest.raises(NotImplementedError, match=r"X-LoRA weighs several adapters"):
-        find_blocks(model)
 
 
 def test_dora_of_convolutions_is_refused_of_older_peft_as_well():

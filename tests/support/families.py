@@ -1,7 +1,6 @@
 """Tiny models of many families with random weights, and what the library makes of each of them.
 
-`python -m tests.support.families` prints the table of `benchmarks/README.md`, which
-`tests/library/test_compatibility.py` proves.
+`tests/library/test_compatibility.py` proves what `python -m tests.support.compatibility` prints.
 """
 
 from __future__ import annotations
@@ -199,6 +198,30 @@ def _family(config: str, settings: Mapping[str, Any], *heads: str, **others: Any
     return Family(config, settings, **kinds, **others)
 
 
+_LATENT = {
+    "kv_lora_rank": 4,
+    "q_lora_rank": 4,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 3,
+    "first_k_dense_replace": 1,
+}
+_STATE = {"mamba_d_state": 4, "mamba_n_heads": 4, "mamba_d_head": 4, "mamba_chunk_size": 4}
+_SHARED_BLOCK = {
+    "mamba_d_state": 4,
+    "n_mamba_heads": 4,
+    "mamba_headdim": 4,
+    "mamba_ngroups": 1,
+    "chunk_size": 4,
+    "hybrid_layer_ids": [1],
+    "layers_block_type": ["mamba", "hybrid"],
+    "num_mem_blocks": 1,
+    "adapter_rank": 4,
+    "use_mem_rope": False,
+}
 _BOTH = ("ForSequenceClassification", "ForCausalLM")
 _SEQUENCE = "ForSequenceClassification"
 
@@ -213,6 +236,11 @@ FAMILIES = {
         "Gemma3Text", _GROUPED, "Gemma3TextForSequenceClassification", "Gemma3ForCausalLM"
     ),
     "Phi-3": _family("Phi3", _GROUPED, *_BOTH),
+    "SmolLM3": _family("SmolLM3", _GROUPED, *_BOTH),
+    "GLM-4": _family("Glm4", _GROUPED, *_BOTH),
+    "OLMo 2": _family("Olmo2", _GROUPED, *_BOTH),
+    "Granite": _family("Granite", _GROUPED, "ForCausalLM"),
+    "Cohere 2": _family("Cohere2", _GROUPED, "ForCausalLM"),
     "GPT-2": _family("GPT2", _GPT, "ForSequenceClassification", "LMHeadModel"),
     "GPT-NeoX": _family("GPTNeoX", {**_TEXT, "rotary_pct": 1.0}, *_BOTH),
     "GPT-J": _family("GPTJ", {**_GPT, "rotary_dim": 2}, *_BOTH),
@@ -230,6 +258,18 @@ FAMILIES = {
         "ForCausalLM",
         targets=["in_proj", "x_proj"],  # PEFT refuses out_proj
     ),
+    "Bamba": _family(
+        "Bamba",
+        {
+            **_GROUPED,
+            **_STATE,
+            "mamba_n_groups": 1,
+            "attn_layer_indices": [1],
+            "partial_rotary_factor": 1.0,
+        },
+        "ForCausalLM",
+    ),
+    "Zamba 2": _family("Zamba2", {**_TEXT, "num_key_value_heads": 2, **_SHARED_BLOCK}, *_BOTH),
     "BERT": _family("Bert", _TEXT, _SEQUENCE),
     "RoBERTa": _family("Roberta", _TEXT, _SEQUENCE),
     "RoBERTa as decoder": _family("Roberta", {**_TEXT, "is_decoder": True}, "ForCausalLM"),
@@ -243,6 +283,7 @@ FAMILIES = {
     "ELECTRA": _family("Electra", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
     "ALBERT": _family("Albert", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
     "ModernBERT": _family("ModernBert", {**_TEXT, "cls_token_id": 1}, _SEQUENCE),
+    "ModernBERT as decoder": _family("ModernBertDecoder", {**_TEXT, "cls_token_id": 1}, *_BOTH),
     "XLNet": _family(
         "XLNet",
         {**_TOKENS, "d_model": 8, "n_layer": 2, "n_head": 2, "d_inner": 12},
@@ -282,6 +323,21 @@ FAMILIES = {
         "ForConditionalGeneration",
         outcomes={LEFT: OWN_PADDING},
     ),
+    "T5Gemma": _family(
+        "T5Gemma",
+        {
+            **_TOKENS,
+            "encoder": {**_GROUPED, "layer_types": ["full_attention"] * 2},
+            "decoder": {
+                **_GROUPED,
+                "layer_types": ["full_attention"] * 2,
+                "cross_attention_hidden_size": 8,
+            },
+            "is_encoder_decoder": True,
+            "decoder_start_token_id": 1,
+        },
+        "ForConditionalGeneration",
+    ),
     "Mixtral": _family(
         "Mixtral",
         {**_GROUPED, "num_local_experts": 3},
@@ -296,6 +352,18 @@ FAMILIES = {
     ),
     "Qwen2-MoE": _family(
         "Qwen2Moe", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 6}, *_BOTH
+    ),
+    "Qwen3-MoE": _family(
+        "Qwen3Moe",
+        {**_GROUPED, **_EXPERTS},
+        *_BOTH,
+        outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS),
+    ),
+    "DeepSeek-V3": _family(
+        "DeepseekV3",
+        {**_TEXT, **_LATENT, **_EXPERTS, "num_key_value_heads": 2, "n_shared_experts": 1},
+        *_BOTH,
+        outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS),
     ),
     "GPT-OSS": _family(
         "GptOss",
@@ -359,7 +427,3 @@ def table() -> Iterator[str]:
     yield "|---" * (1 + len(COLUMNS)) + "|"
     for name, family in FAMILIES.items():
         yield f"| {name} | {' | '.join(family.outcome(column) for column in COLUMNS)} |"
-
-
-if __name__ == "__main__":
-    print("\n".join(table()))

@@ -1,0 +1,117 @@
+"""Kinds of adapters, precisions and wrappers have the outcomes of the tables."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import peft
+import pytest
+import torch
+from packaging.version import Version
+from torch import distributed, nn
+
+from tests.support.dense import gradient_curvature, jacobians, lora_layers, softmax_fisher
+from tests.support.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind, Precision
+from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import make
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+RANK = {"backend_kwargs": {"rank": 1000}}
+
+
+def made(kind: Kind) -> nn.Module:
+    """The model, unless this PEFT or torch has no such kind."""
+    try:
+        return kind.model()
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        if Version(peft.__version__) >= Version("0.21"):
+            raise
+        pytest.skip(f"these versions: {error}")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_each_kind_of_adapter(name: str):
+    kind = ADAPTERS[name]
+    model = made(kind)
+    if kind.refusal:
+        with pytest.raises((ValueError, NotImplementedError), match=kind.refusal):
+            make(model, **RANK)
+        return
+    batches = kind.batches()
+    la = make(model, **RANK)
+    la.fit(batches)
+    taking_part = {id(block.weight) for block in la.blocks}
+    layers = [layer for _, layer in lora_layers(model)]
+    sizes = [layer.weight.numel() for layer in layers]
+    keep = torch.cat(
+        [
+            torch.full((size,), id(layer.weight) in taking_part)
+            for layer, size in zip(layers, sizes, strict=True)
+        ]
+    )
+    Js = torch.cat([jacobians(model, X) for X, _ in batches])
+    f_mu = torch.cat([model(X) for X, _ in batches]).detach()
+    H = gradient_curvature(model, Js, softmax_fisher(f_mu))[keep][:, keep]
+    Js = Js[..., keep]
+    torch.testing.assert_close(la.H.to_matrix(), H, **CLOSE)
+    covariance = Js @ torch.linalg.inv(H + torch.eye(len(H)).double()) @ Js.mT
+    moments = [la.predictive_moments(X) for X, _ in batches]
+    torch.testing.assert_close(torch.cat([m.f_mu for m in moments]), f_mu, **CLOSE)
+    torch.testing.assert_close(torch.cat([m.f_var for m in moments]), covariance, **CLOSE)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """One of this process alone, for wrappers that ask for one."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_each_wrapper(name: str):
+    kind, batches = WRAPPERS[name], ragged_batches()
+    if kind.refusal:
+        with pytest.raises(NotImplementedError, match=kind.refusal):
+            make(made(kind), **RANK)
+        return
+    results = []
+    for model in (lora_model("bert"), made(kind)):
+        la = make(model, **RANK)
+        la.fit(batches)
+        results.append((la.H.to_matrix(), *la.predictive_moments(batches[0])))
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_each_precision(name: str):
+    precision, (batch, *others) = PRECISIONS[name], ragged_batches()
+    rounded = in_precision(precision)
+    results = []
+    for model in (copy.deepcopy(rounded).double(), rounded):
+        autocast = precision.autocast if model is rounded else None
+        with torch.autocast("cpu", autocast) if autocast else nullcontext():
+            la = make(model, **RANK)
+            try:
+                la.fit([batch, *others])
+            except RuntimeError as error:
+                pytest.skip(f"this torch: {error}")
+            results.append(la.predictive_moments(batch).f_var)
+    expected, found = results
+    assert found.dtype is torch.promote_types(precision.lora, torch.float32)
+    assert (found - expected).abs().max() <= precision.bound * expected.abs().max()
+
+
+def in_precision(precision: Precision) -> nn.Module:
+    model = lora_model("bert").to(precision.base)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.to(precision.lora)
+    return model

@@ -1,0 +1,36 @@
+"""Prints what works with which model, adapter, precision and wrapper: `benchmarks/README.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from tests.support import families
+from tests.support.kinds import ADAPTERS, PRECISIONS, WRAPPERS
+from tests.support.quantizers import BOUNDS, QUANTIZERS
+
+
+def tables() -> Iterator[str]:
+    """Each table in markdown."""
+    yield "\n".join(families.table())
+    yield _table("adapter", {name: kind.outcome for name, kind in ADAPTERS.items()})
+    yield _table("wrapper", {name: kind.outcome for name, kind in WRAPPERS.items()})
+    yield _table("precision", _covariances())
+
+
+def _covariances() -> dict[str, str]:
+    of_float64 = {name: f"{precision.bound:g} of float64" for name, precision in PRECISIONS.items()}
+    single, half = BOUNDS[torch.float32], BOUNDS[torch.bfloat16]
+    of_dense = f"{single:g} (float32) and {half:g} (bfloat16) of the same weights unquantized"
+    return of_float64 | dict.fromkeys(QUANTIZERS, of_dense)
+
+
+def _table(kind: str, outcomes: Mapping[str, str]) -> str:
+    outcome = "covariances within" if kind == "precision" else "outcome"
+    rows = [f"| {name} | {found} |" for name, found in outcomes.items()]
+    return "\n".join([f"| {kind} | {outcome} |", "|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print("\n\n".join(tables()))

@@ -1,0 +1,326 @@
+"""Kinds of adapters, precisions and wrappers, and what the library makes of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import accelerate
+import peft
+import torch
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.models import OfMapping, TwoLinear, base_model, lora_model, with_lora
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, and what is expected of it.
+
+    Attributes
+    ----------
+    model : callable
+        makes it; raises `ValueError` or `AttributeError` where an older PEFT or torch has no such
+        thing
+    outcome : str
+    refusal : str
+        a pattern of the error's message, where it is refused
+    shape : tuple of int
+        of an input
+    """
+
+    model: Callable[[], nn.Module]
+    outcome: str = EXACT
+    refusal: str = ""
+    shape: tuple[int, ...] = (5,)
+
+    def batches(self) -> Batches:
+        """Two batches of four examples and one."""
+        generator = torch.Generator().manual_seed(1)
+        return [
+            (torch.randn(n, *self.shape, generator=generator).double(), torch.arange(n) % 3)
+            for n in (4, 1)
+        ]
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """A layer over `(B, ...)` inputs between others, the positions averaged in the end."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layer(x).tanh().flatten(1))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.attention(x, x, x)[0].mean(1))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.words(x).mean(1))
+
+
+class Experts(nn.Module):
+    """Weights of several experts in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.weight = nn.Parameter(torch.zeros(2, 5, 5))
+        self.last = nn.Linear(5, 3)
+
+
+def linear(**lora: Any) -> nn.Module:
+    return with_lora(TwoLinear(), "first", "second", **lora)
+
+
+def around(layer: nn.Module, width: int, **lora: Any) -> nn.Module:
+    return with_lora(Layers(layer, width), "layer", **lora)
+
+
+def with_frozen_a() -> nn.Module:
+    model = linear()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    return model
+
+
+def with_bias() -> nn.Module:
+    model = linear(lora_bias=True)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and "bias" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+def with_inactive() -> nn.Module:
+    model = linear()
+    inject_adapter_in_model(LoraConfig(r=3, target_modules=["first"]), model, "second")
+    for layer in (model.first, model.second):
+        layer.set_adapter("default")
+    return model
+
+
+def with_two_active() -> nn.Module:
+    model = with_inactive()
+    model.first.set_adapter(["default", "second"])
+    return model
+
+
+def merged() -> nn.Module:
+    model = linear()
+    model.first.merge()
+    return model
+
+
+def x_lora() -> nn.Module:
+    """Its adapters would have to come from files."""
+    XLoraModel = peft.tuners.XLoraModel
+    model = XLoraModel.__new__(XLoraModel)
+    nn.Module.__init__(model)
+    model.lora_model = lora_model("bert")
+    return model
+
+
+def other(config: Any) -> nn.Module:
+    return get_peft_model(TwoLinear(), config)
+
+
+_LINEAR_A_AND_B = r"Only LoRA layers that add B\(A\(x\)\)"
+_NO_LORA = "No LoRA layer in the model"
+_BOTH = {"target_modules": ["first", "second"]}
+
+ADAPTERS = {
+    "LoRA": Kind(linear),
+    "rsLoRA": Kind(partial(linear, use_rslora=True)),
+    "rank and alpha patterns": Kind(
+        partial(linear, rank_pattern={"first": 3}, alpha_pattern={"second": 1})
+    ),
+    "PiSSA, OLoRA and other beginnings": Kind(partial(linear, init_lora_weights="olora")),
+    "LoRA with a bias": Kind(with_bias, "exact, the bias held"),
+    "LoRA-FA": Kind(with_frozen_a, "exact, over B alone"),
+    "DoRA": Kind(partial(linear, use_dora=True), "exact, the magnitude held"),
+    "LoRA of Conv1d": Kind(partial(around, nn.Conv1d(2, 4, 3), 16), shape=(2, 6)),
+    "LoRA of Conv2d": Kind(
+        partial(around, nn.Conv2d(2, 3, (3, 2), (2, 1), (1, 0)), 36), shape=(2, 5, 5)
+    ),
+    "beside an inactive adapter": Kind(with_inactive),
+    "two active adapters": Kind(with_two_active, "refused", "Several adapters are active"),
+    "merged": Kind(merged, "refused until unmerged", "Merged into first"),
+    "LoRA of an embedding": Kind(
+        lambda: with_lora(Words(), "words"), "refused", rf"{_LINEAR_A_AND_B}.*words \(Embedding"
+    ),
+    "LoRA of fused experts": Kind(
+        lambda: with_lora(Experts(), "last", target_parameters=["experts.weight"]),
+        "refused",
+        rf"{_LINEAR_A_AND_B}.*experts \(ParamWrapper",
+    ),
+    "LoRA of grouped convolutions": Kind(
+        partial(around, nn.Conv1d(2, 4, 3, groups=2), 16),
+        "refused",
+        rf"{_LINEAR_A_AND_B}.*layer \(Conv1d",
+    ),
+    "DoRA of convolutions": Kind(
+        partial(around, nn.Conv1d(2, 4, 3), 16, use_dora=True),
+        "refused",
+        rf"{_LINEAR_A_AND_B}.*layer \(Conv1d",
+    ),
+    "LoRA of nn.MultiheadAttention": Kind(
+        lambda: with_lora(Attention(), "attention"),
+        "refused",
+        rf"{_LINEAR_A_AND_B}.*attention \(MultiheadAttention",
+    ),
+    "AdaLoRA": Kind(
+        lambda: other(peft.AdaLoraConfig(total_step=10, **_BOTH)), "refused", _LINEAR_A_AND_B
+    ),
+    "X-LoRA": Kind(x_lora, "refused", "X-LoRA weighs several adapters"),
+    "VeRA": Kind(lambda: other(peft.VeraConfig(**_BOTH)), "refused", rf"{_NO_LORA}.*VERA"),
+    "LoHa": Kind(lambda: other(peft.LoHaConfig(**_BOTH)), "refused", rf"{_NO_LORA}.*LOHA"),
+    "LoKr": Kind(lambda: other(peft.LoKrConfig(**_BOTH)), "refused", rf"{_NO_LORA}.*LOKR"),
+    "IA3": Kind(
+        lambda: other(peft.IA3Config(feedforward_modules=[], **_BOTH)),
+        "refused",
+        rf"{_NO_LORA}.*IA3",
+    ),
+    "OFT": Kind(
+        lambda: other(peft.OFTConfig(oft_block_size=1, r=0, **_BOTH)),
+        "refused",
+        rf"{_NO_LORA}.*OFT",
+    ),
+}
+
+# --- wrappers, around `lora_model("bert")` -------------------------------------------------------
+
+
+def bert() -> nn.Module:
+    return lora_model("bert")
+
+
+def compiled() -> nn.Module:
+    return torch.compile(bert())
+
+
+def compiled_in_place() -> nn.Module:
+    model = bert()
+    model.compile()
+    return model
+
+
+def checkpointed() -> nn.Module:
+    model = bert()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def sharded() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # an ImportError in older torch
+
+    model = bert()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def offloaded() -> nn.Module:
+    model = bert()
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    return model
+
+
+def hidden_by_fsdp1() -> nn.Module:
+    return type("FullyShardedDataParallel", (nn.Sequential,), {})(bert())
+
+
+def hidden_by_zero3() -> nn.Module:
+    model = bert()
+    next(model.parameters()).ds_id = 0
+    return model
+
+
+def mixed() -> nn.Module:
+    config = LoraConfig(r=2, target_modules=["query"])
+    return get_peft_model(base_model("bert"), config, mixed=True)
+
+
+WRAPPERS = {
+    "none": Kind(bert),
+    "a module of the user's": Kind(lambda: OfMapping(KeywordsOf(bert()))),
+    "DataParallel": Kind(lambda: nn.DataParallel(bert())),
+    "DistributedDataParallel": Kind(lambda: DistributedDataParallel(bert())),
+    "torch.compile": Kind(compiled, "exact, run eagerly with a warning"),
+    "model.compile()": Kind(compiled_in_place, "exact, run eagerly with a warning"),
+    "gradient checkpointing": Kind(checkpointed),
+    "FSDP2 (fully_shard)": Kind(sharded, "exact, but for draws of the weights"),
+    "Accelerate's offloading": Kind(offloaded, "exact, but for draws of the weights"),
+    "FSDP1": Kind(hidden_by_fsdp1, "refused", "FSDP1 hides LoRA weights"),
+    "DeepSpeed ZeRO-3": Kind(hidden_by_zero3, "refused", "DeepSpeed ZeRO-3 hides LoRA weights"),
+    "PeftMixedModel": Kind(mixed, "refused", "A PeftMixedModel mixes kinds of adapters"),
+}
+
+
+class KeywordsOf(nn.Module):
+    """Calls a model with a mapping's keys as keywords."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.model(**batch).logits
+
+
+# --- precisions ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Data types of a model, and how far its covariances may be from those of float64.
+
+    Attributes
+    ----------
+    base, lora : torch.dtype
+    bound : float
+        of the largest difference, relative to the largest number: twice what was measured
+    autocast : torch.dtype or None
+    """
+
+    base: torch.dtype
+    lora: torch.dtype
+    bound: float
+    autocast: torch.dtype | None = None
+
+
+PRECISIONS = {
+    "float64": Precision(torch.float64, torch.float64, 1e-12),
+    "float32": Precision(torch.float32, torch.float32, 1e-6),
+    "bfloat16, LoRA in float32": Precision(torch.bfloat16, torch.float32, 2e-2),
+    "bfloat16": Precision(torch.bfloat16, torch.bfloat16, 2e-2),
+    "float16": Precision(torch.float16, torch.float16, 3e-3),
+    "float32, autocast to bfloat16": Precision(torch.float32, torch.float32, 1e-2, torch.bfloat16),
+}
