@@ -21,6 +21,11 @@ def is_convolution(layer: Any) -> bool:
     )
 
 
+def patching(layer: Any) -> tuple[Any, ...]:
+    """What decides on the patches that a convolution makes of its inputs."""
+    return layer.kernel_size, layer.dilation, layer.padding, layer.stride
+
+
 def patches(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
     """Inputs `(B, channels, *positions)` of a convolution as rows `(B, L, n)` of its patches."""
     if _DIMENSIONS[type(layer)] == 1:

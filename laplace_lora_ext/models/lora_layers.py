@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
-from laplace_lora_ext.models.convolutions import channels_last, patches
+from laplace_lora_ext.models.convolutions import channels_last, patches, patching
 from laplace_lora_ext.models.placement import (
     check_reachable,
     device_of,
@@ -71,6 +71,11 @@ class Block:
     def device(self) -> torch.device:
         """Where the layer computes."""
         return device_of(self.layer)
+
+    @property
+    def input_map(self) -> tuple[Any, ...]:
+        """What decides on the rows that `input_rows` makes; nothing where the layer is linear."""
+        return () if isinstance(self.layer, nn.Linear) else patching(self.layer)
 
     def input_rows(self, inputs: torch.Tensor) -> torch.Tensor:
         """What the layer was given as rows `(..., n)`."""

@@ -131,12 +131,13 @@ class Recording:
         """Call `visit(indices, rows)` for each call of the layers of blocks `indices`.
 
         Blocks whose layers were given the same tensors, as `lora_A` of query, key and value
-        projections are, come together.
+        projections are, come together, unless they are convolutions with other patches.
         """
         sharing: dict[tuple[Any, ...], list[int]] = {}
         for index, block in enumerate(self.blocks):
             calls = tuple(id(call.input) for call in self._graph.calls[index])
-            sharing.setdefault((block.statistics_dtype, *calls), []).append(index)
+            rows = block.statistics_dtype, block.input_map, *calls
+            sharing.setdefault(rows, []).append(index)
         for indices in sharing.values():
             first = indices[0]
             for place, call in enumerate(self._graph.calls[first]):

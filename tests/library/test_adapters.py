@@ -272,3 +272,34 @@ def test_examples_of_one_batch_may_have_adapters_of_their_own():
     torch.testing.assert_close(f_var, torch.cat([one.f_var for one in alone]))
     assert not f_var[1:].any()
     assert f_var[0].any()
+
+
+class Branches(nn.Module):
+    """Two convolutions of one input, whose patches are not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Conv1d(2, 3, 3)
+        self.sparse = nn.Conv1d(2, 3, 3, stride=2, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dense(x).tanh().mean(-1) + self.sparse(x).tanh().mean(-1)
+
+
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+def test_convolutions_of_one_input_have_patches_of_their_own(kfac_approx):
+    settings = {"rank": 100, "kfac_approx": kfac_approx}
+    generator = torch.Generator().manual_seed(0)
+    X, y = torch.randn(4, 2, 6, generator=generator).double(), torch.arange(4) % 3
+    model = with_lora(Branches(), "dense", "sparse")
+    together = make(model, backend_kwargs=settings)
+    together.fit([(X, y)])
+    for place, name in enumerate(("dense", "sparse")):
+        alone = make(model, backend_kwargs=settings, target_modules=[name])
+        alone.fit([(X, y)])
+        for block, of_branch in zip(
+            together.H_facs.blocks[2 * place :], alone.H_facs.blocks, strict=False
+        ):
+            torch.testing.assert_close(
+                block.input_factor.to_matrix(), of_branch.input_factor.to_matrix()
+            )
