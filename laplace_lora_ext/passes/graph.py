@@ -20,15 +20,26 @@ class Call(NamedTuple):
 
     input: torch.Tensor
     output: torch.Tensor
+    version: int
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether the model has changed the input since, as `x += block(x)` does."""
+        return _version(self.input) != self.version
 
 
 def record_call(
-    calls: list[Call], layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
+    calls: list[Call],
+    copies: bool,
+    layer: nn.Module,
+    args: tuple[torch.Tensor, ...],
+    output: torch.Tensor,
 ) -> None:
-    """A forward hook that keeps a call, and lets its output require grad."""
+    """A forward hook that keeps a call, or copies its input, and lets its output require grad."""
     if not output.requires_grad:
         output.requires_grad_()
-    calls.append(Call(args[0], output))
+    inputs = args[0].clone() if copies else args[0]
+    calls.append(Call(inputs, output, _version(inputs)))
 
 
 class Graph:
@@ -61,7 +72,7 @@ class Graph:
     @property
     def seeds_at_once(self) -> int:
         """How many seeds a backward pass had better take."""
-        rows = max(sum(a.shape[:-1].numel() for a, _ in calls) for calls in self.calls)
+        rows = max(sum(call.input.shape[:-1].numel() for call in calls) for calls in self.calls)
         return max(1, _ROWS // max(1, rows))
 
     def back_propagate(
@@ -162,6 +173,10 @@ class _Unbatch(torch.autograd.Function):
     def vmap(info, in_dims, gradients, receive):
         receive(gradients if in_dims[0] is None else gradients.movedim(in_dims[0], 0))
         return gradients.new_zeros(()), None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _nodes_behind(result: torch.Tensor) -> dict[Any, None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,18 +94,32 @@ class Recording:
 
     def run(self, model: LogitsModel, x: Any) -> None:
         """Call the model on a batch, check what it did, and find out whose rows are whose."""
-        with self._listening():
-            self.logits = model(x)
+        copied: set[str] = model.layouts.setdefault("copied inputs", set())
+        self._pass(model, x, copied)
+        overwritten = {
+            block.name
+            for block, calls in zip(self.blocks, self._calls, strict=True)
+            if any(call.is_overwritten for call in calls)
+        }
+        if overwritten:
+            copied |= overwritten
+            self._calls = [[] for _ in self.blocks]
+            self._pass(model, x, copied)
         if not torch.isfinite(self.logits).all():
             for block, calls in zip(self.blocks, self._calls, strict=True):
                 for call in calls:
-                    check_activations(block, *call)
+                    check_activations(block, call.input, call.output)
         check_logits(self.logits)
         if any(self._calls):
             check_differentiable(self.logits.requires_grad)
         self._graph = Graph(self.logits, self._calls)
         self._positions = model.positions(x, len(self.logits))
         self._assignment = Assignment(self._graph, self.blocks, self._positions, model.layouts)
+
+    def _pass(self, model: LogitsModel, x: Any, copied: Collection[str]) -> None:
+        """Call the model, and copy the inputs of some blocks' layers."""
+        with self._listening(copied):
+            self.logits = model(x)
 
     def forget(self) -> None:
         """Let go of all tensors but the logits' values; nothing can be back-propagated any more."""
@@ -115,10 +129,10 @@ class Recording:
             self.logits = self.logits.detach()
 
     @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Record calls within; on leaving, no hook is left."""
+    def _listening(self, copied: Collection[str]) -> Iterator[None]:
+        """Record calls within, some blocks' with copies; on leaving, no hook is left."""
         handles = [
-            block.layer.register_forward_hook(partial(record_call, calls))
+            block.layer.register_forward_hook(partial(record_call, calls, block.name in copied))
             for block, calls in zip(self.blocks, self._calls, strict=True)
         ]
         try:

@@ -20,6 +20,7 @@ from tests.support.models import (
     VOCABULARY,
     Detour,
     Recurrent,
+    pairs,
     ragged_batches,
     sequences,
     with_lora,
@@ -102,3 +103,41 @@ def test_each_call_of_a_layer_has_the_mask_of_its_own_positions():
     expected = torch.cat([torch.ones(3, 1).bool(), mask], dim=1)
     for found in valid.values():  # in the order in which gradients come
         assert torch.equal(found, expected)
+
+
+class InPlace(nn.Module):
+    """Overwrites what its first layer was given, as `x += block(x)` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x += self.first(x).tanh()
+        return self.second(x)
+
+
+class Apart(InPlace):
+    """The same function, nothing overwritten."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x + self.first(x).tanh())
+
+
+@pytest.mark.parametrize("kfac_approx", ["gradient", "expand"])
+def test_inputs_that_the_model_overwrites_are_those_that_its_layers_saw(kfac_approx):
+    """Dropout hands over copies in training, and the very tensors afterwards."""
+    results = []
+    for kind in (InPlace, Apart):
+        model = with_lora(kind(), "first", "second", lora_dropout=0.1).eval()
+        la = make(model, backend_kwargs={"rank": 100, "kfac_approx": kfac_approx})
+        la.fit(pairs(2))
+        forwards = []
+        la.model.register_forward_hook(lambda *_, forwards=forwards: forwards.append(1))
+        moments = la.predictive_moments(pairs()[0][0])
+        assert len(forwards) == 1  # it is known by now which inputs must be copied
+        results.append((la.H.to_matrix(), *moments))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

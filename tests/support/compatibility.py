@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from tests.support import families
+from tests.support.families import table
 from tests.support.kinds import ADAPTERS, PRECISIONS, WRAPPERS
 from tests.support.quantizers import BOUNDS, QUANTIZERS
 
 
 def tables() -> Iterator[str]:
     """Each table in markdown."""
-    yield "\n".join(families.table())
+    yield "\n".join(table())
     yield _table("adapter", {name: kind.outcome for name, kind in ADAPTERS.items()})
     yield _table("wrapper", {name: kind.outcome for name, kind in WRAPPERS.items()})
     yield _table("precision", _covariances())
