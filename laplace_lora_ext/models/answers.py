@@ -18,11 +18,11 @@ from laplace_lora_ext.models.batches import text_config
 
 
 class AnswerTokens:
-    """The tokens of a language model's answers, one a class.
+    """The tokens that a language model answers with, one per class.
 
-    They are read after the last real token of a causal language model, at the mask token of a
-    masked one, and after the decoder's start token, or what the batch gives as its input, of an
-    encoder-decoder.
+    The answer is read after the last real token of a causal language model, at the mask token of a
+    masked one, and in an encoder-decoder after the decoder's start token, or after the decoder
+    input that the batch gives.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class AnswerTokens:
         return self._transformer is not None and takes_positions(self._transformer)
 
     def options(self, inputs: Any, counts_positions: bool) -> dict[str, Any]:
-        """Keyword arguments that the decoder understands and the batch does not have yet.
+        """Keyword arguments that the decoder accepts and the batch lacks.
 
         `counts_positions` asks for positions that count from the first real token.
         """
@@ -79,7 +79,7 @@ class AnswerTokens:
         mask = given.get("attention_mask")
         if self._transformer.config.is_encoder_decoder:
             options |= self._start(given)
-        # Newer decoders compute logits for one position a row, older ones for the last few of all.
+        # Newer decoders compute logits at one position of each row, older ones at the last few.
         elif hasattr(inspect.getmodule(self._transformer.forward), "slice_logits_to_keep"):
             options["logits_to_keep"] = self._position(inputs)[:, None]
         elif self.mask_token_id is None and (mask is None or mask[:, -1].all()):
@@ -166,8 +166,9 @@ def takes_positions(transformer: PreTrainedModel) -> bool:
 def decoder_options(
     transformer: PreTrainedModel, inputs: Any, counts_positions: bool
 ) -> dict[str, Any]:
-    """Keyword arguments that a decoder understands and the batch does not have: no cache, and
-    positions that count from the first real token where they are asked for.
+    """Keyword arguments that a decoder accepts and the batch lacks.
+
+    They switch the cache off and, where asked, pass positions that count from the first real token.
     """
     given = inputs if isinstance(inputs, Mapping) else {}
     options: dict[str, Any] = {"use_cache": False}

@@ -45,9 +45,9 @@ def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any
 
 
 def examples_of(inputs: Any, n_examples: int) -> list[Any]:
-    """Batches of one example each; what has another number of rows is in all of them.
+    """A batch of each example alone; tensors with another number of rows are in all of them.
 
-    None for other inputs than a tensor or a mapping.
+    There is none where the inputs are neither a tensor nor a mapping.
     """
     if isinstance(inputs, torch.Tensor):
         return list(inputs.split(1))
@@ -64,7 +64,7 @@ def examples_of(inputs: Any, n_examples: int) -> list[Any]:
 
 
 def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) -> None:
-    """Make tensors of a transformers batch's lists and arrays, and add a mask that it lacks.
+    """Turn lists and arrays of a transformers batch into tensors, and add a missing mask.
 
     Raises
     ------
@@ -89,14 +89,14 @@ def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) ->
 
 
 def find_padding(input_ids: torch.Tensor, pad_token_id: int) -> torch.Tensor | None:
-    """The attention mask that a batch of token ids `(..., T)` lacks; None if nothing is padded.
+    """The attention mask of token ids `(..., T)` that came without one; None without padding.
 
-    Padding stands at one end of some rows.
+    Padding is looked for at the ends of rows.
 
     Raises
     ------
     ValueError
-        If the padding token stands inside of a padded batch's texts as well.
+        If the batch is padded and the padding token also occurs inside a text.
 
     Warns
     -----

@@ -47,7 +47,7 @@ class LogitsModel(nn.Module):
     output_size : int
         C, known after the first forward pass
     layouts : dict
-        what recorded passes have found out about the rows of the model's layers
+        what recorded passes have learnt about the rows of the model's layers
 
     Raises
     ------
@@ -79,7 +79,7 @@ class LogitsModel(nn.Module):
         self.model = model
         self.dict_key_y = dict_key_y
         self.output_size = 0
-        self._transformer = (find_transformer(model),)  # in a tuple: no second child module
+        self._transformer = (find_transformer(model),)  # a tuple, so that it is no child module
         self._answers = self._find_answers(class_token_ids, mask_token_id)
         takes_positions = self._answers is not None and self._answers.takes_positions
         self._left_padding = LeftPadding(takes_positions)
@@ -119,7 +119,7 @@ class LogitsModel(nn.Module):
     def settle(self, batch: Any) -> None:
         """Find out on the first left-padded batch how the model numbers positions.
 
-        Passes that are recorded are preceded by this, since it makes passes of its own.
+        Call it before a pass is recorded, since it runs the model itself.
 
         Warns
         -----
@@ -168,7 +168,7 @@ class LogitsModel(nn.Module):
         return self.split(batch)
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
-        """What a batch with `n_examples` rows of logits says of the rows that layers see."""
+        """Sizes and mask of a batch that has `n_examples` examples."""
         batch = self._inputs(batch)
         mixed = _is_mixed(batch, n_examples)
         if not isinstance(batch, Mapping):
@@ -187,11 +187,11 @@ class LogitsModel(nn.Module):
         return Positions(n_examples, n_rows, shape[-1], mask, mixed)
 
     def examples(self, batch: Any, n_examples: int) -> list[Any]:
-        """Batches of one example each, where the batch is a tensor or a mapping; else none."""
+        """A batch of each example alone; none where the batch is no tensor and no mapping."""
         return examples_of(self._inputs(batch), n_examples)
 
     def agree(self, logits: torch.Tensor, others: torch.Tensor) -> bool:
-        """Whether two ways to compute logits have done the same, but for rounding."""
+        """Whether two computations of the same logits differ by rounding alone."""
         if logits.shape != others.shape:
             return False
         dtype = next(self.model.parameters()).dtype
@@ -233,14 +233,14 @@ class LogitsModel(nn.Module):
         finally:
             for module, mode in modes:
                 module.training = mode
-            # Hooks that offload weights have made new ones.
+            # Hooks that offload weights may have replaced parameters.
             for name, parameter in self.named_parameters(remove_duplicate=False):
                 _, requires_grad, grad = parameters[name]
                 parameter.requires_grad_(requires_grad)
                 parameter.grad = grad
 
     def _inputs(self, batch: Any) -> Any:
-        """The batch on the model's device, without labels, of the type that it had.
+        """The batch without its labels on the model's device, of the same type as before.
 
         Raises
         ------
@@ -333,7 +333,7 @@ def _n_positions(inputs: Any) -> int | None:
 
 
 def _is_mixed(inputs: Any, n_examples: int) -> bool:
-    """Whether there are features beside tokens, or other numbers of rows than of examples."""
+    """Whether there are features beside tokens, or tensors without one row an example."""
     if isinstance(inputs, (tuple, list)):
         inputs = {str(place): value for place, value in enumerate(inputs)}
     elif not isinstance(inputs, Mapping):

@@ -40,8 +40,8 @@ class Block:
     name : str
         of the weight, without the prefixes that wrappers add
     layer : torch.nn.Linear, torch.nn.Conv1d or torch.nn.Conv2d
-        `lora_A` or `lora_B`, whose weight `(m, n)` the block is; n are the numbers of a patch where
-        it is a convolution
+        `lora_A` or `lora_B`; its weight `(m, n)` is the block, where n is the size of a patch if
+        the layer is a convolution
     small_output : bool
         whether the LoRA rank is the size of the layer's output (`lora_A`) or of its input
     owner : peft.tuners.lora.LoraLayer or None
@@ -102,7 +102,7 @@ class Block:
 
     @property
     def transformer_layer(self) -> str:
-        """Name up to the layer's number, such as "model.layers.3"; else the module's name."""
+        """Name up to the layer's number, such as "model.layers.3", or else the module's name."""
         name = re.sub(r"^(base_model\.model\.)?", "", self.name)
         numbered = re.match(r".*?\.\d+(?=\.)", name)
         return numbered.group() if numbered else re.sub(r"\.lora_[AB]\..*", "", name)
@@ -185,7 +185,7 @@ def find_blocks(
 
 
 def check_without_dora(blocks: Sequence[Block]) -> None:
-    """Refuse DoRA, for backends that take all that a layer is called with for inputs.
+    """Refuse DoRA for the host's backends, which take every call of a layer for an input.
 
     Raises
     ------
@@ -225,13 +225,13 @@ def warn_of_other_trainable(model: nn.Module) -> None:
 
 
 def warn_of_frozen(blocks: Sequence[Block]) -> None:
-    """Warn once of LoRA layers of which one weight takes part alone, since the other is frozen."""
+    """Warn once of LoRA layers in which one weight is frozen and the other takes part alone."""
     counts = Counter(block.lora_layer for block in blocks)
     alone = [block.name for block in blocks if counts[block.lora_layer] == 1]
     if alone:
         warn(
-            "The other LoRA weight of their layers is frozen, as in LoRA-FA, and held at its "
-            f"value. These take part alone: {listed(alone)}."
+            "Some LoRA layers have one weight frozen, as in LoRA-FA, which is held at its value. "
+            f"The other one takes part alone: {listed(alone)}."
         )
 
 

@@ -189,9 +189,8 @@ class FittedModel:
 def other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[str, torch.Tensor]]:
     """Floating-point weights of the base model, the head and other LoRA layers, by name.
 
-    Those of other adapters are left out, and modules in whose place an adapter has its own; those
-    that are not in memory or of another kind of tensor, such as quantized ones, too, and all that
-    FSDP2 holds.
+    Left out are weights of other adapters, of modules that an adapter replaces by its own, weights
+    that are not in memory, other kinds of tensors such as quantized ones, and all that FSDP2 holds.
     """
     if come_and_go(model):
         return

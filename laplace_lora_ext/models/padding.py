@@ -12,24 +12,24 @@ from laplace_lora_ext.messages import warn
 Predict = Callable[[Mapping[str, Any], bool], torch.Tensor]
 """Logits `(B, C)` of inputs; True passes positions that count from the first real token."""
 
-# Shares of the largest logit that rounding explains, in half precision and in others.
+# How far rounding may move logits, relative to the largest: in half precision, and in others.
 _ROUNDING_OF_HALF, _ROUNDING = 0.05, 1e-3
 
 
 def rounding_of(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What two ways to compute the same logits in a precision may differ by."""
+    """How far two computations of the same logits may differ in a precision."""
     is_half = dtype in (torch.float16, torch.bfloat16)
     return (_ROUNDING_OF_HALF if is_half else _ROUNDING) * logits.abs().max()
 
 
 class LeftPadding:
-    """Whether positions must be passed for left-padded texts to predict what they do without it.
+    """Whether to pass positions, so that left-padded texts predict what they do without padding.
 
-    Models with learned positions often count the padding too; others count from the first real
-    token by themselves, from the padding's index, or in three dimensions. The first batch with
-    left padding tells: one of its texts is predicted alone, padded as it is, and padded with
-    positions. The last is chosen where it is nearer to the text alone, if only by the rounding of
-    rotary positions; else the model's own way is kept.
+    Many models with learned positions also count the padding. Others count from the first real
+    token by themselves, from the padding's index, or in three dimensions. The first left-padded
+    batch decides: one of its texts is predicted alone, padded, and padded with positions that count
+    from its first token. They are passed from then on if they bring the text clearly nearer to its
+    prediction alone; else the model keeps its own way.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class LeftPadding:
             If the text's prediction depends on its padding anyway, or can't be checked.
         """
         mask = inputs["attention_mask"].bool()
-        row = int(mask.int().argmax(-1).argmax())  # that with the most padding in front
+        row = int(mask.int().argmax(-1).argmax())  # the one with the most padding
         first = int(mask[row].int().argmax())
         padded = {key: _rows(value, row, 0, mask.shape) for key, value in inputs.items()}
         alone = {key: _rows(value, row, first, mask.shape) for key, value in inputs.items()}

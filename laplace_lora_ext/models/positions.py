@@ -1,4 +1,4 @@
-"""What a batch says of the rows that its layers see."""
+"""What a batch tells of the rows that layers see."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Positions(NamedTuple):
     mask : torch.Tensor or None
         `(B, n_rows / B * T)` booleans, false at padding; None where nothing is padded
     mixed : bool
-        whether the batch holds more than a row of each kind an example, such as images beside
-        tokens, so that its contents and not its sizes may say what belongs to an example
+        whether an example may have several rows, or rows of several kinds, such as images beside
+        tokens; then contents, not sizes, say which rows are whose
     owners_of_logits : torch.Tensor or None
         `(N,)` index of the example that each row of logits belongs to, where examples have several
     """
@@ -35,7 +35,7 @@ class Positions(NamedTuple):
     owners_of_logits: torch.Tensor | None = None
 
     def logits_of(self, examples: torch.Tensor) -> torch.Tensor:
-        """What `(..., B)` says of examples, of the rows of their logits."""
+        """Values `(..., B)` of the examples, repeated for each of their rows of logits."""
         owners = self.owners_of_logits
         return examples if owners is None else examples[..., owners.to(examples.device)]
 
@@ -45,7 +45,7 @@ class Positions(NamedTuple):
         return None if self.length is None else self.n_rows * self.length
 
     def valid(self, n_positions: int) -> torch.Tensor | None:
-        """`(B, n_positions)` mask of a layer that sees as many positions of each example.
+        """`(B, n_positions)` mask for a layer that sees so many positions of each example.
 
         Raises
         ------

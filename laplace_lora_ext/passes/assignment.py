@@ -58,12 +58,11 @@ class _Site(NamedTuple):
 
 
 class Assignment:
-    """Layouts of the calls of a pass.
+    """Which rows of each call in a pass belong to which example.
 
-    A layout is found by the rows' owners, in the first batch of two examples or more. It is
-    remembered if sizes alone decide on it; elsewhere, as where a router or the number of images
-    does, owners are found in every batch. Rows that several examples share need no layout: the
-    examples are back-propagated one at a time.
+    The first batch of two or more examples shows it. Where sizes alone decide, the layout is
+    remembered; where a router or the number of images does, every batch is examined. Where examples
+    share rows, they are back-propagated one at a time.
 
     Parameters
     ----------
@@ -73,7 +72,7 @@ class Assignment:
         whose layers the graph's are
     positions : Positions
     known : dict
-        what earlier passes have found out, and a place for more
+        what earlier passes have learnt; this one adds to it
 
     Attributes
     ----------
@@ -118,7 +117,7 @@ class Assignment:
         return self._found.get(site) or self._remembered(site) or self._unimportant(site)
 
     def _is_open(self) -> bool:
-        """Whether owners must be found for some call that gradients come to."""
+        """Whether the owners of some call that gradients reach are still unknown."""
         open_sites = {site for site in self._all if self._remembered(site) is None}
         unreached = {s for s in open_sites if self._known.get(s.key) is _Known.UNREACHED}
         if open_sites > unreached:
@@ -155,7 +154,7 @@ class Assignment:
         return {site: owners(table, words) for site, table in reached.items()}
 
     def _vector(self) -> torch.Tensor:
-        """`(C,)` numbers that no derivative of the logits is orthogonal to, but by chance."""
+        """`(C,)` random numbers: with them no gradient is 0 but by chance."""
         numbers = torch.randn(
             self._graph.logits.shape[1], generator=torch.Generator().manual_seed(0)
         )
@@ -198,6 +197,6 @@ class Assignment:
         return len(shape) > 1 or shape.numel() in by_example
 
     def _unimportant(self, site: _Site) -> Layout:
-        """That of rows without a gradient."""
+        """Any layout: the rows have no gradient."""
         fixed = (layout for layout in _FIXED if layout.allows(site.shape, self._positions))
         return next(fixed, Scattered(torch.full((site.shape.numel(),), NOBODY)))

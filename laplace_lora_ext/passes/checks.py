@@ -55,7 +55,7 @@ def check_called(blocks: Sequence[Block], called: Collection[int]) -> None:
 
 
 def _check_called_by_batch(blocks: Sequence[Block], called: set[int]) -> None:
-    """Say of a host that failed that it can do without no layer, where a batch has called few."""
+    """Explain why the host failed where a batch has called some of the layers alone."""
     silent = [block.name for index, block in enumerate(blocks) if index not in called]
     if silent:
         raise RuntimeError(

@@ -71,7 +71,7 @@ class Graph:
 
     @property
     def seeds_at_once(self) -> int:
-        """How many seeds a backward pass had better take."""
+        """How many seeds one backward pass should take."""
         rows = max(sum(call.input.shape[:-1].numel() for call in calls) for calls in self.calls)
         return max(1, _ROWS // max(1, rows))
 

@@ -17,7 +17,7 @@ class Layout(ABC):
 
     @abstractmethod
     def arrange(self, rows: torch.Tensor, positions: Positions, n_leading: int = 0) -> torch.Tensor:
-        """Rows `(..., d)` as `(B, positions, d)`; so many leading dimensions stay as they are."""
+        """Rows `(..., d)` as `(B, positions, d)`; the first `n_leading` dimensions stay."""
 
     def valid(self, n_positions: int, positions: Positions) -> torch.Tensor | None:
         """`(B, n_positions)` mask of the arranged rows; None where all are valid.
@@ -31,7 +31,7 @@ class Layout(ABC):
 
 
 class FixedLayout(Layout):
-    """One that follows from the sizes of a batch, once it has been proven."""
+    """A layout that, once proven, follows from the sizes of a batch."""
 
     @abstractmethod
     def allows(self, shape: torch.Size, positions: Positions) -> bool:
@@ -76,9 +76,9 @@ class PositionsFirst(FixedLayout):
 
 @dataclass(frozen=True)
 class Scattered(Layout):
-    """Rows in any order, such as those that a router picks; `owners`, `(R,)`, has their examples.
+    """Rows in any order, such as a router picks; `owners`, `(R,)`, are their examples.
 
-    Examples with fewer rows than others get rows of 0.
+    Examples with fewer rows than others are filled up with rows of 0.
     """
 
     owners: torch.Tensor

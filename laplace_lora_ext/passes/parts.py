@@ -16,10 +16,10 @@ _AT_ONCE = 2**13
 
 
 def parts_of(x: Any, n_outputs: int) -> Iterator[tuple[Any, slice]]:
-    """Inputs of some examples at a time, and which of the batch they are.
+    """Divide a batch into parts of a few examples; each comes with its place in the batch.
 
-    Each example's gradients are its own, so that nothing changes but memory. Inputs that can't be
-    divided, as they are no tensors with one row an example, come as they are.
+    Each example's gradients are its own, so that nothing changes but memory. Inputs that are not
+    tensors with one row an example come undivided.
 
     Parameters
     ----------

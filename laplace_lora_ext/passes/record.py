@@ -1,4 +1,4 @@
-"""Makes recorded passes: of a batch, or of its examples alone where they'd share rows in it."""
+"""Records passes: of a whole batch, or of each example alone where examples share rows."""
 
 from __future__ import annotations
 
