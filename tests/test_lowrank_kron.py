@@ -51,7 +51,7 @@ def test_bad_data_are_refused():
     wrong = batches[1] | {"labels": torch.tensor([0, 7, 1])}
     with pytest.raises(ValueError, match=r"batch 1: labels must be from 0 to 2"):
         la.predictive_statistics([batches[0], wrong])
-    la.blocks[0].owner.base_layer.weight.data[0, 0] = torch.nan
+    la.blocks[0].owner.base_layer.weight.data[0, 1] = torch.nan  # past what is compared
     with pytest.raises(ValueError, match=r"batch 0: .*non-finite"):
         la.predictive_statistics(batches)
 
