@@ -91,7 +91,7 @@ def gathered_facts(_=0, loader=None):
         torch.tensor(statistics.batch_sizes).sum(),
         model._f_mu,
         model.targets,
-        model._features,
+        torch.cat([features for _, features in model._features.parts()]),
     )
 
 
