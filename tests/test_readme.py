@@ -49,6 +49,9 @@ def namespace() -> dict[str, object]:
     return {
         **loaders,
         **texts,
+        "part_model": lora_model("bert", torch.float32),
+        "part_loader": batches[:-1],
+        "rest_loader": batches[-1:],
         "sft_loader": sft,
         "sft_batch": sft[0],
         "batch": batches[0],
@@ -73,8 +76,8 @@ def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
         probabilities = names["probs"]
         assert probabilities.ndim == 2
         torch.testing.assert_close(probabilities.sum(1), torch.ones(len(probabilities)))
-        if "shares" in names:
-            assert sum(names["shares"].values()) == pytest.approx(1)
+        if "part" in names:
+            assert torch.equal(names["la"].prior_precision, names["part"].prior_precision)
         for folder in names.get("folders", []):
             assert (folder / "adapter_model.safetensors").exists()
 
