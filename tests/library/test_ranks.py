@@ -6,7 +6,7 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import GRID, STRUCTURES, generator, linearized, make
+from tests.support.posteriors import GRID, STRUCTURES, features_of, generator, linearized, make
 from tests.support.ranks import Texts, accelerated, failures, on_ranks, strided_loader
 
 CLOSE = {"rtol": 1e-7, "atol": 1e-10}
@@ -91,7 +91,7 @@ def gathered_facts(_=0, loader=None):
         torch.tensor(statistics.batch_sizes).sum(),
         model._f_mu,
         model.targets,
-        torch.cat([features for _, features in model._features.parts()]),
+        features_of(model),
     )
 
 

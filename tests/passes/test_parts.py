@@ -5,7 +5,7 @@ import torch
 
 from laplace_lora_ext.passes.parts import parts_of
 from tests.support.models import ragged_batches
-from tests.support.posteriors import count_forward_passes, fitted, linearized
+from tests.support.posteriors import count_forward_passes, features_of, fitted, linearized
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -25,7 +25,7 @@ def facts(la):
         *statistics.moments(0.1),
         statistics.targets,
         torch.tensor(statistics.batch_sizes),
-        model._features,
+        features_of(model),
         model._own,
         model.targets,
     )

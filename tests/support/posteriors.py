@@ -12,6 +12,7 @@ from laplace.utils.metrics import RunningNLLMetric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.dense import LinearizedClassifier
 from tests.support.models import laplace_keywords, lora_model, plain_model, ragged_batches
@@ -145,3 +146,8 @@ def stock(model: nn.Module, kind: str, structure: str, batches: list[dict[str, t
 def sizes(la) -> list[int]:
     """Numbers of weights of the blocks."""
     return [block.weight.numel() for block in la.blocks]
+
+
+def features_of(model: LinearizedModel) -> torch.Tensor:
+    """All features of a linearised model, `(N, C, F)`."""
+    return torch.cat([features for _, features in model._features.parts()])
