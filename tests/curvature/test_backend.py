@@ -132,3 +132,17 @@ def test_a_negative_rank_is_refused():
 def test_a_backend_refuses_the_hosts_ways_to_select_weights(settings):
     with pytest.raises(ValueError, match=r"target_modules"):
         LowRankKronGGN(plain_model(), "classification", **settings)
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_gradients_are_those_of_each_examples_loss(likelihood):
+    model = with_lora(TwoLinear(n_outputs=2), "first", "second")
+    X, la = sequences()[0][:, 0], make(model, likelihood=likelihood)
+    y = real_targets() if likelihood == "regression" else torch.tensor([0, 1, 1, 0])
+    backend, weights = la.backend, [block.weight.requires_grad_() for block in la.blocks]
+    found, loss = backend.gradients(X, y)
+    for n in range(len(X)):
+        of_one = backend.lossfunc(model(X[n : n + 1]), y[n : n + 1])
+        expected = [part.flatten() for part in torch.autograd.grad(of_one, weights)]
+        torch.testing.assert_close(found[n], torch.cat(expected), **EXACT)
+    torch.testing.assert_close(loss, backend.lossfunc(model(X), y), **EXACT)

@@ -205,6 +205,13 @@ def test_class_tokens_must_be_in_the_vocabulary(ids):
         LogitsModel(lora_model("gpt2"), ids)
 
 
+def test_the_first_and_the_last_token_of_the_vocabulary_may_be_classes():
+    model, (batch, *_) = lora_model("gpt2").eval(), ragged_batches()
+    ids = [0, VOCABULARY - 1]
+    every = LogitsModel(model, list(range(VOCABULARY)))(batch)
+    assert torch.equal(LogitsModel(model, ids)(batch), every[:, ids])
+
+
 def t5() -> nn.Module:
     torch.manual_seed(0)
     config = T5Config(

@@ -5,7 +5,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from laplace_lora_ext.processes.shards import Shard, is_new, joined, rows
+from laplace_lora_ext.processes.shards import Sample, Shard, is_new, joined, rows
 from tests.support.ranks import accelerated, on_ranks
 
 SIZES = [1, 2, 5, 8, 9, 11, 12, 13]
@@ -142,3 +142,15 @@ def test_rows_of_everything_that_has_as_many():
     assert kept.tolist() == [0, 2]
     assert X["x"].tolist() == X["nested"][0].tolist() == [[0, 1], [4, 5]]
     assert (X["nested"][1], len(X["other"]), X["n"]) == ("text", 2, 3)
+
+
+# Of the published generator SplitMix64, seeded with 0: its numbers are those of place 0.
+SPLIT_MIX = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC)
+
+
+@pytest.mark.parametrize(("seed", "number"), [*enumerate(SPLIT_MIX)])
+def test_the_draw_of_an_example_is_that_of_a_published_generator(seed, number):
+    chance = (number % 2**53) / 2**53
+    loader, split = [torch.zeros(1, 2)], lambda X: (X, None)
+    assert list(Sample(loader, split, chance, seed)) == []
+    assert len(list(Sample(loader, split, chance + 2**-53, seed))) == 1

@@ -26,6 +26,7 @@ def test_few_nodes_meet_the_tolerance_on_every_eigenvalue(kind, low, high, most)
     assert relative == pytest.approx(error, rel=0.2)
     assert relative <= 1.1 * TOLERANCE
     assert len(nodes) <= most
+    torch.testing.assert_close(nodes.aminmax(), grid.aminmax())  # both ends are nodes
     # The errors of products are not multiplied with much.
     shares = (nodes + e[:, None]).rsqrt() @ coefficients.abs().mT / exact
     assert shares.max() < 12

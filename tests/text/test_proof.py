@@ -48,7 +48,8 @@ def rounded(values):
 
 
 def test_differences_are_taken_where_both_ways_agree():
-    assert isinstance(proven(smooth, VALUES, DIRECTION), CentralDifference)
+    # In float64 the smallest step is the best: its error falls with the square of the step.
+    assert proven(smooth, VALUES, DIRECTION) == CentralDifference(1e-3)
 
 
 def test_forward_mode_is_taken_where_differences_drown():
