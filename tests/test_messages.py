@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_lora_ext.messages import naming, warn
+from laplace_lora_ext.messages import listed, naming, warn
 from tests.support.models import pairs, plain_model
 from tests.support.posteriors import make
 
@@ -98,3 +98,12 @@ def test_fits_and_searches_warn_of_the_users_line(structure):
     for part in ("its data set has 6", "not converged in 1 steps", "the same at every point"):
         assert any(part in message for message in messages), part
     assert not [w for w in caught if "laplace" in w.filename]
+
+
+@pytest.mark.parametrize(
+    ("n", "end"), [(1, "a"), (8, "g, h"), (9, "g, h and 1 more"), (11, "g, h and 3 more")]
+)
+def test_of_many_names_eight_are_listed(n, end):
+    names = listed("abcdefghijk"[:n])
+    assert names.endswith(end)
+    assert names.count(", ") == min(n, 8) - 1
