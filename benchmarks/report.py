@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from benchmarks.options import Run
 from laplace_lora_ext.metrics import N_BINS, draw_bins
@@ -133,14 +134,19 @@ def lines(rows: Sequence[Row], x: str, y: str, by: str = "name") -> Lines:
 
 
 def draw_lines(path: Path, panels: Mapping[str, Lines], xlabel: str, scale: str = "linear") -> None:
-    """Draw panels side by side, by title; one legend, of the first panel, explains their lines."""
+    """Draw panels side by side, by title; one legend explains their lines."""
     figure = Figure(figsize=(4.2 * len(panels) + 3.2, 4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     for panel, (title, lines) in zip(axes, panels.items(), strict=True):
         for name, (x, y) in lines.items():
-            panel.plot(x, y, marker=".", label=name)
+            panel.plot(x, y, marker=".", color=f"C{names.index(name)}", label=name)
         panel.set(title=title, xlabel=xlabel, xscale=scale, yscale=scale)
-    save(figure, path, axes[0])
+        if scale == "log":
+            sizes = sorted({size for x, _ in lines.values() for size in x})
+            panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+            panel.xaxis.set_minor_locator(NullLocator())
+    save(figure, path, *axes)
 
 
 def draw_shares(shares: Mapping[str, float], path: Path) -> None:
@@ -153,10 +159,15 @@ def draw_shares(shares: Mapping[str, float], path: Path) -> None:
     save(figure, path)
 
 
-def save(figure: Figure, path: Path, explained: Any = None, columns: int = 0) -> None:
-    """Save a diagram, with a legend of one panel's lines above it or, in one column, beside it."""
-    if explained is not None:
+def save(figure: Figure, path: Path, *explained: Any, columns: int = 0) -> None:
+    """Save a diagram, with a legend of some panels' lines above it or, in one column, beside it."""
+    entries = {}
+    for panel in explained:
+        handles, labels = panel.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    if entries:
         place: Any = "outside upper center" if columns else "outside right center"
-        handles, labels = explained.get_legend_handles_labels()
-        figure.legend(handles, labels, loc=place, ncols=columns or 1, frameon=False, fontsize=8)
+        figure.legend(
+            entries.values(), entries, loc=place, ncols=columns or 1, frameon=False, fontsize=8
+        )
     figure.savefig(path, dpi=150)
