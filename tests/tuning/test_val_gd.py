@@ -49,6 +49,15 @@ def test_val_gd_with_samples_ends_near_the_best_scalar():
     assert measure(100.0) > best + 0.02  # where it has started from
 
 
+def test_val_gd_takes_the_best_that_it_has_measured_and_not_the_last():
+    la, validation = overconfident()
+    way = {"link_approx": "probit", "n_steps": 4, "lr": 20.0}  # steps far too long
+    history = la.optimize_prior_precision(method="val_gd", val_loader=validation, **way)
+    best = history.objective.argmin()
+    assert best < len(history.objective) - 1
+    torch.testing.assert_close(la.prior_precision, history.prior_precision[best])
+
+
 def test_val_gd_of_a_layerwise_prior_beats_the_best_scalar():
     la, validation = overconfident()
     arguments = {"method": "val_gd", "val_loader": validation, "link_approx": "probit"}
