@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -454,13 +455,15 @@ class LoRALaplace(ParametricLaplace):
             differs, and nothing changes.
         """
         self._identity.check(state_dict)
-        self.prior_precision = state_dict["prior_precision"]  # raises before anything changes
-        self._load_curvature(state_dict)
-        self._places = []  # wherever the state's tensors are
-        follow(self)
-        self._fitted = FittedModel(self.model, self.blocks)
-        self._posterior_scale = None
-        self._agreement = MapAgreement()
+        loaded = copy(self)  # which an error leaves behind
+        loaded.prior_precision = state_dict["prior_precision"]
+        loaded._load_curvature(state_dict)
+        loaded._places = []  # wherever the state's tensors are
+        follow(loaded)
+        loaded._fitted = FittedModel(self.model, self.blocks)
+        loaded._posterior_scale = None
+        loaded._agreement = MapAgreement()
+        vars(self).update(vars(loaded))
 
     def _load_curvature(self, state_dict: dict[str, Any]) -> None:
         ParametricLaplace.load_state_dict(self, state_dict)

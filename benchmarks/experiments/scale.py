@@ -1,14 +1,13 @@
 """How time and memory grow with the number of examples, classes, tokens and processes."""
 
+import json
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -158,19 +157,15 @@ def _measure_examples(method: str, n: int, options: Scale, device: str) -> Row:
 
 def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:
     """Fit the same texts with several processes, which share the cores of one machine."""
-    results = get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world, folder, shape, options, results)
-        spawn(_fit_shard, arguments, nprocs=world)
-    times = [results.get() for _ in range(world)]
+        spawn(_fit_shard, (world, Path(folder), shape, options), nprocs=world)
+        times = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     return {"name": "fit", **{key: max(each[key] for each in times) for key in times[0]}}
 
 
-def _fit_shard(
-    rank: int, world: int, folder: str, shape: Shape, options: Scale, results: Any
-) -> None:
+def _fit_shard(rank: int, world: int, folder: Path, shape: Shape, options: Scale) -> None:
     torch.set_num_threads(1)
-    where = f"file://{Path(folder) / 'meeting'}"
+    where = f"file://{folder / 'meeting'}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
     model = random_llama(shape, "cpu", options.seed)
     whole = random_loader(shape, 4 * options.batches, "cpu", options.seed)
@@ -186,7 +181,8 @@ def _fit_shard(
         la.fit(shard)  # a first time, while PyTorch loads its parts
         dist.barrier()
         row[name] = measuring.seconds_of(partial(la.fit, shard))
-    results.put({**row, "in_bare_loops": row["seconds"] / row["bare_seconds"]})
+    row["in_bare_loops"] = row["seconds"] / row["bare_seconds"]
+    (folder / f"{rank}.json").write_text(json.dumps(row))
 
 
 def _add_exponents(rows: Sequence[Row]) -> None:

@@ -14,7 +14,8 @@ from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.model_state import ModelState
 from laplace_lora_ext.models.weights import flattened
 
-_KEYS = {"mean", "H", "cls_name", "likelihood", "settings", "model"}
+_KEYS = {"cls_name", "likelihood", "settings", "model", "mean", "H", "loss", "n_data", "n_outputs"}
+_KEYS |= {"prior_mean", "prior_precision", "sigma_noise", "temperature", "enable_backprop"}
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,8 @@ def minimize_validation_loss(
 
     Unlike the paper's constant step size, this one falls to 0 along half a cosine, so that the last
     steps average over minibatches. It measures the loss of the whole set before the first step and
-    20 times on the way, always with the same draws. The leaf `log_prior_precision` changes in
-    place, to the best of those measured. The other arguments are those of `ValGD`.
+    20 times on the way, always with the same draws: these are the history. The leaf
+    `log_prior_precision` changes in place. The other arguments are those of `ValGD`.
     """
     targets = statistics.required_targets()
     recorder = Recorder()
@@ -147,11 +147,7 @@ def minimize_validation_loss(
         schedule.step()
         if (step + 1) % every == 0 or step + 1 == n_steps:
             measure(step + 1)
-    history = recorder.history()
-    best = history.prior_precision[history.objective.argmin()]
-    with torch.no_grad():
-        log_prior_precision.copy_(best.log())
-    return history
+    return recorder.history()
 
 
 def draw_seed(generator: torch.Generator | None) -> int:

@@ -78,5 +78,5 @@ class ValGD(TuningMethod):
             self.generator,
             self.progress_bar,
         )
-        la.prior_precision = logarithm.detach().exp()
+        la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history

@@ -30,6 +30,13 @@ from tests.support.models import (
 from tests.support.posteriors import STRUCTURES, fitted, make
 
 
+def assert_covariances_are_dense(la, batches, Js: torch.Tensor, H: torch.Tensor) -> None:
+    """Under a prior precision of 1, from Jacobians and a curvature of all weights."""
+    covariance = Js @ torch.linalg.inv(H + torch.eye(len(H)).double()) @ Js.mT
+    f_var = torch.cat([la.predictive_moments(X).f_var for X, _ in batches])
+    torch.testing.assert_close(f_var, covariance, rtol=1e-9, atol=1e-12)
+
+
 def with_dora() -> nn.Module:
     """Its magnitudes are not the norms that they begin with."""
     model = with_lora(TwoLinear(), "first", "second", use_dora=True)
@@ -49,9 +56,7 @@ def test_dora_has_the_jacobians_that_autograd_has(n):
     f_mu = torch.cat([model(X) for X, _ in batches]).detach()
     H = gradient_curvature(model, Js, softmax_fisher(f_mu))
     torch.testing.assert_close(la.H.to_matrix(), H, rtol=1e-9, atol=1e-12)
-    covariance = Js @ torch.linalg.inv(H + torch.eye(len(H)).double()) @ Js.mT
-    f_var = torch.cat([la.predictive_moments(X).f_var for X, _ in batches])
-    torch.testing.assert_close(f_var, covariance, rtol=1e-9, atol=1e-12)
+    assert_covariances_are_dense(la, batches, Js, H)
 
 
 def test_doras_identity_is_no_input_of_expand():
@@ -109,9 +114,7 @@ def test_convolutions_have_the_jacobians_of_their_patches(structure):
     elif structure == "diag":
         H, fitted = H.diagonal().diag(), la.H.diag()
     torch.testing.assert_close(fitted, H, rtol=1e-9, atol=1e-12)
-    covariance = Js @ torch.linalg.inv(H + torch.eye(len(H)).double()) @ Js.mT
-    f_var = torch.cat([la.predictive_moments(X).f_var for X, _ in batches])
-    torch.testing.assert_close(f_var, covariance, rtol=1e-8, atol=1e-12)
+    assert_covariances_are_dense(la, batches, Js, H)
 
 
 @pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
@@ -196,9 +199,7 @@ def test_with_lora_fa_b_takes_part_alone(structure):
         la.H.to_matrix() if structure == "lowrank_kron" else fitted, H, rtol=1e-9, atol=1e-12
     )
     Js = of_b(model, Js)
-    covariance = Js @ torch.linalg.inv(H + torch.eye(len(H)).double()) @ Js.mT
-    f_var = torch.cat([la.predictive_moments(X).f_var for X, _ in batches])
-    torch.testing.assert_close(f_var, covariance, rtol=1e-9, atol=1e-12)
+    assert_covariances_are_dense(la, batches, Js, H)
 
 
 @pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
