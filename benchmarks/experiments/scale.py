@@ -93,7 +93,10 @@ def measured(options: Scale, device: str) -> Iterator[tuple[str, int, list[Row]]
     for size in options.classes:
         yield "classes", size, _beside(replace(shape, classes=size), options, device)
     for size in options.lengths:
-        yield "tokens of a text", size, _beside(replace(shape, length=size), options, device)
+        whole = replace(shape, length=size)
+        yield "tokens of a text", size, _beside(whole, options, device)
+        parts = replace(whole, checkpointed=True)
+        yield "tokens with gradient checkpointing", size, _beside(parts, options, device)
     for size in options.examples:
         # Each method alone: memory that one leaves would hide the other's.
         job = partial(measuring.run_alone, _measure_examples)

@@ -94,9 +94,7 @@ class Assignment:
         self._known = known
         self._sites = [
             [
-                _Site(
-                    block.lora_layer, place, len(calls), block.output_rows(call.output).shape[:-1]
-                )
+                _Site(block.lora_layer, place, len(calls), call.rows)
                 for place, call in enumerate(calls)
             ]
             for block, calls in zip(blocks, graph.calls, strict=True)

@@ -71,6 +71,12 @@ def check_activations(block: Block, *tensors: torch.Tensor) -> None:
         raise ValueError(f"LoRA layer {block.name}: non-finite activations")
 
 
+def blame(model: LogitsModel, blocks: Sequence[Block], x: Any) -> None:
+    """Run the model once more on a batch whose logits are not finite, to name the layer."""
+    with _checking(model, blocks, lambda logits: None):
+        model(x)
+
+
 def check_logits(logits: torch.Tensor) -> None:
     """Refuse logits that are not finite."""
     if not torch.isfinite(logits).all():

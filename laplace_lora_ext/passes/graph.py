@@ -1,45 +1,20 @@
-"""The graph of a forward pass: calls of layers, and backward passes that bring their gradients."""
+"""The graph of a forward pass, and backward passes that bring gradients to calls of layers."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+
+from laplace_lora_ext.passes.calls import Call
+from laplace_lora_ext.passes.unbatched import Unbatched
 
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
 _ROWS = 512
-
-
-class Call(NamedTuple):
-    """What a layer was given, and what it has made of it."""
-
-    input: torch.Tensor
-    output: torch.Tensor
-    version: int
-
-    @property
-    def is_overwritten(self) -> bool:
-        """Whether the model has changed the input since, as `x += block(x)` does."""
-        return _version(self.input) != self.version
-
-
-def record_call(
-    calls: list[Call],
-    copies: bool,
-    layer: nn.Module,
-    args: tuple[torch.Tensor, ...],
-    output: torch.Tensor,
-) -> None:
-    """A forward hook that keeps a call, or copies its input, and lets its output require grad."""
-    if not output.requires_grad:
-        output.requires_grad_()
-    inputs = args[0].clone() if copies else args[0]
-    calls.append(Call(inputs, output, _version(inputs)))
 
 
 class Graph:
@@ -63,16 +38,17 @@ class Graph:
         nodes = _nodes_behind(logits)
         self.logits = logits
         self._leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-        leaves = {id(leaf) for leaf in self._leaves}
-        self.calls = [
-            [call for call in of_layer if call.output.grad_fn in nodes or id(call.output) in leaves]
-            for of_layer in calls
-        ]
+        self.calls = [[call for call in of_layer if call.edge.node in nodes] for of_layer in calls]
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether backward passes compute parts of the model again."""
+        return any(call.is_recomputed for calls in self.calls for call in calls)
 
     @property
     def seeds_at_once(self) -> int:
         """How many seeds one backward pass should take."""
-        rows = max(sum(call.input.shape[:-1].numel() for call in calls) for calls in self.calls)
+        rows = max(sum(call.rows.numel() for call in calls) for calls in self.calls)
         return max(1, _ROWS // max(1, rows))
 
     def back_propagate(
@@ -95,7 +71,7 @@ class Graph:
         arrivals = [Arrivals(index, calls, deliver) for index, calls in enumerate(self.calls)]
         hook = Arrivals.add if len(vectors) == 1 else Arrivals.add_batched
         handles = [
-            call.output.register_hook(partial(hook, of_layer, place))
+            call.listen(partial(hook, of_layer, place))
             for of_layer, calls in zip(arrivals, self.calls, strict=True)
             for place, call in enumerate(calls)
         ]
@@ -106,16 +82,18 @@ class Graph:
                 grad(vectors[0]) if len(vectors) == 1 else torch.func.vmap(grad)(vectors)
             for of_layer in arrivals:
                 if of_layer.gradients:  # the logits don't depend on all of the layer's calls
-                    deliver(of_layer)
+                    of_layer.deliver()
         finally:
             for handle in handles:
                 handle.remove()
+            for of_layer in arrivals:
+                of_layer.release()
 
     def reaches(self, calls: Sequence[Call], vector: torch.Tensor) -> bool:
         """Whether a gradient other than 0 comes to any of some calls from a `(C,)` vector."""
         gradients = torch.autograd.grad(
             self.logits,
-            [call.output for call in calls],
+            [call.edge for call in calls],
             vector.expand_as(self.logits),
             retain_graph=True,
             allow_unused=True,
@@ -140,43 +118,34 @@ class Arrivals:
         self._calls = calls
         self._deliver = deliver
 
+    def deliver(self) -> None:
+        """Hand over what has arrived, and let go of what can be computed again."""
+        self._deliver(self)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of inputs that can be computed again."""
+        for call in self._calls:
+            call.release()
+
     def taken(self) -> dict[int, torch.Tensor]:
         """The gradients, of which none stays here."""
         gradients, self.gradients = self.gradients, {}
         return gradients
 
     def add(self, place: int, gradients: torch.Tensor) -> None:
-        """A hook: gradients of a call's output, of one seed or `(S, ...)` of several."""
-        one = gradients.ndim == self._calls[place].output.ndim
-        self.gradients[place] = gradients[None] if one else gradients
-        if len(self.gradients) == len(self._calls):
-            self._deliver(self)
+        """A hook: gradients of a call's output, of one seed."""
+        self._keep(place, gradients[None])
 
     def add_batched(self, place: int, gradients: torch.Tensor) -> None:
         """A hook under `vmap` over seeds."""
-        _Unbatch.apply(gradients, partial(self.add, place))
+        Unbatched.apply(gradients, partial(self._keep, place))
 
-
-class _Unbatch(torch.autograd.Function):
-    """Hands a gradient under `vmap` to a function, with its leading seed dimension."""
-
-    @staticmethod
-    def forward(gradients: torch.Tensor, receive: Callable) -> torch.Tensor:
-        receive(gradients)
-        return gradients.new_zeros(())
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        """Nothing is differentiated."""
-
-    @staticmethod
-    def vmap(info, in_dims, gradients, receive):
-        receive(gradients if in_dims[0] is None else gradients.movedim(in_dims[0], 0))
-        return gradients.new_zeros(()), None
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    def _keep(self, place: int, gradients: torch.Tensor) -> None:
+        """Keep `(S, ...)` gradients of a call's output; the last call's have all delivered."""
+        self.gradients[place] = gradients
+        if len(self.gradients) == len(self._calls):
+            self.deliver()
 
 
 def _nodes_behind(result: torch.Tensor) -> dict[Any, None]:

@@ -47,7 +47,7 @@ def visit_jacobians(
             raise ValueError("non-finite numbers")
         visit(rows.index, blocks[rows.index].small_side_first(jacobian))
 
-    with record(model, blocks, x) as recording:
+    with record(model, blocks, x, enable_backprop) as recording:
         recording.backward_every_output(take, enable_backprop)
         for index in unreached:
             block = blocks[index]

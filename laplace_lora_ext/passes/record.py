@@ -11,6 +11,7 @@ import torch
 from laplace_lora_ext.likelihoods import Seeds
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.passes.calls import Listener
 from laplace_lora_ext.passes.recording import Recording, Rows
 
 
@@ -44,13 +45,17 @@ class Alone:
 
 
 @contextmanager
-def record(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[Recording | Alone]:
+def record(
+    model: LogitsModel, blocks: Sequence[Block], x: Any, create_graph: bool = False
+) -> Iterator[Recording | Alone]:
     """Run the model on a batch and record the calls of the blocks' layers.
 
     Where examples share rows, as those of DeBERTa do, B backward passes of the batch would be
     needed. They are recorded alone instead, if that gives the logits that they have in the batch.
 
-    Within the `with` block the model is in evaluation mode, and no parameter requires grad.
+    Within the `with` block the model is in evaluation mode, and no parameter requires grad. Layers
+    with gradient checkpointing on are computed again in each backward pass, unless what it gives
+    is to have a graph of its own (`create_graph`).
 
     Raises
     ------
@@ -61,13 +66,20 @@ def record(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[Reco
     """
     recordings: list[Recording] = []
 
+    listener = Listener(blocks)
+
     def run(inputs: Any) -> Recording:
         recordings.append(Recording(blocks))
-        recordings[-1].run(model, inputs)
+        recordings[-1].run(model, inputs, listener)
         return recordings[-1]
 
     model.settle(x)
-    with model.prepared(), torch.inference_mode(False), torch.enable_grad():
+    with (
+        model.prepared(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        listener.attached(model, recomputes=not create_graph),
+    ):
         try:
             batch = run(x)
             if batch.shares_rows and len(batch.logits) > 1:

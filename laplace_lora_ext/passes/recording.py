@@ -16,12 +16,9 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.positions import Positions
 from laplace_lora_ext.passes.assignment import Assignment
-from laplace_lora_ext.passes.checks import (
-    check_activations,
-    check_differentiable,
-    check_logits,
-)
-from laplace_lora_ext.passes.graph import Arrivals, Call, Graph, record_call
+from laplace_lora_ext.passes.calls import Heard, Listener
+from laplace_lora_ext.passes.checks import blame, check_differentiable, check_logits
+from laplace_lora_ext.passes.graph import Arrivals, Graph
 from laplace_lora_ext.passes.layouts import Layout
 
 
@@ -82,64 +79,53 @@ class Recording:
     _graph: Graph
     _positions: Positions
     _assignment: Assignment
+    _heard: Heard
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
-        self._calls: list[list[Call]] = [[] for _ in blocks]
 
     @property
     def shares_rows(self) -> bool:
         """Whether some rows belong to several examples, which are back-propagated one at a time."""
         return self._assignment.shared is not None
 
-    def run(self, model: LogitsModel, x: Any) -> None:
+    def run(self, model: LogitsModel, x: Any, listener: Listener) -> None:
         """Call the model on a batch, check what it did, and find out whose rows are whose."""
         copied: set[str] = model.layouts.setdefault("copied inputs", set())
-        self._pass(model, x, copied)
+        self._pass(model, x, listener, copied)
         overwritten = {
             block.name
-            for block, calls in zip(self.blocks, self._calls, strict=True)
+            for block, calls in zip(self.blocks, self._heard.calls, strict=True)
             if any(call.is_overwritten for call in calls)
         }
         if overwritten:
             copied |= overwritten
-            self._calls = [[] for _ in self.blocks]
-            self._pass(model, x, copied)
+            self._heard.forget()
+            self._pass(model, x, listener, copied)
         if not torch.isfinite(self.logits).all():
-            for block, calls in zip(self.blocks, self._calls, strict=True):
-                for call in calls:
-                    check_activations(block, call.input, call.output)
+            blame(model, self.blocks, x)
         check_logits(self.logits)
-        if any(self._calls):
+        if any(self._heard.calls):
             check_differentiable(self.logits.requires_grad)
-        self._graph = Graph(self.logits, self._calls)
+        self._graph = Graph(self.logits, self._heard.calls)
         self._positions = model.positions(x, len(self.logits))
         self._assignment = Assignment(self._graph, self.blocks, self._positions, model.layouts)
 
-    def _pass(self, model: LogitsModel, x: Any, copied: Collection[str]) -> None:
+    def _pass(
+        self, model: LogitsModel, x: Any, listener: Listener, copied: Collection[str]
+    ) -> None:
         """Call the model, and copy the inputs of some blocks' layers."""
-        with self._listening(copied):
+        with listener.recording(copied) as self._heard:
             self.logits = model(x)
 
     def forget(self) -> None:
         """Let go of all tensors but the logits' values; nothing can be back-propagated any more."""
-        self._calls.clear()
-        vars(self).pop("_graph", None)
+        if "_heard" in vars(self):
+            self._heard.forget()
+        for name in ("_graph", "_assignment"):
+            vars(self).pop(name, None)
         if "logits" in vars(self):
             self.logits = self.logits.detach()
-
-    @contextmanager
-    def _listening(self, copied: Collection[str]) -> Iterator[None]:
-        """Record calls within, some blocks' with copies; on leaving, no hook is left."""
-        handles = [
-            block.layer.register_forward_hook(partial(record_call, calls, block.name in copied))
-            for block, calls in zip(self.blocks, self._calls, strict=True)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def visit_inputs(self, visit: Callable[[list[int], Rows], None]) -> None:
         """Call `visit(indices, rows)` for each call of the layers of blocks `indices`.
@@ -147,16 +133,30 @@ class Recording:
         Blocks whose layers were given the same tensors, as `lora_A` of query, key and value
         projections are, come together, unless they are convolutions with other patches.
         """
+        if self._graph.is_recomputed:  # one backward pass brings all inputs
+
+            def deliver(arrived: Arrivals) -> None:
+                arrived.taken()
+                self._visit_inputs_of([arrived.index], visit)
+
+            zeros = torch.zeros_like(self.logits)[None]
+            return self._graph.back_propagate(zeros, deliver, retain_graph=True)
         sharing: dict[tuple[Any, ...], list[int]] = {}
         for index, block in enumerate(self.blocks):
-            calls = tuple(id(call.input) for call in self._graph.calls[index])
+            calls = tuple(call.input_key for call in self._graph.calls[index])
             rows = block.statistics_dtype, block.input_map, *calls
             sharing.setdefault(rows, []).append(index)
         for indices in sharing.values():
-            first = indices[0]
-            for place, call in enumerate(self._graph.calls[first]):
-                with self._mathematics(first, call.input.device):
-                    visit(indices, self._rows(first, {place: call.input.detach()}, {}))
+            self._visit_inputs_of(indices, visit)
+
+    def _visit_inputs_of(
+        self, indices: list[int], visit: Callable[[list[int], Rows], None]
+    ) -> None:
+        """Visit inputs of layers that were given the same ones."""
+        first = indices[0]
+        for place, call in enumerate(self._graph.calls[first]):
+            with self._mathematics(first, call.input.device):
+                visit(indices, self._rows(first, {place: call.input.detach()}, {}))
 
     def backward(self, seeds: Seeds, visit: Callable[[Rows], None]) -> None:
         """Back-propagate seeds, and visit each layer with gradients that the weights have scaled.

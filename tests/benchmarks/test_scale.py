@@ -17,7 +17,8 @@ def test_every_series_at_small_sizes(tmp_path, capsys):
     figures, printed, _ = run(capsys, tmp_path, "scale", "--quiet", **SMALL, **sizes)
     rows = figures["rows"]
     assert {row["against"] for row in rows} == {
-        *("examples", "classes", "tokens of a text", "processes")
+        *("examples", "classes", "processes"),
+        *("tokens of a text", "tokens with gradient checkpointing"),
     }
     assert all(row["seconds"] > 0 for row in rows)
     of_classes = [row for row in rows if row["against"] == "classes"]

@@ -84,5 +84,5 @@ def test_nothing_can_be_back_propagated_afterwards(in_batch):
         assert all(part.logits.requires_grad for part in parts)
     for part in parts:
         assert not part.logits.requires_grad
-        assert not part._calls
+        assert not part._heard.calls
         assert "_graph" not in vars(part)
