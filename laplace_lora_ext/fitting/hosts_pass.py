@@ -1,4 +1,4 @@
-"""A batch's curvature by a pass of the host's own, watched over."""
+"""A batch's curvature from the host's own pass, which is checked on the way."""
 
 from __future__ import annotations
 

@@ -44,5 +44,5 @@ def follow(posterior: Movable) -> None:
         posterior.loss = posterior.loss.to(now[0][0])
     for name in ("prior_precision", "prior_mean", "sigma_noise"):
         setattr(posterior, name, getattr(posterior, name))  # the host moves what it is given
-    posterior._backend = None  # the host's keep buffers that the model has replaced
+    posterior._backend = None  # the host's keeps buffers that the model has replaced
     posterior._places = now

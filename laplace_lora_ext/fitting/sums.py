@@ -156,7 +156,7 @@ class _Report:
 
 def _warn_of_number(n_data: int, expected: Sequence[int | None]) -> None:
     for number in {number for number in expected if number not in (None, n_data)}:
-        warn(f"The loader gave {n_data} examples to fit; its data set has {number}.")
+        warn(f"The loader gave {n_data} examples, but its data set has {number}.")
 
 
 def _check_alike(reports: Sequence[_Report]) -> None:

@@ -16,7 +16,7 @@ _ROWS = 512
 
 
 class Call(NamedTuple):
-    """What a layer was given, and what it has made of it."""
+    """A layer's input, its output, and the input's version when the layer was called."""
 
     input: torch.Tensor
     output: torch.Tensor
@@ -81,7 +81,7 @@ class Graph:
         """One backward pass with all `(S, B, C)` vectors at once.
 
         The gradients of each layer that they reach are delivered as soon as they are known, so
-        that those of a single layer are held. Keywords are those of `torch.autograd.grad`.
+        that few are held at a time. Keywords are those of `torch.autograd.grad`.
         """
         if not any(self.calls):
             return
@@ -112,7 +112,7 @@ class Graph:
                 handle.remove()
 
     def reaches(self, calls: Sequence[Call], vector: torch.Tensor) -> bool:
-        """Whether a gradient other than 0 comes to any of some calls from a `(C,)` vector."""
+        """Whether a `(C,)` vector gives any of some calls a gradient other than 0."""
         gradients = torch.autograd.grad(
             self.logits,
             [call.output for call in calls],
@@ -141,7 +141,7 @@ class Arrivals:
         self._deliver = deliver
 
     def taken(self) -> dict[int, torch.Tensor]:
-        """The gradients, of which none stays here."""
+        """Hands over the gradients, and keeps none."""
         gradients, self.gradients = self.gradients, {}
         return gradients
 

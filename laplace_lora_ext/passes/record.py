@@ -47,8 +47,8 @@ class Alone:
 def record(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[Recording | Alone]:
     """Run the model on a batch and record the calls of the blocks' layers.
 
-    Where examples share rows, as those of DeBERTa do, B backward passes of the batch would be
-    needed. They are recorded alone instead, if that gives the logits that they have in the batch.
+    Where examples share rows, as those of DeBERTa do, the batch would need B backward passes.
+    Examples are then recorded alone, if their logits are the same alone as in the batch.
 
     Within the `with` block the model is in evaluation mode, and no parameter requires grad.
 
@@ -57,7 +57,7 @@ def record(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[Reco
     RuntimeError
         If the logits carry no gradient to the layers that were called.
     ValueError
-        If an activation or a logit is not finite.
+        If an activation, a logit or a gradient is not finite.
     """
     recordings: list[Recording] = []
 
@@ -83,7 +83,7 @@ def record(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Iterator[Reco
 def _alone(
     model: LogitsModel, x: Any, logits: torch.Tensor, run: Callable[[Any], Recording]
 ) -> Alone | None:
-    """The examples of a batch, if their logits are those that they have in it."""
+    """The examples of a batch, if their logits are the same alone as in the batch."""
     try:
         examples = [run(example) for example in model.examples(x, len(logits))]
     except Exception:  # what was taken for an example is none to the model

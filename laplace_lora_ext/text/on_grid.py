@@ -1,4 +1,4 @@
-"""What methods share that evaluate draws along a grid: the same draws at each point."""
+"""Shared by methods that evaluate the same draws at each point of a grid of priors."""
 
 from __future__ import annotations
 
