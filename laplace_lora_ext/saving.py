@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import huggingface_hub
 import torch
 
 from laplace_lora_ext.files import write_posterior
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
-from laplace_lora_ext.predictive.networks import WeightSampler, drawn_weights
-
-
-class Posterior(WeightSampler, Protocol):
-    """A fitted posterior, as far as it is written; `LoRALaplace` is one."""
-
-    prior_precision: Any
-    n_data: int
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def log_marginal_likelihood(self) -> torch.Tensor: ...
+from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.predictive.networks import drawn_weights
 
 
 def save_pretrained(la: Posterior, folder: str | Path) -> None:

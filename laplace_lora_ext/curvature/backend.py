@@ -116,7 +116,7 @@ class LowRankKronInterface(CurvatureInterface):
             If a label does not fit the logits, or an activation, gradient or logit is not
             finite. The message names the layer.
         NotImplementedError
-            If `kfac_approx` must know more about a layer's rows than can be found out.
+            If `kfac_approx` needs a mask of a layer's rows that the batch does not determine.
         RuntimeError
             If no gradient of the logits reaches the layers that were called.
         """

@@ -60,8 +60,8 @@ class KroneckerBlock:
     ) -> KroneckerBlock:
         """Rebuild what `state_dict` has returned.
 
-        On a device and in a precision if they are given, and with the `known` factors of other
-        blocks where these have the same tensors: blocks that share a factor share it again.
+        `place` is the device and precision for it; by default nothing moves. `known` holds the
+        factors that other blocks have rebuilt: blocks that shared a factor share it again.
         """
         known = {} if known is None else known
         output, input_ = (

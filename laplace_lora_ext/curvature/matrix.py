@@ -36,9 +36,9 @@ class LowRankKron:
         state: list[dict[str, Any]],
         places: Sequence[tuple[torch.device, torch.dtype]] | None = None,
     ) -> LowRankKron:
-        """Rebuild what `state_dict` returned, on the blocks' devices and in their precision.
+        """Rebuild what `state_dict` returned.
 
-        Without them, all stays where and as it is.
+        `places` are the device and precision of each block; by default nothing moves.
         """
         known: dict[int, Factor] = {}
         pairs = zip(state, places or [None] * len(state), strict=True)

@@ -1,38 +1,17 @@
-"""A batch's curvature by a pass of the host's own, watched over."""
+"""A batch's curvature from the host's own pass, which is checked on the way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.passes.checks import inspected
 
 
-class HostsStructure(Protocol):
-    """What the host computes curvature for."""
-
-    model: LogitsModel
-    blocks: list[Block]
-    trained_likelihood: Likelihood
-    _curv_closure: Callable[..., tuple[torch.Tensor, Any]]
-
-    @property
-    def _dtype(self) -> torch.dtype: ...
-
-    @property
-    def _sizes(self) -> list[int]: ...
-
-    def _prepared(self) -> AbstractContextManager[None]: ...
-
-
-def curvature_of(la: HostsStructure, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def curvature_of(la: Posterior, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Loss and curvature of a batch.
 
     Raises

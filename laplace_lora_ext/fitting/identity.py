@@ -60,7 +60,8 @@ class Identity:
         for name in ("cls_name", "likelihood"):
             if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"The posterior has {name}={state[name]!r}, not {getattr(self, name)!r}."
+                    f"The state is of a posterior with {name}={state[name]!r}, not "
+                    f"{getattr(self, name)!r}."
                 )
         fitted = ModelState.from_state_dict(state["model"])
         difference = fitted.difference(ModelState.of(self.model, self.blocks))
@@ -69,7 +70,10 @@ class Identity:
         for name, value in self.settings.items():
             before = state["settings"].get(name)
             if before != value:
-                raise ValueError(f"The posterior was fitted with {name}={before!r}, not {value!r}.")
+                raise ValueError(
+                    f"The posterior was fitted with {name}={before!r}, not {value!r}: pass the "
+                    "same setting."
+                )
         mean, weights = state["mean"], flattened(self.blocks)
         if mean.dtype != weights.dtype:
             raise ValueError(
@@ -78,5 +82,6 @@ class Identity:
             )
         if not torch.equal(mean.to(weights), weights):
             raise ValueError(
-                "The posterior was fitted around other LoRA weights than the model has now."
+                "The posterior was fitted around other LoRA weights than the model has now: load "
+                "the adapter of the fit."
             )

@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
 
-from laplace_lora_ext.models.lora_layers import Block
-
-
-class Movable(Protocol):
-    """What has numbers beside its model's weights; `LoRALaplace` is one."""
-
-    blocks: list[Block]
-    prior_precision: Any
-    prior_mean: Any
-    sigma_noise: Any
-    mean: torch.Tensor
-    loss: Any
-    n_data: int
-    _places: list[tuple[torch.device, torch.dtype]]
-    _backend: Any
-
-    def _sums(self) -> Any: ...
-
-    def _packed(self, H: Any) -> Any: ...
-
-    def _unpacked(self, state: Any) -> Any: ...
-
-    def _adopt(self, H: Any, n_data: int) -> None: ...
+from laplace_lora_ext.models.posterior import Posterior
 
 
 @torch.inference_mode(False)  # what is kept must not be inference tensors
-def follow(posterior: Movable) -> None:
+def follow(posterior: Posterior) -> None:
     """Move a posterior and its prior to where the model's LoRA weights are now."""
     now = [block.place for block in posterior.blocks]
     if now == posterior._places:
@@ -44,5 +20,5 @@ def follow(posterior: Movable) -> None:
         posterior.loss = posterior.loss.to(now[0][0])
     for name in ("prior_precision", "prior_mean", "sigma_noise"):
         setattr(posterior, name, getattr(posterior, name))  # the host moves what it is given
-    posterior._backend = None  # the host's keep buffers that the model has replaced
+    posterior._backend = None  # the host's keeps buffers that the model has replaced
     posterior._places = now

@@ -6,17 +6,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import tqdm
 
 from laplace_lora_ext.fitting.checkpoint import Keeper
-from laplace_lora_ext.fitting.identity import Identity
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.passes.checks import noting_calls
 from laplace_lora_ext.processes.exchange import count, gathered, rank
 from laplace_lora_ext.processes.shards import Shard, data_size, is_new, refuse_copies, rows
@@ -28,7 +26,7 @@ class Sums(NamedTuple):
     Attributes
     ----------
     H : Any
-        the curvature, as the structure sums it
+        the curvature, as the posterior sums it
     loss : torch.Tensor
         `()`, float64
     n_data : int
@@ -42,30 +40,7 @@ class Sums(NamedTuple):
     called: frozenset[int] = frozenset()
 
 
-class Structure(Protocol):
-    """What sums curvature; `LoRALaplace` is one."""
-
-    model: LogitsModel
-    blocks: list[Block]
-
-    @property
-    def _device(self) -> torch.device: ...
-
-    def _zeros(self) -> Any: ...
-
-    def _add_batch(self, H: Any, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]: ...
-
-    def _packed(self, H: Any) -> Any: ...
-
-    def _unpacked(self, state: Any) -> Any: ...
-
-    @property
-    def _identity(self) -> Identity: ...
-
-
-def sums_of(
-    structure: Structure, loader: Iterable[Any], keeper: Keeper, progress_bar: bool
-) -> Sums:
+def sums_of(la: Posterior, loader: Iterable[Any], keeper: Keeper, progress_bar: bool) -> Sums:
     """Sum the batches of a loader, and of all ranks' loaders, counting each example once.
 
     The keeper gets the sums after each batch.
@@ -76,23 +51,23 @@ def sums_of(
         If there are no data, ranks differ in weights or settings, or two have the same data.
     """
     shard, expected = Shard(loader), data_size(loader)
-    zero = torch.zeros((), device=structure._device, dtype=torch.float64)
-    sums = Sums(structure._zeros(), zero, 0)
-    sums = _unpacked(structure, keeper.begin(_packed(structure, sums)))
+    zero = torch.zeros((), device=la._device, dtype=torch.float64)
+    sums = Sums(la._zeros(), zero, 0)
+    sums = _unpacked(la, keeper.begin(_packed(la, sums)))
     own = expected and math.ceil(expected / count() if shard.is_known else expected)
     hidden = not progress_bar or rank() > 0
     options = {"unit": " examples", "total": own, "disable": hidden}
     with tqdm.tqdm(desc="[Computing Hessian]", **options) as bar:
         for name, batch in named_batches(loader):
             with naming(name):
-                X, y = structure.model.split(batch)
+                X, y = la.model.split(batch)
                 new = is_new(shard.places(len(y)))
                 if not keeper.has(batch):
-                    sums = _plus(structure, sums, X, y, new)
-                    keeper.keep(_packed(structure, sums))
+                    sums = _plus(la, sums, X, y, new)
+                    keeper.keep(_packed(la, sums))
             bar.update(int(new.sum()))
     keeper.end()
-    reports = gathered(_Report(structure, sums, expected if shard.is_known else None))
+    reports = gathered(_Report(la, sums, expected if shard.is_known else None))
     n_data = sum(report.n_data for report in reports)
     if not n_data:
         raise ValueError("The training loader has no data.")
@@ -100,8 +75,8 @@ def sums_of(
     _warn_of_number(n_data, [report.expected for report in reports])
     if not shard.is_known:
         _warn_of_number(sums.n_data, [expected])
-    structure.model.output_size = max(report.n_outputs for report in reports)
-    H = added(sums.H, structure._packed, structure._unpacked)
+    la.model.output_size = max(report.n_outputs for report in reports)
+    H = added(sums.H, la._packed, la._unpacked)
     loss = torch.tensor([report.loss for report in reports], dtype=torch.float64).sum()
     return Sums(H, loss.to(sums.loss), n_data, frozenset[int]().union(*(r.called for r in reports)))
 
@@ -121,42 +96,42 @@ def added(H: Any, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> A
     return reduce(add, (unpack(state) for state in gathered(pack(H))))
 
 
-def _packed(structure: Structure, sums: Sums) -> list[Any]:
-    counts = sums.n_data, structure.model.output_size, sorted(sums.called)
-    return [structure._packed(sums.H), sums.loss, *counts]
+def _packed(la: Posterior, sums: Sums) -> list[Any]:
+    counts = sums.n_data, la.model.output_size, sorted(sums.called)
+    return [la._packed(sums.H), sums.loss, *counts]
 
 
-def _unpacked(structure: Structure, state: list[Any]) -> Sums:
-    H, loss, n_data, structure.model.output_size, called = state
-    return Sums(structure._unpacked(H), loss.to(structure._device), n_data, frozenset(called))
+def _unpacked(la: Posterior, state: list[Any]) -> Sums:
+    H, loss, n_data, la.model.output_size, called = state
+    return Sums(la._unpacked(H), loss.to(la._device), n_data, frozenset(called))
 
 
-def _plus(structure: Structure, sums: Sums, X: Any, y: torch.Tensor, new: torch.Tensor) -> Sums:
+def _plus(la: Posterior, sums: Sums, X: Any, y: torch.Tensor, new: torch.Tensor) -> Sums:
     if not new.any():
         # Ranks that share one model must all make the same number of passes.
-        structure._add_batch(structure._zeros(), X, y)
+        la._add_batch(la._zeros(), X, y)
         return sums
     if not new.all():
         X, y = rows((X, y), new)
     called = set(sums.called)
-    with noting_calls(structure.blocks, called):
-        loss, H = structure._add_batch(sums.H, X, y)
+    with noting_calls(la.blocks, called):
+        loss, H = la._add_batch(sums.H, X, y)
     return Sums(H, sums.loss + loss.to(sums.loss), sums.n_data + len(y), frozenset(called))
 
 
 class _Report:
     """What a rank tells the others about its sums."""
 
-    def __init__(self, structure: Structure, sums: Sums, expected: int | None) -> None:
-        self.identity = structure._identity.hashes() if count() > 1 else {}
+    def __init__(self, la: Posterior, sums: Sums, expected: int | None) -> None:
+        self.identity = la._identity.hashes() if count() > 1 else {}
         self.n_data, self.loss = sums.n_data, sums.loss.item()
-        self.n_outputs, self.called = structure.model.output_size, sums.called
+        self.n_outputs, self.called = la.model.output_size, sums.called
         self.expected = expected  # examples of all ranks
 
 
 def _warn_of_number(n_data: int, expected: Sequence[int | None]) -> None:
     for number in {number for number in expected if number not in (None, n_data)}:
-        warn(f"The loader gave {n_data} examples to fit; its data set has {number}.")
+        warn(f"The loader gave {n_data} examples, but its data set has {number}.")
 
 
 def _check_alike(reports: Sequence[_Report]) -> None:

@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
-from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.linearized import data
 from laplace_lora_ext.linearized.basis import Basis
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.models.locks import exclusive
-from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.processes.exchange import one_generator, together
-
-
-class Fitted(Protocol):
-    """A posterior that can be linearised; `LoRALaplace` is one."""
-
-    model: LogitsModel
-    blocks: list[Block]
-    trained_likelihood: Likelihood
-    mean: torch.Tensor
-    prior_mean: Any
-    n_data: int
-    loss: Any
-
-    def _check_H_init(self) -> None: ...  # noqa: N802
-
-    def _check_model(self) -> None: ...
-
-    def _eigenbasis(self, loader: Iterable[Any]) -> LowRankKronDecomposed: ...
 
 
 @exclusive
@@ -42,7 +21,7 @@ class Fitted(Protocol):
 @without_autocast
 @together()
 def linearize(
-    la: Fitted,
+    la: Posterior,
     train_loader: Iterable[Any],
     n_features: int | None = None,
     generator: torch.Generator | None = None,

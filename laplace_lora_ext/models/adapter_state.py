@@ -11,12 +11,12 @@ from laplace_lora_ext.models.lora_layers import Block
 
 
 def check_runs(blocks: Sequence[Block]) -> None:
-    """Refuse a model in which the blocks' adapter plays no part.
+    """Refuse a model that does not run the blocks' adapter.
 
     Raises
     ------
     RuntimeError
-        If it is merged, disabled, or not active.
+        If the adapter is merged, disabled or not active.
     """
     for block in blocks:
         owner = block.owner
@@ -24,7 +24,7 @@ def check_runs(blocks: Sequence[Block]) -> None:
             continue
         if owner.merged:
             raise RuntimeError(
-                f"LoRA layer {block.name} is merged, so that its weights play no part: call "
+                f"LoRA layer {block.name} is merged into the base model: call "
                 "model.unmerge_adapter() first."
             )
         if owner.disable_adapters:
@@ -39,7 +39,7 @@ def check_runs(blocks: Sequence[Block]) -> None:
 
 
 def scalings(blocks: Sequence[Block]) -> list[float | None]:
-    """What each block's LoRA layer multiplies its output with."""
+    """The factor by which each block's LoRA layer scales its output; None without an owner."""
     return [
         None if block.owner is None else float(block.owner.scaling[block.adapter])
         for block in blocks
@@ -49,8 +49,8 @@ def scalings(blocks: Sequence[Block]) -> list[float | None]:
 def fingerprint(blocks: Sequence[Block]) -> str:
     """A hash of the blocks' names, values and scalings.
 
-    What does not change the model does not change it: the adapter's name, the weights' device, and
-    a data type that holds the same values.
+    It does not depend on the adapter's name or the weights' device, nor on their data type as long
+    as the values are the same.
     """
     digest = hashlib.sha256()
     for block, scaling in zip(blocks, scalings(blocks), strict=True):
@@ -62,7 +62,9 @@ def fingerprint(blocks: Sequence[Block]) -> str:
 
 
 def check_unchanged(blocks: Sequence[Block], mean: torch.Tensor) -> None:
-    """Refuse a model whose LoRA weights are not those of the fit, in whatever precision.
+    """Refuse a model whose LoRA weights differ from `mean`, those of the fit.
+
+    `mean`, `(parameters,)`, is compared in the weights' present precision.
 
     Raises
     ------
@@ -74,6 +76,6 @@ def check_unchanged(blocks: Sequence[Block], mean: torch.Tensor) -> None:
         values = block.values.flatten()
         if not torch.equal(values, part.to(values)):
             raise RuntimeError(
-                f"The weights of LoRA layer {block.name} have changed since the fit, which the "
-                "posterior is around: fit again, or load the weights of the fit."
+                f"The weights of LoRA layer {block.name} have changed since the fit: fit again, or "
+                "load the weights of the fit."
             )

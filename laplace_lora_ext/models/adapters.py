@@ -23,13 +23,19 @@ def find_peft_model(model: nn.Module) -> PeftModel:
         if isinstance(module, PeftModel):
             return module
     raise ValueError(
-        "An adapter's configuration is that of a PeftModel, and the model holds none: make it with "
+        "Adapters are saved from a PeftModel, which this model neither is nor holds: make it with "
         "peft.get_peft_model."
     )
 
 
 def new_folders(directory: str | Path, n_samples: int) -> list[Path]:
-    """Names of one folder a sample, none of which is there yet."""
+    """Paths of new folders, one for each sample.
+
+    Raises
+    ------
+    FileExistsError
+        If one of them exists.
+    """
     digits = len(str(n_samples - 1))
     folders = [Path(directory) / f"sample_{index:0{digits}}" for index in range(n_samples)]
     for folder in folders:
@@ -47,7 +53,8 @@ def write_adapter(
 ) -> Path:
     """Save an adapter with other values for some of its weights, and return its folder.
 
-    The values come by the `id` of the parameter that they stand for; the model is not changed.
+    `weights` maps the `id` of a parameter to the values to save in its place. The model itself
+    does not change.
     """
     # PEFT gives any adapter but "default" a folder of its own.
     state = model.state_dict()

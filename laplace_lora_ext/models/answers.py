@@ -28,15 +28,15 @@ class AnswerTokens:
     ----------
     class_token_ids : sequence of int
     transformer : PreTrainedModel or None
-        None for another kind of model that returns logits of a vocabulary
+        None for any other model that returns logits of a vocabulary
     mask_token_id : int, optional
         for a masked language model
 
     Raises
     ------
     ValueError
-        If a token repeats or lies outside the vocabulary, or there are fewer than two; if a masked
-        language model's mask token is not known, or an encoder-decoder has no start token.
+        If a token repeats or lies outside the vocabulary, if there are fewer than two, or if
+        `mask_token_id` is missing for a masked language model.
     """
 
     def __init__(
@@ -51,11 +51,14 @@ class AnswerTokens:
         if len(ids) < 2 or len(set(ids)) < len(ids):
             raise ValueError(f"class_token_ids must be two or more distinct tokens, not {ids}.")
         if min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary):
-            raise ValueError(f"class_token_ids {ids} are not all in the vocabulary.")
+            raise ValueError(
+                f"class_token_ids {ids} are not all in the model's vocabulary: take them from its "
+                "tokenizer."
+            )
         if transformer is not None and _is_masked(transformer) and mask_token_id is None:
             raise ValueError(
-                f"{type(transformer).__name__} is a masked language model: pass "
-                "mask_token_id=tokenizer.mask_token_id, where the answer is read."
+                f"{type(transformer).__name__} is a masked language model, which answers at the "
+                "mask token: pass mask_token_id=tokenizer.mask_token_id."
             )
         self.ids = ids
         self.mask_token_id = mask_token_id
@@ -70,6 +73,11 @@ class AnswerTokens:
         """Keyword arguments that the decoder accepts and the batch lacks.
 
         `counts_positions` asks for positions that count from the first real token.
+
+        Raises
+        ------
+        ValueError
+            If the answer's position can't be found, or an encoder-decoder has no start token.
         """
         if self._transformer is None:
             return {}
@@ -92,19 +100,19 @@ class AnswerTokens:
         Raises
         ------
         ValueError
-            If they have another number of dimensions.
+            If they have another number of dimensions, or the answer's position can't be found.
         """
         if logits.ndim != 3:
             raise ValueError(
                 "class_token_ids need logits of shape (batch, positions, vocabulary), not "
-                f"{tuple(logits.shape)}."
+                f"{tuple(logits.shape)}: leave them out for a model that returns logits of classes."
             )
         if logits.shape[1] > 1:
             logits = logits.take_along_dim(self._position(inputs)[:, None, None], dim=1)
         return logits[:, 0, self.ids]
 
     def warn_if_answered(self, inputs: Any) -> None:
-        """Warn where every text ends in one of the answers, which is then not to be predicted."""
+        """Warn if every text already ends with an answer, which a prompt should leave out."""
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         decodes = self._transformer is not None and self._transformer.config.is_encoder_decoder
         if tokens is None or tokens.ndim != 2 or decodes or self.mask_token_id is not None:
@@ -112,8 +120,8 @@ class AnswerTokens:
         last = tokens.take_along_dim(last_real_position(inputs)[:, None], dim=1)
         if torch.isin(last, torch.tensor(self.ids, device=last.device)).all():
             warn(
-                "Every text of the batch ends in one of class_token_ids, and the token after it "
-                "is predicted: leave the answers out of the prompts."
+                "Every text of the batch ends with one of class_token_ids, but the model predicts "
+                "what comes next: leave the answers out of the prompts."
             )
 
     def _start(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +133,9 @@ class AnswerTokens:
         if start is None:
             start = getattr(transformer.generation_config, "decoder_start_token_id", None)
         if start is None:
-            raise ValueError("The model has no decoder_start_token_id: give decoder_input_ids.")
+            raise ValueError(
+                "The model has no decoder_start_token_id: add decoder_input_ids to the batch."
+            )
         texts = next(v for v in given.values() if isinstance(v, torch.Tensor) and v.ndim > 1)
         return {"decoder_input_ids": texts.new_full((len(texts), 1), start, dtype=torch.long)}
 
@@ -136,7 +146,8 @@ class AnswerTokens:
             if (is_mask.sum(-1) != 1).any():
                 counts = is_mask.sum(-1).tolist()
                 raise ValueError(
-                    f"Each text must have one mask token {self.mask_token_id}; they have {counts}."
+                    f"Each text must have one mask token {self.mask_token_id}, but those of the "
+                    f"batch have {counts}."
                 )
             return is_mask.int().argmax(-1)
         if self._transformer is not None and self._transformer.config.is_encoder_decoder:
@@ -184,7 +195,7 @@ def _parameters(transformer: PreTrainedModel) -> Mapping[str, inspect.Parameter]
 
 
 def last_real_position(inputs: Any) -> torch.Tensor:
-    """`(B,)` index of the last position that is not padding, on whichever side that is.
+    """`(B,)` index of the last position that is not padding, whichever side is padded.
 
     Raises
     ------
@@ -199,10 +210,13 @@ def last_real_position(inputs: Any) -> torch.Tensor:
         return torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device)
     if mask.ndim != 2:
         raise ValueError(
-            "The end of a text is read off an attention_mask of shape (texts, positions), not "
-            f"{tuple(mask.shape)}."
+            "Pass an attention_mask of shape (texts, positions), not "
+            f"{tuple(mask.shape)}: it shows where each text ends."
         )
     empty = ~mask.any(-1)
     if empty.any():
-        raise ValueError(f"Row {int(empty.int().argmax())} has no text: its mask is 0 everywhere.")
+        row = int(empty.int().argmax())
+        raise ValueError(
+            f"Row {row} has no text: its attention_mask is 0 everywhere. Leave such rows out."
+        )
     return (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)

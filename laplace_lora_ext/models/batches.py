@@ -1,4 +1,4 @@
-"""What a batch means: tensors on the model's device, and padding that is told from text."""
+"""Prepares batches: tensors on the model's device, and a mask that tells padding from text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def named_batches(
 
 
 def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any:
-    """A copy of a batch, of the type that it had, on a device and without some of its keys."""
+    """A copy of a batch on a device, of the same type and without some of its keys."""
     # A shallow copy of another kind of mapping might share its contents with the user's.
     inputs = copy.copy(batch) if isinstance(batch, (dict, UserDict)) else dict(batch)
     for key in left_out:
@@ -45,9 +45,9 @@ def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any
 
 
 def examples_of(inputs: Any, n_examples: int) -> list[Any]:
-    """A batch of each example alone; tensors with another number of rows are in all of them.
+    """One batch for each example; tensors with another number of rows go into all of them.
 
-    There is none where the inputs are neither a tensor nor a mapping.
+    The list is empty if the inputs are neither a tensor nor a mapping.
     """
     if isinstance(inputs, torch.Tensor):
         return list(inputs.split(1))
@@ -69,8 +69,8 @@ def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) ->
     Raises
     ------
     ValueError
-        If it asks for logits of certain positions, its texts have no tokens, or its padding can't
-        be told from text.
+        If the batch asks for logits of certain positions, its texts have no tokens, or its padding
+        can't be told from text.
     NotImplementedError
         If several texts are packed into a row.
     """
@@ -80,7 +80,9 @@ def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) ->
     _check_meaning(inputs)
     tokens, padding = inputs.get("input_ids"), pad_token(transformer)
     if tokens is not None and not tokens.shape[-1]:
-        raise ValueError("The batch's texts have no tokens.")
+        raise ValueError(
+            f"The batch's texts have no tokens: input_ids has shape {tuple(tokens.shape)}."
+        )
     accepts_mask = "attention_mask" in signature(transformer.forward).parameters
     if tokens is None or padding is None or not accepts_mask:
         return
@@ -89,9 +91,9 @@ def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) ->
 
 
 def find_padding(input_ids: torch.Tensor, pad_token_id: int) -> torch.Tensor | None:
-    """The attention mask of token ids `(..., T)` that came without one; None without padding.
+    """An attention mask for token ids `(..., T)` that came without one; None without padding.
 
-    Padding is looked for at the ends of rows.
+    The first and last tokens of the rows show whether there is padding.
 
     Raises
     ------
@@ -110,7 +112,7 @@ def find_padding(input_ids: torch.Tensor, pad_token_id: int) -> torch.Tensor | N
     if (begins > 1).any():
         raise ValueError(
             f"The batch has no attention_mask, and its padding can't be told from text: token "
-            f"{pad_token_id} stands inside of a row too. Pass the attention_mask."
+            f"{pad_token_id} also occurs within a row. Pass the tokenizer's attention_mask."
         )
     warn(
         f"The batch has no attention_mask: tokens {pad_token_id} at the ends of its rows are taken "
@@ -126,7 +128,7 @@ def text_config(transformer: PreTrainedModel) -> Any:
 
 
 def pad_token(transformer: PreTrainedModel | None) -> int | None:
-    """The token that a model's configuration names for padding, if it does."""
+    """The padding token in a model's configuration, if it has one."""
     config = None if transformer is None else text_config(transformer)
     pad_token_id = getattr(config, "pad_token_id", None)
     return pad_token_id if isinstance(pad_token_id, int) else None
@@ -135,12 +137,12 @@ def pad_token(transformer: PreTrainedModel | None) -> int | None:
 def _check_meaning(inputs: Mapping[str, Any]) -> None:
     for key in _LOGITS_TO_KEEP:
         if inputs.get(key) is not None:
-            raise ValueError(f"Leave {key} out of the batch: the library reads the logits itself.")
+            raise ValueError(f"Leave {key} out of the batch: the library chooses positions itself.")
     packed = [key for key in _PACKED if inputs.get(key) is not None]
     if packed or _restarts(inputs.get("position_ids"), inputs.get("attention_mask")):
         raise NotImplementedError(
-            f"Rows hold several texts each, as {packed[0] if packed else 'position_ids'} says, and "
-            "have one row of logits: give each text a row of its own."
+            f"Several texts are packed into one row, as {packed[0] if packed else 'position_ids'} "
+            "shows: give each text a row of its own."
         )
 
 
@@ -164,7 +166,7 @@ def _is_nested_numbers(value: Any) -> bool:
 
 
 def _restarts(position_ids: Any, mask: Any) -> bool:
-    """Whether positions of a row's text go back to where they were before."""
+    """Whether positions fall within a row, as they do where another text begins."""
     if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2:
         return False
     falls = position_ids[:, 1:] < position_ids[:, :-1]

@@ -22,7 +22,7 @@ def warn_if_compiled(model: nn.Module) -> None:
 
 @contextmanager
 def running_eagerly(model: nn.Module) -> Iterator[None]:
-    """Within, compiled modules run the modules that they were made of."""
+    """Within, compiled modules run their original code."""
     compiled = [(module, name) for module in model.modules() for name in _compiled_call(module)]
     before = [vars(module)[name] for module, name in compiled]
     try:
@@ -36,6 +36,6 @@ def running_eagerly(model: nn.Module) -> Iterator[None]:
 
 
 def _compiled_call(module: nn.Module) -> list[str]:
-    """Attribute by which a compiled module runs compiled code: torch.compile's or its own."""
+    """Names of the attributes that make a module run compiled code; none if it does not."""
     names = ["_compiled_call_impl", *(["forward"] if "_orig_mod" in module._modules else [])]
     return [name for name in names if vars(module).get(name) is not None]

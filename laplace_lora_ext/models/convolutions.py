@@ -22,7 +22,7 @@ def is_convolution(layer: Any) -> bool:
 
 
 def patching(layer: Any) -> tuple[Any, ...]:
-    """What decides on the patches that a convolution makes of its inputs."""
+    """The settings that determine which patches a convolution makes of its inputs."""
     return layer.kernel_size, layer.dilation, layer.padding, layer.stride
 
 

@@ -1,4 +1,4 @@
-"""One lock a model, so that threads take turns with its hooks and its gradients' switches."""
+"""One lock for each model: threads take turns with its hooks and with `requires_grad`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _GUARD = Lock()
 
 
 def lock_of(model: nn.Module) -> Any:
-    """The lock of a model, which a thread may take again while it has it."""
+    """The lock of a model; the thread that holds it may take it again."""
     with _GUARD:
         return _LOCKS.setdefault(model, RLock())
 
 
 def exclusive(method: Method) -> Method:
-    """A method of a Laplace approximation during which other threads leave its model alone."""
+    """Make other threads wait for the model while a method of a Laplace approximation runs."""
 
     @wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:

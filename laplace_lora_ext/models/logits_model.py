@@ -45,7 +45,7 @@ class LogitsModel(nn.Module):
     Attributes
     ----------
     output_size : int
-        C, known after the first forward pass
+        C; 0 before the first forward pass
     layouts : dict
         what recorded passes have learnt about the rows of the model's layers
 
@@ -99,9 +99,12 @@ class LogitsModel(nn.Module):
         Raises
         ------
         TypeError
-            If the model returns neither logits nor a tensor, nor a sequence of tensors.
+            If the model returns no logits.
         ValueError
-            If what it returns is not `(B, C)`.
+            If the logits are not `(B, C)`, or the batch is not fit for the model; see `complete`
+            and `AnswerTokens`.
+        NotImplementedError
+            If several texts are packed into a row.
         """
         self.settle(batch)
         inputs = self._inputs(batch)
@@ -110,8 +113,8 @@ class LogitsModel(nn.Module):
         logits = self._logits(inputs, bool(self._left_padding.passes), **model_kwargs)
         if logits.ndim != 2:
             raise ValueError(
-                f"Expected logits of shape (batch, outputs) and got {tuple(logits.shape)}. Wrap "
-                "the model in a module that returns one row of logits an example."
+                "The model must return logits of shape (batch, outputs), not "
+                f"{tuple(logits.shape)}: wrap it in a module that returns one row for each example."
             )
         self.output_size = logits.shape[-1]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -146,21 +149,21 @@ class LogitsModel(nn.Module):
         if isinstance(batch, Mapping):
             if self.dict_key_y not in batch:
                 raise ValueError(
-                    f"No labels {self.dict_key_y!r} in the batch, which has "
-                    f"{sorted(map(str, batch))}: name their key as dict_key_y."
+                    f"No labels {self.dict_key_y!r} in the batch, which has only "
+                    f"{sorted(map(str, batch))}: pass the key of the labels as dict_key_y."
                 )
             X, y = batch, batch[self.dict_key_y]
         elif isinstance(batch, (tuple, list)) and len(batch) == 2:
             X, y = batch
         else:
             raise TypeError(
-                "A training batch is a mapping with labels or a pair (X, y), not "
+                "A training batch must be a mapping with labels or a pair (X, y), not "
                 f"{type(batch).__name__}."
             )
         return X, torch.as_tensor(y).to(self.device)
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        """As `split`; of a mapping without labels or a bare tensor, the inputs and None."""
+        """As `split`, but a bare tensor or a mapping without labels gives the inputs and None."""
         if isinstance(batch, torch.Tensor):
             return batch, None
         if isinstance(batch, Mapping) and self.dict_key_y not in batch:
@@ -187,7 +190,7 @@ class LogitsModel(nn.Module):
         return Positions(n_examples, n_rows, shape[-1], mask, mixed)
 
     def examples(self, batch: Any, n_examples: int) -> list[Any]:
-        """A batch of each example alone; none where the batch is no tensor and no mapping."""
+        """One batch for each example; none if the batch is neither a tensor nor a mapping."""
         return examples_of(self._inputs(batch), n_examples)
 
     def agree(self, logits: torch.Tensor, others: torch.Tensor) -> bool:
@@ -283,8 +286,8 @@ class LogitsModel(nn.Module):
         if transformer is not None and transformer.can_generate():
             raise ValueError(
                 f"{type(transformer).__name__} is a language model: pass class_token_ids, the "
-                "tokens of the answers, such as tokenizer.convert_tokens_to_ids, or for free text "
-                'the likelihood "language_modeling" with hessian_structure="lowrank_kron".'
+                "tokens of the answers, as tokenizer.convert_tokens_to_ids gives them. For free "
+                'text, use the likelihood "language_modeling" and hessian_structure="lowrank_kron".'
             )
         return None
 
@@ -333,7 +336,7 @@ def _n_positions(inputs: Any) -> int | None:
 
 
 def _is_mixed(inputs: Any, n_examples: int) -> bool:
-    """Whether there are features beside tokens, or tensors without one row an example."""
+    """Whether there are features beside tokens, or tensors without one row for each example."""
     if isinstance(inputs, (tuple, list)):
         inputs = {str(place): value for place, value in enumerate(inputs)}
     elif not isinstance(inputs, Mapping):

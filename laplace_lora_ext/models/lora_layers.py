@@ -151,7 +151,8 @@ def find_blocks(
         If there is no LoRA layer, if the adapter is merged, disabled or not the only active
         one, if its weights are on the meta device, or if nothing matches the selection.
     NotImplementedError
-        If LoRA layers of the adapter are not two linear maps of their own.
+        If LoRA layers of the adapter are not two linear maps, or share weights; for X-LoRA, FSDP1
+        and DeepSpeed ZeRO-3.
     """
     check_tuner(model)
     check_reachable(model)
@@ -180,7 +181,7 @@ def find_blocks(
     ]
     on_meta = [block.name for block in blocks if is_absent(block.layer)]
     if on_meta:
-        raise ValueError(f"Load the weights first: on the meta device are {listed(on_meta)}.")
+        raise ValueError(f"On the meta device are {listed(on_meta)}: load these weights first.")
     return blocks
 
 
@@ -195,23 +196,23 @@ def check_without_dora(blocks: Sequence[Block]) -> None:
     with_dora = [b.name for b in blocks if b.owner is not None and has_dora(b.owner, b.adapter)]
     if with_dora:
         raise NotImplementedError(
-            "The host's backends don't know DoRA, which calls LoRA layers with more than their "
-            f'inputs: {listed(with_dora)}. Without `backend`, the structures "lowrank_kron", '
-            '"diag" and "full" do.'
+            "The host's backends don't support DoRA, which calls LoRA layers with more than their "
+            f'inputs: {listed(with_dora)}. Use the structures "lowrank_kron", "diag" or "full", '
+            "without `backend`."
         )
 
 
 def warn_if_untrained(blocks: Sequence[Block]) -> None:
-    """Warn where every `lora_B` is 0, as PEFT initialises it."""
+    """Warn if every `lora_B` is 0, as PEFT initialises it."""
     if not any(block.values.any() for block in blocks if block.matrix == "lora_B"):
         warn(
-            "Every lora_B weight is 0: the adapter looks untrained, and the curvature of every "
-            "lora_A is 0."
+            "Every lora_B weight is 0, which makes the curvature of every lora_A 0: the adapter "
+            "looks untrained. Train it first."
         )
 
 
 def warn_of_other_trainable(model: nn.Module) -> None:
-    """Warn once of trainable parameters that are not LoRA weights, and so are held fixed."""
+    """Warn once of trainable parameters that are not LoRA weights, and so stay fixed."""
     names = [
         strip_wrappers(name)
         for name, parameter in model.named_parameters()
@@ -219,19 +220,19 @@ def warn_of_other_trainable(model: nn.Module) -> None:
     ]
     if names:
         warn(
-            "The posterior is over lora_A and lora_B weights alone. Held at their MAP value, "
-            f"though trainable: {listed(names)}."
+            "The posterior is over lora_A and lora_B weights alone. Other trainable weights stay "
+            f"at their MAP values: {listed(names)}."
         )
 
 
 def warn_of_frozen(blocks: Sequence[Block]) -> None:
-    """Warn once of LoRA layers in which one weight is frozen and the other takes part alone."""
+    """Warn once of LoRA layers with one frozen weight, whose other weight takes part alone."""
     counts = Counter(block.lora_layer for block in blocks)
     alone = [block.name for block in blocks if counts[block.lora_layer] == 1]
     if alone:
         warn(
-            "Some LoRA layers have one weight frozen, as in LoRA-FA, which is held at its value. "
-            f"The other one takes part alone: {listed(alone)}."
+            "Some LoRA layers have one frozen weight, as in LoRA-FA. It stays fixed, and only the "
+            f"other one takes part: {listed(alone)}."
         )
 
 
@@ -259,11 +260,13 @@ def _taking_part(layer: Any, adapter: str) -> list[str]:
 def _active_adapter(layers: dict[str, lora.LoraLayer]) -> str:
     """The one adapter that runs in a forward pass.
 
-    `peft.get_layer_status` says as much of a model, from PEFT 0.12 on only.
+    PEFT's own `get_layer_status` is missing before version 0.12.
     """
     merged = [name for name, layer in layers.items() if layer.merged]
     if merged:
-        raise ValueError(f"Merged into {listed(merged)}: call model.unmerge_adapter() first.")
+        raise ValueError(
+            f"Adapters are merged into {listed(merged)}: call model.unmerge_adapter() first."
+        )
     disabled = [name for name, layer in layers.items() if layer.disable_adapters]
     if disabled:
         raise ValueError(

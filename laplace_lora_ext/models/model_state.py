@@ -1,4 +1,4 @@
-"""What a posterior rests on beside its LoRA weights: scalings, answers, and all other weights."""
+"""What a posterior depends on besides its LoRA weights: scalings, answers, all other weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Weight(NamedTuple):
         return cls(str(weight.dtype), list(weight.shape), _sample(weight).cpu().double().clone())
 
     def equals(self, other: Weight) -> bool:
-        """Whether both are the same numbers, in the same precision or another one."""
+        """Whether both hold the same numbers, apart from rounding by casts or by merging."""
         if self.shape != other.shape or self.sample.shape != other.sample.shape:
             return False
         if self.dtype != other.dtype:
@@ -50,7 +50,7 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelState:
-    """What predictions come from, but for the values of the LoRA weights themselves.
+    """All that predictions depend on, except the values of the LoRA weights.
 
     Attributes
     ----------
@@ -59,8 +59,8 @@ class ModelState:
     class_token_ids, mask_token_id
         of the `LogitsModel`
     weights : dict
-        a `Weight` for each floating-point weight of the base model and the head. The adapter's
-        name is left out, and other adapters are
+        a `Weight` for each floating-point weight of the base model and the head, by name. Names
+        leave out the adapter's, and other adapters are left out altogether
     """
 
     blocks: dict[str, tuple[list[int], float | None]]
@@ -70,7 +70,7 @@ class ModelState:
 
     @classmethod
     def of(cls, model: LogitsModel, blocks: Sequence[Block]) -> ModelState:
-        """That of a model as it is."""
+        """The state of a model as it is now."""
         return cls(
             {
                 _without_adapter(block.name, block.adapter): (list(block.weight.shape), scaling)
@@ -90,9 +90,9 @@ class ModelState:
 
     @contextmanager
     def taking_part(self, model: nn.Module) -> Iterator[None]:
-        """Within, the LoRA weights of the fit require grad and no others, so that they are found.
+        """Within, only the LoRA weights of the fit require grad, so that `find_blocks` finds them.
 
-        An adapter that was loaded does not say which of its weights were frozen in training.
+        A loaded adapter does not say which of its weights were frozen in training.
         """
         weights = {name: weight for name, weight in model.named_parameters() if ".lora_" in name}
         with lock_of(find_transformer(model) or model):
@@ -111,7 +111,7 @@ class ModelState:
         return vars(self) | {"weights": {name: tuple(w) for name, w in self.weights.items()}}
 
     def digest(self) -> str:
-        """A hash of it all."""
+        """A hash of the whole state."""
         rest = self.blocks, self.class_token_ids, self.mask_token_id
         digest = hashlib.sha256(repr(rest).encode())
         for name, weight in self.weights.items():
@@ -123,29 +123,32 @@ class ModelState:
         """What has changed, as a sentence without its full stop; None if nothing has."""
         if self.blocks.keys() != now.blocks.keys():
             odd = sorted(self.blocks.keys() ^ now.blocks.keys())[0]
-            there = "is" if odd in now.blocks else "is not"
-            return f"The LoRA weight {odd} {there} in the model's posterior now"
+            if odd in now.blocks:
+                return f"The LoRA weight {odd} takes part now, but did not in the fit"
+            return f"The LoRA weight {odd} took part in the fit, but does not now"
         for name, (shape, scaling) in self.blocks.items():
             new_shape, new_scaling = now.blocks[name]
             if shape != new_shape:
-                return f"The LoRA weight {name} was {shape} at the fit and is {new_shape}"
+                return f"The LoRA weight {name} had shape {shape} at the fit, and now {new_shape}"
             if scaling != new_scaling:
-                return f"The scaling of {name} was {scaling:g} at the fit and is {new_scaling:g}"
+                return (
+                    f"The scaling of {name} was {scaling:g} at the fit, and now is {new_scaling:g}"
+                )
         for name in ("class_token_ids", "mask_token_id"):
             before, after = getattr(self, name), getattr(now, name)
             if before != after:
-                return f"{name} were {before} at the fit and are {after}"
+                return f"The fit had {name}={before}, not {after}"
         for name, weight in self.weights.items():
             if name not in now.weights:
-                return f"The weight {name} of the fit is not in the model now"
+                return f"The model lacks the weight {name} of the fit"
             if not weight.equals(now.weights[name]):
-                return f"The weight {name} is not that of the fit"
+                return f"The weight {name} differs from that of the fit"
         new = [name for name in now.weights if ".lora_" in name and name not in self.weights]
-        return f"The LoRA weight {new[0]} was not in the model of the fit" if new else None
+        return f"The model of the fit lacked the LoRA weight {new[0]}" if new else None
 
 
 class FittedModel:
-    """Watches over a model since a fit, by each weight's address, version and a few numbers.
+    """Notices when a model changes after a fit, by each weight's address, version and sample.
 
     Parameters
     ----------
@@ -159,7 +162,7 @@ class FittedModel:
         self._marks, self._samples = self._look()
 
     def check(self) -> None:
-        """Refuse the model if it is not that of the fit.
+        """Refuse the model if it has changed since the fit.
 
         Raises
         ------
@@ -176,13 +179,13 @@ class FittedModel:
         self._marks, self._samples = marks, samples
 
     def _look(self) -> tuple[list[Any], list[torch.Tensor]]:
-        """What moves when a weight or a scaling does, and samples, those of a kind together."""
+        """Marks, which change with a weight or a scaling, and samples by device and dtype."""
         marks: list[Any] = list(scalings(self._blocks))
         samples: dict[Any, list[torch.Tensor]] = {}
         for _, weight in other_weights(self._model, self._blocks):
             marks.append((weight.data_ptr(), 0 if weight.is_inference() else weight._version))
             samples.setdefault((weight.device, weight.dtype), []).append(_sample(weight))
-        # As bytes, which a number that is none equals too.
+        # As bytes, so that NaN equals itself.
         return marks, [torch.cat(group).view(torch.uint8) for group in samples.values()]
 
 
@@ -190,7 +193,8 @@ def other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[s
     """Floating-point weights of the base model, the head and other LoRA layers, by name.
 
     Left out are weights of other adapters, of modules that an adapter replaces by its own, weights
-    that are not in memory, other kinds of tensors such as quantized ones, and all that FSDP2 holds.
+    that are not in memory, other kinds of tensors such as quantized ones, and all weights of a
+    model that FSDP2 shards.
     """
     if come_and_go(model):
         return

@@ -1,4 +1,4 @@
-"""How a model numbers the positions of left-padded texts: asked of the model, not guessed."""
+"""Finds out, by trying, how a model numbers the positions of left-padded texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rounding_of(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class LeftPadding:
-    """Whether to pass positions, so that left-padded texts predict what they do without padding.
+    """Whether to pass positions, so that left padding does not change predictions.
 
     Many models with learned positions also count the padding. Others count from the first real
     token by themselves, from the padding's index, or in three dimensions. The first left-padded
@@ -47,7 +47,7 @@ class LeftPadding:
         self.passes: bool | None = None
 
     def is_open(self, inputs: Any) -> bool:
-        """Whether a batch has the first left padding, and no positions of its own."""
+        """Whether this batch must decide: it is the first with left padding but no positions."""
         if self.passes is not None or not isinstance(inputs, Mapping) or "position_ids" in inputs:
             return False
         mask = inputs.get("attention_mask")
@@ -76,14 +76,14 @@ class LeftPadding:
                 apart = torch.minimum(apart, with_positions)
         except Exception as error:
             warn(
-                "Whether left padding changes the model's predictions can't be checked "
+                "Can't check whether left padding changes the model's predictions "
                 f"({type(error).__name__}: {error}). Pad on the right to be sure."
             )
             return
         if apart > rounding_of(expected, expected.dtype):
             warn(
-                f"The model's predictions depend on left padding: a text's logits differ by "
-                f"{apart.item():.3g} from those without it. Pad on the right."
+                "The model's predictions depend on left padding, which changes a text's logits by "
+                f"{apart.item():.3g}. Pad on the right."
             )
 
 

@@ -1,4 +1,4 @@
-"""Weights that are not where they belong: sharded by FSDP2, or offloaded by Accelerate."""
+"""Reads weights that FSDP2 has sharded or Accelerate offloaded, and refuses what hides them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def values_of(layer: Any) -> torch.Tensor:
-    """The weight of a layer without a graph, gathered or fetched from where it is."""
+    """The weight of a layer without a graph, gathered or fetched from wherever it is."""
     hook = _offloading(layer)
     if layer.weight.is_meta and hook is not None:
         return hook.weights_map["weight"].to(hook.execution_device)  # pyright: ignore[reportOptionalSubscript]
@@ -29,7 +29,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def is_absent(layer: Any) -> bool:
-    """Whether there is no weight to be had: it is on the meta device, and no hook fetches it."""
+    """Whether a layer's weight is missing: it is on the meta device, and no hook fetches it."""
     return layer.weight.is_meta and _offloading(layer) is None
 
 
@@ -39,7 +39,7 @@ def is_elsewhere(weight: torch.Tensor) -> bool:
 
 
 def come_and_go(model: nn.Module) -> bool:
-    """Whether FSDP2 puts other parameters in the place of a model's between passes."""
+    """Whether FSDP2 replaces a model's parameters between passes."""
     return any(hasattr(module, "reshard") for module in model.modules())
 
 
@@ -63,18 +63,18 @@ def check_reachable(model: nn.Module) -> None:
 
 
 def check_in_place(layers: Sequence[Any], purpose: str) -> None:
-    """Refuse a purpose for which LoRA weights must be whole and at hand.
+    """Refuse sharded or offloaded LoRA weights for a purpose that needs whole ones in memory.
 
     Raises
     ------
     NotImplementedError
-        The message says how to keep them so.
+        The message says how to keep them whole.
     """
     if any(is_elsewhere(layer.weight) for layer in layers):
         raise NotImplementedError(
-            f"{purpose} needs LoRA weights that are whole and at hand, and these are sharded or "
-            "offloaded. Keep them so: by fully_shard(..., ignored_params=the LoRA weights), or by "
-            "adding the adapter after Accelerate has dispatched the base model."
+            f"{purpose} needs whole LoRA weights in memory, but these are sharded or offloaded. "
+            "Pass them to fully_shard as ignored_params, or add the adapter after Accelerate has "
+            "dispatched the base model."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a batch tells of the rows that layers see."""
+"""What a batch tells about the rows that layers see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Positions(NamedTuple):
     Attributes
     ----------
     n_examples : int
-        B, rows of the logits, unless `owners_of_logits` says otherwise
+        B, also the number of rows of logits unless `owners_of_logits` says otherwise
     n_rows : int
         rows of the model's input: B, or a multiple where an example is several sequences
     length : int or None
@@ -22,7 +22,7 @@ class Positions(NamedTuple):
         `(B, n_rows / B * T)` booleans, false at padding; None where nothing is padded
     mixed : bool
         whether an example may have several rows, or rows of several kinds, such as images beside
-        tokens; then contents, not sizes, say which rows are whose
+        tokens; then contents, not sizes, say which rows belong to which example
     owners_of_logits : torch.Tensor or None
         `(N,)` index of the example that each row of logits belongs to, where examples have several
     """
@@ -47,6 +47,8 @@ class Positions(NamedTuple):
     def valid(self, n_positions: int) -> torch.Tensor | None:
         """`(B, n_positions)` mask for a layer that sees so many positions of each example.
 
+        None where all of them are valid, as after pooling.
+
         Raises
         ------
         NotImplementedError
@@ -57,7 +59,7 @@ class Positions(NamedTuple):
             return None
         if n_positions != self.mask.shape[1]:
             raise NotImplementedError(
-                f"it sees {n_positions} positions an example where the mask has "
+                f"it sees {n_positions} positions of each example, but the attention_mask has "
                 f'{self.mask.shape[1]}: use kfac_approx="gradient", which needs no mask'
             )
         return self.mask

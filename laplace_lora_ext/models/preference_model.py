@@ -21,14 +21,15 @@ class PreferenceModel(LogitsModel):
 
     A transformers sequence classifier with one label maps texts `(B, T)` to rewards `(B, 1)`, and
     pairs `(B, 2, T)` to rewards `(B, 2)`: the logits of preferring the first or the second, as in
-    the Bradley-Terry model. Any other module is called as it is, and must do so itself.
+    the Bradley-Terry model. Any other module is called with the batch itself, and must return such
+    logits for both.
 
-    Data sets may come as TRL's collators make them, without labels: B chosen texts followed by B
+    Batches may come without labels, as TRL's collators make them: B chosen texts followed by B
     rejected ones, or both apart, as "input_ids_chosen" and "input_ids_rejected".
     """
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """As `LogitsModel.split`, and of TRL's batches, in whose pairs the first is preferred."""
+        """As `LogitsModel.split`, but TRL's batches become pairs whose first text is preferred."""
         if not isinstance(batch, Mapping) or self.dict_key_y in batch:
             return super().split(batch)
         pairs = self._pairs(batch)
@@ -44,7 +45,7 @@ class PreferenceModel(LogitsModel):
     def _pairs(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
         if "margin" in batch:
-            warn("The likelihood of preferences knows no margin: that of the batch is not used.")
+            warn('The likelihood "reward_modeling" has no margin: the batch\'s margin is ignored.')
         apart = {name: value for name in _NAMES if (value := _apart(batch, name)) is not None}
         if apart:
             filled = {"input_ids": pad_token(self._transformer[0]), "attention_mask": 0}
@@ -52,8 +53,9 @@ class PreferenceModel(LogitsModel):
         tokens = batch.get("input_ids")
         if tokens is None or tokens.ndim != 2 or len(tokens) % 2:
             raise ValueError(
-                f"No labels {self.dict_key_y!r} in the batch, and not as many chosen as rejected "
-                "texts (B after B in input_ids, or input_ids_chosen and input_ids_rejected)."
+                f"No labels {self.dict_key_y!r} in the batch, and no pairs: pass as many chosen as "
+                "rejected texts, all chosen ones first in input_ids, or both apart as "
+                "input_ids_chosen and input_ids_rejected."
             )
         return {n: batch[n].unflatten(0, (2, -1)).transpose(0, 1) for n in _NAMES if n in batch}
 
@@ -71,14 +73,14 @@ class PreferenceModel(LogitsModel):
         rewards = logits_of(super()._call(flat, **kwargs))
         if rewards.shape != (pairs.numel(), 1):
             raise ValueError(
-                f"A reward model has one output, and this one returns {tuple(rewards.shape)} for "
+                f"A reward model has one output, but this one returns {tuple(rewards.shape)} for "
                 f"{pairs.numel()} texts: load it with num_labels=1."
             )
         return rewards.reshape(pairs)
 
 
 def _apart(batch: Mapping[str, Any], name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Chosen and rejected texts, of which newer and older collators put the word last or first."""
+    """Chosen and rejected texts, whose keys end or begin with these words; None if missing."""
     for pattern in (f"{name}_{{}}", f"{{}}_{name}"):
         chosen, rejected = pattern.format(_CHOSEN), pattern.format(_REJECTED)
         if chosen in batch and rejected in batch:
@@ -87,12 +89,12 @@ def _apart(batch: Mapping[str, Any], name: str) -> tuple[torch.Tensor, torch.Ten
 
 
 def _stacked(chosen: torch.Tensor, rejected: torch.Tensor, filler: int | None) -> torch.Tensor:
-    """`(B, 2, T)`, the shorter of the two filled on the right."""
+    """Both as one tensor `(B, 2, T)`, the shorter one padded on the right."""
     length = max(chosen.shape[1], rejected.shape[1])
     if chosen.shape[1] != rejected.shape[1] and filler is None:
         raise ValueError(
             "Chosen and rejected texts differ in length, and the model's configuration has no "
-            "pad_token_id."
+            "pad_token_id: set it to the tokenizer's."
         )
     filled = [
         pad(texts, (0, length - texts.shape[1]), value=filler or 0) for texts in (chosen, rejected)

@@ -29,13 +29,13 @@ class TokensModel(LogitsModel):
     model : torch.nn.Module
         a transformers language model, bare or within a wrapper, as in `LogitsModel`
     class_token_ids, mask_token_id : None
-        the vocabulary is the classes
+        not used: each token of the vocabulary is a class
     dict_key_y : str, default="labels"
 
     Raises
     ------
     ValueError
-        If the model is no language model, or `class_token_ids` are given.
+        If the model does not generate text, or `class_token_ids` or `mask_token_id` is given.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TokensModel(LogitsModel):
 
         Raises
         ------
-        TypeError, ValueError
+        TypeError, ValueError, NotImplementedError
             As `targets`.
         """
         labelled = self.targets(batch) != IGNORED
@@ -92,7 +92,7 @@ class TokensModel(LogitsModel):
             If several texts are packed into a row.
         """
         if not isinstance(batch, Mapping):
-            raise TypeError(f"A batch of texts is a mapping, not {type(batch).__name__}.")
+            raise TypeError(f"A batch of texts must be a mapping, not {type(batch).__name__}.")
         labels = super().split(batch)[1]
         if labels.ndim != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
             raise ValueError(
@@ -105,11 +105,14 @@ class TokensModel(LogitsModel):
             # Before a text's first token there may be padding, which predicts nothing.
             labels = labels.masked_fill(~real, IGNORED)
         if not (labels != IGNORED).any():
-            raise ValueError(f"no token is labelled: every label is {IGNORED}")
+            raise ValueError(
+                f"no token is labelled: every label is {IGNORED}, or on a text's first token, "
+                "which nothing predicts. Leave such batches out"
+            )
         return labels
 
     def labelled(self, batch: Any) -> torch.Tensor:
-        """`(B, T)` booleans: the labels that some logits predict, at their own places."""
+        """`(B, T)` booleans, true at the labels that some logits predict."""
         predicting = self.targets(batch) != IGNORED
         return predicting if self.is_encoder_decoder else predicting.roll(1, dims=1)
 
@@ -147,10 +150,11 @@ class TokensModel(LogitsModel):
 
     @contextmanager
     def _selecting(self, index: torch.Tensor, shape: torch.Size) -> Iterator[list[torch.Size]]:
-        """Within, the output layer gets its input at `(B, K)` indices of `(B, T)` places alone.
+        """Within, the output layer sees only the `(B, K)` places of an index, of `(B, T)`.
 
-        The list has an entry for each time that it did. Not every version and model has such an
-        option, and LoRA may be in that layer, whose rows must still belong to texts.
+        The list that is yielded gets an entry whenever it did. A hook does this, since not every
+        model and version has an option for it, and since the layer may have LoRA, whose rows must
+        still lie by text.
         """
 
         def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
@@ -173,17 +177,26 @@ class TokensModel(LogitsModel):
     ) -> None:
         transformer = self._transformer[0]
         if class_token_ids is not None or mask_token_id is not None:
-            raise ValueError("language_modeling has the whole vocabulary, and no class_token_ids.")
+            raise ValueError(
+                'The likelihood "language_modeling" predicts the whole vocabulary: leave out '
+                "class_token_ids and mask_token_id."
+            )
         if transformer is None or not transformer.can_generate():
-            raise ValueError("language_modeling needs a transformers model that generates text.")
+            raise ValueError(
+                'The likelihood "language_modeling" needs a transformers model that generates '
+                "text, such as one of AutoModelForCausalLM."
+            )
 
 
 def _real_positions(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """`(B, T)` booleans, false at padding; refuses labels that are there, or not one a token."""
+    """`(B, T)` booleans, false at padding; refuses labels at padding or of another shape."""
     for key in ("input_ids", "attention_mask"):
         given = inputs.get(key)
         if given is not None and given.shape != labels.shape:
-            raise ValueError(f"labels {tuple(labels.shape)} for {key} {tuple(given.shape)}")
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}, but {key} has {tuple(given.shape)}: "
+                "give each token one label"
+            )
     mask = inputs.get("attention_mask")
     real = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
     at_padding = (labels != IGNORED) & ~real

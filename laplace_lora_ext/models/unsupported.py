@@ -24,7 +24,7 @@ _X_LORA = getattr(tuners, "XLoraModel", ())  # from PEFT 0.12 on
 
 
 def check_tuner(model: nn.Module) -> None:
-    """Refuse adapters that hold LoRA layers and use them otherwise.
+    """Refuse adapters that use LoRA layers in another way.
 
     Raises
     ------
@@ -33,8 +33,8 @@ def check_tuner(model: nn.Module) -> None:
     """
     if any(isinstance(module, _X_LORA) for module in model.modules()):
         raise NotImplementedError(
-            "X-LoRA weighs several adapters anew for every token, so that none is a linear map: "
-            "take one of them as a plain LoRA adapter."
+            "X-LoRA weighs several adapters anew for every token, so none of them is a linear map: "
+            "load one of them as a plain LoRA adapter."
         )
 
 
@@ -67,7 +67,7 @@ def check_plain(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
     ]
     if unsupported:
         raise NotImplementedError(
-            "Only LoRA layers that add B(A(x)) with linear A and B are supported. These are not: "
+            "LoRA layers must add B(A(x)) with linear A and B. These do not: "
             f"{listed(unsupported)}. Leave them out with target_modules."
         )
 
@@ -88,7 +88,9 @@ def check_apart(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
                 owners.setdefault(weight.data_ptr(), []).append(f"{name}.{part}")
     shared = [" = ".join(names) for names in owners.values() if len(names) > 1]
     if shared:
-        raise NotImplementedError(f"LoRA weights that share storage: {listed(shared)}.")
+        raise NotImplementedError(
+            f"LoRA weights share their storage: {listed(shared)}. Give each its own parameter."
+        )
 
 
 def has_dora(layer: lora.LoraLayer, adapter: str) -> bool:

@@ -11,17 +11,17 @@ from torch import nn
 from laplace_lora_ext.models.lora_layers import Block
 
 Values = list[torch.Tensor]
-"""One tensor a LoRA weight, in the order and of the shape of the blocks'."""
+"""One tensor for each LoRA weight, in the order and shapes of the blocks."""
 
 
 def flattened(blocks: Sequence[Block]) -> torch.Tensor:
-    """A copy of the weights as one vector, `(parameters,)`, where the first block is."""
+    """A copy of the weights as one vector, `(parameters,)`, on the first block's device."""
     device, dtype = blocks[0].device, blocks[0].statistics_dtype
     return torch.cat([block.values.flatten().to(device, dtype) for block in blocks])
 
 
 def shaped(vector: torch.Tensor, blocks: Sequence[Block]) -> Values:
-    """`(parameters,)` numbers as one tensor a LoRA weight, each where its weight is."""
+    """`(parameters,)` numbers as one tensor for each LoRA weight, on the weight's device."""
     parts = vector.split([block.weight.numel() for block in blocks])
     return [
         part.reshape(block.weight.shape).to(block.weight.device)

@@ -1,4 +1,4 @@
-"""Which rows of a recorded pass belong to which example: proven, and remembered where it lasts."""
+"""Finds out which rows of a recorded pass belong to which example, and remembers what lasts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Assignment:
     graph : Graph
         of the pass
     blocks : sequence of Block
-        whose layers the graph's are
+        one for each layer of the graph
     positions : Positions
     known : dict
         what earlier passes have learnt; this one adds to it
@@ -106,7 +106,7 @@ class Assignment:
             self._learn(self._owners())
 
     def layout(self, index: int, place: int) -> Layout:
-        """Of one call of a layer."""
+        """The layout of one call of a layer."""
         if self.shared is not None:
             return OneAtATime(self.shared)
         if self._positions.n_examples == 1:
@@ -137,7 +137,7 @@ class Assignment:
             for place, gradients in arrived.taken().items():
                 block = self._blocks[arrived.index]
                 if not torch.isfinite(gradients).all():
-                    raise ValueError(f"LoRA layer {block.name}: non-finite numbers")
+                    raise ValueError(f"LoRA layer {block.name}: non-finite gradients")
                 site = self._sites[arrived.index][place]
                 table = reached.setdefault(site, torch.zeros(len(words), site.shape.numel()).bool())
                 reached_rows = block.output_rows(gradients.detach()).any(-1)
@@ -152,7 +152,7 @@ class Assignment:
         return {site: owners(table, words) for site, table in reached.items()}
 
     def _vector(self) -> torch.Tensor:
-        """`(C,)` random numbers: with them no gradient is 0 but by chance."""
+        """`(C,)` random numbers, so that gradients do not cancel to 0 but by chance."""
         numbers = torch.randn(
             self._graph.logits.shape[1], generator=torch.Generator().manual_seed(0)
         )
@@ -185,7 +185,7 @@ class Assignment:
         return layout if layout.allows(site.shape, self._positions) else None
 
     def _lasts(self, site: _Site) -> bool:
-        """Whether sizes decide which rows are whose, and not what is in the batch."""
+        """Whether sizes, and not a batch's contents, decide which rows belong to which example."""
         positions, shape = self._positions, site.shape
         if "experts" in site.layer.split("."):  # a router picks their rows
             return False
@@ -195,6 +195,6 @@ class Assignment:
         return len(shape) > 1 or shape.numel() in by_example
 
     def _unimportant(self, site: _Site) -> Layout:
-        """Any layout: the rows have no gradient."""
+        """Any layout that fits, since rows without a gradient do not count."""
         fixed = (layout for layout in _FIXED if layout.allows(site.shape, self._positions))
         return next(fixed, Scattered(torch.full((site.shape.numel(),), NOBODY)))

@@ -19,7 +19,7 @@ from laplace_lora_ext.models.lora_layers import Block
 
 @contextmanager
 def noting_calls(blocks: Sequence[Block], called: set[int]) -> Iterator[None]:
-    """Add indices of the blocks whose layers are called within."""
+    """Add to `called` the indices of blocks whose layers are called within."""
 
     def note(index: int, *_: Any) -> None:
         called.add(index)
@@ -41,26 +41,26 @@ def check_called(blocks: Sequence[Block], called: Collection[int]) -> None:
     Raises
     ------
     RuntimeError
+        The message names one of them, and says how to leave them out.
     """
     silent = [block.name for index, block in enumerate(blocks) if index not in called]
     if not silent:
         return
     advice = "Leave such layers out with target_modules, or fit on data that use them."
     if len(silent) == len(blocks):
-        advice = "A fused kernel may stand in for them: pass the model as it was before fusion."
+        advice = "A fused kernel may replace them: pass the model as it was before fusion."
     raise RuntimeError(
-        f"{len(silent)} of {len(blocks)} LoRA weights were used by no batch, such as {silent[0]}. "
-        + advice
+        f"No batch used {len(silent)} of {len(blocks)} LoRA weights, such as {silent[0]}. {advice}"
     )
 
 
 def _check_called_by_batch(blocks: Sequence[Block], called: set[int]) -> None:
-    """Explain why the host failed where a batch has called some of the layers alone."""
+    """Explain why the host failed, if the batch did not call all layers."""
     silent = [block.name for index, block in enumerate(blocks) if index not in called]
     if silent:
         raise RuntimeError(
-            f"{len(silent)} of {len(blocks)} LoRA weights are not used by the batch, such as "
-            f"{silent[0]}, and the backend needs all of them in every batch. Leave such layers out "
+            f"The batch does not use {len(silent)} of {len(blocks)} LoRA weights, such as "
+            f"{silent[0]}, but the backend needs all of them in every batch. Leave such layers out "
             'with target_modules, or use hessian_structure="lowrank_kron".'
         )
 
@@ -80,15 +80,18 @@ def blame(model: LogitsModel, blocks: Sequence[Block], x: Any) -> None:
 def check_logits(logits: torch.Tensor) -> None:
     """Refuse logits that are not finite."""
     if not torch.isfinite(logits).all():
-        raise ValueError("non-finite logits, though every LoRA layer's activations are finite")
+        raise ValueError(
+            "non-finite logits, though every LoRA layer's activations are finite: check the layers "
+            "after them, and the model's precision"
+        )
 
 
 def check_differentiable(*logits_require_grad: bool) -> None:
-    """Refuse passes of which none gives logits that a gradient can start from."""
+    """Refuse passes if no logits require grad."""
     if not any(logits_require_grad):
         raise RuntimeError(
-            "The logits carry no gradient to the LoRA layers: the model detaches them, or runs "
-            "under torch.no_grad."
+            "No gradient of the logits reaches the LoRA layers: remove .detach() or "
+            "torch.no_grad() from the model's forward pass."
         )
 
 
@@ -154,7 +157,7 @@ def _checking(
 
 
 def _remember_hooks(model: nn.Module) -> Callable[[], None]:
-    """What removes the hooks that are added from now on."""
+    """A function that removes all hooks added from now on."""
     before = [
         (hooks, set(hooks))
         for module in model.modules()

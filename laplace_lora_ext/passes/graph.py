@@ -57,7 +57,7 @@ class Graph:
         """One backward pass with all `(S, B, C)` vectors at once.
 
         The gradients of each layer that they reach are delivered as soon as they are known, so
-        that those of a single layer are held. Keywords are those of `torch.autograd.grad`.
+        that few are held at a time. Keywords are those of `torch.autograd.grad`.
         """
         if not any(self.calls):
             return
@@ -90,7 +90,7 @@ class Graph:
                 of_layer.release()
 
     def reaches(self, calls: Sequence[Call], vector: torch.Tensor) -> bool:
-        """Whether a gradient other than 0 comes to any of some calls from a `(C,)` vector."""
+        """Whether a `(C,)` vector gives any of some calls a gradient other than 0."""
         gradients = torch.autograd.grad(
             self.logits,
             [call.edge for call in calls],
@@ -129,7 +129,7 @@ class Arrivals:
             call.release()
 
     def taken(self) -> dict[int, torch.Tensor]:
-        """The gradients, of which none stays here."""
+        """Hands over the gradients, and keeps none."""
         gradients, self.gradients = self.gradients, {}
         return gradients
 

@@ -23,9 +23,9 @@ def visit_jacobians(
     """One forward and one batched backward pass that give Jacobians block by block.
 
     `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where the
-    logits don't depend on the block; only one is held at a time, unless examples share rows.
-    Returned are the logits `(B, C)`.
-    With `enable_backprop` all are differentiable in the inputs.
+    logits don't depend on the block. Only one is held at a time, unless examples share rows. The
+    function returns the logits `(B, C)`. With `enable_backprop`, Jacobians and logits are
+    differentiable in the inputs.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def visit_jacobians(
         del of_examples[rows.index]
         jacobian = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not torch.isfinite(jacobian.sum()):
-            raise ValueError("non-finite numbers")
+            raise ValueError("non-finite gradients")
         visit(rows.index, blocks[rows.index].small_side_first(jacobian))
 
     with record(model, blocks, x, enable_backprop) as recording:

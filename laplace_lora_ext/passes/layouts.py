@@ -1,4 +1,4 @@
-"""The ways in which rows that a layer sees lie by example, and how to arrange them."""
+"""The orders in which a layer may see the rows of examples, and how to sort them by example."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Layout(ABC):
         Raises
         ------
         NotImplementedError
-            If the mask of the batch says nothing about them.
+            If the batch's mask can't be applied to them.
         """
         return positions.valid(n_positions)
 
@@ -35,10 +35,10 @@ class FixedLayout(Layout):
 
     @abstractmethod
     def allows(self, shape: torch.Size, positions: Positions) -> bool:
-        """Whether rows of a `shape`, d left out, can lie so."""
+        """Whether rows of a `shape`, d left out, can have this layout."""
 
     def explains(self, owners: torch.Tensor, shape: torch.Size, positions: Positions) -> bool:
-        """Whether rows of a `shape` lie so, by the examples that they belong to."""
+        """Whether rows of a `shape` have this layout; `owners` are the examples they belong to."""
         if not self.allows(shape, positions):
             return False
         rows = torch.arange(len(owners), device=owners.device).reshape(*shape, 1)
@@ -102,7 +102,7 @@ class Scattered(Layout):
 
 @dataclass(frozen=True)
 class Together(Layout):
-    """All rows belong to the one example that there is, or that is looked at."""
+    """All rows belong to the only example, or to the one that is back-propagated."""
 
     def arrange(self, rows: torch.Tensor, positions: Positions, n_leading: int = 0) -> torch.Tensor:
         return rows.reshape(*rows.shape[:n_leading], 1, -1, rows.shape[-1])
@@ -110,7 +110,7 @@ class Together(Layout):
 
 @dataclass(frozen=True)
 class OneAtATime(Together):
-    """Every row counts, and one example at a time is back-propagated: `layer` has shared rows."""
+    """Examples that share rows of `layer` are back-propagated one at a time; every row counts."""
 
     layer: str
 

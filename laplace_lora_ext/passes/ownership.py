@@ -1,9 +1,9 @@
 """Finds the example that each row of a layer belongs to, by back-propagating some at a time.
 
 A row belongs to an example if that example's logits, and no others, depend on what the layer makes
-of it. Gradients tell, and no size does: seed s reaches the examples whose codeword has bit s, and
-all codewords have as many bits. A row whose gradients are not 0 in as many passes belongs to the
-example with this codeword; rows that several examples share are met more often.
+of it. Gradients show this; sizes don't. Seed s reaches the examples whose codeword has bit s, and
+all codewords have equally many bits. The seeds that give a row a gradient other than 0 are the
+codeword of its example. Rows that several examples share get one from more seeds than that.
 """
 
 from __future__ import annotations

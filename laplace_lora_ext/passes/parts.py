@@ -18,15 +18,15 @@ _AT_ONCE = 2**13
 def parts_of(x: Any, n_outputs: int) -> Iterator[tuple[Any, slice]]:
     """Divide a batch into parts of a few examples; each comes with its place in the batch.
 
-    Each example's gradients are its own, so that nothing changes but memory. Inputs that are not
-    tensors with one row an example come undivided.
+    Only memory changes, since each example's gradients are its own. Inputs that are not tensors
+    with one row for each example stay undivided.
 
     Parameters
     ----------
     x : Mapping, torch.Tensor or numpy.ndarray
         inputs of a batch
     n_outputs : int
-        C, whose gradients are asked for at once
+        C, how many outputs are back-propagated at once
     """
     if isinstance(x, np.ndarray):
         x = torch.as_tensor(x)
@@ -48,7 +48,7 @@ def _tensors(x: Any) -> list[torch.Tensor]:
 
 
 def _common_length(shapes: list[torch.Size]) -> int | None:
-    """Rows of all tensors, if they have as many."""
+    """The number of rows, if all tensors have the same."""
     lengths = {shape[0] if shape else None for shape in shapes}
     return lengths.pop() if len(lengths) == 1 else None
 

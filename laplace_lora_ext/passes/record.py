@@ -50,8 +50,8 @@ def record(
 ) -> Iterator[Recording | Alone]:
     """Run the model on a batch and record the calls of the blocks' layers.
 
-    Where examples share rows, as those of DeBERTa do, B backward passes of the batch would be
-    needed. They are recorded alone instead, if that gives the logits that they have in the batch.
+    Where examples share rows, as those of DeBERTa do, the batch would need B backward passes.
+    Examples are then recorded alone, if their logits are the same alone as in the batch.
 
     Within the `with` block the model is in evaluation mode, and no parameter requires grad. Layers
     with gradient checkpointing on are computed again in each backward pass, unless what it gives
@@ -62,7 +62,7 @@ def record(
     RuntimeError
         If the logits carry no gradient to the layers that were called.
     ValueError
-        If an activation or a logit is not finite.
+        If an activation, a logit or a gradient is not finite.
     """
     recordings: list[Recording] = []
 
@@ -95,7 +95,7 @@ def record(
 def _alone(
     model: LogitsModel, x: Any, logits: torch.Tensor, run: Callable[[Any], Recording]
 ) -> Alone | None:
-    """The examples of a batch, if their logits are those that they have in it."""
+    """The examples of a batch, if their logits are the same alone as in the batch."""
     try:
         examples = [run(example) for example in model.examples(x, len(logits))]
     except Exception:  # what was taken for an example is none to the model

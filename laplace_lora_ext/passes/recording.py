@@ -24,7 +24,7 @@ from laplace_lora_ext.passes.layouts import Layout
 
 @dataclass(frozen=True)
 class Rows:
-    """What one layer has seen, and what came back to it: by example, in the statistics' dtype.
+    """Inputs of one layer and gradients of its outputs, by example, in the statistics' dtype.
 
     The examples are those of the batch, or one of them where they come one at a time.
 
@@ -50,8 +50,8 @@ class Rows:
         Raises
         ------
         NotImplementedError
-            If the mask of a padded batch says nothing about the layer's rows, or if these lie in
-            no fixed order.
+            If the mask of a padded batch can't be applied to the layer's rows, or if these are in
+            no fixed order or shared by examples.
         """
         masks = [layout.valid(length, self._positions) for layout, length in self._calls]
         if all(mask is None for mask in masks):
@@ -119,7 +119,7 @@ class Recording:
             self.logits = model(x)
 
     def forget(self) -> None:
-        """Let go of all tensors but the logits' values; nothing can be back-propagated any more."""
+        """Let go of all tensors but the logits' values; nothing can be back-propagated then."""
         if "_heard" in vars(self):
             self._heard.forget()
         for name in ("_graph", "_assignment"):
@@ -204,7 +204,7 @@ class Recording:
     def _deliver(
         self, weights: torch.Tensor | None, visit: Callable[[Rows], None], arrived: Arrivals
     ) -> None:
-        """Arrange what a layer's calls saw and got by example, join the calls, and scale."""
+        """Arrange a layer's inputs and gradients by example, join its calls, and scale."""
         gradients = arrived.taken()
         with self._mathematics(arrived.index, next(iter(gradients.values())).device):
             calls = self._graph.calls[arrived.index]
@@ -216,7 +216,7 @@ class Recording:
     def _rows(
         self, index: int, inputs: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
     ) -> Rows:
-        """What calls of a layer saw and got by example, one after the other."""
+        """Inputs and gradients of a layer's calls by example, one call after the other."""
         block = self.blocks[index]
         layouts = [self._assignment.layout(index, place) for place in inputs]
 

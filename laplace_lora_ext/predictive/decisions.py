@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.links import own_links, shared_noise
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.posterior_predictive import Predictor
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 
 
@@ -65,7 +65,7 @@ class Prediction:
 
 @exclusive
 def predict(
-    la: Predictor,
+    la: Posterior,
     x: Any,
     link_approx: str = "mean_field",
     n_samples: int = 1000,
@@ -106,14 +106,14 @@ def predict(
     return prediction
 
 
-def predict_proba(la: Predictor, x: Any, link_approx: str = "mean_field") -> np.ndarray:
+def predict_proba(la: Posterior, x: Any, link_approx: str = "mean_field") -> np.ndarray:
     """Class probabilities `(B, C)` for scikit-learn's tools, the same in every call."""
     prediction = predict(la, x, link_approx, generator=torch.Generator())
     return prediction.probabilities.detach().cpu().numpy()
 
 
 @exclusive
-def lower_bound(la: Predictor, x: Any, k: float = 1.0) -> torch.Tensor:
+def lower_bound(la: Posterior, x: Any, k: float = 1.0) -> torch.Tensor:
     """Mean less `k` standard deviations of each output, `(B, C)`.
 
     For texts that a reward model knows little of: a policy that is trained on the mean seeks them

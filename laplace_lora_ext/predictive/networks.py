@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.placement import check_in_place
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import LoRAWeights, Values, shaped
 from laplace_lora_ext.predictive.moments import Moments
 
 
-class WeightSampler(Protocol):
-    """A posterior over the weights; `LoRALaplace` is one."""
-
-    model: LogitsModel
-    blocks: list[Block]
-    enable_backprop: bool
-
-    def sample(
-        self, n_samples: int = 100, generator: torch.Generator | None = None
-    ) -> torch.Tensor: ...
-
-    def _check_model(self) -> None: ...
-
-
-def drawn_weights(la: WeightSampler, generator: torch.Generator | None) -> Values:
+def drawn_weights(la: Posterior, generator: torch.Generator | None) -> Values:
     """One draw of the LoRA weights."""
     check_in_place([block.layer for block in la.blocks], "A draw of the weights")
     drawn = shaped(la.sample(1, generator)[0], la.blocks)
@@ -36,7 +21,7 @@ def drawn_weights(la: WeightSampler, generator: torch.Generator | None) -> Value
 
 
 def functional_samples(
-    la: WeightSampler,
+    la: Posterior,
     X: Any,
     n_samples: int = 100,
     generator: torch.Generator | None = None,
@@ -47,7 +32,7 @@ def functional_samples(
 
 
 def mean_probabilities(
-    la: WeightSampler,
+    la: Posterior,
     X: Any,
     n_samples: int = 100,
     generator: torch.Generator | None = None,
@@ -61,7 +46,7 @@ def mean_probabilities(
 
 
 def _logits(
-    la: WeightSampler,
+    la: Posterior,
     X: Any,
     n_samples: int,
     generator: torch.Generator | None,

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from laplace.baselaplace import ParametricLaplace
 
-from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.links import own_links
-from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.predictive.moments import uncorrelated
-from laplace_lora_ext.predictive.networks import (
-    WeightSampler,
-    functional_samples,
-    mean_probabilities,
-)
-
-
-class Predictor(WeightSampler, Protocol):
-    """A fitted posterior, as far as predictions know it; `LoRALaplace` is one."""
-
-    likelihood: Any
-    trained_likelihood: Likelihood
-    _predicted_likelihood: Likelihood
-    _agreement: MapAgreement
-
-    @property
-    def _device(self) -> torch.device: ...
-
-    def _glm_predictive_distribution(self, X: Any) -> tuple[torch.Tensor, torch.Tensor]: ...
+from laplace_lora_ext.predictive.networks import functional_samples, mean_probabilities
 
 
 @exclusive
 def posterior_predictive(
-    la: Predictor,
+    la: Posterior,
     x: Any,
     pred_type: str = "glm",
     joint: bool = False,

@@ -140,7 +140,9 @@ def predictive(
         for handle in handles:
             handle.remove()
     if not mixture.n_calls:
-        raise RuntimeError("generate went around the model's forward pass: is it compiled?")
+        raise RuntimeError(
+            "generate did not call the model's forward pass: pass a model that is not compiled."
+        )
 
 
 class _Mixture:
@@ -158,7 +160,7 @@ class _Mixture:
             return
         cache = kwargs.get("past_key_values")
         if self._beams and kwargs.get("use_cache") and not hasattr(cache, "reorder_cache"):
-            raise NotImplementedError("Beams need a newer transformers here, or use_cache=False.")
+            raise NotImplementedError("Beam search needs a newer transformers, or use_cache=False.")
         if cache is None or (hasattr(cache, "get_seq_length") and not int(cache.get_seq_length())):
             self._caches = [[copy.deepcopy(cache) for _ in draw.weights] for draw in self._draws]
             _follow(cache, [one for of_draw in self._caches for one in of_draw])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.text.on_grid import Drawn, OnGrid, TextTunable
+from laplace_lora_ext.text.on_grid import Drawn, OnGrid, TextPosterior
 from laplace_lora_ext.tuning.history import TuningHistory
 
 
@@ -36,7 +36,7 @@ log_prior_prec_max, grid_size, log_prior_prec_base
 
     val_loader: Iterable[Any]
 
-    def _search(self, la: TextTunable) -> TuningHistory:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _search(self, la: TextPosterior) -> TuningHistory:  # pyright: ignore[reportIncompatibleMethodOverride]
         history = self._means(la, self.val_loader)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history

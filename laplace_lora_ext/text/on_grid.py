@@ -1,4 +1,4 @@
-"""What methods share that evaluate draws along a grid: the same draws at each point."""
+"""Shared by methods that evaluate the same draws at each point of a grid of priors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.processes.exchange import gathered, one_generator
 from laplace_lora_ext.text.draws import Noise
 from laplace_lora_ext.text.grid import interpolation
 from laplace_lora_ext.text.perturbations import Perturbation, drawn_logits
 from laplace_lora_ext.tuning.history import Recorder, TuningHistory
-from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+from laplace_lora_ext.tuning.method import TuningMethod
 
 
-class TextTunable(Tunable, Protocol):
+class TextPosterior(Posterior, Protocol):
     """A fitted posterior of a language model."""
 
     H: Any
@@ -76,7 +77,7 @@ class OnGrid(TuningMethod):
         """`(grid_size, N)` numbers to average, from the model's logits, labels and draws."""
         raise NotImplementedError
 
-    def _means(self, la: TextTunable, loader: Iterable[Any], stride: int = 1) -> TuningHistory:
+    def _means(self, la: TextPosterior, loader: Iterable[Any], stride: int = 1) -> TuningHistory:
         """The mean of `_of_batch` along the grid, over the tokens of every `stride`-th batch."""
         base = self._start(la) if self._is_base else torch.ones(1, dtype=torch.float64)
         grid = self._grid()
@@ -111,7 +112,7 @@ class OnGrid(TuningMethod):
 
 
 def _drawn(
-    la: TextTunable,
+    la: TextPosterior,
     batch: Any,
     f: torch.Tensor,
     noise: Noise,
@@ -132,7 +133,7 @@ def _drawn(
             yield Drawn(place, logits)
 
 
-def relative_eigenvalues(la: TextTunable, base: torch.Tensor) -> torch.Tensor:
+def relative_eigenvalues(la: TextPosterior, base: torch.Tensor) -> torch.Tensor:
     """Eigenvalues of the curvature, each divided by the base of its block."""
     spectrum, by_block = la.H.spectrum, base.expand(len(la.H))
     leading = spectrum.leading / by_block[spectrum.leading_block]

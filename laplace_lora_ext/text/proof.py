@@ -47,8 +47,8 @@ def proven(run: Run, values: Values, direction: Values) -> Perturbation:
             return CentralDifference(step)
         raise RuntimeError(
             "Can't compute products with the Jacobian: finite differences with two steps differ by "
-            f"{spread:.2g}, and the model has no forward-mode derivatives. Load it in float32, or "
-            'with attn_implementation="eager".'
+            f"{spread:.2g}, and the model has no forward-mode derivatives. Load the model in "
+            'float32, or with attn_implementation="eager".'
         )
     apart = forward - differences
     if apart.norm() < AGREEMENT * forward.norm():
@@ -65,8 +65,8 @@ def proven(run: Run, values: Values, direction: Values) -> Perturbation:
     if errors[best] > _WORST:
         raise RuntimeError(
             "Neither differences nor forward-mode derivatives agree with the model's gradients "
-            f"(relative errors {', '.join(f'{error:.2g}' for error in errors.values())}). Load it "
-            "in float32, or with another attn_implementation."
+            f"(relative errors {', '.join(f'{error:.2g}' for error in errors.values())}). Load the "
+            "model in float32, or with another attn_implementation."
         )
     return best
 

@@ -14,6 +14,7 @@ from scipy.optimize import brentq
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
@@ -21,7 +22,7 @@ from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.processes.shards import Sample, Shard, joined, total_size
 from laplace_lora_ext.tuning.history import Recorder, TuningHistory
 from laplace_lora_ext.tuning.loss_search import draw_seed
-from laplace_lora_ext.tuning.method import Tunable, TuningMethod, check_max_examples
+from laplace_lora_ext.tuning.method import TuningMethod, check_max_examples
 
 _FARTHEST = math.log(1e8)  # of a factor of the prior precision where the search starts
 _STRIDE = math.log(10.0)  # from one factor to the next until the change is passed
@@ -87,7 +88,7 @@ class Agreement(TuningMethod):
             raise ValueError(f"max_change must be between 0 and 1, not {self.max_change}.")
         check_max_examples(self.max_examples)
 
-    def _search(self, la: Tunable) -> TuningHistory:
+    def _search(self, la: Posterior) -> TuningHistory:
         if la.trained_likelihood.is_gaussian:
             raise ValueError(
                 'method="agreement" compares class probabilities: regression has none.'
@@ -124,7 +125,7 @@ class Agreement(TuningMethod):
             )
         return history
 
-    def _drawn(self, la: Tunable, seed: int) -> Iterable[Any] | PredictiveStatistics:
+    def _drawn(self, la: Posterior, seed: int) -> Iterable[Any] | PredictiveStatistics:
         """The data, or those of them that are drawn."""
         if isinstance(self.train_loader, PredictiveStatistics):
             return self.train_loader
@@ -134,10 +135,10 @@ class Agreement(TuningMethod):
         return Sample(self.train_loader, la.model.split_if_labelled, share, seed)
 
     def _moments(
-        self, la: Tunable, data: Iterable[Any] | PredictiveStatistics
+        self, la: Posterior, data: Iterable[Any] | PredictiveStatistics
     ) -> Callable[[torch.Tensor], Iterable[Moments]]:
         """Gaussian logits of the data under a prior precision, in parts."""
-        statistics = la.statistics_of(data, self.progress_bar)
+        statistics: PredictiveStatistics | None = la.statistics_of(data, self.progress_bar)
         if statistics is not None:
             rows = self._rows(statistics.f_mu)
             parts = [statistics[i : i + rows] for i in range(0, len(statistics), rows)]

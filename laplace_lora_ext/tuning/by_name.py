@@ -10,17 +10,18 @@ import torch
 import torchmetrics
 
 from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+from laplace_lora_ext.tuning.method import TuningMethod
 
 
 @exclusive
 @torch.inference_mode(False)
 @torch.enable_grad()
 def optimize_prior_precision(
-    la: Tunable,
+    la: Posterior,
     pred_type: str = "glm",
     method: str | TuningMethod = "marglik",
     n_steps: int = 1000,
@@ -77,7 +78,7 @@ def optimize_prior_precision(
     return tuned(la, build(method, changed | options), verbose)
 
 
-def tuned(la: Tunable, method: TuningMethod, verbose: bool) -> TuningHistory:
+def tuned(la: Posterior, method: TuningMethod, verbose: bool) -> TuningHistory:
     """Call a method, and print the result if asked to."""
     history = method(la)
     if verbose:

@@ -12,12 +12,13 @@ import torchmetrics
 from laplace.utils import validate
 
 from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, gathered
 from laplace_lora_ext.processes.shards import Shard, is_new, rows
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.loss_search import search_grid
-from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+from laplace_lora_ext.tuning.method import TuningMethod
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +61,7 @@ class GridSearch(TuningMethod):
     grid_size: int = 100
     log_prior_prec_base: float = 10.0
 
-    def _search(self, la: Tunable) -> TuningHistory:
+    def _search(self, la: Posterior) -> TuningHistory:
         grid = self._grid(la)
         batches = self._batches(la)
         loss = self.loss or la.trained_likelihood.metric(la.n_outputs).to(la._device)
@@ -88,7 +89,7 @@ class GridSearch(TuningMethod):
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
 
-    def _grid(self, la: Tunable) -> torch.Tensor:
+    def _grid(self, la: Posterior) -> torch.Tensor:
         """`(grid_size,)`, or `(grid_size, blocks)` around a base."""
         grid = torch.logspace(
             self.log_prior_prec_min,
@@ -101,9 +102,9 @@ class GridSearch(TuningMethod):
         base = self._start(la)
         return grid[:, None].to(base) * base
 
-    def _batches(self, la: Tunable) -> Callable[[], Iterable[Any]]:
+    def _batches(self, la: Posterior) -> Callable[[], Iterable[Any]]:
         """Validation batches as pairs or mappings, anew at each prior precision."""
-        statistics = None
+        statistics: PredictiveStatistics | None = None
         if self.pred_type == "glm":
             statistics = la.statistics_of(self.val_loader, self.progress_bar)
         if statistics is None:
@@ -117,7 +118,7 @@ class GridSearch(TuningMethod):
 
         return batches
 
-    def _checked_batches(self, la: Tunable) -> Callable[[], Iterable[Any]]:
+    def _checked_batches(self, la: Posterior) -> Callable[[], Iterable[Any]]:
         if count() > 1 and not isinstance(self.loss, torchmetrics.Metric | None):
             raise ValueError(
                 "With several processes, pass a torchmetrics.Metric as the loss, which joins their "

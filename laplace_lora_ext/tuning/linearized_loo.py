@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.linearized.model import LinearizedModel
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.linearized_marglik import (
     LinearizedMarglik,
@@ -16,7 +17,7 @@ from laplace_lora_ext.tuning.linearized_marglik import (
     linearized,
 )
 from laplace_lora_ext.tuning.loss_search import draw_seed, search_line
-from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+from laplace_lora_ext.tuning.method import TuningMethod
 from laplace_lora_ext.tuning.predictive_loss import check_link, predictive_loss
 
 
@@ -74,7 +75,7 @@ class LinearizedLOO(TuningMethod):
         check_pooling(self.pooling)
         check_link(self.link_approx)
 
-    def _search(self, la: Tunable) -> TuningHistory:
+    def _search(self, la: Posterior) -> TuningHistory:
         start = self._start(la).cpu()
         model = linearized(la, self.train_loader, self.progress_bar)
         if len(start) > 1 and not self._is_base:
@@ -92,7 +93,7 @@ class LinearizedLOO(TuningMethod):
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
 
-    def _proportions(self, la: Tunable, model: LinearizedModel) -> torch.Tensor:
+    def _proportions(self, la: Posterior, model: LinearizedModel) -> torch.Tensor:
         evidence = LinearizedMarglik(
             init_prior_prec=self.init_prior_prec,
             prior_structure=self.prior_structure,

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.linearized.model import LinearizedModel
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.tuning.evidence_search import maximize_linearized_evidence
 from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+from laplace_lora_ext.tuning.method import TuningMethod
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,7 +65,7 @@ class LinearizedMarglik(TuningMethod):
     def __post_init__(self) -> None:
         check_pooling(self.pooling)
 
-    def _search(self, la: Tunable) -> TuningHistory:
+    def _search(self, la: Posterior) -> TuningHistory:
         start = self._start(la).cpu()
         model = linearized(la, self.train_loader, self.progress_bar)
         scale = float(la._H_factor)
@@ -88,7 +89,7 @@ def check_pooling(pooling: float) -> None:
 
 
 def linearized(
-    la: Tunable,
+    la: Posterior,
     train_loader: Iterable[Any] | LinearizedModel,
     progress_bar: bool,
 ) -> LinearizedModel:

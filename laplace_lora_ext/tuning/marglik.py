@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.tuning.evidence_search import maximize_evidence
 from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+from laplace_lora_ext.tuning.method import TuningMethod
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +51,7 @@ class Marglik(TuningMethod):
     tolerance: float = 1e-3
     optimize_sigma_noise: bool = False
 
-    def _search(self, la: Tunable) -> TuningHistory:
+    def _search(self, la: Posterior) -> TuningHistory:
         logarithms = [self._start(la).log().requires_grad_()]
         if self.optimize_sigma_noise:
             logarithms.append(torch.as_tensor(la.sigma_noise).detach().log().requires_grad_())
@@ -69,7 +70,7 @@ class Marglik(TuningMethod):
         return history
 
 
-def _warn_of_unbounded(la: Tunable, logarithm: torch.Tensor) -> None:
+def _warn_of_unbounded(la: Posterior, logarithm: torch.Tensor) -> None:
     """Warn if the evidence has no maximum in reach, so that the prior precision ran away."""
     logarithm = logarithm.detach().requires_grad_()
     evidence = la.log_marginal_likelihood(logarithm.exp())

@@ -2,63 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from laplace.utils import fix_prior_prec_structure
 
-from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.linearized.model import LinearizedModel
-from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 from laplace_lora_ext.tuning.history import TuningHistory
-
-
-class Tunable(Protocol):
-    """What methods need of a fitted posterior; `LoRALaplace` is one."""
-
-    blocks: list[Block]
-    model: LogitsModel
-    trained_likelihood: Likelihood
-    prior_precision: Any
-    sigma_noise: Any
-    loss: Any
-    n_data: int
-    n_params: int
-    n_layers: int
-    n_outputs: int
-    dict_key_y: str
-
-    @property
-    def _device(self) -> torch.device: ...
-
-    @property
-    def _dtype(self) -> torch.dtype: ...
-
-    @property
-    def _H_factor(self) -> torch.Tensor: ...  # noqa: N802
-
-    @property
-    def log_likelihood(self) -> torch.Tensor: ...
-
-    @property
-    def scatter(self) -> torch.Tensor: ...
-
-    def log_marginal_likelihood(
-        self, prior_precision: Any = None, sigma_noise: Any = None
-    ) -> torch.Tensor: ...
-
-    def linearize(self, train_loader: Any, *, progress_bar: bool = False) -> LinearizedModel: ...
-
-    def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics | None: ...
-
-    def predictive_moments(self, x: Any) -> Any: ...
-
-    def trying(self) -> AbstractContextManager[None]: ...
 
 
 def check_max_examples(max_examples: int) -> None:
@@ -84,7 +36,7 @@ class TuningMethod:
     prior_structure: str = "scalar"
     progress_bar: bool = False
 
-    def __call__(self, la: Tunable) -> TuningHistory:
+    def __call__(self, la: Posterior) -> TuningHistory:
         """Choose the prior precision of a fitted `LoRALaplace`; an error restores the old one."""
         method = self if rank() == 0 else replace(self, progress_bar=False)
         with la.trying(), together():
@@ -97,7 +49,7 @@ class TuningMethod:
                 history = TuningHistory(*of_first(tuple(vars(history).values())))
             return history
 
-    def _search(self, la: Tunable) -> TuningHistory:
+    def _search(self, la: Posterior) -> TuningHistory:
         raise NotImplementedError
 
     @property
@@ -105,7 +57,7 @@ class TuningMethod:
         """Whether the user gave several numbers to start from."""
         return torch.as_tensor(self.init_prior_prec).numel() > 1
 
-    def _start(self, la: Tunable) -> torch.Tensor:
+    def _start(self, la: Posterior) -> torch.Tensor:
         """Where the search starts: `(1,)`, `(blocks,)` or `(parameters,)`, in float64."""
         start: Any = torch.as_tensor(self.init_prior_prec).detach()
         if start.numel() == 1 and self.prior_structure != "scalar":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from laplace_lora_ext.likelihoods import Link
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.links import mean_field, probit, sampled
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.tuning.loss_search import NegativeLogLikelihood
-from laplace_lora_ext.tuning.method import Tunable
 
 _SMOOTH: dict[str, Link] = {"probit": probit, "mean_field": mean_field}
 _SAMPLED = "mc"
@@ -23,7 +23,7 @@ def check_link(link_approx: str) -> None:
         )
 
 
-def predictive_loss(la: Tunable, link_approx: str, n_samples: int) -> NegativeLogLikelihood:
+def predictive_loss(la: Posterior, link_approx: str, n_samples: int) -> NegativeLogLikelihood:
     """Negative log-density of each target under Gaussian logits and, for classes, a link."""
     sigma_noise = torch.as_tensor(la.sigma_noise)
 

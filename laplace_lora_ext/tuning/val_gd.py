@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.loss_search import minimize_validation_loss
-from laplace_lora_ext.tuning.method import Tunable, TuningMethod
+from laplace_lora_ext.tuning.method import TuningMethod
 from laplace_lora_ext.tuning.predictive_loss import check_link, predictive_loss
 
 
@@ -61,9 +62,11 @@ class ValGD(TuningMethod):
     def __post_init__(self) -> None:
         check_link(self.link_approx)
 
-    def _search(self, la: Tunable) -> TuningHistory:
+    def _search(self, la: Posterior) -> TuningHistory:
         logarithm = self._start(la).log().requires_grad_()
-        statistics = la.statistics_of(self.val_loader, self.progress_bar)
+        statistics: PredictiveStatistics | None = la.statistics_of(
+            self.val_loader, self.progress_bar
+        )
         if statistics is None:
             raise NotImplementedError(
                 'method="val_gd" needs hessian_structure="lowrank_kron": use "gridsearch" instead.'

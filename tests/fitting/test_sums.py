@@ -151,13 +151,13 @@ def test_numbers_are_those_of_the_data_set():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             posterior().fit(strided_loader(11))
-            shown = [str(each.message) for each in caught if "examples to fit" in str(each.message)]
+            shown = [str(each.message) for each in caught if "its data set" in str(each.message)]
         return shown
 
     assert on_ranks(job, 2) == [[], []]
     texts = Texts(4)
     loader = torch.utils.data.DataLoader(texts, sampler=range(3))
-    with pytest.warns(UserWarning, match="gave 3 examples to fit; its data set has 4"):
+    with pytest.warns(UserWarning, match="gave 3 examples, but its data set has 4"):
         posterior().fit(loader)
 
 

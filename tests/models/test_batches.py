@@ -68,7 +68,7 @@ def test_padding_that_cannot_be_told_from_text_is_refused():
     del batch["attention_mask"]
     batch["input_ids"][1, 2] = PAD
     with pytest.raises(
-        ValueError, match=r"token 3 stands inside of a row.*Pass the attention_mask"
+        ValueError, match=r"token 3 also occurs within a row.*Pass the .*attention_mask"
     ):
         model(batch)
 
@@ -145,9 +145,9 @@ def test_packed_texts_are_refused():
     batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6], [0] * 7])
     model(batch)  # padding may have any position
     batch["position_ids"][1, 4:] = torch.arange(3)
-    with pytest.raises(NotImplementedError, match=r"several texts each, as position_ids says"):
+    with pytest.raises(NotImplementedError, match=r"packed into one row, as position_ids shows"):
         model(batch)
-    with pytest.raises(NotImplementedError, match=r"several texts each, as cu_seq_lens_q says"):
+    with pytest.raises(NotImplementedError, match=r"packed into one row, as cu_seq_lens_q shows"):
         model(padded_batch() | {"cu_seq_lens_q": torch.tensor([0, 3, 7])})
 
 

@@ -234,7 +234,7 @@ def test_any_other_output_is_refused(output):
 
 @pytest.mark.parametrize("shape", [(3,), (3, 4, 2), ()])
 def test_logits_that_are_not_one_row_an_example_are_refused(shape):
-    with pytest.raises(ValueError, match=r"shape \(batch, outputs\) and got"):
+    with pytest.raises(ValueError, match=r"shape \(batch, outputs\), not"):
         LogitsModel(Spy(torch.zeros(shape)))(torch.zeros(3, 1))
 
 

@@ -131,5 +131,5 @@ def test_what_cannot_be_checked_is_said():
         return call(inputs, **kwargs)
 
     logits_model._call = refuse_single_texts
-    with pytest.warns(UserWarning, match="can't be checked.*no single texts"):
+    with pytest.warns(UserWarning, match="Can't check whether.*no single texts"):
         logits_model(batch)

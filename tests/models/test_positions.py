@@ -14,7 +14,7 @@ def test_a_mask_is_for_layers_that_see_all_positions():
     assert positions.valid(4) is mask
     assert positions.valid(2) is None  # pooled: one row a sequence
     assert positions._replace(mask=None).valid(7) is None
-    with pytest.raises(NotImplementedError, match=r"3 positions an example .* mask has 4"):
+    with pytest.raises(NotImplementedError, match=r"3 positions of each example, .*mask has 4"):
         positions.valid(3)
 
 

@@ -202,11 +202,11 @@ def test_batches_without_labels_that_are_no_pairs_are_refused():
 def test_texts_of_different_lengths_need_a_padding_token():
     model = lora_model("bert", n_labels=1)
     model.config.pad_token_id = None
-    with pytest.raises(ValueError, match=r"differ in length, and .* no pad_token_id"):
+    with pytest.raises(ValueError, match=r"differ in length, and .* no pad_token_id: set it"):
         make(model, likelihood="reward_modeling").fit([apart("{key}_{name}")])
 
 
 def test_margins_are_warned_of():
     la = make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
-    with pytest.warns(UserWarning, match="knows no margin"):
+    with pytest.warns(UserWarning, match="has no margin"):
         la.fit([stacked() | {"margin": torch.ones(5)}])

@@ -133,9 +133,12 @@ def changed(**parts):
         (changed(labels=torch.full((6, 7), -100)), "no token is labelled"),
         (changed(labels=torch.zeros(6, dtype=torch.long)), "tokens of shape"),
         (changed(labels=torch.zeros(6, 7)), "tokens of shape"),
-        (changed(labels=torch.ones(6, 4, dtype=torch.long)), r"labels \(6, 4\) for input_ids"),
+        (
+            changed(labels=torch.ones(6, 4, dtype=torch.long)),
+            r"labels have shape \(6, 4\), but input_ids",
+        ),
         (changed(labels=changed()["input_ids"]), "row 1 has labels where attention_mask is 0"),
-        (changed(attention_mask=torch.ones(6, 5)), r"attention_mask \(6, 5\)"),
+        (changed(attention_mask=torch.ones(6, 5)), r"attention_mask has \(6, 5\)"),
     ],
 )
 def test_what_is_refused(batch, message):
@@ -152,7 +155,7 @@ def test_what_is_refused(batch, message):
 )
 def test_packed_texts_are_refused(packed):
     batch = changed(attention_mask=torch.ones(6, 7).long(), labels=changed()["labels"])
-    with pytest.raises(NotImplementedError, match="several texts each"):
+    with pytest.raises(NotImplementedError, match="Several texts are packed"):
         TokensModel(lora_model("gpt2").eval())(batch | packed)
 
 
@@ -162,7 +165,7 @@ def test_a_batch_without_labels_and_one_that_is_no_mapping_are_refused():
     del batch["labels"]
     with pytest.raises(ValueError, match="No labels 'labels'"):
         model(batch)
-    with pytest.raises(TypeError, match="a mapping, not tuple"):
+    with pytest.raises(TypeError, match="be a mapping, not tuple"):
         model((batch, batch))
 
 

@@ -152,7 +152,7 @@ def other(config: Any) -> nn.Module:
     return get_peft_model(TwoLinear(), config)
 
 
-_LINEAR_A_AND_B = r"Only LoRA layers that add B\(A\(x\)\)"
+_LINEAR_A_AND_B = r"LoRA layers must add B\(A\(x\)\)"
 _NO_LORA = "No LoRA layer in the model"
 _BOTH = {"target_modules": ["first", "second"]}
 
@@ -172,7 +172,7 @@ ADAPTERS = {
     ),
     "beside an inactive adapter": Kind(with_inactive),
     "two active adapters": Kind(with_two_active, "refused", "Several adapters are active"),
-    "merged": Kind(merged, "refused until unmerged", "Merged into first"),
+    "merged": Kind(merged, "refused until unmerged", "merged into first"),
     "LoRA of an embedding": Kind(
         lambda: with_lora(Words(), "words"), "refused", rf"{_LINEAR_A_AND_B}.*words \(Embedding"
     ),
