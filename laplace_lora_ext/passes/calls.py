@@ -70,16 +70,6 @@ class Call:
             self._was_overwritten = self.is_overwritten
             self._input = None
 
-    def listen(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Call `hook` with gradients of what the layer returned; the handle removes it."""
-
-        def at_node(gradients: Sequence[torch.Tensor | None]) -> None:
-            gradient = gradients[self.edge.output_nr]
-            if gradient is not None:
-                hook(gradient)
-
-        return self.edge.node.register_prehook(at_node)
-
 
 class Region:
     """A part of the model that forgets its activations: backward passes compute them again.
@@ -93,7 +83,7 @@ class Region:
     def __init__(self, function: Callable) -> None:
         self.function = function
         self.calls: list[Call] = []
-        self.remembered = 0  # calls that the running computation has passed
+        self.passed = 0  # calls that the running computation has passed
         self._end: Any = None
 
     @property
@@ -193,8 +183,8 @@ class Listener:
         block, region = self._blocks[index], self._region
         inputs = args[0].clone() if block.name in self._copied else args[0]
         if region is not None and not region.is_new:
-            region.calls[region.remembered].computed_again(inputs)
-            region.remembered += 1
+            region.calls[region.passed].computed_again(inputs)
+            region.passed += 1
         elif self._heard is not None:
             call = Call(block, inputs, output, region)
             self._heard.calls[index].append(call)
@@ -217,7 +207,7 @@ class Listener:
     @torch.enable_grad()
     def _compute(self, region: Region, *args: Any) -> Any:
         outer, self._region = self._region, region
-        region.remembered = 0
+        region.passed = 0
         try:
             outputs = region.function(*args)
             region.finish()

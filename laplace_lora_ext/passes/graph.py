@@ -69,9 +69,9 @@ class Graph:
             return vector.new_zeros(())
 
         arrivals = [Arrivals(index, calls, deliver) for index, calls in enumerate(self.calls)]
-        hook = Arrivals.add if len(vectors) == 1 else Arrivals.add_batched
+        arrive = Arrivals.arrive if len(vectors) == 1 else Arrivals.arrive_batched
         handles = [
-            call.listen(partial(hook, of_layer, place))
+            call.edge.node.register_prehook(partial(arrive, of_layer, place))
             for of_layer, calls in zip(arrivals, self.calls, strict=True)
             for place, call in enumerate(calls)
         ]
@@ -118,6 +118,23 @@ class Arrivals:
         self._calls = calls
         self._deliver = deliver
 
+    def arrive(self, place: int, of_node: Sequence[torch.Tensor | None]) -> None:
+        """A hook: gradients come to the node of a call, of one seed."""
+        gradients = of_node[self._calls[place].edge.output_nr]
+        if gradients is not None:
+            self._add(place, gradients[None])
+
+    def arrive_batched(self, place: int, of_node: Sequence[torch.Tensor | None]) -> None:
+        """A hook under `vmap` over seeds."""
+        gradients = of_node[self._calls[place].edge.output_nr]
+        if gradients is not None:
+            Unbatched.apply(gradients, partial(self._add, place))
+
+    def _add(self, place: int, gradients: torch.Tensor) -> None:
+        self.gradients[place] = gradients
+        if len(self.gradients) == len(self._calls):
+            self.deliver()
+
     def deliver(self) -> None:
         """Hand over what has arrived, and let go of what can be computed again."""
         self._deliver(self)
@@ -132,20 +149,6 @@ class Arrivals:
         """Hands over the gradients, and keeps none."""
         gradients, self.gradients = self.gradients, {}
         return gradients
-
-    def add(self, place: int, gradients: torch.Tensor) -> None:
-        """A hook: gradients of a call's output, of one seed."""
-        self._keep(place, gradients[None])
-
-    def add_batched(self, place: int, gradients: torch.Tensor) -> None:
-        """A hook under `vmap` over seeds."""
-        Unbatched.apply(gradients, partial(self._keep, place))
-
-    def _keep(self, place: int, gradients: torch.Tensor) -> None:
-        """Keep `(S, ...)` gradients of a call's output; the last call's have all delivered."""
-        self.gradients[place] = gradients
-        if len(self.gradients) == len(self._calls):
-            self.deliver()
 
 
 def _nodes_behind(result: torch.Tensor) -> dict[Any, None]:
