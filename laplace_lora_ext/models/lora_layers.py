@@ -16,7 +16,9 @@ from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
 from laplace_lora_ext.models.convolutions import channels_last, patches, patching
+from laplace_lora_ext.models.embeddings import EmbeddingHalf, halves, is_embedding
 from laplace_lora_ext.models.placement import (
+    check_in_place,
     check_reachable,
     device_of,
     is_absent,
@@ -30,6 +32,11 @@ from laplace_lora_ext.models.unsupported import (
     other_tuners,
 )
 
+_NAME = re.compile(
+    r"(?P<layer>.*)\.(?P<parameter>lora_(embedding_)?[AB])\.(?P<adapter>[^.]+)(\.weight)?"
+)
+_BEGIN_AT_ZERO = {"lora_B": "lora_A", "lora_embedding_A": "lora_embedding_B"}  # with the other half
+
 
 @dataclass(frozen=True)
 class Block:
@@ -39,9 +46,9 @@ class Block:
     ----------
     name : str
         of the weight, without the prefixes that wrappers add
-    layer : torch.nn.Linear, torch.nn.Conv1d or torch.nn.Conv2d
+    layer : torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d or EmbeddingHalf
         `lora_A` or `lora_B`; its weight `(m, n)` is the block, where n is the size of a patch if
-        the layer is a convolution
+        the layer is a convolution, and that of the vocabulary if `lora_A` is an embedding's
     small_output : bool
         whether the LoRA rank is the size of the layer's output (`lora_A`) or of its input
     owner : peft.tuners.lora.LoraLayer or None
@@ -49,7 +56,7 @@ class Block:
     """
 
     name: str
-    layer: nn.Linear | nn.Conv1d | nn.Conv2d
+    layer: nn.Linear | nn.Conv1d | nn.Conv2d | EmbeddingHalf
     small_output: bool
     owner: Any = None
 
@@ -70,42 +77,64 @@ class Block:
     @property
     def device(self) -> torch.device:
         """Where the layer computes."""
-        return device_of(self.layer)
+        layer: Any = self.layer
+        return device_of(layer) if self.weight.is_meta else self.weight.device
+
+    @property
+    def held_column(self) -> int | None:
+        """A column of the weight that no gradient comes to, as an embedding's of padding."""
+        return self.layer.held_column if isinstance(self.layer, EmbeddingHalf) else None
 
     @property
     def input_map(self) -> tuple[Any, ...]:
         """What decides on the rows that `input_rows` makes; nothing where the layer is linear."""
+        if isinstance(self.layer, EmbeddingHalf):
+            return self.layer.input_map
         return () if isinstance(self.layer, nn.Linear) else patching(self.layer)
 
     def input_rows(self, inputs: torch.Tensor) -> torch.Tensor:
         """What the layer was given as rows `(..., n)`."""
+        if isinstance(self.layer, EmbeddingHalf):
+            return self.layer.input_rows(inputs)
         return inputs if isinstance(self.layer, nn.Linear) else patches(self.layer, inputs)
 
     def output_rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """What it returns, or gradients of that, as rows `(..., m)`."""
+        if isinstance(self.layer, EmbeddingHalf):
+            return self.layer.output_rows(outputs)
         return outputs if isinstance(self.layer, nn.Linear) else channels_last(self.layer, outputs)
 
     @property
     def adapter(self) -> str:
         """Name of the adapter that the weight belongs to."""
-        return self.name.split(".")[-2]
+        return self._named("adapter")
+
+    @property
+    def parameter(self) -> str:
+        """What PEFT calls it: "lora_A" or "lora_B", or of embeddings "lora_embedding_A" or "_B"."""
+        return self._named("parameter")
 
     @property
     def matrix(self) -> str:
-        """Which of the two it is: "lora_A" or "lora_B"."""
-        return self.name.split(".")[-3]
+        """Which of the two it is: "lora_A" or "lora_B", of embeddings too."""
+        return self.parameter.replace("embedding_", "")
 
     @property
     def lora_layer(self) -> str:
         """Name of the LoRA layer that it is part of."""
-        return self.name.rsplit(".", 3)[0]
+        return self._named("layer")
+
+    def _named(self, part: str) -> str:
+        match = _NAME.fullmatch(self.name)
+        assert match is not None
+        return match[part]
 
     @property
     def transformer_layer(self) -> str:
         """Name up to the layer's number, such as "model.layers.3", or else the module's name."""
         name = re.sub(r"^(base_model\.model\.)?", "", self.name)
         numbered = re.match(r".*?\.\d+(?=\.)", name)
-        return numbered.group() if numbered else re.sub(r"\.lora_[AB]\..*", "", name)
+        return numbered.group() if numbered else _NAME.sub(r"\g<layer>", name)
 
     def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
         """`(..., m, n)` weights as `(..., r, d)`, and back."""
@@ -151,7 +180,8 @@ def find_blocks(
         If there is no LoRA layer, if the adapter is merged, disabled or not the only active
         one, if its weights are on the meta device, or if nothing matches the selection.
     NotImplementedError
-        If LoRA layers of the adapter are not two linear maps of their own.
+        If LoRA layers of the adapter are not two linear maps of their own, or those of an embedding
+        are sharded or offloaded.
     """
     check_tuner(model)
     check_reachable(model)
@@ -169,28 +199,27 @@ def find_blocks(
     check_plain(layers, adapter)
     check_apart(layers, adapter)
     blocks = [
-        Block(
-            f"{name}.{part}.{adapter}.weight",
-            getattr(layer, part)[adapter],
-            part == "lora_A",
-            layer,
-        )
+        block
         for name, layer in layers.items()
-        for part in _taking_part(layer, adapter)
+        for block in _taking_part(_blocks_of(name, layer, adapter))
     ]
     on_meta = [block.name for block in blocks if is_absent(block.layer)]
     if on_meta:
         raise ValueError(f"Load the weights first: on the meta device are {listed(on_meta)}.")
+    of_embeddings = [b.layer for b in blocks if isinstance(b.layer, EmbeddingHalf)]
+    check_in_place(of_embeddings, "LoRA of an embedding")
     return blocks
 
 
-def check_without_dora(blocks: Sequence[Block]) -> None:
-    """Refuse DoRA for the host's backends, which take every call of a layer for an input.
+def check_known_to_host(blocks: Sequence[Block]) -> None:
+    """Refuse DoRA and LoRA of embeddings for the host's backends.
+
+    These take every call of a linear layer for an input, and know no other layers.
 
     Raises
     ------
     NotImplementedError
-        If a layer has DoRA.
+        If a layer has DoRA, or is an embedding.
     """
     with_dora = [b.name for b in blocks if b.owner is not None and has_dora(b.owner, b.adapter)]
     if with_dora:
@@ -199,14 +228,23 @@ def check_without_dora(blocks: Sequence[Block]) -> None:
             f'inputs: {listed(with_dora)}. Without `backend`, the structures "lowrank_kron", '
             '"diag" and "full" do.'
         )
+    of_embeddings = [b.name for b in blocks if isinstance(b.layer, EmbeddingHalf)]
+    if of_embeddings:
+        raise NotImplementedError(
+            "The host's backends don't know LoRA of embeddings, whose weights are in no linear "
+            f'layer: {listed(of_embeddings)}. Without `backend`, the structures "lowrank_kron", '
+            '"diag" and "full" do. Or leave it out with target_modules.'
+        )
 
 
 def warn_if_untrained(blocks: Sequence[Block]) -> None:
-    """Warn where every `lora_B` is 0, as PEFT initialises it."""
-    if not any(block.values.any() for block in blocks if block.matrix == "lora_B"):
+    """Warn where all weights are 0 that PEFT initialises so: `lora_B`, and A of embeddings."""
+    beginning = [block for block in blocks if block.parameter in _BEGIN_AT_ZERO]
+    if beginning and not any(block.values.any() for block in beginning):
+        names = sorted({block.parameter for block in beginning})
         warn(
-            "Every lora_B weight is 0: the adapter looks untrained, and the curvature of every "
-            "lora_A is 0."
+            f"Every {' and '.join(names)} weight is 0: the adapter looks untrained, and the "
+            f"curvature of every {' and '.join(_BEGIN_AT_ZERO[name] for name in names)} is 0."
         )
 
 
@@ -215,7 +253,7 @@ def warn_of_other_trainable(model: nn.Module) -> None:
     names = [
         strip_wrappers(name)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not re.search(r"\.lora_[AB]\..*\.weight$", name)
+        if parameter.requires_grad and not _NAME.fullmatch(strip_wrappers(name))
     ]
     if names:
         warn(
@@ -250,10 +288,18 @@ def _adapters(layer: lora.LoraLayer) -> set[str]:
     return {name for part in layer.adapter_layer_names for name in getattr(layer, part, ())}
 
 
-def _taking_part(layer: Any, adapter: str) -> list[str]:
-    """`lora_A` and `lora_B`, or the one of them that requires grad where the other does not."""
-    parts = ["lora_A", "lora_B"]
-    return [part for part in parts if getattr(layer, part)[adapter].weight.requires_grad] or parts
+def _blocks_of(name: str, layer: lora.LoraLayer, adapter: str) -> list[Block]:
+    """`lora_A` and `lora_B` of a layer, by the names of their parameters."""
+    kind, weight = ("embedding_", "") if is_embedding(layer) else ("", ".weight")
+    return [
+        Block(f"{name}.lora_{kind}{part}.{adapter}{weight}", half, part == "A", layer)
+        for part, half in zip("AB", halves(layer, adapter), strict=True)
+    ]
+
+
+def _taking_part(blocks: list[Block]) -> list[Block]:
+    """Both of a layer, or the one that requires grad where the other does not."""
+    return [block for block in blocks if block.weight.requires_grad] or blocks
 
 
 def _active_adapter(layers: dict[str, lora.LoraLayer]) -> str:
