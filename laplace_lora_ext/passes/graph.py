@@ -72,7 +72,7 @@ class Graph:
     @property
     def seeds_at_once(self) -> int:
         """How many seeds one backward pass should take."""
-        rows = max(sum(call.input.shape[:-1].numel() for call in calls) for calls in self.calls)
+        rows = max(sum(call.output.shape[:-1].numel() for call in calls) for calls in self.calls)
         return max(1, _ROWS // max(1, rows))
 
     def back_propagate(
