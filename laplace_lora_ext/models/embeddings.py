@@ -133,6 +133,7 @@ class TokenColumns(EmbeddingHalf):
         return self.part, self.weight.shape[1], self.held_column
 
     def input_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        # Older PyTorch scatters by int64 alone.
         weight, ids = self.weight, ids.to(self.weight.device).long()
         rows = weight.new_zeros(*ids.shape, weight.shape[1], dtype=self.statistics_dtype)
         counted = torch.ones_like(ids) if self.held_column is None else ids != self.held_column

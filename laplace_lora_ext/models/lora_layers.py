@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from peft.tuners import lora
-from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
@@ -24,6 +22,7 @@ from laplace_lora_ext.models.placement import (
     is_absent,
     values_of,
 )
+from laplace_lora_ext.models.selection import active_adapter, adapters_of, select
 from laplace_lora_ext.models.unsupported import (
     check_apart,
     check_plain,
@@ -193,9 +192,9 @@ def find_blocks(
             f"No LoRA layer in the model (found {other_tuners(model)}). Add one with "
             "peft.get_peft_model."
         )
-    adapter = _active_adapter(layers)
-    layers = {name: layer for name, layer in layers.items() if adapter in _adapters(layer)}
-    layers = _select(layers, target_modules, layers_to_transform)
+    adapter = active_adapter(layers)
+    layers = {name: layer for name, layer in layers.items() if adapter in adapters_of(layer)}
+    layers = select(layers, target_modules, layers_to_transform)
     check_plain(layers, adapter)
     check_apart(layers, adapter)
     blocks = [
@@ -283,11 +282,6 @@ def _by_stripped_name(layers: dict[str, lora.LoraLayer]) -> dict[str, lora.LoraL
     return stripped if len(stripped) == len(layers) else layers
 
 
-def _adapters(layer: lora.LoraLayer) -> set[str]:
-    """Names of all adapters that have weights in the layer."""
-    return {name for part in layer.adapter_layer_names for name in getattr(layer, part, ())}
-
-
 def _blocks_of(name: str, layer: lora.LoraLayer, adapter: str) -> list[Block]:
     """`lora_A` and `lora_B` of a layer, by the names of their parameters."""
     kind, weight = ("embedding_", "") if is_embedding(layer) else ("", ".weight")
@@ -300,64 +294,3 @@ def _blocks_of(name: str, layer: lora.LoraLayer, adapter: str) -> list[Block]:
 def _taking_part(blocks: list[Block]) -> list[Block]:
     """Both of a layer, or the one that requires grad where the other does not."""
     return [block for block in blocks if block.weight.requires_grad] or blocks
-
-
-def _active_adapter(layers: dict[str, lora.LoraLayer]) -> str:
-    """The one adapter that runs in a forward pass.
-
-    `peft.get_layer_status` says as much of a model, from PEFT 0.12 on only.
-    """
-    merged = [name for name, layer in layers.items() if layer.merged]
-    if merged:
-        raise ValueError(f"Merged into {listed(merged)}: call model.unmerge_adapter() first.")
-    disabled = [name for name, layer in layers.items() if layer.disable_adapters]
-    if disabled:
-        raise ValueError(
-            f"Adapters are disabled in {listed(disabled)}: call model.enable_adapter_layers()."
-        )
-    active = {
-        adapter
-        for layer in layers.values()
-        for adapter in layer.active_adapters
-        if adapter in _adapters(layer)
-    }
-    if len(active) != 1:
-        state = f"Several adapters are active ({', '.join(sorted(active))})"
-        raise ValueError(
-            f"{state if active else 'No adapter is active'}: call model.set_adapter(name)."
-        )
-    return active.pop()
-
-
-def _select(
-    layers: dict[str, lora.LoraLayer],
-    target_modules: str | Sequence[str] | None,
-    layers_to_transform: int | Iterable[int] | None,
-) -> dict[str, lora.LoraLayer]:
-    if target_modules is None and layers_to_transform is None:
-        return layers
-    if layers_to_transform is not None and not isinstance(layers_to_transform, int):
-        layers_to_transform = list(layers_to_transform)
-    if isinstance(target_modules, str):
-        targets: str | list[str] = target_modules
-    elif target_modules is not None:
-        targets = list(target_modules)
-    else:  # PEFT reads layer indices only beside names of modules
-        targets = sorted({name.rpartition(".")[2] for name in layers})
-    config = LoraConfig(
-        target_modules=targets,
-        layers_to_transform=layers_to_transform,
-    )
-    # Before a name in full, PEFT would pass over the layer's index: let it see but ends of names.
-    dot = "" if isinstance(targets, str) else "."
-    selected = {
-        name: layer
-        for name, layer in layers.items()
-        if check_target_module_exists(config, dot + name) and layers_to_transform != []
-    }
-    if not selected:
-        raise ValueError(
-            f"No LoRA layer matches target_modules={target_modules!r}, "
-            f"layers_to_transform={layers_to_transform!r}; there are {listed(list(layers))}."
-        )
-    return selected
