@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from peft.tuners import lora
@@ -25,36 +25,39 @@ def obstacle(layer: lora.LoraLayer) -> str | None:
     return "tensor parallel" if getattr(layer, "input_fns", None) else None
 
 
-class EmbeddingHalf:
-    """`lora_embedding_A` or `lora_embedding_B` of a layer that adds `scale * B A[:, ids]`.
+class EmbeddingLayer:
+    """A layer that adds `scale * B A[:, ids]`.
 
-    PEFT calls neither of them as a module. The whole layer's calls stand for theirs: the tokens'
-    ids are what came in, and what the layer returns has the gradient of what it adds.
+    PEFT calls neither A nor B as a module, so calls of the layer stand for theirs: the tokens' ids
+    are what came in, and what the layer returns has the gradient of what it adds.
 
     Parameters
     ----------
     owner : peft.tuners.lora.Embedding
     adapter : str
-
-    Attributes
-    ----------
-    held_column : int or None
-        a column of the weight that no gradient comes to
     """
-
-    part: ClassVar[str]
-    held_column: int | None = None
 
     def __init__(self, owner: Any, adapter: str) -> None:
         self.owner = owner
         self.adapter = adapter
 
     @property
-    def weight(self) -> torch.Tensor:
-        return getattr(self.owner, self.part)[self.adapter]
+    def A(self) -> torch.Tensor:  # noqa: N802
+        """`(r, vocabulary)`."""
+        return self.owner.lora_embedding_A[self.adapter]
 
-    def register_forward_hook(self, hook: Callable[..., None]) -> Any:
-        """Listen to the owner's calls; `hook` gets the owner, the ids, and what it returns.
+    @property
+    def B(self) -> torch.Tensor:  # noqa: N802
+        """`(d, r)`."""
+        return self.owner.lora_embedding_B[self.adapter]
+
+    @property
+    def padding(self) -> int | None:
+        """The token whose column of A no gradient comes to."""
+        return self.owner.get_base_layer().padding_idx
+
+    def listen(self, hook: Callable[..., None]) -> Any:
+        """Have `hook` called with the owner, the ids, and what it returns; gives the handle.
 
         What the model goes on with is a copy: it may change that in place.
 
@@ -64,7 +67,7 @@ class EmbeddingHalf:
             In a call with `adapter_names`, or with ids of another shape than the output's.
         """
 
-        def listen(
+        def checked(
             owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
         ) -> torch.Tensor:
             if kwargs.get("adapter_names") is not None:
@@ -82,87 +85,111 @@ class EmbeddingHalf:
             return output.clone()
 
         # Before hooks that others have added, which may change what the layer returns.
-        return self.owner.register_forward_hook(listen, with_kwargs=True, prepend=True)
+        return self.owner.register_forward_hook(checked, with_kwargs=True, prepend=True)
+
+    def scaled(self, gradients: torch.Tensor) -> torch.Tensor:
+        """By the adapter's scaling, and by the embedding's own, as of Gemma 3; in full precision.
+
+        `(..., d)` gradients of what the layer returns become those of what B does.
+        """
+        own: Any = getattr(self.owner, "_get_embed_scale", lambda: None)()  # of newer PEFT
+        gradients = gradients.to(self.B.device, _full(self.B)) * self.owner.scaling[self.adapter]
+        return gradients if own is None else gradients * own.to(self.B)
+
+
+class TokenColumns:
+    """`lora_embedding_A`, `(r, vocabulary)`, as a linear layer of one-hot tokens.
+
+    The rows of a batch take as many numbers as logits at each of its positions would. PyTorch gives
+    the column of the padding token no gradient, and so does this: the token's rows are 0.
+
+    Parameters
+    ----------
+    layer : EmbeddingLayer
+    """
+
+    def __init__(self, layer: EmbeddingLayer) -> None:
+        self._layer = layer
+        self.register_forward_hook = layer.listen
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._layer.A
 
     @property
     def _hf_hook(self) -> Any:
         """What Accelerate offloads the weight with."""
-        return getattr(getattr(self.owner, self.part), "_hf_hook", None)
+        return getattr(self._layer.owner.lora_embedding_A, "_hf_hook", None)
+
+    @property
+    def held_column(self) -> int | None:
+        """A column that no gradient comes to."""
+        return self._layer.padding
 
     @property
     def input_map(self) -> tuple[Any, ...]:
         """What decides, beside the tokens, on the rows that `input_rows` makes."""
-        raise NotImplementedError
+        return "one-hot", self.weight.shape[1], self.held_column
 
     def input_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """What the weight is applied to, `(..., n)`, of the ids `(...)` of tokens."""
-        raise NotImplementedError
-
-    def output_rows(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Gradients of what the weight makes of them, `(..., m)`, of the layer's `(..., d)`."""
-        raise NotImplementedError
-
-    @property
-    def statistics_dtype(self) -> torch.dtype:
-        """Of the rows: float32 or better."""
-        return torch.promote_types(self.weight.dtype, torch.float32)
-
-    def _scaled(self, gradients: torch.Tensor) -> torch.Tensor:
-        """By the adapter's scaling, and by the embedding's own, as of Gemma 3."""
-        own: Any = getattr(self.owner, "_get_embed_scale", lambda: None)()  # of newer PEFT
-        scaling = self.owner.scaling[self.adapter]
-        gradients = gradients.to(self.weight.device, self.statistics_dtype) * scaling
-        return gradients if own is None else gradients * own.to(self.weight)
-
-
-class TokenColumns(EmbeddingHalf):
-    """`lora_embedding_A`, `(r, vocabulary)`, applied to one-hot tokens.
-
-    The rows of a batch take as many numbers as logits at each of its positions would. PyTorch gives
-    the column of the padding token no gradient, and so does this: the token's rows are 0.
-    """
-
-    part = "lora_embedding_A"
-
-    @property
-    def held_column(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.owner.get_base_layer().padding_idx
-
-    @property
-    def input_map(self) -> tuple[Any, ...]:
-        return self.part, self.weight.shape[1], self.held_column
-
-    def input_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Of tokens `(...)`, `(..., vocabulary)`."""
         # Older PyTorch scatters by int64 alone.
         weight, ids = self.weight, ids.to(self.weight.device).long()
-        rows = weight.new_zeros(*ids.shape, weight.shape[1], dtype=self.statistics_dtype)
+        rows = weight.new_zeros(*ids.shape, weight.shape[1], dtype=_full(weight))
         counted = torch.ones_like(ids) if self.held_column is None else ids != self.held_column
         return rows.scatter_(-1, ids[..., None], counted[..., None].to(rows))
 
     def output_rows(self, gradients: torch.Tensor) -> torch.Tensor:
-        projection = getattr(self.owner, Projection.part)[self.adapter].detach()
-        return self._scaled(gradients) @ projection.to(self.statistics_dtype)
+        """`(..., r)`, of gradients `(..., d)` of what the embedding returns."""
+        B = self._layer.B.detach()
+        return self._layer.scaled(gradients) @ B.to(_full(B))
 
 
-class Projection(EmbeddingHalf):
-    """`lora_embedding_B`, `(d, r)`, applied to the tokens' columns of A."""
+class Projection:
+    """`lora_embedding_B`, `(d, r)`, as a linear layer of the tokens' columns of A.
 
-    part = "lora_embedding_B"
+    Parameters
+    ----------
+    layer : EmbeddingLayer
+    """
+
+    held_column = None
+
+    def __init__(self, layer: EmbeddingLayer) -> None:
+        self._layer = layer
+        self.register_forward_hook = layer.listen
+        self.output_rows = layer.scaled
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._layer.B
+
+    @property
+    def _hf_hook(self) -> Any:
+        """What Accelerate offloads the weight with."""
+        return getattr(self._layer.owner.lora_embedding_B, "_hf_hook", None)
 
     @property
     def input_map(self) -> tuple[Any, ...]:
-        return self.part, id(self.owner), self.adapter
+        """What decides, beside the tokens, on the rows that `input_rows` makes."""
+        return "columns", id(self._layer.owner), self._layer.adapter
 
     def input_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        columns = getattr(self.owner, TokenColumns.part)[self.adapter].detach()
-        return embedding(ids.to(columns.device), columns.T)
+        """Of tokens `(...)`, `(..., r)`."""
+        A = self._layer.A.detach()
+        return embedding(ids.to(A.device), A.T)
 
-    def output_rows(self, gradients: torch.Tensor) -> torch.Tensor:
-        return self._scaled(gradients)
+
+EmbeddingHalf = TokenColumns | Projection
 
 
 def halves(layer: Any, adapter: str) -> tuple[Any, Any]:
     """A and B of PEFT's layer: linear layers, convolutions, or halves of an embedding's LoRA."""
     if is_embedding(layer):
-        return TokenColumns(layer, adapter), Projection(layer, adapter)
+        shared = EmbeddingLayer(layer, adapter)
+        return TokenColumns(shared), Projection(shared)
     return layer.lora_A[adapter], layer.lora_B[adapter]
+
+
+def _full(weight: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
