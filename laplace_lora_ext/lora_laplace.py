@@ -30,7 +30,7 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
     Block,
-    check_without_dora,
+    check_known_to_host,
     find_blocks,
     warn_if_untrained,
     warn_of_frozen,
@@ -38,7 +38,7 @@ from laplace_lora_ext.models.lora_layers import (
 )
 from laplace_lora_ext.models.model_state import FittedModel
 from laplace_lora_ext.models.preference_model import PreferenceModel
-from laplace_lora_ext.models.weights import flattened
+from laplace_lora_ext.models.weights import flattened, held
 from laplace_lora_ext.passes import jacobians
 from laplace_lora_ext.passes.checks import check_called
 from laplace_lora_ext.precision import without_autocast
@@ -55,7 +55,8 @@ from laplace_lora_ext.tuning import by_name
 class LoRALaplace(ParametricLaplace):
     """What all Laplace approximations over LoRA weights share.
 
-    The posterior is over the `lora_A` and `lora_B` weights of the active adapter. Everything else
+    The posterior is over the `lora_A` and `lora_B` weights of the active adapter, those of
+    embeddings (`lora_embedding_A`, `lora_embedding_B`) too. Everything else
     in the model, even a trainable head, stays at its MAP value. No method changes the model.
 
     Parameters
@@ -132,7 +133,7 @@ class LoRALaplace(ParametricLaplace):
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
         else:
-            check_without_dora(self.blocks)
+            check_known_to_host(self.blocks)
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,
@@ -406,7 +407,7 @@ class LoRALaplace(ParametricLaplace):
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        return super().sample(n_samples, generator)
+        return torch.where(held(self.blocks), self.mean, super().sample(n_samples, generator))
 
     @without_autocast
     def _glm_functional_samples(

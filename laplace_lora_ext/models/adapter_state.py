@@ -54,7 +54,7 @@ def fingerprint(blocks: Sequence[Block]) -> str:
     """
     digest = hashlib.sha256()
     for block, scaling in zip(blocks, scalings(blocks), strict=True):
-        name = block.name.replace(f".{block.adapter}.weight", "")
+        name = f"{block.lora_layer}.{block.parameter}"
         values = block.values.double().cpu().contiguous()
         digest.update(repr((name, tuple(values.shape), scaling)).encode())
         digest.update(values.numpy().tobytes())

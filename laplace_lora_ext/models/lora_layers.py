@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from peft.tuners import lora
-from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
 from laplace_lora_ext.models.convolutions import channels_last, patches, patching
+from laplace_lora_ext.models.embeddings import EmbeddingHalf, halves, is_embedding
 from laplace_lora_ext.models.placement import (
+    check_in_place,
     check_reachable,
     device_of,
     is_absent,
     values_of,
 )
+from laplace_lora_ext.models.selection import active_adapter, adapters_of, select
 from laplace_lora_ext.models.unsupported import (
     check_apart,
     check_plain,
@@ -29,6 +30,11 @@ from laplace_lora_ext.models.unsupported import (
     has_dora,
     other_tuners,
 )
+
+_NAME = re.compile(
+    r"(?P<layer>.*)\.(?P<parameter>lora_(embedding_)?[AB])\.(?P<adapter>[^.]+)(\.weight)?"
+)
+_BEGIN_AT_ZERO = {"lora_B": "lora_A", "lora_embedding_A": "lora_embedding_B"}  # with the other half
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,9 @@ class Block:
     ----------
     name : str
         of the weight, without the prefixes that wrappers add
-    layer : torch.nn.Linear, torch.nn.Conv1d or torch.nn.Conv2d
+    layer : torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d or EmbeddingHalf
         `lora_A` or `lora_B`; its weight `(m, n)` is the block, where n is the size of a patch if
-        the layer is a convolution
+        the layer is a convolution, and that of the vocabulary if `lora_A` is an embedding's
     small_output : bool
         whether the LoRA rank is the size of the layer's output (`lora_A`) or of its input
     owner : peft.tuners.lora.LoraLayer or None
@@ -49,7 +55,7 @@ class Block:
     """
 
     name: str
-    layer: nn.Linear | nn.Conv1d | nn.Conv2d
+    layer: nn.Linear | nn.Conv1d | nn.Conv2d | EmbeddingHalf
     small_output: bool
     owner: Any = None
 
@@ -70,42 +76,64 @@ class Block:
     @property
     def device(self) -> torch.device:
         """Where the layer computes."""
-        return device_of(self.layer)
+        layer: Any = self.layer
+        return device_of(layer) if self.weight.is_meta else self.weight.device
+
+    @property
+    def held_column(self) -> int | None:
+        """A column of the weight that no gradient comes to, as an embedding's of padding."""
+        return self.layer.held_column if isinstance(self.layer, EmbeddingHalf) else None
 
     @property
     def input_map(self) -> tuple[Any, ...]:
         """What decides on the rows that `input_rows` makes; nothing where the layer is linear."""
+        if isinstance(self.layer, EmbeddingHalf):
+            return self.layer.input_map
         return () if isinstance(self.layer, nn.Linear) else patching(self.layer)
 
     def input_rows(self, inputs: torch.Tensor) -> torch.Tensor:
         """What the layer was given as rows `(..., n)`."""
+        if isinstance(self.layer, EmbeddingHalf):
+            return self.layer.input_rows(inputs)
         return inputs if isinstance(self.layer, nn.Linear) else patches(self.layer, inputs)
 
     def output_rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """What it returns, or gradients of that, as rows `(..., m)`."""
+        if isinstance(self.layer, EmbeddingHalf):
+            return self.layer.output_rows(outputs)
         return outputs if isinstance(self.layer, nn.Linear) else channels_last(self.layer, outputs)
 
     @property
     def adapter(self) -> str:
         """Name of the adapter that the weight belongs to."""
-        return self.name.split(".")[-2]
+        return self._named("adapter")
+
+    @property
+    def parameter(self) -> str:
+        """What PEFT calls it: "lora_A" or "lora_B", or of embeddings "lora_embedding_A" or "_B"."""
+        return self._named("parameter")
 
     @property
     def matrix(self) -> str:
-        """Which of the two it is: "lora_A" or "lora_B"."""
-        return self.name.split(".")[-3]
+        """Which of the two it is: "lora_A" or "lora_B", of embeddings too."""
+        return self.parameter.replace("embedding_", "")
 
     @property
     def lora_layer(self) -> str:
         """Name of the LoRA layer that it is part of."""
-        return self.name.rsplit(".", 3)[0]
+        return self._named("layer")
+
+    def _named(self, part: str) -> str:
+        match = _NAME.fullmatch(self.name)
+        assert match is not None
+        return match[part]
 
     @property
     def transformer_layer(self) -> str:
         """Name up to the layer's number, such as "model.layers.3", or else the module's name."""
         name = re.sub(r"^(base_model\.model\.)?", "", self.name)
         numbered = re.match(r".*?\.\d+(?=\.)", name)
-        return numbered.group() if numbered else re.sub(r"\.lora_[AB]\..*", "", name)
+        return numbered.group() if numbered else _NAME.sub(r"\g<layer>", name)
 
     def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
         """`(..., m, n)` weights as `(..., r, d)`, and back."""
@@ -151,8 +179,8 @@ def find_blocks(
         If there is no LoRA layer, if the adapter is merged, disabled or not the only active
         one, if its weights are on the meta device, or if nothing matches the selection.
     NotImplementedError
-        If LoRA layers of the adapter are not two linear maps, or share weights; for X-LoRA, FSDP1
-        and DeepSpeed ZeRO-3.
+        If LoRA layers of the adapter are not two linear maps, or share weights, or if those of an
+        embedding are sharded or offloaded; for X-LoRA, FSDP1 and DeepSpeed ZeRO-3.
     """
     check_tuner(model)
     check_reachable(model)
@@ -164,34 +192,33 @@ def find_blocks(
             f"No LoRA layer in the model (found {other_tuners(model)}). Add one with "
             "peft.get_peft_model."
         )
-    adapter = _active_adapter(layers)
-    layers = {name: layer for name, layer in layers.items() if adapter in _adapters(layer)}
-    layers = _select(layers, target_modules, layers_to_transform)
+    adapter = active_adapter(layers)
+    layers = {name: layer for name, layer in layers.items() if adapter in adapters_of(layer)}
+    layers = select(layers, target_modules, layers_to_transform)
     check_plain(layers, adapter)
     check_apart(layers, adapter)
     blocks = [
-        Block(
-            f"{name}.{part}.{adapter}.weight",
-            getattr(layer, part)[adapter],
-            part == "lora_A",
-            layer,
-        )
+        block
         for name, layer in layers.items()
-        for part in _taking_part(layer, adapter)
+        for block in _taking_part(_blocks_of(name, layer, adapter))
     ]
     on_meta = [block.name for block in blocks if is_absent(block.layer)]
     if on_meta:
         raise ValueError(f"On the meta device are {listed(on_meta)}: load these weights first.")
+    of_embeddings = [b.layer for b in blocks if isinstance(b.layer, EmbeddingHalf)]
+    check_in_place(of_embeddings, "LoRA of an embedding")
     return blocks
 
 
-def check_without_dora(blocks: Sequence[Block]) -> None:
-    """Refuse DoRA for the host's backends, which take every call of a layer for an input.
+def check_known_to_host(blocks: Sequence[Block]) -> None:
+    """Refuse DoRA and LoRA of embeddings for the host's backends.
+
+    These take every call of a linear layer for an input, and know no other layers.
 
     Raises
     ------
     NotImplementedError
-        If a layer has DoRA.
+        If a layer has DoRA, or is an embedding.
     """
     with_dora = [b.name for b in blocks if b.owner is not None and has_dora(b.owner, b.adapter)]
     if with_dora:
@@ -200,14 +227,24 @@ def check_without_dora(blocks: Sequence[Block]) -> None:
             f'inputs: {listed(with_dora)}. Use the structures "lowrank_kron", "diag" or "full", '
             "without `backend`."
         )
+    of_embeddings = [b.name for b in blocks if isinstance(b.layer, EmbeddingHalf)]
+    if of_embeddings:
+        raise NotImplementedError(
+            "The host's backends don't support LoRA of embeddings, whose weights are in no linear "
+            f'layer: {listed(of_embeddings)}. Use the structures "lowrank_kron", "diag" or "full", '
+            "without `backend`, or leave the embedding out with target_modules."
+        )
 
 
 def warn_if_untrained(blocks: Sequence[Block]) -> None:
-    """Warn if every `lora_B` is 0, as PEFT initialises it."""
-    if not any(block.values.any() for block in blocks if block.matrix == "lora_B"):
+    """Warn if all weights are 0 that PEFT initialises so: `lora_B`, and A of embeddings."""
+    beginning = [block for block in blocks if block.parameter in _BEGIN_AT_ZERO]
+    if beginning and not any(block.values.any() for block in beginning):
+        names = sorted({block.parameter for block in beginning})
+        others = [_BEGIN_AT_ZERO[name] for name in names]
         warn(
-            "Every lora_B weight is 0, which makes the curvature of every lora_A 0: the adapter "
-            "looks untrained. Train it first."
+            f"Every {' and '.join(names)} weight is 0, which makes the curvature of every "
+            f"{' and '.join(others)} 0: the adapter looks untrained. Train it first."
         )
 
 
@@ -216,7 +253,7 @@ def warn_of_other_trainable(model: nn.Module) -> None:
     names = [
         strip_wrappers(name)
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not re.search(r"\.lora_[AB]\..*\.weight$", name)
+        if parameter.requires_grad and not _NAME.fullmatch(strip_wrappers(name))
     ]
     if names:
         warn(
@@ -246,75 +283,15 @@ def _by_stripped_name(layers: dict[str, lora.LoraLayer]) -> dict[str, lora.LoraL
     return stripped if len(stripped) == len(layers) else layers
 
 
-def _adapters(layer: lora.LoraLayer) -> set[str]:
-    """Names of all adapters that have weights in the layer."""
-    return {name for part in layer.adapter_layer_names for name in getattr(layer, part, ())}
+def _blocks_of(name: str, layer: lora.LoraLayer, adapter: str) -> list[Block]:
+    """`lora_A` and `lora_B` of a layer, by the names of their parameters."""
+    kind, weight = ("embedding_", "") if is_embedding(layer) else ("", ".weight")
+    return [
+        Block(f"{name}.lora_{kind}{part}.{adapter}{weight}", half, part == "A", layer)
+        for part, half in zip("AB", halves(layer, adapter), strict=True)
+    ]
 
 
-def _taking_part(layer: Any, adapter: str) -> list[str]:
-    """`lora_A` and `lora_B`, or the one of them that requires grad where the other does not."""
-    parts = ["lora_A", "lora_B"]
-    return [part for part in parts if getattr(layer, part)[adapter].weight.requires_grad] or parts
-
-
-def _active_adapter(layers: dict[str, lora.LoraLayer]) -> str:
-    """The one adapter that runs in a forward pass.
-
-    PEFT's own `get_layer_status` is missing before version 0.12.
-    """
-    merged = [name for name, layer in layers.items() if layer.merged]
-    if merged:
-        raise ValueError(
-            f"Adapters are merged into {listed(merged)}: call model.unmerge_adapter() first."
-        )
-    disabled = [name for name, layer in layers.items() if layer.disable_adapters]
-    if disabled:
-        raise ValueError(
-            f"Adapters are disabled in {listed(disabled)}: call model.enable_adapter_layers()."
-        )
-    active = {
-        adapter
-        for layer in layers.values()
-        for adapter in layer.active_adapters
-        if adapter in _adapters(layer)
-    }
-    if len(active) != 1:
-        state = f"Several adapters are active ({', '.join(sorted(active))})"
-        raise ValueError(
-            f"{state if active else 'No adapter is active'}: call model.set_adapter(name)."
-        )
-    return active.pop()
-
-
-def _select(
-    layers: dict[str, lora.LoraLayer],
-    target_modules: str | Sequence[str] | None,
-    layers_to_transform: int | Iterable[int] | None,
-) -> dict[str, lora.LoraLayer]:
-    if target_modules is None and layers_to_transform is None:
-        return layers
-    if layers_to_transform is not None and not isinstance(layers_to_transform, int):
-        layers_to_transform = list(layers_to_transform)
-    if isinstance(target_modules, str):
-        targets: str | list[str] = target_modules
-    elif target_modules is not None:
-        targets = list(target_modules)
-    else:  # PEFT reads layer indices only beside names of modules
-        targets = sorted({name.rpartition(".")[2] for name in layers})
-    config = LoraConfig(
-        target_modules=targets,
-        layers_to_transform=layers_to_transform,
-    )
-    # Before a name in full, PEFT would pass over the layer's index: let it see but ends of names.
-    dot = "" if isinstance(targets, str) else "."
-    selected = {
-        name: layer
-        for name, layer in layers.items()
-        if check_target_module_exists(config, dot + name) and layers_to_transform != []
-    }
-    if not selected:
-        raise ValueError(
-            f"No LoRA layer matches target_modules={target_modules!r}, "
-            f"layers_to_transform={layers_to_transform!r}; there are {listed(list(layers))}."
-        )
-    return selected
+def _taking_part(blocks: list[Block]) -> list[Block]:
+    """Both of a layer, or the one that requires grad where the other does not."""
+    return [block for block in blocks if block.weight.requires_grad] or blocks

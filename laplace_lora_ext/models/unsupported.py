@@ -11,6 +11,7 @@ from torch import nn
 
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.convolutions import is_convolution
+from laplace_lora_ext.models.embeddings import halves, is_embedding, obstacle
 from laplace_lora_ext.models.placement import is_elsewhere
 
 # Linear `lora_A` and `lora_B` by type, yet not applied as `B(A(x))`.
@@ -55,15 +56,9 @@ def check_plain(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
         The message lists them.
     """
     unsupported = [
-        f"{name} ({type(layer).__name__}{_variant(layer, adapter)})"
+        f"{name} ({type(layer).__name__}{_detail(layer, adapter)})"
         for name, layer in layers.items()
-        if isinstance(layer, _NOT_PLAIN)
-        or _variant(layer, adapter)
-        or (has_dora(layer, adapter) and not _is_linear(layer, adapter))  # of older PEFT
-        or any(
-            adapter not in getattr(layer, part) or not _is_linear_map(getattr(layer, part)[adapter])
-            for part in ("lora_A", "lora_B")
-        )
+        if isinstance(layer, _NOT_PLAIN) or _detail(layer, adapter) or not _is_plain(layer, adapter)
     ]
     if unsupported:
         raise NotImplementedError(
@@ -82,10 +77,9 @@ def check_apart(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
     """
     owners: dict[int, list[str]] = {}
     for name, layer in layers.items():
-        for part in ("lora_A", "lora_B"):
-            weight = getattr(layer, part)[adapter].weight
-            if not is_elsewhere(weight):
-                owners.setdefault(weight.data_ptr(), []).append(f"{name}.{part}")
+        for part, half in zip(("lora_A", "lora_B"), halves(layer, adapter), strict=True):
+            if not is_elsewhere(half.weight):
+                owners.setdefault(half.weight.data_ptr(), []).append(f"{name}.{part}")
     shared = [" = ".join(names) for names in owners.values() if len(names) > 1]
     if shared:
         raise NotImplementedError(
@@ -104,15 +98,27 @@ def has_dora(layer: lora.LoraLayer, adapter: str) -> bool:
     return bool(getattr(layer, "use_dora", {}).get(adapter, False))
 
 
-def _is_linear(layer: lora.LoraLayer, adapter: str) -> bool:
-    return type(layer.lora_A[adapter]) is nn.Linear
+def _is_plain(layer: lora.LoraLayer, adapter: str) -> bool:
+    if is_embedding(layer):
+        return not has_dora(layer, adapter)  # of older PEFT
+    if adapter not in layer.lora_A or adapter not in layer.lora_B:
+        return False
+    A, B = halves(layer, adapter)
+    is_known_dora = type(A) is nn.Linear or not has_dora(layer, adapter)
+    return is_known_dora and _is_linear_map(A) and _is_linear_map(B)
 
 
 def _is_linear_map(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear or is_convolution(layer)
 
 
-def _variant(layer: lora.LoraLayer, adapter: str) -> str:
-    """`", AloraLinearVariant"` and the like, empty for plain LoRA and for DoRA of linear layers."""
+def _detail(layer: lora.LoraLayer, adapter: str) -> str:
+    """`", AloraLinearVariant"` or `", max_norm"`, empty where nothing of the kind is in the way.
+
+    DoRA of linear layers is not.
+    """
     variant = getattr(layer, "lora_variant", {}).get(adapter)
-    return "" if variant is None or has_dora(layer, adapter) else f", {type(variant).__name__}"
+    if variant is not None and not has_dora(layer, adapter):
+        return f", {type(variant).__name__}"
+    found = obstacle(layer) if is_embedding(layer) else None
+    return f", {found}" if found else ""

@@ -29,6 +29,20 @@ def shaped(vector: torch.Tensor, blocks: Sequence[Block]) -> Values:
     ]
 
 
+def held(blocks: Sequence[Block]) -> torch.Tensor:
+    """`(parameters,)` booleans where the first block is: weights that no gradient comes to.
+
+    They are no part of what was trained, and stay at their values in every draw.
+    """
+    masks = []
+    for block in blocks:
+        mask = torch.zeros(block.shape, dtype=torch.bool, device=blocks[0].device)
+        if block.held_column is not None:
+            mask[:, block.held_column] = True
+        masks.append(mask.flatten())
+    return torch.cat(masks)
+
+
 class LoRAWeights:
     """The LoRA weights of a module, and calls of it with others in their place.
 

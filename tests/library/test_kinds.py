@@ -12,7 +12,7 @@ import torch
 from packaging.version import Version
 from torch import distributed, nn
 
-from tests.support.dense import gradient_curvature, jacobians, lora_layers, softmax_fisher
+from tests.support.dense import gradient_curvature, jacobians, lora_weights, softmax_fisher
 from tests.support.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind, Precision
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make
@@ -46,14 +46,8 @@ def test_each_kind_of_adapter(name: str):
     la = make(model, **RANK)
     la.fit(batches)
     taking_part = {id(block.weight) for block in la.blocks}
-    layers = [layer for _, layer in lora_layers(model)]
-    sizes = [layer.weight.numel() for layer in layers]
-    keep = torch.cat(
-        [
-            torch.full((size,), id(layer.weight) in taking_part)
-            for layer, size in zip(layers, sizes, strict=True)
-        ]
-    )
+    weights = [model.get_parameter(name) for name in lora_weights(model)]
+    keep = torch.cat([torch.full((w.numel(),), id(w) in taking_part) for w in weights])
     Js = torch.cat([jacobians(model, X) for X, _ in batches])
     f_mu = torch.cat([model(X) for X, _ in batches]).detach()
     H = gradient_curvature(model, Js, softmax_fisher(f_mu))[keep][:, keep]

@@ -33,8 +33,24 @@ def test_a_model_without_adapter_is_refused():
         make(TwoLinear())
 
 
-def embedding_lora() -> nn.Module:
-    return with_lora(base_model("bert"), "word_embeddings", "query")
+def embedding_lora(**settings: object) -> nn.Module:
+    """Beside layers that are supported."""
+    return with_lora(base_model("bert"), "word_embeddings", "query", **settings)
+
+
+def bounded_lora(name: str = "max_norm", value: object = 1.0) -> nn.Module:
+    """An embedding with a setting that is not linear."""
+    model = embedding_lora()
+    setattr(model.bert.embeddings.word_embeddings.base_layer, name, value)
+    return model
+
+
+def frequency_lora() -> nn.Module:
+    return bounded_lora("scale_grad_by_freq", True)
+
+
+def dora_of_an_embedding() -> nn.Module:
+    return embedding_lora(use_dora=True)
 
 
 def conv_lora(**settings: object) -> nn.Module:
@@ -69,7 +85,9 @@ def adalora() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "listed"),
     [
-        (embedding_lora, r"embeddings\.word_embeddings \(Embedding"),
+        (dora_of_an_embedding, r"embeddings\.word_embeddings \(Embedding, Dora"),
+        (bounded_lora, r"embeddings\.word_embeddings \(Embedding, max_norm\)"),
+        (frequency_lora, r"embeddings\.word_embeddings \(Embedding, scale_grad_by_freq\)"),
         (grouped_lora, r"0 \(Conv1d"),
         (same_lora, r"0 \(Conv1d"),
         (volume_lora, r"0 \(Conv3d"),
@@ -88,12 +106,12 @@ def test_lora_that_is_not_two_plain_linear_maps_is_refused_by_module(make, liste
 
 def test_what_is_supported_is_not_listed_as_refused():
     with pytest.raises(NotImplementedError) as error:
-        find_blocks(embedding_lora())
+        find_blocks(bounded_lora())
     assert ".query" not in str(error.value)
 
 
 def test_target_modules_leave_out_what_is_refused():
-    blocks = find_blocks(embedding_lora(), target_modules=["query"])
+    blocks = find_blocks(bounded_lora(), target_modules=["query"])
     assert [block.name for block in blocks] == [
         f"bert.encoder.layer.{layer}.attention.self.query.lora_{part}.default.weight"
         for layer in (0, 1)
@@ -110,6 +128,22 @@ def test_shared_storage_is_refused(bert):
         match=r"share .*layer\.0.*query\.lora_A = .*layer\.1.*query\.lora_A.*parameter",
     ):
         find_blocks(bert)
+
+
+def test_an_embedding_tied_to_the_output_layer_is_refused():
+    model = with_lora(base_model("gpt2"), "wte", "lm_head")
+    tied = nn.Parameter(model.transformer.wte.lora_embedding_B["default"].T)
+    model.lm_head.lora_A["default"].weight = tied
+    with pytest.raises(NotImplementedError, match=r"wte\.lora_B = lm_head\.lora_A"):
+        find_blocks(model)
+
+
+def test_dora_of_embeddings_is_refused_of_older_peft_as_well():
+    model = embedding_lora()
+    words = model.bert.embeddings.word_embeddings
+    words.lora_variant, words.use_dora = {}, {"default": True}
+    with pytest.raises(NotImplementedError, match=r"word_embeddings \(Embedding\)"):
+        find_blocks(model)
 
 
 def test_dora_of_convolutions_is_refused_of_older_peft_as_well():

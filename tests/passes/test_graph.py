@@ -12,12 +12,13 @@ from tests.support.models import N_CLASSES, laplace_keywords, lora_model, ragged
 from tests.support.posteriors import make
 
 
+@pytest.mark.parametrize("targets", ["query", "word_embeddings"])
 @pytest.mark.parametrize(("texts", "at_once"), [(4, 3), (8, 2), (16, 1), (64, 1)])
 def test_passes_take_several_seeds_where_few_rows_go_through_the_layers(
-    texts, at_once, monkeypatch
+    texts, at_once, targets, monkeypatch
 ):
     monkeypatch.setattr(graph, "_ROWS", 200)
-    model = lora_model("bert", torch.float32)
+    model = lora_model("bert", torch.float32, target_modules=[targets])
     batch = {
         "input_ids": torch.ones(texts, 12, dtype=torch.long),
         "attention_mask": torch.ones(texts, 12, dtype=torch.long),

@@ -45,12 +45,22 @@ def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     ]
 
 
+def lora_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those of linear layers, convolutions and embeddings, in the order of the parameters."""
+    of_layers = {id(layer.weight) for _, layer in lora_layers(model)}
+    return {
+        name: weight.detach()
+        for name, weight in model.named_parameters()
+        if id(weight) in of_layers or ".lora_embedding_" in name
+    }
+
+
 def jacobians(model: nn.Module, inputs: Any) -> torch.Tensor:
     """`(B, C, parameters)` derivatives of the logits in the LoRA weights.
 
     Of a mapping only one example, without padding on its right, is treated.
     """
-    weights = {f"{name}.weight": layer.weight.detach() for name, layer in lora_layers(model)}
+    weights = lora_weights(model)
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
 
     def forward(weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -123,7 +133,7 @@ def exact_ggn(Js: torch.Tensor, H: torch.Tensor) -> torch.Tensor:
 
 def gradient_blocks(model: nn.Module, Js: torch.Tensor, H: torch.Tensor) -> list[torch.Tensor]:
     """Kronecker blocks of `kfac_approx="gradient"`, from Jacobians."""
-    shapes = [layer.weight.flatten(1).shape for _, layer in lora_layers(model)]
+    shapes = [weight.flatten(1).shape for weight in lora_weights(model).values()]
     blocks = []
     for shape, J in zip(shapes, Js.split([s.numel() for s in shapes], dim=-1), strict=True):
         J = J.contiguous().unflatten(-1, shape)

@@ -35,20 +35,26 @@ class Kind:
         a pattern of the error's message, where it is refused
     shape : tuple of int
         of an input
+    vocabulary : int
+        of which the inputs are tokens; numbers if 0
     """
 
     model: Callable[[], nn.Module]
     outcome: str = EXACT
     refusal: str = ""
     shape: tuple[int, ...] = (5,)
+    vocabulary: int = 0
 
     def batches(self) -> Batches:
         """Two batches of four examples and one."""
         generator = torch.Generator().manual_seed(1)
-        return [
-            (torch.randn(n, *self.shape, generator=generator).double(), torch.arange(n) % 3)
-            for n in (4, 1)
-        ]
+
+        def inputs(n: int) -> torch.Tensor:
+            if self.vocabulary:
+                return torch.randint(self.vocabulary, (n, *self.shape), generator=generator)
+            return torch.randn(n, *self.shape, generator=generator).double()
+
+        return [(inputs(n), torch.arange(n) % 3) for n in (4, 1)]
 
 
 # --- adapters ------------------------------------------------------------------------------------
@@ -77,13 +83,13 @@ class Attention(nn.Module):
 
 
 class Words(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__()
-        self.words = nn.Embedding(9, 4)
+        self.words = nn.Embedding(9, 4, **settings)
         self.last = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.words(x).mean(1))
+        return self.last(self.words(x).tanh().mean(1))
 
 
 class Experts(nn.Module):
@@ -170,12 +176,12 @@ ADAPTERS = {
     "LoRA of Conv2d": Kind(
         partial(around, nn.Conv2d(2, 3, (3, 2), (2, 1), (1, 0)), 36), shape=(2, 5, 5)
     ),
+    "LoRA of an embedding": Kind(
+        lambda: with_lora(Words(padding_idx=2), "words", "last"), vocabulary=9
+    ),
     "beside an inactive adapter": Kind(with_inactive),
     "two active adapters": Kind(with_two_active, "refused", "Several adapters are active"),
     "merged": Kind(merged, "refused until unmerged", "merged into first"),
-    "LoRA of an embedding": Kind(
-        lambda: with_lora(Words(), "words"), "refused", rf"{_LINEAR_A_AND_B}.*words \(Embedding"
-    ),
     "LoRA of fused experts": Kind(
         lambda: with_lora(Experts(), "last", target_parameters=["experts.weight"]),
         "refused",
@@ -185,6 +191,16 @@ ADAPTERS = {
         partial(around, nn.Conv1d(2, 4, 3, groups=2), 16),
         "refused",
         rf"{_LINEAR_A_AND_B}.*layer \(Conv1d",
+    ),
+    "LoRA of an embedding with max_norm": Kind(
+        lambda: with_lora(Words(max_norm=1.0), "words"),
+        "refused",
+        rf"{_LINEAR_A_AND_B}.*words \(Embedding, max_norm",
+    ),
+    "DoRA of an embedding": Kind(
+        lambda: with_lora(Words(), "words", use_dora=True),
+        "refused",
+        rf"{_LINEAR_A_AND_B}.*words \(Embedding",
     ),
     "DoRA of convolutions": Kind(
         partial(around, nn.Conv1d(2, 4, 3), 16, use_dora=True),

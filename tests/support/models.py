@@ -63,7 +63,7 @@ def lora_model(
     hidden_size: int = 12,
     **lora_config: object,
 ) -> PeftModel:
-    """A PEFT model with a rank-2 adapter whose `lora_B` is not 0."""
+    """A PEFT model with a rank-2 adapter whose `lora_B`, or A of an embedding, is not 0."""
     torch.manual_seed(0)
     settings = {
         "task_type": "SEQ_CLS" if kind == "bert" else "CAUSAL_LM",
@@ -75,7 +75,7 @@ def lora_model(
     } | lora_config
     model = get_peft_model(base_model(kind, n_labels, hidden_size), LoraConfig(**settings))
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding_A" in name:
             nn.init.normal_(parameter, std=0.3)
         elif "classifier" in name or "score" in name:
             nn.init.normal_(parameter, std=0.5)
@@ -183,7 +183,7 @@ class OfMapping(nn.Module):
 def with_lora(model: nn.Module, *target_modules: str, **lora_config: object) -> nn.Module:
     """Random weights, and an adapter of rank 2 in the named layers, in float64.
 
-    Its `lora_B` is not 0.
+    Its `lora_B` is not 0, and neither is A of an embedding.
     """
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -191,7 +191,7 @@ def with_lora(model: nn.Module, *target_modules: str, **lora_config: object) -> 
     settings = {"r": 2, "target_modules": list(target_modules)} | lora_config
     inject_adapter_in_model(LoraConfig(**settings), model)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name or "lora_embedding_B" in name:
+        if "lora_B" in name or "lora_embedding_" in name:
             nn.init.normal_(parameter, std=0.5)
     return model.double()
 

@@ -98,7 +98,7 @@ def token_jacobians(
 
 
 def _of_text(model, inputs, labels):
-    weights = {f"{n}.weight": layer.weight.detach() for n, layer in dense.lora_layers(model)}
+    weights = dense.lora_weights(model)
 
     def forward(weights):
         return torch.func.functional_call(model, weights, (), dict(inputs)).logits[0]
