@@ -165,6 +165,16 @@ def test_a_prior_mean_at_the_start_is_that_of_the_weights_before_training(prepar
         assert bool(start.any()) == ("lora_A" in block.name)
 
 
+@pytest.mark.parametrize(("task", "layer"), [("boolq", "lm_head"), ("mrpc", "layer.1.")])
+def test_the_last_layer_is_the_output_layer_where_that_has_lora_weights(task, layer, prepared):
+    pretrained = prepared(task)
+    model = fine_tune(pretrained, pretrained.data["train"], seed=0)
+    la = posterior("last_layer").build(model)
+    la.fit(pretrained.loader("train"))
+    assert la.blocks
+    assert all(layer in block.name for block in la.blocks)
+
+
 def test_a_temperature_is_recovered(prepared):
     torch.manual_seed(0)
     logits = 3 * torch.randn(20000, 4)
