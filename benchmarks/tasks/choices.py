@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.gemma import gemma_folder
 from benchmarks.options import TextRun
-from benchmarks.tasks.named import Named, draw, with_others
+from benchmarks.tasks.named import Named, draw
 from benchmarks.tasks.paper import CAUSAL_HYPERPARAMETERS
 from benchmarks.tasks.paper_prompts import LETTERS, four_choices
 from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
@@ -16,15 +16,16 @@ QUESTION = "Which name does this summary describe?"
 
 
 def asked_for_choice(pool: Sequence[Named], rng: random.Random) -> Iterator[Example]:
-    """Ask in the paper's words which of four names from one file fits a summary."""
-    for one, others in with_others(pool):
-        if len(others) >= len(LETTERS) - 1:
-            choices = [one.name, *rng.sample(others, len(LETTERS) - 1)]
-            rng.shuffle(choices)
-            question = f"{QUESTION} {one.summary.lower()}"
-            example = four_choices(question, choices, choices.index(one.name))
-            assert example is not None
-            yield example
+    """Ask in the paper's words which of four names from one library fits a summary."""
+    names = sorted({one.name for one in pool})
+    for one in pool:
+        drawn = rng.sample(names, len(LETTERS))
+        choices = [one.name, *(name for name in drawn if name != one.name)][: len(LETTERS)]
+        rng.shuffle(choices)
+        question = f"{QUESTION} {one.summary.lower()}"
+        example = four_choices(question, choices, choices.index(one.name))
+        assert example is not None
+        yield example
 
 
 def read(options: TextRun, seed: int, validation: int) -> Task:
@@ -39,7 +40,7 @@ def model(options: TextRun) -> str | Path:
     return options.model or gemma_folder(options.cache)
 
 
-LEARNING = {"learning_rate": 1e-3, "steps": 600, "checkpoints": 5, "warmup_steps": 30}
+LEARNING = {"learning_rate": 1e-3, "steps": 200, "checkpoints": 4, "warmup_steps": 20}
 FINE_TUNING = replace(
     CAUSAL_HYPERPARAMETERS,
     model="gemma-3-270m",

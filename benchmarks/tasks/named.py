@@ -2,8 +2,7 @@
 
 import random
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,15 +34,6 @@ def read_named(library: str, options: TextRun, seed: int) -> list[Named]:
     found = read_library(library, options, seed)
     named = [Named(spoken(one.name), one.summary, str(one.file)) for one in found]
     return [one for one in named if len(one.summary.split()) <= MAXIMUM_WORDS and one.name]
-
-
-def with_others(pool: Sequence[Named]) -> Iterator[tuple[Named, list[str]]]:
-    """Yield each with the other names in its file, sorted."""
-    names: dict[str, set[str]] = defaultdict(set)
-    for one in pool:
-        names[one.file].add(one.name)
-    for one in pool:
-        yield one, sorted(names[one.file] - {one.name})
 
 
 def draw(options: TextRun, seed: int, sizes: Sizes, ask: Ask, task: Task) -> Task:

@@ -1,13 +1,14 @@
 """The task names: whether a docstring's summary describes a function of this name."""
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
 from benchmarks.tasks.balanced import ENCODER
-from benchmarks.tasks.named import Named, draw, with_others
+from benchmarks.tasks.named import Named, draw
 from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
 
 CLASSES = ("another name", "its name")
@@ -15,8 +16,12 @@ CLASSES = ("another name", "its name")
 
 def asked_for_match(pool: Sequence[Named], rng: random.Random) -> Iterator[Example]:
     """Pair names and summaries: every second pair is right, the others mix names of one file."""
+    names: dict[str, set[str]] = defaultdict(set)
+    for one in pool:
+        names[one.file].add(one.name)
     label = 0
-    for one, others in with_others(pool):
+    for one in pool:
+        others = sorted(names[one.file] - {one.name})
         if others:
             name = one.name if label else rng.choice(others)
             yield Example((name, one.summary), label)
