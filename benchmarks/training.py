@@ -78,7 +78,6 @@ def train(
     loss_of: Callable[[Any], torch.Tensor],
     settings: Hyperparameters,
     show_progress: bool,
-    maximum_gradient_norm: float = math.inf,
     recipe: Recipe | None = None,
 ) -> dict[int, Weights]:
     """Train what requires gradients; return copies of it by the number of steps."""
@@ -97,8 +96,6 @@ def train(
         with recipe.drawing(optimizer):
             loss = loss_of(batch)
             loss.backward()
-        if maximum_gradient_norm < math.inf:
-            torch.nn.utils.clip_grad_norm_(trained.values(), maximum_gradient_norm)
         optimizer.step()
         recipe.after_step(model, step, len(loader), schedule.get_last_lr()[0] / first_rate)
         schedule.step()

@@ -28,8 +28,9 @@ of_paper = partial(over_lora, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
 
 
 def of_last_layer(model: AdaptedModel) -> Any:
-    """LLLA: a language model's output layer, or an encoder's last transformer layer."""
-    if model.class_token_ids is not None:
+    """LLLA: the output layer if it has LoRA weights, or the last transformer layer."""
+    adapter: Any = model.model
+    if "lm_head" in adapter.peft_config["default"].target_modules:
         return over_lora(model, target_modules=["lm_head"])
     config: Any = model.model.config
     return over_lora(model, layers_to_transform=[config.num_hidden_layers - 1])

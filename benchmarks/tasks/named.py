@@ -2,21 +2,15 @@
 
 import random
 import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.options import TextRun
 from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY, masked, read_library
-from benchmarks.tasks.paper_prompts import LETTERS, four_choices
 from benchmarks.tasks.task import Example, Sizes, Task
 
-# One function in this many is kept out of the language model's training, for its test.
-HELD_OUT = 4
 MAXIMUM_WORDS = 40
-STEM = 5  # letters that two words of one stem share
-QUESTION = "Which name does this summary describe?"
 
 
 class Named(NamedTuple):
@@ -35,42 +29,11 @@ def spoken(name: str) -> str:
     return masked(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name.replace("_", " "))).lower()
 
 
-def is_held_out(one: Named) -> bool:
-    """Whether a summary is kept out of the language model's training, in every run alike."""
-    return zlib.crc32(one.summary.casefold().encode()) % HELD_OUT == 0
-
-
 def read_named(library: str, options: TextRun, seed: int) -> list[Named]:
     """Read the summaries in a library that aren't too long, in the order of the sources."""
     found = read_library(library, options, seed)
     named = [Named(spoken(one.name), one.summary, str(one.file)) for one in found]
     return [one for one in named if len(one.summary.split()) <= MAXIMUM_WORDS and one.name]
-
-
-def answerable(pool: Sequence[Named]) -> list[Named]:
-    """Keep those with a hint: a word of the name begins like a word of the summary."""
-
-    def stems(text: str) -> set[str]:
-        return {word[:STEM] for word in re.findall(r"[a-z]{3,}", text.lower())}
-
-    return [one for one in pool if stems(one.name) & stems(one.summary)]
-
-
-def asked_for_choice(
-    asked: Sequence[Named], pool: Sequence[Named], rng: random.Random
-) -> Iterator[Example]:
-    """Ask in the paper's words which of four names from the pool fits a summary."""
-    for one in asked:
-        choices = [one.name]
-        while len(choices) < len(LETTERS):
-            other = rng.choice(pool).name
-            if other not in choices:
-                choices.append(other)
-        rng.shuffle(choices)
-        question = f"{QUESTION} {one.summary.lower()}"
-        example = four_choices(question, choices, choices.index(one.name))
-        assert example is not None
-        yield example
 
 
 def draw(options: TextRun, seed: int, sizes: Sizes, ask: Ask, task: Task) -> Task:

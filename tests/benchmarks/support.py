@@ -85,9 +85,6 @@ def save_tiny_models(folder: Path) -> dict[bool, Path]:
         vocab_size=200, special_tokens=["<s>", "<pad>", "<unk>"], show_progress=False
     )
     tokenizer.train_from_iterator(["Answer: A B C D True False grows"] * 9, trainer)
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<pad>", unk_token="<unk>"
-    )
     torch.manual_seed(0)
     shape = {
         "vocab_size": 200,
@@ -103,6 +100,9 @@ def save_tiny_models(folder: Path) -> dict[bool, Path]:
     folders = {True: folder / "decoder", False: folder / "encoder"}
     for is_prompt, model in ((True, decoder), (False, encoder)):
         model.save_pretrained(folders[is_prompt])
+        special = {"eos_token": "<pad>", "unk_token": "<unk>"}
+        special["padding_side"] = "left" if is_prompt else "right"  # left as Gemma's tokenizer
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
         fast.save_pretrained(folders[is_prompt])
     return folders
 

@@ -29,12 +29,12 @@ ENSEMBLES = {"mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob"
 LINEARIZED = [key for key in LAPLACE if METHODS[key].linearized]
 
 
-def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, capsys):
+def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, capsys, tiny_models):
     sizes = {"train_examples": 10, "test_examples": 12, "shifted_examples": 8}
-    training = {"steps": 3, "checkpoints": 2, "language_model_steps": 3, "samples": 20}
+    training = {"steps": 3, "checkpoints": 2, "samples": 20}
     files = {"files_per_library": 30, "cache": tmp_path / "cache"}
     folder = tmp_path / "results"
-    options = {"task": "choices", **sizes, **training, **files}
+    options = {"task": "choices", "model": tiny_models[True], **sizes, **training, **files}
     figures, _, progress = run(capsys, folder, "calibration", "--curves", **options)
     rows = figures["methods"]
     with_split = [row for row in rows if row["protocol"] == "80/20 split"]

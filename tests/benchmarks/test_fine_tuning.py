@@ -13,6 +13,8 @@ from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.methods.posteriors import over_lora
 from benchmarks.methods.priors import GRID, Beliefs, by_tfb_rule, by_training
 from benchmarks.tasks.paper import PAPER_SHIFTS, PAPER_TASKS
+from benchmarks.tasks.paper_prompts import LETTERS
+from benchmarks.tasks.task import Example
 from laplace_lora_ext import Moments
 from tests.benchmarks.support import (
     MMLU_ROW,
@@ -41,6 +43,27 @@ def test_every_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
     for found in predictions:
         assert found[TEST].shape == (texts, len(PAPER_TASKS[name].classes))
         assert torch.allclose(found[TEST].sum(-1), torch.ones(texts), atol=1e-4)
+
+
+def test_padding_on_the_left_changes_no_prediction_of_a_prompt(prepared):
+    pretrained = prepared("arc_easy")
+    model = fine_tune(pretrained, pretrained.data["train"], seed=0)
+    texts = ("Answer:", "A B C D grows grows grows. Answer:")
+    records = pretrained.records([Example(text, 0) for text in texts])
+    (both,) = pretrained.loader(records, 2)
+    assert both["attention_mask"][0, 0] == 0
+    assert both["attention_mask"][:, -1].all()
+    alone = model.logits(pretrained.loader(records, 1))
+    assert alone.shape == (2, 4)
+    assert torch.allclose(model.logits([both]), alone, atol=1e-5)
+
+
+def test_answers_are_the_one_token_that_follows_a_prompt(prepared):
+    pretrained = prepared("arc_easy")
+    assert pretrained.tokenizer.convert_ids_to_tokens(pretrained.class_token_ids) == list(LETTERS)
+    longer = replace(pretrained, task=replace(pretrained.task, classes=("A", "B C")))
+    with pytest.raises(ValueError, match="'B C' is not one token"):
+        _ = longer.class_token_ids
 
 
 def test_shifted_texts_of_the_paper_are_read(prepared, tmp_path):
@@ -163,6 +186,16 @@ def test_a_prior_mean_at_the_start_is_that_of_the_weights_before_training(prepar
     ):
         assert 0 < distance.abs().max() < 1e-3  # two steps of 5e-5
         assert bool(start.any()) == ("lora_A" in block.name)
+
+
+@pytest.mark.parametrize(("task", "layer"), [("boolq", "lm_head"), ("mrpc", "layer.1.")])
+def test_the_last_layer_is_the_output_layer_where_that_has_lora_weights(task, layer, prepared):
+    pretrained = prepared(task)
+    model = fine_tune(pretrained, pretrained.data["train"], seed=0)
+    la = posterior("last_layer").build(model)
+    la.fit(pretrained.loader("train"))
+    assert la.blocks
+    assert all(layer in block.name for block in la.blocks)
 
 
 def test_a_temperature_is_recovered(prepared):

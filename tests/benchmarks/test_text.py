@@ -12,6 +12,7 @@ from benchmarks import gemma
 from benchmarks.experiments import text
 from benchmarks.methods.free_text import Predictor, posterior, scaled, training_free
 from benchmarks.models import MissingDataError
+from benchmarks.tasks import TASKS
 from benchmarks.tasks.free_text import Written, read
 from tests.benchmarks.support import parsed, run
 from tests.support.models import lora_model
@@ -146,3 +147,4 @@ def test_other_weights_than_those_that_were_measured_are_refused(tmp_path, monke
     folder.mkdir()
     (folder / "config.json").touch()
     assert gemma.gemma_folder(tmp_path) == folder
+    assert TASKS["choices"].model(parsed("calibration", cache=tmp_path)) == folder
