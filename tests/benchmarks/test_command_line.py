@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -10,12 +9,14 @@ from benchmarks.__main__ import COMMANDS, build_parser, main
 from benchmarks.options import CONTESTANTS, Compare
 
 
-def test_help_is_quick_and_explains_every_option():
-    started = time.perf_counter()
+def test_help_needs_no_heavy_import_and_explains_every_option():
+    code = "import sys, benchmarks.__main__ as m; m.build_parser().print_help()"
     text = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
-    assert time.perf_counter() - started < 2
     for name in Compare.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in text
     assert "default: 10000" in text
