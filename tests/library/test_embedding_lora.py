@@ -246,7 +246,7 @@ def test_the_hosts_structures(structure):
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 def test_the_hosts_backends_do_not_know_embeddings(structure):
     with pytest.raises(
-        NotImplementedError, match=r"don't know LoRA of embeddings.*words\.lora_embedding_A"
+        NotImplementedError, match=r"don't support LoRA of embeddings.*words\.lora_embedding_A"
     ):
         make(reader(), structure, backend=CurvlinopsGGN)
     la = make(reader(), structure, target_modules=["last"], backend=CurvlinopsGGN)
