@@ -103,6 +103,12 @@ class Block:
             return self.layer.output_rows(outputs)
         return outputs if isinstance(self.layer, nn.Linear) else channels_last(self.layer, outputs)
 
+    def row_shape(self, outputs: torch.Tensor) -> torch.Size:
+        """Shape of what it returns as rows, without their size m; nothing is computed."""
+        if isinstance(self.layer, (nn.Linear, EmbeddingHalf)):
+            return outputs.shape[:-1]
+        return channels_last(self.layer, outputs).shape[:-1]
+
     @property
     def adapter(self) -> str:
         """Name of the adapter that the weight belongs to."""

@@ -65,7 +65,6 @@ def record(
         If an activation, a logit or a gradient is not finite.
     """
     recordings: list[Recording] = []
-
     listener = Listener(blocks)
 
     def run(inputs: Any) -> Recording:
