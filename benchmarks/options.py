@@ -115,12 +115,17 @@ class Calibration(TextRun):
 
 @dataclass(frozen=True)
 class Text(Run):
-    """Free text by a pretrained language model, its tokens and wrong answers: half an hour.
+    """Free text by a pretrained language model, its tokens and wrong answers: half an hour a
+    seed.
 
     Writes text.json and text.md. Needs the extra llm.
     """
 
-    task: str = option("functions", "what is to be named", choices=("functions", "parameters"))
+    task: str = option(
+        "parameters",
+        "name of a function or a parameter, or type of a parameter",
+        choices=("functions", "parameters", "types"),
+    )
     train_examples: int = option(120, "texts to fine-tune on")
     validation_examples: int = option(16, "texts that choose temperature and prior precision")
     test_examples: int = option(40, "texts to measure every method on")
@@ -133,7 +138,7 @@ class Text(Run):
     draws: int = option(4, "draws from the posterior and from every rival")
     grid_size: int = option(9, "prior precisions for validation texts to choose from")
     model: str | None = option(None, "folder of a model to use instead of Gemma 3 270M")
-    seed: int = option(0, "of texts, training and draws", type=int)
+    seeds: tuple[int, ...] = option((0,), "of texts, training and draws", type=int)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,20 @@ def table(rows: Sequence[Row], columns: Sequence[str], titles: Mapping[str, str]
     return pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True, colalign=sides)
 
 
+def over_seeds(rows: Any, identity: Sequence[str], figures: Sequence[str]) -> list[Row]:
+    """Rows of the same identity as one, with the mean ± standard deviation of their figures."""
+    found, frame = [], pd.DataFrame(rows)
+    groups: Any = frame.groupby(list(identity), sort=False)
+    for key, of_key in groups:
+        numbers: Any = of_key[list(figures)].astype(float).agg(["mean", "std"])
+        cells = {
+            name: _cell(mean) if math.isnan(deviation) else f"{_cell(mean)} ± {_cell(deviation)}"
+            for name, (mean, deviation) in numbers.items()
+        }
+        found.append({**dict(zip(identity, key, strict=True)), **cells})
+    return found
+
+
 def title_of(key: str) -> str:
     """A figure's key as a title, such as "Fit (s)" for "fit_seconds"."""
     words = key.split("_")

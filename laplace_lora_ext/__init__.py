@@ -31,6 +31,7 @@ from laplace_lora_ext.tuning import (
     LinearizedLOO,
     LinearizedMarglik,
     Marglik,
+    SecondTraining,
     TuningHistory,
     ValGD,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "Prediction",
     "PredictiveStatistics",
     "Scores",
+    "SecondTraining",
     "TextScores",
     "TokenAgreement",
     "TokenGridSearch",

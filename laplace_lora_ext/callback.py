@@ -67,6 +67,11 @@ class LaplaceCallback(TrainerCallback):
         self._likelihood = likelihood
         self._every_checkpoint = every_checkpoint
         self._method, self._data = method, required_data(method)
+        if "train" in self._data:
+            raise ValueError(
+                f'method="{method}" needs a function that trains: call optimize_prior_precision of '
+                "the callback's `la` after training."
+            )
         self._batch_size = batch_size
         self._trainer = trainer
         self._options = {"subset_of_weights": "lora", "hessian_structure": "lowrank_kron"} | options

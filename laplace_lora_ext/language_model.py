@@ -26,6 +26,7 @@ from laplace_lora_ext.text.gridsearch import TokenGridSearch
 from laplace_lora_ext.text.perturbations import Perturbation, SampledWeights, drawn_logits
 from laplace_lora_ext.text.proof import proven
 from laplace_lora_ext.text.scores import TextScores, score
+from laplace_lora_ext.text.second_training import TokenSecondTraining
 from laplace_lora_ext.tuning import Marglik, TuningHistory, TuningMethod, build
 from laplace_lora_ext.tuning.by_name import tuned
 
@@ -34,6 +35,7 @@ _METHODS: dict[str, type[TuningMethod]] = {
     "agreement": TokenAgreement,
     "marglik": Marglik,
     "gridsearch": TokenGridSearch,
+    "second_training": TokenSecondTraining,
 }
 
 
@@ -130,10 +132,10 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
 
         Parameters
         ----------
-        method : {"marglik", "agreement", "gridsearch"} or TuningMethod
+        method : {"marglik", "agreement", "gridsearch", "second_training"} or TuningMethod
             "marglik" needs no data, "agreement" training texts (`TokenAgreement`), "gridsearch"
-            validation texts (`TokenGridSearch`). The other methods would need Jacobians of the
-            whole vocabulary
+            validation texts (`TokenGridSearch`), and "second_training" a function that trains
+            (`SecondTraining`). The other methods would need Jacobians of the whole vocabulary
         verbose : bool, default=False
             print the result
         **options

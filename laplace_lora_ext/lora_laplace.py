@@ -151,6 +151,26 @@ class LoRALaplace(ParametricLaplace):
             )
         self._places = [block.place for block in self.blocks]
 
+    def around(self, model: nn.Module) -> LoRALaplace:
+        """A posterior of the same kind around another model, without a fit."""
+        return type(self)(model, self.likelihood, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """Arguments that make a posterior of the same kind."""
+        return {
+            "sigma_noise": self.sigma_noise,
+            "prior_mean": self.prior_mean,
+            "temperature": self.temperature,
+            "enable_backprop": self.enable_backprop,
+            "dict_key_x": self.dict_key_x,
+            "dict_key_y": self.dict_key_y,
+            "backend": self._backend_cls,
+            "backend_kwargs": {k: v for k, v in self._backend_kwargs.items() if k != "blocks"},
+            "class_token_ids": self.model.class_token_ids,
+            "mask_token_id": self.model.mask_token_id,
+            "target_modules": sorted({block.name.rpartition(".lora_")[0] for block in self.blocks}),
+        }
+
     # --- what the structures say ---------------------------------------------------------------
 
     def _adapted(self, likelihood: str) -> type[LogitsModel]:

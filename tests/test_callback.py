@@ -134,7 +134,9 @@ def test_figures_go_to_the_trainers_reports_where_it_is_given(tmp_path):
 def test_what_a_method_lacks_is_said(tmp_path):
     with pytest.raises(ValueError, match="method 'best' is none of"):
         LaplaceCallback(method="best")
-    with pytest.raises(ValueError, match="needs data: pass val_loader"):
+    with pytest.raises(ValueError, match="needs a function that trains"):
+        LaplaceCallback(method="second_training")
+    with pytest.raises(ValueError, match="needs more: pass val_loader"):
         train(tmp_path, LaplaceCallback(method="gridsearch"), max_steps=1)
 
 

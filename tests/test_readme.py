@@ -49,9 +49,8 @@ def namespace() -> dict[str, object]:
     return {
         **loaders,
         **texts,
-        "part_model": lora_model("bert", torch.float32),
-        "part_loader": batches[:-1],
-        "rest_loader": batches[-1:],
+        "make_model": lambda: lora_model("gpt2", torch.float32),
+        "fine_tune": lambda model, examples: model,
         "sft_loader": sft,
         "sft_batch": sft[0],
         "batch": batches[0],
@@ -76,8 +75,6 @@ def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
         probabilities = names["probs"]
         assert probabilities.ndim == 2
         torch.testing.assert_close(probabilities.sum(1), torch.ones(len(probabilities)))
-        if "part" in names:
-            assert torch.equal(names["la"].prior_precision, names["part"].prior_precision)
         for folder in names.get("folders", []):
             assert (folder / "adapter_model.safetensors").exists()
 

@@ -49,25 +49,21 @@ def text_of(figures: Figures) -> list[str]:
     rows, task = figures["methods"], figures["task"]
     seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
     shifted = ", ".join(f"{count} of {name}" for name, count in task["shifted"].items())
-    summary = summarize(rows)
-    cells = pd.DataFrame(index=summary.index)
-    for name in summary.columns.get_level_values(0).unique():
-        means, deviations = (summary[name, each].map("{:.3f}".format) for each in ("mean", "std"))
-        cells[name] = means + " ± " + deviations if "," in seeds else means
+    cells = summarize(rows)
     return [
         f"Task {task['name']}: {figures['hyperparameters']['model']} with LoRA, {task['train']} "
         f"training texts, {task['test']} test texts, {len(task['classes'])} classes; shifted "
         f"texts: {shifted or 'none'}. Seeds: {seeds}; mean ± standard deviation of several. "
         f"{report.hardware_of(figures)}.",
-        report.table(cells.reset_index().to_dict("records"), [*IDENTITY, *cells]),
+        report.table(cells, list(cells[0])),
         f"Test texts of seed {rows[0]['seed']}, from the smallest margin of the top logit to the "
         "largest, with the squared norm of the margin's Jacobian:",
         report.table(figures["jacobians_by_margin"], ["margin", "squared_norm", "accuracy"]),
     ]
 
 
-def summarize(rows: Sequence[Row]) -> pd.DataFrame:
-    """Mean and deviation over the seeds of each method, prior and link, `PREFERRED` ones too."""
+def summarize(rows: Sequence[Row]) -> list[Row]:
+    """Mean ± deviation over the seeds of each method, prior and link, `PREFERRED` ones too."""
     frame = pd.DataFrame(rows)
     aurocs = {f"AUROC of {name}": name for name in rows[0]["shifted"]}
     for title, name in aurocs.items():
@@ -75,8 +71,7 @@ def summarize(rows: Sequence[Row]) -> pd.DataFrame:
     preferred = frame[frame["is_choice"]].assign(link=PREFERRED)
     # The preferred link comes right after the first link that a seed preferred.
     frame = pd.concat([frame, preferred]).sort_index(kind="stable")
-    groups = frame.groupby(IDENTITY, sort=False)[[*FIGURES, *aurocs]]
-    return groups.agg(["mean", "std"]).fillna(0.0)
+    return report.over_seeds(frame, IDENTITY, [*FIGURES, *aurocs])
 
 
 def draw(figures: Figures, folder: Path) -> None:

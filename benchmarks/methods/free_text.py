@@ -25,6 +25,7 @@ class Predictor:
     directions: Directions = tuple
     way: Perturbation = SampledWeights()  # noqa: RUF009 - it is frozen
     temperature: float = 1.0
+    is_posterior: bool = False
 
     @torch.no_grad()
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Iterator[torch.Tensor], torch.Tensor]:
@@ -51,7 +52,7 @@ def posterior(la: LanguageModelLaplace, draws: int, batch: Any, linearized: bool
     precision: Any = la.posterior_precision
     noise = Noise(draws, 0)
     way = la.way(batch) if linearized else SampledWeights()
-    return Predictor(la, lambda: noise.directions(precision, la.blocks), way)
+    return Predictor(la, lambda: noise.directions(precision, la.blocks), way, is_posterior=True)
 
 
 def training_free(la: LanguageModelLaplace, draws: int, texts: list[Any]) -> Predictor:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -58,6 +59,8 @@ class Posterior(Protocol):
 
     @property
     def _identity(self) -> Any: ...
+
+    def around(self, model: nn.Module) -> Any: ...
 
     def _check_model(self) -> None: ...
 

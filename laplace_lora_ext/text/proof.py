@@ -15,7 +15,7 @@ from laplace_lora_ext.text.perturbations import (
 
 STEPS = (0.1, 0.03, 0.01, 0.003, 0.001)  # relative to the norm of the LoRA weights
 AGREEMENT = 5e-3  # relative difference up to which two ways agree
-_WORST = 0.05  # relative error to tolerate if two ways differ
+_WORST = 0.1  # relative error to tolerate if two ways differ: bfloat16 has up to 0.08
 
 
 def proven(run: Run, values: Values, direction: Values) -> Perturbation:

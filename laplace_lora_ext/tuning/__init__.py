@@ -13,6 +13,7 @@ from laplace_lora_ext.tuning.linearized_loo import LinearizedLOO
 from laplace_lora_ext.tuning.linearized_marglik import LinearizedMarglik
 from laplace_lora_ext.tuning.marglik import Marglik
 from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.second_training import SecondTraining
 from laplace_lora_ext.tuning.val_gd import ValGD
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "LinearizedLOO",
     "LinearizedMarglik",
     "Marglik",
+    "SecondTraining",
     "TuningHistory",
     "TuningMethod",
     "ValGD",
@@ -36,6 +38,7 @@ METHODS: dict[str, type[TuningMethod]] = {
     "linearized_loo": LinearizedLOO,
     "gridsearch": GridSearch,
     "val_gd": ValGD,
+    "second_training": SecondTraining,
 }
 
 
@@ -73,12 +76,12 @@ def build(
             f"{', '.join(known)}."
         )
     if missing:
-        raise ValueError(f'method="{method}" needs data: pass {", ".join(missing)}.')
+        raise ValueError(f'method="{method}" needs more: pass {", ".join(missing)}.')
     return methods[method](**options)
 
 
 def required_data(method: str, methods: Mapping[str, type[TuningMethod]] = METHODS) -> list[str]:
-    """The data that a method needs, by name, such as "train_loader".
+    """What a method needs, by name, such as "train_loader".
 
     Raises
     ------

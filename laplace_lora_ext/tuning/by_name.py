@@ -45,9 +45,10 @@ def optimize_prior_precision(
     Parameters
     ----------
     method : str or TuningMethod
-        start with "agreement". "gridsearch" and "val_gd" need validation data; "agreement",
-        "marglik", "linearized_marglik" and "linearized_loo" don't. Each name stands for an object
-        of `laplace_lora_ext.tuning`, which explains the method and its options; you can also pass
+        start with "agreement"; "second_training" is the surest, if there is time to train twice.
+        "gridsearch" and "val_gd" need validation data; all others, "marglik", "linearized_marglik"
+        and "linearized_loo" among them, don't. Each name stands for an object of
+        `laplace_lora_ext.tuning`, which explains the method and its options; you can also pass
         such an object
     verbose : bool, default=False
         print the result

@@ -9,11 +9,11 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from benchmarks import gemma
-from benchmarks.experiments import text
+from benchmarks.experiments import text_measures as measures
 from benchmarks.methods.free_text import Predictor, posterior, scaled, training_free
 from benchmarks.models import MissingDataError
 from benchmarks.tasks import TASKS
-from benchmarks.tasks.free_text import Written, read
+from benchmarks.tasks.free_text import Written, by_length, collate, read
 from tests.benchmarks.support import parsed, run
 from tests.support.models import lora_model
 from tests.support.texts import fitted_text, text_batches
@@ -51,20 +51,21 @@ def test_a_run_measures_every_method(capsys, tmp_path, tiny_models):
     assert all(math.isfinite(row["nll"]) and 0 <= row["ece"] <= 1 for row in figures["methods"])
     of_map = [one["score"] for one in figures["detectors"] if one["name"] == "MAP"]
     assert of_map == ["log-probability", "summed entropy"]
-    assert figures["answers"]["of"] == 6
-    assert all(ratio > 0 for ratio in figures["cost"].values())
+    (costs,) = figures["costs"]
+    assert 0 <= costs["wrong_answers"] <= 6
+    assert costs["fit_ratio"] > 0 < costs["score_ratio"]
     assert "Area under risk-coverage" in printed
 
 
-@pytest.mark.parametrize("task", ["functions", "parameters"])
+@pytest.mark.parametrize("task", ["functions", "parameters", "types"])
 def test_tasks_have_short_texts_of_their_own(task):
-    found = read(parsed("text --quiet", task=task, **SMALL))
+    found = read(parsed("text --quiet", task=task, **SMALL), 0)
     texts = [*found.train, *found.validation, *found.test]
     assert [len(part) for part in (found.train, found.validation, found.test)] == [10, 4, 6]
     assert len({one.prompt.casefold() for one in texts}) == 20
     assert all(one.prompt.endswith(":") and one.answer.startswith(" ") for one in texts)
     with pytest.raises(ValueError, match="ask for fewer"):
-        read(parsed("text --quiet", task=task, **(SMALL | {"test_examples": 10**6})))
+        read(parsed("text --quiet", task=task, **(SMALL | {"test_examples": 10**6})), 0)
 
 
 def test_labels_are_on_answers_alone(tiny_models):
@@ -72,9 +73,9 @@ def test_labels_are_on_answers_alone(tiny_models):
     tokenizer.pad_token = tokenizer.eos_token
     texts = [Written("grows grows grows", " A"), Written("grows", " B C")]
     tokenizer.padding_side = "left"
-    assert text.by_length(texts, 1) == [[texts[1]], [texts[0]]]
-    short, long = (text.collate(tokenizer, [one]) for one in texts[::-1])
-    both = text.collate(tokenizer, texts[::-1])
+    assert by_length(texts, 1) == [[texts[1]], [texts[0]]]
+    short, long = (collate(tokenizer, [one]) for one in texts[::-1])
+    both = collate(tokenizer, texts[::-1])
     end = tokenizer.eos_token_id
     answer = tokenizer(" B C", add_special_tokens=False)["input_ids"]
     assert short["labels"][0][-3:].tolist() == [*answer, end]
@@ -88,17 +89,17 @@ def test_labels_are_on_answers_alone(tiny_models):
 
 def test_a_sign_that_knows_all_wrong_answers_detects_them():
     wrong = torch.tensor([True, False, True, False])
-    found = text.detects(torch.tensor([3.0, 1.0, 2.0, 0.5]), wrong)
+    found = measures.detects(torch.tensor([3.0, 1.0, 2.0, 0.5]), wrong)
     assert found["auroc"] == 1
     assert found["aurc"] == pytest.approx((0 + 0 + 1 / 3 + 2 / 4) / 4)
-    assert text.detects(torch.tensor([0.0, 1.0, 0.1, 2.0]), wrong)["auroc"] == 0
-    assert text.detects(torch.ones(4), wrong)["auroc"] == 0.5
-    assert text.detects(torch.ones(2), torch.tensor([True, True]))["auroc"] is None
+    assert measures.detects(torch.tensor([0.0, 1.0, 0.1, 2.0]), wrong)["auroc"] == 0
+    assert measures.detects(torch.ones(4), wrong)["auroc"] == 0.5
+    assert measures.detects(torch.ones(2), torch.tensor([True, True]))["auroc"] is None
 
 
 def test_the_quality_of_the_model_itself(la):
     batches = text_batches(seed=7)
-    found = text.quality(Predictor(la), batches)
+    found = measures.quality(Predictor(la), batches)
     logits, tokens = (
         torch.cat(part) for part in zip(*(la.tokens(batch) for batch in batches), strict=True)
     )
@@ -111,16 +112,19 @@ def test_a_temperature_lowers_the_loss_that_chose_it(la):
     batches = text_batches(seed=7)
     predictor = scaled(la, batches)
     assert predictor.temperature > 1
-    assert text.quality(predictor, batches)["nll"] < text.quality(Predictor(la), batches)["nll"]
+    assert (
+        measures.quality(predictor, batches)["nll"]
+        < measures.quality(Predictor(la), batches)["nll"]
+    )
 
 
 def test_the_posteriors_predictions_are_those_of_its_scores(la):
     batches = text_batches(seed=7)
     for linearized in (True, False):
-        found = text.quality(posterior(la, 3, batches[0], linearized), batches)
-        again = text.quality(posterior(la, 3, batches[0], linearized), batches)
+        found = measures.quality(posterior(la, 3, batches[0], linearized), batches)
+        again = measures.quality(posterior(la, 3, batches[0], linearized), batches)
         assert found == again
-        assert found["nll"] != text.quality(Predictor(la), batches)["nll"]
+        assert found["nll"] != measures.quality(Predictor(la), batches)["nll"]
 
 
 def test_noise_of_tfb_changes_next_to_no_token(la):

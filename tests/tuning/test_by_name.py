@@ -3,15 +3,18 @@
 import warnings
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from inspect import signature
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from laplace_lora_ext import LoRALaplace
+from laplace_lora_ext import GridSearch, LoRALaplace
 from laplace_lora_ext.tuning import METHODS
-from tests.support.models import ragged_batches
+from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import fitted, generator
+from tests.support.ranks import Texts
 
 # Of each method, options that all differ from their defaults and matter for the result.
 OPTIONS = {
@@ -60,6 +63,12 @@ OPTIONS = {
         "n_steps": 4,
         "lr": 0.3,
         "batch_size": 3,
+    },
+    "second_training": {
+        "train": lambda _: lora_model("bert"),
+        "train_loader": DataLoader(Texts(), batch_size=2),
+        "held_out": 0.4,
+        "search": partial(GridSearch, link_approx="probit", grid_size=9),
     },
 }
 HOSTS_DEFAULTS = {
@@ -188,6 +197,7 @@ def test_an_object_that_is_no_method_is_refused():
         ({"method": "val_gd", "val_loader": "nan"}, "batch 1: .*non-finite"),
         ({"method": "gridsearch", "val_loader": "nan"}, "batch 1: .*non-finite"),
         ({"method": "linearized_loo"}, "pass train_loader"),
+        ({"method": "second_training"}, "pass train, train_loader"),
         ({"method": "linearized_loo", "train_loader": "batches", "link_approx": "bridge"}, "links"),
         ({"optimize_sigma_noise": True}, "for regression"),
         ({"init_prior_prec": 0.0}, "above 0"),

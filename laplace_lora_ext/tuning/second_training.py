@@ -1,0 +1,130 @@
+"""The prior precision that held-out examples choose for another training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.processes.exchange import count, of_first
+from laplace_lora_ext.processes.shards import Shard
+from laplace_lora_ext.tuning.gridsearch import GridSearch
+from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.method import TuningMethod
+
+_BATCH_SIZE = 8  # where the loader has batches of many sizes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SecondTraining(TuningMethod):
+    """Train again without some of the examples, and let these choose the prior precision.
+
+    The posterior of that other training is fitted to the rest of the data. The prior precision that
+    predicts the held-out examples best is then taken over, while the model of all examples stays as
+    it is: no example is lost. Held-out labels show what no method can read off the trained weights,
+    such as noise that a model has learnt by heart.
+
+    Parameters
+    ----------
+    train : callable
+        takes a data set, trains another adapter on it as the fitted one was trained, from the same
+        start, and returns the model, which must not share LoRA weights with the fitted one. The
+        data set is a `torch.utils.data.Subset`, or what the `select` of a `datasets.Dataset`
+        returns
+    train_loader : DataLoader
+        the data of the fit
+    held_out : float, default=0.2
+        the share of the examples to hold out, between 0 and 1
+    search : callable, optional
+        takes `val_loader` and the options of `TuningMethod`, and returns the method that chooses:
+        by default `GridSearch` with the link "mean_field"
+    generator : torch.Generator, optional
+        for the examples to hold out; if omitted, every call holds out the same
+    init_prior_prec, prior_structure, progress_bar
+        as for `search`
+
+    Raises
+    ------
+    ValueError
+        If `held_out` is not between 0 and 1, `train_loader` has no data set with a length or too
+        few examples, or the models share LoRA weights.
+    TypeError
+        If `train` returns no model.
+    """
+
+    train: Callable[[Dataset], nn.Module]
+    train_loader: DataLoader
+    held_out: float = 0.2
+    search: Callable[..., TuningMethod] = partial(GridSearch, link_approx="mean_field")  # noqa: RUF009
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must be between 0 and 1, not {self.held_out}.")
+
+    def _search(self, la: Posterior) -> TuningHistory:
+        la._check_H_init()
+        part, rest = self._split()
+        model = self.train(part)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"train must return the model it has trained, not {model!r}.")
+        if {id(block.weight) for block in la.blocks} & {id(p) for p in model.parameters()}:
+            raise ValueError(
+                "train has trained the fitted model again, or shares LoRA weights with it: make "
+                "another model in each call, base model included."
+            )
+        la._check_model()
+        other = la.around(model)
+        other.fit(self._loader(part), progress_bar=self.progress_bar)
+        search = self.search(
+            val_loader=self._loader(rest),
+            init_prior_prec=self.init_prior_prec,
+            prior_structure=self.prior_structure,
+            progress_bar=self.progress_bar,
+        )
+        history = search(other)
+        la.prior_precision = other.prior_precision
+        return history
+
+    def _split(self) -> tuple[Dataset, Dataset]:
+        """The examples to train on and those to hold out, each in the data's order."""
+        data: Any = getattr(self.train_loader, "dataset", None)
+        if not isinstance(data, Sized):
+            raise ValueError(
+                "A second training splits the examples: pass a DataLoader whose data set has a "
+                "length."
+            )
+        if count() > 1 and not Shard(self.train_loader).is_known:
+            raise ValueError(
+                "A second training splits the examples of all ranks: pass a loader with a "
+                "DistributedSampler, or accelerator.prepare(loader)."
+            )
+        n_held_out = round(self.held_out * len(data))
+        if not 0 < n_held_out < len(data):
+            raise ValueError(
+                f"{len(data)} examples are too few to hold out a share of {self.held_out:g}."
+            )
+        generator = self.generator or torch.Generator().manual_seed(0)
+        order = of_first(torch.randperm(len(data), generator=generator)).tolist()
+        return _chosen(data, order[n_held_out:]), _chosen(data, order[:n_held_out])
+
+    def _loader(self, examples: Any) -> DataLoader:
+        """Batches of examples, once and in order; each process gets its share."""
+        return DataLoader(
+            examples,
+            batch_size=self.train_loader.batch_size or _BATCH_SIZE,
+            sampler=DistributedSampler(examples, shuffle=False) if count() > 1 else None,
+            collate_fn=self.train_loader.collate_fn,
+        )
+
+
+def _chosen(data: Any, places: list[int]) -> Any:
+    """Some examples of a data set; trainers know columns only of a `datasets.Dataset`."""
+    places = sorted(places)
+    return data.select(places) if hasattr(data, "select") else Subset(data, places)

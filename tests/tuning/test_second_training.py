@@ -1,0 +1,182 @@
+"""The prior precision that held-out examples choose for another training."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from laplace_lora_ext import GridSearch, SecondTraining
+from tests.support.models import lora_model
+from tests.support.posteriors import STRUCTURES, fitted, generator, make, plain_regression
+from tests.support.ranks import Texts, failures, on_ranks, strided_loader
+
+N = 11
+
+
+def another(kind: str = "bert"):
+    """What a training on fewer texts might end with."""
+    model = lora_model(kind)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data += 0.2 * torch.randn(weight.shape, generator=generator()).double()
+    return model
+
+
+class Training:
+    """Returns a model, and remembers what it was to train on."""
+
+    def __init__(self, model=None):
+        self.model, self.seen = another() if model is None else model, None
+
+    def __call__(self, examples):
+        self.seen = examples
+        return self.model
+
+
+def loader(examples=None, batch_size=2):
+    return DataLoader(Texts(N) if examples is None else examples, batch_size=batch_size)
+
+
+def split(train):
+    """Places of the examples that were trained on, and of those that were held out."""
+    taken = list(train.seen.indices)
+    return taken, [place for place in range(N) if place not in taken]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_it_takes_over_what_the_held_out_examples_choose(structure):
+    la, train = fitted(structure=structure), Training()
+    before = {name: value.clone() for name, value in la.model.state_dict().items()}
+    history = la.optimize_prior_precision(
+        method="second_training", train=train, train_loader=loader(), held_out=0.3
+    )
+    taken, held_out = split(train)
+    assert len(held_out) == 3
+    settings = {"backend_kwargs": {"rank": 3}} if structure == "lowrank_kron" else {}
+    other = make(another(), structure, **settings)
+    other.fit(loader(Subset(Texts(N), taken)))
+    expected = other.optimize_prior_precision(
+        method="gridsearch",
+        val_loader=loader(Subset(Texts(N), held_out)),
+        link_approx="mean_field",
+    )
+    assert torch.equal(la.prior_precision.double(), other.prior_precision.double())
+    torch.testing.assert_close(history.objective, expected.objective)
+    assert all(torch.equal(la.model.state_dict()[name], before[name]) for name in before)
+
+
+def test_another_posterior_of_the_same_kind():
+    options = {
+        "prior_mean": 0.3,
+        "temperature": 2.0,
+        "enable_backprop": True,
+        "target_modules": ["value"],
+        "backend_kwargs": {"rank": 2, "tail": False, "kfac_approx": "expand"},
+    }
+    la = fitted(**options)
+    other = la.around(another())
+    assert other.H is None
+    other.fit(loader())
+    same = make(another(), **options)
+    same.fit(loader())
+    assert [block.name for block in other.blocks] == [block.name for block in la.blocks]
+    assert other.log_marginal_likelihood() == same.log_marginal_likelihood()
+    assert (other.temperature, other.prior_mean, other.enable_backprop) == (2.0, 0.3, True)
+    answers = fitted("gpt2")
+    assert answers.around(another("gpt2")).model.class_token_ids == answers.model.class_token_ids
+    kron = fitted(structure="kron", damping=True)
+    assert kron.around(another()).damping
+    regression, _ = plain_regression()
+    assert regression.around(regression.model.model).sigma_noise == regression.sigma_noise
+
+
+def test_factors_of_a_layerwise_prior():
+    la, base = fitted(), torch.linspace(0.5, 2, 8).double()
+    la.optimize_prior_precision(
+        method="second_training",
+        train=Training(),
+        train_loader=loader(),
+        init_prior_prec=base,
+        search=partial(GridSearch, link_approx="probit", grid_size=5),
+    )
+    factors = la.prior_precision / base
+    torch.testing.assert_close(factors, factors[:1].expand(8))
+    assert factors[0].log10().item() in (-4, -2, 0, 2, 4)
+
+
+def test_the_examples_depend_on_the_generator_alone():
+    found = []
+    for seed in (None, None, 3, 3, 4):
+        train = Training()
+        method = SecondTraining(
+            train=train,
+            train_loader=loader(),
+            generator=None if seed is None else generator(seed),
+        )
+        method(fitted())
+        found.append(split(train)[1])
+    assert found[0] == found[1]
+    assert found[2] == found[3] != found[4]
+
+
+def test_a_data_set_with_columns_keeps_them():
+    class Table(Texts):
+        def select(self, places):
+            self.selected = places
+            return Subset(self, places)
+
+    table = Table(N)
+    fitted().optimize_prior_precision(
+        method="second_training", train=Training(), train_loader=loader(table)
+    )
+    assert len(table.selected) == 2  # the last one selected is what is held out
+
+
+def in_place(la):
+    """Trains the fitted model, and another."""
+
+    def train(_):
+        la.blocks[0].weight.data.mul_(1.5)
+        return another()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"held_out": 1.0}, ValueError, "between 0 and 1"),
+        ({"held_out": 0.01}, ValueError, "11 examples are too few"),
+        ({"held_out": 0.99}, ValueError, "11 examples are too few"),
+        ({"train_loader": [1, 2]}, ValueError, "pass a DataLoader"),
+        ({"train": lambda _: None}, TypeError, "must return the model"),
+        ({"train": lambda la: lambda _: la.model.model}, ValueError, "shares LoRA weights"),
+        ({"train": in_place}, RuntimeError, "changed"),
+        ({"train": Training(another("gpt2"))}, ValueError, "class_token_ids"),
+    ],
+)
+def test_what_can_not_work_is_refused(options, error, message):
+    la = fitted(prior_precision=0.4)
+    given = {"train": Training(), "train_loader": loader()} | options
+    if given["train"] is in_place or message == "shares LoRA weights":
+        given["train"] = given["train"](la)
+    with pytest.raises(error, match=message):
+        la.optimize_prior_precision(method="second_training", **given)
+    assert la.prior_precision.tolist() == [0.4]
+
+
+def test_two_processes_choose_as_one():
+    def chosen(rank=0, of=strided_loader):
+        la, train = fitted(batches=of(N), rank=24), Training()  # exact: no order matters
+        history = la.optimize_prior_precision(
+            method="second_training", train=train, train_loader=of(N)
+        )
+        return history.objective, list(train.seen.indices)
+
+    expected, taken = chosen()
+    for objective, places in on_ranks(chosen, 2):
+        torch.testing.assert_close(objective, expected)
+        assert places == taken
+    own = on_ranks(lambda rank: chosen(of=lambda n: loader(Texts(n + rank))), 2)
+    assert all("DistributedSampler" in message for message in failures(own))
