@@ -49,8 +49,7 @@ def namespace() -> dict[str, object]:
     return {
         **loaders,
         **texts,
-        "make_model": lambda: lora_model("gpt2", torch.float32),
-        "fine_tune": lambda model, examples: model,
+        "train": lambda examples: lora_model("gpt2", torch.float32),
         "sft_loader": sft,
         "sft_batch": sft[0],
         "batch": batches[0],
