@@ -21,19 +21,40 @@ def is_convolution(layer: Any) -> bool:
     )
 
 
-def patching(layer: Any) -> tuple[Any, ...]:
-    """The settings that determine which patches a convolution makes of its inputs."""
-    return layer.kernel_size, layer.dilation, layer.padding, layer.stride
+class PatchRows:
+    """Rows of a convolution: the patches that it makes of its inputs, and its outputs' channels.
 
+    Parameters
+    ----------
+    layer : torch.nn.Conv1d or torch.nn.Conv2d
+    """
 
-def patches(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Inputs `(B, channels, *positions)` of a convolution as rows `(B, L, n)` of its patches."""
-    if _DIMENSIONS[type(layer)] == 1:
-        settings = ((1, *layer.kernel_size), (1, *layer.dilation), (0, *layer.padding))
-        return unfold(inputs.unsqueeze(-2), *settings, (1, *layer.stride)).mT
-    return unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride).mT
+    held_column = None
 
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
 
-def channels_last(layer: Any, outputs: torch.Tensor) -> torch.Tensor:
-    """Outputs `(..., m, *positions)` of a convolution as rows `(..., *positions, m)`."""
-    return outputs.movedim(-1 - _DIMENSIONS[type(layer)], -1)
+    @property
+    def input_map(self) -> tuple[Any, ...]:
+        """The settings that determine the patches."""
+        layer = self._layer
+        return layer.kernel_size, layer.dilation, layer.padding, layer.stride
+
+    def input_rows(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Of `(B, channels, *positions)`, `(B, L, n)`."""
+        settings = self.input_map
+        if self._dimensions == 1:
+            inputs = inputs.unsqueeze(-2)
+            settings = [(none, *of) for none, of in zip((1, 1, 0, 1), settings, strict=True)]
+        return unfold(inputs, *settings).mT
+
+    def output_rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Of `(..., m, *positions)`, `(..., *positions, m)`."""
+        return outputs.movedim(-1 - self._dimensions, -1)
+
+    def row_shape(self, outputs: torch.Tensor) -> torch.Size:
+        return self.output_rows(outputs).shape[:-1]
+
+    @property
+    def _dimensions(self) -> int:
+        return _DIMENSIONS[type(self._layer)]

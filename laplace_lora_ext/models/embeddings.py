@@ -94,29 +94,41 @@ class EmbeddingLayer:
         return gradients if own is None else gradients * own.to(self.B)
 
 
-class TokenColumns:
-    """`lora_embedding_A`, `(r, vocabulary)`, as a linear layer of one-hot tokens.
-
-    The rows of a batch take as many numbers as logits at each of its positions would. PyTorch gives
-    the column of the padding token no gradient, and so does this: the token's rows are 0.
+class EmbeddingHalf:
+    """A or B as a linear layer, which calls of the whole layer stand for.
 
     Parameters
     ----------
     layer : EmbeddingLayer
+    weights : torch.nn.ParameterDict
+        of all adapters
     """
 
-    def __init__(self, layer: EmbeddingLayer) -> None:
-        self._layer = layer
+    held_column: int | None = None
+
+    def __init__(self, layer: EmbeddingLayer, weights: Any) -> None:
+        self._layer, self._weights = layer, weights
         self.register_forward_hook = layer.listen
 
     @property
     def weight(self) -> torch.Tensor:
-        return self._layer.A
+        return self._weights[self._layer.adapter]
 
     @property
     def _hf_hook(self) -> Any:
         """What Accelerate offloads the weight with."""
-        return getattr(self._layer.owner.lora_embedding_A, "_hf_hook", None)
+        return getattr(self._weights, "_hf_hook", None)
+
+    def row_shape(self, outputs: torch.Tensor) -> torch.Size:
+        return outputs.shape[:-1]
+
+
+class TokenColumns(EmbeddingHalf):
+    """`lora_embedding_A`, `(r, vocabulary)`, as a linear layer of one-hot tokens.
+
+    The rows of a batch take as many numbers as logits at each of its positions would. PyTorch gives
+    the column of the padding token no gradient, and so does this: the token's rows are 0.
+    """
 
     @property
     def held_column(self) -> int | None:
@@ -142,29 +154,8 @@ class TokenColumns:
         return self._layer.scaled(gradients) @ B.to(_full(B))
 
 
-class Projection:
-    """`lora_embedding_B`, `(d, r)`, as a linear layer of the tokens' columns of A.
-
-    Parameters
-    ----------
-    layer : EmbeddingLayer
-    """
-
-    held_column = None
-
-    def __init__(self, layer: EmbeddingLayer) -> None:
-        self._layer = layer
-        self.register_forward_hook = layer.listen
-        self.output_rows = layer.scaled
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self._layer.B
-
-    @property
-    def _hf_hook(self) -> Any:
-        """What Accelerate offloads the weight with."""
-        return getattr(self._layer.owner.lora_embedding_B, "_hf_hook", None)
+class Projection(EmbeddingHalf):
+    """`lora_embedding_B`, `(d, r)`, as a linear layer of the tokens' columns of A."""
 
     @property
     def input_map(self) -> tuple[Any, ...]:
@@ -176,15 +167,19 @@ class Projection:
         A = self._layer.A.detach()
         return embedding(ids.to(A.device), A.T)
 
-
-EmbeddingHalf = TokenColumns | Projection
+    def output_rows(self, gradients: torch.Tensor) -> torch.Tensor:
+        """`(..., d)`, of gradients `(..., d)` of what the embedding returns."""
+        return self._layer.scaled(gradients)
 
 
 def halves(layer: Any, adapter: str) -> tuple[Any, Any]:
     """A and B of PEFT's layer: linear layers, convolutions, or halves of an embedding's LoRA."""
     if is_embedding(layer):
         shared = EmbeddingLayer(layer, adapter)
-        return TokenColumns(shared), Projection(shared)
+        return (
+            TokenColumns(shared, layer.lora_embedding_A),
+            Projection(shared, layer.lora_embedding_B),
+        )
     return layer.lora_A[adapter], layer.lora_B[adapter]
 
 

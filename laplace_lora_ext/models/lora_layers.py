@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from peft.tuners import lora
 from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
-from laplace_lora_ext.models.convolutions import channels_last, patches, patching
 from laplace_lora_ext.models.embeddings import EmbeddingHalf, halves, is_embedding
 from laplace_lora_ext.models.placement import (
     check_in_place,
@@ -22,6 +22,7 @@ from laplace_lora_ext.models.placement import (
     is_absent,
     values_of,
 )
+from laplace_lora_ext.models.rows import Rows, rows_of
 from laplace_lora_ext.models.selection import active_adapter, adapters_of, select
 from laplace_lora_ext.models.unsupported import (
     check_apart,
@@ -79,35 +80,10 @@ class Block:
         layer: Any = self.layer
         return device_of(layer) if self.weight.is_meta else self.weight.device
 
-    @property
-    def held_column(self) -> int | None:
-        """A column of the weight that no gradient comes to, as an embedding's of padding."""
-        return self.layer.held_column if isinstance(self.layer, EmbeddingHalf) else None
-
-    @property
-    def input_map(self) -> tuple[Any, ...]:
-        """What decides on the rows that `input_rows` makes; nothing where the layer is linear."""
-        if isinstance(self.layer, EmbeddingHalf):
-            return self.layer.input_map
-        return () if isinstance(self.layer, nn.Linear) else patching(self.layer)
-
-    def input_rows(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What the layer was given as rows `(..., n)`."""
-        if isinstance(self.layer, EmbeddingHalf):
-            return self.layer.input_rows(inputs)
-        return inputs if isinstance(self.layer, nn.Linear) else patches(self.layer, inputs)
-
-    def output_rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """What it returns, or gradients of that, as rows `(..., m)`."""
-        if isinstance(self.layer, EmbeddingHalf):
-            return self.layer.output_rows(outputs)
-        return outputs if isinstance(self.layer, nn.Linear) else channels_last(self.layer, outputs)
-
-    def row_shape(self, outputs: torch.Tensor) -> torch.Size:
-        """Shape of what it returns as rows, without their size m; nothing is computed."""
-        if isinstance(self.layer, (nn.Linear, EmbeddingHalf)):
-            return outputs.shape[:-1]
-        return channels_last(self.layer, outputs).shape[:-1]
+    @cached_property
+    def rows(self) -> Rows:
+        """Makes rows of what the layer is given and returns."""
+        return rows_of(self.layer)
 
     @property
     def adapter(self) -> str:

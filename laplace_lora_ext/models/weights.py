@@ -37,8 +37,8 @@ def held(blocks: Sequence[Block]) -> torch.Tensor:
     masks = []
     for block in blocks:
         mask = torch.zeros(block.shape, dtype=torch.bool, device=blocks[0].device)
-        if block.held_column is not None:
-            mask[:, block.held_column] = True
+        if block.rows.held_column is not None:
+            mask[:, block.rows.held_column] = True
         masks.append(mask.flatten())
     return torch.cat(masks)
 

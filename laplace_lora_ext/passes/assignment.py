@@ -140,7 +140,7 @@ class Assignment:
                     raise ValueError(f"LoRA layer {block.name}: non-finite gradients")
                 site = self._sites[arrived.index][place]
                 table = reached.setdefault(site, torch.zeros(len(words), site.shape.numel()).bool())
-                reached_rows = block.output_rows(gradients.detach()).any(-1)
+                reached_rows = block.rows.output_rows(gradients.detach()).any(-1)
                 table[seeds] |= reached_rows.reshape(len(gradients), -1).cpu()
 
         of_logits = self._positions.logits_of(words).to(self._graph.logits)

@@ -33,7 +33,7 @@ class Call:
     def __init__(
         self, block: Block, inputs: torch.Tensor, output: torch.Tensor, region: Region | None
     ) -> None:
-        self.rows = block.row_shape(output)
+        self.rows = block.rows.row_shape(output)
         self.input_key = id(region), id(inputs)
         self.edge = get_gradient_edge(output)
         self._region = region

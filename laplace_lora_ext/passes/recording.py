@@ -144,7 +144,7 @@ class Recording:
         sharing: dict[tuple[Any, ...], list[int]] = {}
         for index, block in enumerate(self.blocks):
             calls = tuple(call.input_key for call in self._graph.calls[index])
-            rows = block.statistics_dtype, block.input_map, *calls
+            rows = block.statistics_dtype, block.rows.input_map, *calls
             sharing.setdefault(rows, []).append(index)
         for indices in sharing.values():
             self._visit_inputs_of(indices, visit)
@@ -226,8 +226,8 @@ class Recording:
                 for layout, rows in zip(layouts, calls, strict=False)
             ]
 
-        a = arrange(map(block.input_rows, inputs.values()), 0)
-        g = arrange(map(block.output_rows, gradients.values()), 1)
+        a = arrange(map(block.rows.input_rows, inputs.values()), 0)
+        g = arrange(map(block.rows.output_rows, gradients.values()), 1)
         lengths = [part.shape[1] for part in a]
         calls = list(zip(layouts, lengths, strict=True))
         dtype = block.statistics_dtype

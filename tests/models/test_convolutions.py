@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_lora_ext.models.convolutions import channels_last, is_convolution, patches
+from laplace_lora_ext.models.convolutions import PatchRows, is_convolution
 
 LAYERS = [
     nn.Conv1d(2, 3, 3, stride=2, padding=1, dilation=2, bias=False),
@@ -18,11 +18,15 @@ LAYERS = [
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_convolution_is_a_linear_map_of_its_patches(layer):
     x = torch.randn(4, 2, *(7,) * (layer.weight.ndim - 2))
-    rows = channels_last(layer, layer(x)).flatten(1, -2)
-    torch.testing.assert_close(patches(layer, x) @ layer.weight.flatten(1).T, rows)
-    gradients = torch.randn(5, *layer(x).shape)  # a dimension of seeds in front
-    by_seed = torch.stack([channels_last(layer, g) for g in gradients])
-    assert torch.equal(channels_last(layer, gradients), by_seed)
+    rows, y = PatchRows(layer), layer(x)
+    of_output = rows.output_rows(y)
+    torch.testing.assert_close(
+        rows.input_rows(x) @ layer.weight.flatten(1).T, of_output.flatten(1, -2)
+    )
+    assert rows.row_shape(y) == of_output.shape[:-1]
+    gradients = torch.randn(5, *y.shape)  # a dimension of seeds in front
+    by_seed = torch.stack([rows.output_rows(g) for g in gradients])
+    assert torch.equal(rows.output_rows(gradients), by_seed)
 
 
 def test_what_patches_do_not_describe():
