@@ -21,7 +21,7 @@ from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.passes.checks import check_logits
 from laplace_lora_ext.text.agreement import TokenAgreement
 from laplace_lora_ext.text.draws import Noise
-from laplace_lora_ext.text.generation import GeneratedText, Prompt, Settings, predictive
+from laplace_lora_ext.text.generation import GeneratedText, Prompt, Settings, Source, predictive
 from laplace_lora_ext.text.gridsearch import TokenGridSearch
 from laplace_lora_ext.text.perturbations import Perturbation, SampledWeights, drawn_logits
 from laplace_lora_ext.text.proof import proven
@@ -258,7 +258,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
             as for `score`
         **generation_kwargs
             for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them, padded on
-            the left, `max_new_tokens` and so on
+            the left unless an encoder reads them, `max_new_tokens` and so on
 
         Returns
         -------
@@ -267,19 +267,16 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         Raises
         ------
         NotImplementedError
-            For an encoder-decoder, and for beam search if the model returns no `Cache`.
+            For beam search if the model returns no `Cache`.
         ValueError
             If there are no `input_ids`.
         """
         self._check_H_init()
         self._check_model()
-        if self.model.is_encoder_decoder:
-            raise NotImplementedError(
-                "generate needs a causal language model; an encoder-decoder can use score."
-            )
         transformer = self.model.transformer
         settings = Settings.of(transformer, generation_kwargs)
-        prompt = Prompt.of(generation_kwargs, settings, self.model.device)
+        kind = Source if self.model.is_encoder_decoder else Prompt
+        prompt = kind.of(generation_kwargs, settings, self.model.device)
         way = self._way(method, prompt.as_text(), n_samples)
         noise = Noise.seeded(n_samples, generator)
         with self.model.prepared(), way.passes():
@@ -288,7 +285,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
                 way.draw(weights.values, direction)
                 for direction in noise.directions(self._precision, self.blocks)
             ]
-            with predictive(transformer, weights, draws, settings.num_beams > 1):
+            with predictive(transformer, weights, draws, prompt, settings.num_beams > 1):
                 output = transformer.generate(**(generation_kwargs | vars(prompt)))
         sequences = getattr(output, "sequences", output)
         batch = prompt.continued(sequences, settings)

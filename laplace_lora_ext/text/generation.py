@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.weights import LoRAWeights
@@ -32,9 +33,10 @@ class GeneratedText:
     Attributes
     ----------
     sequences : torch.Tensor
-        `(B, T)` tokens, the prompts first
+        `(B, T)` tokens, the prompts first; what an encoder-decoder's decoder reads and writes
     scores : TextScores
-        of the generated tokens, under the same draws
+        of the generated tokens, under the same draws; an encoder-decoder's have no place for the
+        first token of `sequences`, which nothing predicts
     output : Any
         what transformers' `generate` returned
     """
@@ -65,6 +67,19 @@ class Settings:
         endings = [] if end is None else torch.as_tensor(end).flatten().tolist()
         return cls(setting("num_beams") or 1, endings, setting("pad_token_id"))
 
+    def is_padding(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Which tokens are padding; none if the token of padding also ends texts."""
+        if self.padding is None or self.padding in self.endings:
+            return torch.zeros_like(tokens, dtype=torch.bool)
+        return tokens == self.padding
+
+    def written(self, new: torch.Tensor) -> torch.Tensor:
+        """`(B, T)` booleans, true up to the first of the generated tokens that ends the text."""
+        ends = torch.isin(new, torch.tensor(self.endings, device=new.device, dtype=new.dtype))
+        before_end = ends.cumsum(1) - ends.int() == 0
+        more_to_come = (~self.is_padding(new)).flip(1).cumsum(1).flip(1) > 0
+        return before_end & more_to_come
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -83,8 +98,7 @@ class Prompt:
             raise ValueError("Pass input_ids, as a tokenizer makes them.")
         mask = generation_kwargs.get("attention_mask")
         if mask is None:
-            told = settings.padding is not None and settings.padding not in settings.endings
-            mask = (tokens != settings.padding).long() if told else torch.ones_like(tokens)
+            mask = (~settings.is_padding(tokens)).long()
         return cls(tokens.to(device), mask.to(device))
 
     def as_text(self) -> dict[str, torch.Tensor]:
@@ -98,26 +112,71 @@ class Prompt:
 
     def continued(self, sequences: torch.Tensor, settings: Settings) -> dict[str, torch.Tensor]:
         """Whole texts, with labels on generated tokens up to the first one that ends the text."""
-        repeats = len(sequences) // len(self.input_ids)
-        new = sequences[:, self.input_ids.shape[1] :]
-        ends = torch.isin(new, torch.tensor(settings.endings, device=new.device, dtype=new.dtype))
-        real = ends.cumsum(1) - ends.int() == 0
-        if settings.padding is not None and settings.padding not in settings.endings:
-            real &= (new != settings.padding).flip(1).cumsum(1).flip(1) > 0  # no padding to the end
-        mask = self.attention_mask.repeat_interleave(repeats, dim=0)
-        generated = torch.cat([torch.zeros_like(mask).bool(), real], dim=1)
-        return _labelled(sequences, torch.cat([mask, real.to(mask)], dim=1), generated)
+        new = settings.written(sequences[:, self.input_ids.shape[1] :])
+        mask = repeated(self.attention_mask, len(sequences))
+        generated = torch.cat([torch.zeros_like(mask).bool(), new], dim=1)
+        return _labelled(sequences, torch.cat([mask, new.to(mask)], dim=1), generated)
+
+
+@dataclass(frozen=True)
+class Source(Prompt):
+    """Texts `(B, T)` for the encoder of an encoder-decoder, and what its decoder begins with."""
+
+    decoder_input_ids: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, generation_kwargs: Mapping[str, Any], settings: Settings, device: torch.device
+    ) -> Source:
+        texts = Prompt.of(generation_kwargs, settings, device)
+        begun = generation_kwargs.get("decoder_input_ids")
+        begun = None if begun is None else begun.to(device)
+        return cls(texts.input_ids, texts.attention_mask, begun)
+
+    def as_text(self) -> dict[str, torch.Tensor]:
+        """The texts, each with its own first tokens to be written."""
+        looked_at = torch.arange(self.input_ids.shape[1], device=self.input_ids.device) < _LOOKED_AT
+        labelled = self.attention_mask.bool() & looked_at
+        return _labelled(self.input_ids, self.attention_mask, labelled)
+
+    def continued(self, sequences: torch.Tensor, settings: Settings) -> dict[str, torch.Tensor]:
+        """The texts, with what the decoder read and, as labels, what it wrote."""
+        begun = self._n_begun(sequences)
+        written = torch.zeros_like(sequences, dtype=torch.bool)
+        written[:, begun:] = settings.written(sequences[:, begun:])
+        return {
+            "input_ids": repeated(self.input_ids, len(sequences)),
+            "attention_mask": repeated(self.attention_mask, len(sequences)),
+            "decoder_input_ids": sequences[:, :-1],
+            "labels": torch.where(written, sequences, IGNORED)[:, 1:],
+        }
+
+    def _n_begun(self, sequences: torch.Tensor) -> int:
+        """How many tokens the decoder began with: transformers may put one before those given."""
+        if self.decoder_input_ids is None:
+            return 1
+        given = repeated(self.decoder_input_ids, len(sequences))
+        return given.shape[1] + (not torch.equal(sequences[:, : given.shape[1]], given))
+
+
+def repeated(values: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """Each row as often as `generate` repeats it, for beams or several texts of a prompt."""
+    return values.repeat_interleave(n_rows // len(values), dim=0)
 
 
 @contextmanager
 def predictive(
-    transformer: PreTrainedModel, weights: LoRAWeights, draws: Sequence[Draw], beams: bool
+    transformer: PreTrainedModel,
+    weights: LoRAWeights,
+    draws: Sequence[Draw],
+    prompt: Prompt,
+    beams: bool,
 ) -> Iterator[None]:
     """Replace the model's logits by log-probabilities of the mixture over draws.
 
     Everything in `generate` that acts on logits then sees these. A `LogitsProcessor` would come
     after transformers' own ones, and allow again what they forbid. Each pass of a draw has its own
-    cache.
+    cache and, of an encoder-decoder, its own encoding of the prompt.
 
     Raises
     ------
@@ -129,7 +188,7 @@ def predictive(
     if not draws:
         yield
         return
-    mixture = _Mixture(weights, draws, beams)
+    mixture = _Mixture(weights, draws, prompt, beams)
     handles = [
         transformer.register_forward_pre_hook(mixture.before, with_kwargs=True),
         transformer.register_forward_hook(mixture.after, with_kwargs=True),
@@ -148,10 +207,13 @@ def predictive(
 class _Mixture:
     """Repeats each call of a model with the weights of each draw."""
 
-    def __init__(self, weights: LoRAWeights, draws: Sequence[Draw], beams: bool) -> None:
+    def __init__(
+        self, weights: LoRAWeights, draws: Sequence[Draw], prompt: Prompt, beams: bool
+    ) -> None:
         self.n_calls = 0
-        self._weights, self._draws, self._beams = weights, draws, beams
-        self._caches: list[list[Any]] = []
+        self._weights, self._draws, self._prompt = weights, draws, prompt
+        self._beams = beams
+        self._kept: list[list[dict[str, Any]]] = []  # of each pass of each draw
         self._repeating = False
 
     def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -162,8 +224,11 @@ class _Mixture:
         if self._beams and kwargs.get("use_cache") and not hasattr(cache, "reorder_cache"):
             raise NotImplementedError("Beam search needs a newer transformers, or use_cache=False.")
         if cache is None or (hasattr(cache, "get_seq_length") and not int(cache.get_seq_length())):
-            self._caches = [[copy.deepcopy(cache) for _ in draw.weights] for draw in self._draws]
-            _follow(cache, [one for of_draw in self._caches for one in of_draw])
+            self._kept = [
+                [{"past_key_values": copy.deepcopy(cache)} for _ in draw.weights]
+                for draw in self._draws
+            ]
+            _follow(cache, [kept["past_key_values"] for of_draw in self._kept for kept in of_draw])
 
     def after(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -176,10 +241,10 @@ class _Mixture:
         log_p = torch.full_like(f, -math.inf)
         self._repeating = True
         try:
-            for draw, caches in zip(self._draws, self._caches, strict=True):
+            for draw, of_draw in zip(self._draws, self._kept, strict=True):
                 logits = [
-                    self._pass(place, values, caches, args, kwargs).to(f)
-                    for place, values in enumerate(draw.weights)
+                    self._pass(values, kept, args, kwargs).to(f)
+                    for values, kept in zip(draw.weights, of_draw, strict=True)
                 ]
                 log_p = torch.logaddexp(log_p, draw.combine(f, logits).log_softmax(-1))
         finally:
@@ -188,16 +253,21 @@ class _Mixture:
 
     def _pass(
         self,
-        place: int,
         values: list[torch.Tensor],
-        caches: list[Any],
+        kept: dict[str, Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        given = kwargs | ({} if caches[place] is None else {"past_key_values": caches[place]})
+        """Logits with other weights, which keeps its cache and its encoding for the next token."""
+        given = kwargs | {name: value for name, value in kept.items() if value is not None}
+        if kwargs.get("encoder_outputs") is not None and "encoder_outputs" not in kept:
+            rows = len(kwargs["decoder_input_ids"])
+            given |= {"encoder_outputs": None, "input_ids": repeated(self._prompt.input_ids, rows)}
         output = self._weights.call(values, args, given)
         if kwargs.get("use_cache"):
-            caches[place] = output.past_key_values
+            kept["past_key_values"] = output.past_key_values
+        if kwargs.get("encoder_outputs") is not None:
+            kept["encoder_outputs"] = BaseModelOutput(output.encoder_last_hidden_state)
         return output.logits
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -35,10 +36,17 @@ def posterior(model=None, **keywords):
     return fitted_text(model, prior_precision=20.0, **keywords)
 
 
-def predictive(la, way, tokens):
-    """Log-probabilities `(V,)` of the token after a text, by passes without a cache."""
-    text = {"input_ids": torch.cat([tokens, tokens[-1:]])[None]}
-    text["labels"] = torch.full_like(text["input_ids"], -100)
+def predictive(la, way, tokens, source=None):
+    """Log-probabilities `(V,)` of the token after a text, by passes without a cache.
+
+    With a source, the text is what a decoder has read and written.
+    """
+    if source is None:
+        text = {"input_ids": torch.cat([tokens, tokens[-1:]])[None]}
+        text["labels"] = torch.full_like(text["input_ids"], -100)
+    else:
+        text = {"input_ids": source[None], "decoder_input_ids": tokens[None]}
+        text["labels"] = torch.full_like(tokens[None], -100)
     text["labels"][0, -1] = 1
     weights = LoRAWeights(la.model, la.blocks)
     directions = Noise(3, draw_seed(generator())).directions(la.posterior_precision, la.blocks)
@@ -79,6 +87,62 @@ def test_every_token_is_the_most_likely_one_under_the_predictive(way, cached):
     assert torch.equal(found.scores.labelled.sum(1), torch.full((3,), N_NEW))
 
 
+def sources():
+    batch = pairs_of_texts()
+    return {key: batch[key] for key in ("input_ids", "attention_mask")}
+
+
+def posterior_of_pairs(kind, **keywords):
+    return posterior(encoder_decoder(kind), batches=[pairs_of_texts()], **keywords)
+
+
+@pytest.mark.parametrize("begun", [None, torch.tensor([[7, 9]] * 3), torch.tensor([[0, 9]] * 3)])
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("way", ["forward", "difference", "adapters"])
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_decoder_writes_what_its_draws_make_of_the_source(kind, way, cached, begun):
+    la = posterior_of_pairs(kind, products=WAYS.get(way))
+    found = la.generate(
+        **sources(),
+        **({} if begun is None else {"decoder_input_ids": begun}),
+        n_samples=3,
+        generator=generator(),
+        method="adapters" if way == "adapters" else "linearized",
+        max_new_tokens=N_NEW,
+        do_sample=False,
+        use_cache=cached,
+        eos_token_id=-1,
+        pad_token_id=-1,
+        forced_eos_token_id=None,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    first = {None: 1}.get(begun) or (3 if begun[0, 0] else 2)  # transformers puts a 0 in front
+    assert found.sequences.shape == (3, first + N_NEW)
+    for row, length in enumerate((5, 3, 4)):
+        source = sources()["input_ids"][row, :length]
+        for new in range(N_NEW):
+            tokens = found.sequences[row, : first + new]
+            log_p = predictive(la, WAYS.get(way, SampledWeights()), tokens, source)
+            torch.testing.assert_close(
+                found.output.logits[new][row].double(), log_p, rtol=1e-5, atol=1e-5
+            )
+            assert found.sequences[row, first + new] == log_p.argmax()
+            of_token = found.scores.tokens.log_prob[row, first + new - 1]
+            torch.testing.assert_close(of_token, log_p.max(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found.scores.labelled.sum(1), torch.full((3,), N_NEW))
+
+
+def test_an_encoder_reads_the_source_once_for_every_draw():
+    la, calls = posterior_of_pairs("t5", products=ForwardMode()), []
+    encoder = la.model.transformer.get_encoder()
+    encoder.register_forward_hook(lambda *_: calls.append(1))
+    found = la.generate(**sources(), n_samples=3, max_new_tokens=N_NEW, eos_token_id=-1)
+    of_scores = 1 + 3
+    assert found.sequences.shape[1] == 1 + N_NEW
+    assert len(calls) == (1 + 3) + of_scores
+
+
 OPTIONS = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 10},
@@ -88,30 +152,37 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_without_draws_texts_are_the_models_own(options):
-    model = lora_model("gpt2").eval()
-    la = posterior(model)
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "bart"])
+def test_without_draws_texts_are_the_models_own(kind, options):
+    la = posterior() if kind == "gpt2" else posterior_of_pairs(kind)
+    given = prompts() if kind == "gpt2" else sources()
     texts = []
-    for generate in (model.generate, lambda **given: la.generate(n_samples=0, **given).sequences):
+    for generate in (
+        la.model.model.generate,
+        lambda **given: la.generate(n_samples=0, **given).sequences,
+    ):
         torch.manual_seed(0)
-        texts.append(generate(**prompts(), max_new_tokens=6, pad_token_id=0, **OPTIONS[options]))
+        texts.append(generate(**given, max_new_tokens=6, pad_token_id=0, **OPTIONS[options]))
     assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("way", ["forward", "difference", "adapters"])
 @pytest.mark.parametrize("options", ["beams", "several"])
-def test_caches_change_no_text(options, way):
-    la = posterior(products=WAYS.get(way))
-    cached_output = la.model.model(**prompts(), use_cache=True).past_key_values
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "bart"])
+def test_caches_change_no_text(kind, options, way):
+    own = posterior if kind == "gpt2" else partial(posterior_of_pairs, kind)
+    la, given = own(products=WAYS.get(way)), prompts() if kind == "gpt2" else sources()
+    read = given if kind == "gpt2" else given | {"decoder_input_ids": given["input_ids"]}
+    cached_output = la.model.model(**read, use_cache=True).past_key_values
     if options == "beams" and isinstance(cached_output, tuple):
         with pytest.raises(NotImplementedError, match="newer transformers"):
-            la.generate(**prompts(), n_samples=2, **OPTIONS[options])
+            la.generate(**given, n_samples=2, **OPTIONS[options])
         return
     texts = []
     for cached in (True, False):
         torch.manual_seed(0)
         found = la.generate(
-            **prompts(),
+            **given,
             n_samples=2,
             generator=generator(),
             method="adapters" if way == "adapters" else "linearized",
@@ -212,6 +283,3 @@ def test_what_can_not_be_generated_is_refused():
     la = posterior()
     with pytest.raises(ValueError, match="input_ids"):
         la.generate(inputs_embeds=torch.zeros(1, 2, 12))
-    seq2seq = fitted_text(encoder_decoder("t5"), [pairs_of_texts()])
-    with pytest.raises(NotImplementedError, match="causal"):
-        seq2seq.generate(input_ids=torch.tensor([[5]]))
