@@ -38,8 +38,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         as for `LoRALaplace`
     backend : type of LowRankKronInterface, default=LowRankKronGGN
     backend_kwargs : dict, optional
-        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (False); for the
-        paper's settings pass `laplace_lora_ext.PAPER_SETTINGS`
+        `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (from 20 classes on),
+        `num_samples`; for the paper's settings pass `laplace_lora_ext.PAPER_SETTINGS`
 
     Attributes
     ----------

@@ -35,7 +35,7 @@ from benchmarks.training import Records
 from laplace_lora_ext.metrics import quality, reliability
 
 POINTS = ("map", *ENSEMBLES, "temperature_scaling")
-CURVATURES = ("diag", "kron", "lowrank_kron_paper", "lowrank_kron", "mean_at_start")
+CURVATURES = ("diag", "kron", "lowrank_kron_paper", "lowrank_kron", "drawn_labels", "mean_at_start")
 CONTESTANTS = (*POINTS, "last_layer", "first_half", *CURVATURES)
 ALONG_TRAINING = (*POINTS, "lowrank_kron_paper", "lowrank_kron")
 NO_CLASS = -1  # label of a text for which no class is right

@@ -10,6 +10,7 @@ from benchmarks.methods.method import Method, PointMethod, Posterior
 
 BLOB, IVON = (partial(sampled.retrained, kind()) for kind in (sampled.BLoB, sampled.IVONLoRA))
 MEAN_AT_START = "lowrank_kron, prior mean at start"
+DRAWN_LABELS = "lowrank_kron, drawn labels"
 ASDL = partial(posteriors.stock, structure="kron", backend=AsdlGGN)
 METHODS: dict[str, Method] = {
     method.key: method
@@ -34,6 +35,7 @@ METHODS: dict[str, Method] = {
         Posterior("bare", "Bare loops", posteriors.BareLoops),
         Posterior("lowrank_kron_paper", "lowrank_kron (paper)", posteriors.of_paper),
         Posterior("lowrank_kron", "lowrank_kron", posteriors.over_lora, linearized=True),
+        Posterior("drawn_labels", DRAWN_LABELS, posteriors.with_drawn_labels, linearized=True),
         Posterior("mean_at_start", MEAN_AT_START, posteriors.with_mean_at_start, linearized=True),
     )
 }

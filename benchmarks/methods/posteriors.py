@@ -25,6 +25,8 @@ def over_lora(model: AdaptedModel, structure: str = "lowrank_kron", **keywords: 
 
 
 of_paper = partial(over_lora, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
+# As from 20 classes on.
+with_drawn_labels = partial(over_lora, backend_kwargs={"stochastic": True, "num_samples": 8})
 
 
 def of_last_layer(model: AdaptedModel) -> Any:

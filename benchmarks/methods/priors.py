@@ -87,7 +87,7 @@ SCALED = Prior("validation_scaled", "validation, factor of linearized evidence")
 DESCENT = Prior("validation_layerwise", "validation, layerwise")
 NO_PRIOR, TEMPERATURE = Prior("", ""), Prior("validation", "validation")
 # Validation data of another training chose it: this model was trained on them too.
-ELSEWHERE = Prior("validation_elsewhere", "validation of another training")
+ELSEWHERE = Prior("validation_elsewhere", "second training")
 
 
 class Prediction(NamedTuple):

@@ -21,6 +21,9 @@ from laplace_lora_ext.passes import jacobians, record
 PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
 """`backend_kwargs` of Yang et al. (ICLR 2024): KFAC-expand, rank 10, no tail."""
 
+_MANY_CLASSES = 20  # from which on labels are drawn
+_DRAWS = 8  # of each example's label
+
 
 class LowRankKronInterface(CurvatureInterface):
     """Curvature of LoRA weights, one Kronecker-factored block each, large factors low-rank.
@@ -162,14 +165,15 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
     """The generalised Gauss-Newton matrix, which for these likelihoods is the Fisher.
 
     A batch takes one forward pass, and C - 1 backward passes for C classes (C for a regression with
-    C outputs), or `num_samples` with `stochastic=True`.
+    C outputs), or as many as labels are drawn.
 
     Parameters
     ----------
-    stochastic : bool, default=False
-        draw labels from the model instead of summing over all of them
-    num_samples : int, default=1
-        with `stochastic=True`, how many labels to draw for each example
+    stochastic : bool, optional
+        whether to draw labels from the model instead of summing over all classes. If omitted, this
+        is done from 20 classes on: `benchmarks/README.md` shows what it saves and costs
+    num_samples : int, optional
+        how many labels to draw for each example: by default 1 with `stochastic=True`, otherwise 8
     **kwargs
         as for `LowRankKronInterface`
     """
@@ -179,21 +183,21 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         model: nn.Module,
         likelihood: str,
         *args: Any,
-        stochastic: bool = False,
-        num_samples: int = 1,
+        stochastic: bool | None = None,
+        num_samples: int | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            model, likelihood, *args, stochastic=stochastic, num_samples=num_samples, **kwargs
-        )
+        draws = {"num_samples": num_samples or (1 if stochastic else _DRAWS)}
+        super().__init__(model, likelihood, *args, stochastic=stochastic, **draws, **kwargs)
 
     @property
     def settings(self) -> dict[str, Any]:
-        draws = {"num_samples": self.num_samples} if self.stochastic else {}
+        draws = {} if self.stochastic is False else {"num_samples": self.num_samples}
         return super().settings | {"stochastic": self.stochastic, **draws}
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
-        if self.stochastic:
+        has_many_classes = logits.shape[-1] >= _MANY_CLASSES and not self._likelihood.is_gaussian
+        if has_many_classes if self.stochastic is None else self.stochastic:
             return self._likelihood.sampled_seeds(logits, self.num_samples)
         return self._likelihood.exact_seeds(logits)
 

@@ -116,6 +116,20 @@ def test_monte_carlo_fisher_follows_the_seed_and_approaches_the_exact_one():
     assert errors[1] < errors[0] / 3  # 1 / √64 of it in the mean
 
 
+@pytest.mark.parametrize("n_classes", [19, 20])
+def test_labels_of_many_classes_are_drawn_unless_the_user_decides(n_classes):
+    def curvature(likelihood="classification", **settings):
+        backend = LowRankKronGGN(plain_model(n_classes), likelihood, **settings)
+        return backend.seeds(torch.zeros(3, n_classes), torch.zeros(3).long()).vectors
+
+    assert len(curvature()) == (18 if n_classes == 19 else 8)
+    assert len(curvature(num_samples=3)) == (18 if n_classes == 19 else 3)
+    assert len(curvature(stochastic=False)) == n_classes - 1
+    assert len(curvature(stochastic=True)) == 1
+    assert len(curvature(stochastic=True, num_samples=4)) == 4
+    assert len(curvature("regression")) == n_classes
+
+
 def test_an_unknown_approximation_is_refused_and_says_which_there_are():
     with pytest.raises(ValueError, match=r"'kfac'.*expand.*reduce.*gradient"):
         make(plain_model(), backend_kwargs={"kfac_approx": "kfac"}).fit([pairs()[0]])

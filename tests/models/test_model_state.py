@@ -150,7 +150,7 @@ def test_a_state_of_other_layers_is_not_loaded():
         ({"rank": 4}, "rank=3, not 4"),
         ({"rank": 3, "kfac_approx": "expand"}, "kfac_approx='gradient', not 'expand'"),
         ({"rank": 3, "tail": False}, "tail=True, not False"),
-        ({"rank": 3, "stochastic": True}, "stochastic=False, not True"),
+        ({"rank": 3, "stochastic": True}, "stochastic=None, not True"),
     ],
 )
 def test_a_state_of_other_settings_is_not_loaded(settings, message):
