@@ -51,6 +51,7 @@ def namespace() -> dict[str, object]:
         **texts,
         "train": lambda examples: lora_model("gpt2", torch.float32),
         "sft_loader": sft,
+        "sft_validation_loader": sft[:1],
         "sft_batch": sft[0],
         "batch": batches[0],
         "prompts": PROMPTS,
