@@ -110,7 +110,7 @@ class LogitsModel(nn.Module):
         inputs = self._inputs(batch)
         if self._answers is not None:
             self._answers.warn_if_answered(inputs)
-        logits = self._logits(inputs, bool(self._left_padding.passes), **model_kwargs)
+        logits = self._logits(inputs, self._left_padding.passes(inputs), **model_kwargs)
         if logits.ndim != 2:
             raise ValueError(
                 "The model must return logits of shape (batch, outputs), not "
@@ -129,7 +129,7 @@ class LogitsModel(nn.Module):
         UserWarning
             If predictions depend on left padding anyway.
         """
-        if self._transformer[0] is None or self._left_padding.passes is not None:
+        if self._transformer[0] is None or self._left_padding.is_settled(batch):
             return
         inputs = self._inputs(batch)
         if self._left_padding.is_open(inputs):

@@ -29,29 +29,41 @@ class LeftPadding:
     token by themselves, from the padding's index, or in three dimensions. The first left-padded
     batch decides: one of its texts is predicted alone, padded, and padded with positions that count
     from its first token. They are passed from then on if they bring the text clearly nearer to its
-    prediction alone; else the model keeps its own way.
+    prediction alone; else the model keeps its own way. Batches with images or other features decide
+    for themselves, since these may have positions of their own.
 
     Parameters
     ----------
     can_pass : bool
         whether the model takes positions, and may be given them
-
-    Attributes
-    ----------
-    passes : bool or None
-        the verdict; None before there is one
     """
 
     def __init__(self, can_pass: bool) -> None:
         self._can_pass = can_pass
-        self.passes: bool | None = None
+        self._verdicts: dict[frozenset[str], bool] = {}
+        self._for_now: set[frozenset[str]] = set()
+
+    def passes(self, inputs: Any) -> bool:
+        """Whether positions are to be passed with such a batch."""
+        return self._verdicts.get(_features(inputs), False)
+
+    def is_settled(self, inputs: Any) -> bool:
+        """Whether no such batch needs to decide any more."""
+        features = _features(inputs)
+        return features in self._verdicts and features not in self._for_now
 
     def is_open(self, inputs: Any) -> bool:
-        """Whether this batch must decide: it is the first with left padding but no positions."""
-        if self.passes is not None or not isinstance(inputs, Mapping) or "position_ids" in inputs:
+        """Whether this batch must decide: it is the first with left padding but no positions.
+
+        A text of one token, which attends to nothing but itself, decides only for now.
+        """
+        if self.is_settled(inputs) or not isinstance(inputs, Mapping) or "position_ids" in inputs:
             return False
         mask = inputs.get("attention_mask")
-        return isinstance(mask, torch.Tensor) and mask.ndim == 2 and not mask[:, 0].all().item()
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+            return False
+        is_new = _features(inputs) not in self._verdicts
+        return bool((_padding(mask) if is_new else _telling(mask)).any())
 
     def settle(self, inputs: Mapping[str, Any], predict: Predict) -> None:
         """Decide, by three predictions of one text.
@@ -61,18 +73,22 @@ class LeftPadding:
         UserWarning
             If the text's prediction depends on its padding anyway, or can't be checked.
         """
-        mask = inputs["attention_mask"].bool()
-        row = int(mask.int().argmax(-1).argmax())  # the one with the most padding
-        first = int(mask[row].int().argmax())
+        mask, features = inputs["attention_mask"].bool(), _features(inputs)
+        telling = _telling(mask)
+        self._for_now.discard(features)
+        if not telling.any():
+            self._for_now.add(features)
+        row = int((telling if telling.any() else _padding(mask)).argmax())
+        first = int(_padding(mask)[row])
         padded = {key: _rows(value, row, 0, mask.shape) for key, value in inputs.items()}
         alone = {key: _rows(value, row, first, mask.shape) for key, value in inputs.items()}
-        self.passes = False
+        self._verdicts[features] = False
         try:
             expected = predict(alone, False)
             apart = (predict(padded, False) - expected).abs().max()
             if self._can_pass:
                 with_positions = (predict(padded, True) - expected).abs().max()
-                self.passes = bool(with_positions < apart / 2)
+                self._verdicts[features] = bool(with_positions < apart / 2)
                 apart = torch.minimum(apart, with_positions)
         except Exception as error:
             warn(
@@ -85,6 +101,26 @@ class LeftPadding:
                 "The model's predictions depend on left padding, which changes a text's logits by "
                 f"{apart.item():.3g}. Pad on the right."
             )
+
+
+def _features(inputs: Any) -> frozenset[str]:
+    """Keys of what a batch has beside tokens, such as images."""
+    if not isinstance(inputs, Mapping):
+        return frozenset()
+    tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
+    return frozenset(
+        key for key, v in tensors.items() if v.is_floating_point() and "mask" not in key
+    )
+
+
+def _padding(mask: torch.Tensor) -> torch.Tensor:
+    """`(B,)` positions before the first token of each text."""
+    return mask.int().argmax(-1)
+
+
+def _telling(mask: torch.Tensor) -> torch.Tensor:
+    """`_padding` of the texts of several tokens, 0 for others."""
+    return _padding(mask) * (mask.bool().sum(-1) > 1)
 
 
 def _rows(value: Any, row: int, first: int, shape: torch.Size) -> Any:

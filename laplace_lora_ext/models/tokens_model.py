@@ -47,8 +47,6 @@ class TokensModel(LogitsModel):
     ) -> None:
         super().__init__(model, class_token_ids, dict_key_y, mask_token_id)
         self._left_padding = LeftPadding(takes_positions(self.transformer))
-        if self.is_encoder_decoder:  # whose encoder can't be told positions
-            self._left_padding.passes = False
 
     @property
     def transformer(self) -> PreTrainedModel:
@@ -70,10 +68,15 @@ class TokensModel(LogitsModel):
         """
         labelled = self.targets(batch) != IGNORED
         self.settle(batch)
-        counts_positions = bool(self._left_padding.passes)
-        logits = self._at(labelled, self._inputs(batch), counts_positions, **model_kwargs)
+        inputs = self._inputs(batch)
+        counts_positions = self._left_padding.passes(inputs)
+        logits = self._at(labelled, inputs, counts_positions, **model_kwargs)
         self.output_size = logits.shape[-1]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def settle(self, batch: Any) -> None:
+        if not self.is_encoder_decoder:  # whose encoder can't be told positions
+            super().settle(batch)
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """The batch, and the tokens `(B, T)` that the logits at each place predict."""

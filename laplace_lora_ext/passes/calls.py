@@ -120,12 +120,15 @@ class Heard:
     Attributes
     ----------
     calls : list of lists of Call
-        of each block's layer
+        of each block's layer, but for those that the model makes without gradients
     regions : list of Region
+    called : set of int
+        indices of the blocks whose layers were called, without gradients too
     """
 
     calls: list[list[Call]]
     regions: list[Region] = field(default_factory=list)
+    called: set[int] = field(default_factory=set)
 
     def forget(self) -> None:
         """Let go of the graph."""
@@ -178,6 +181,10 @@ class Listener:
         self, index: int, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor:
         """A forward hook that lets the output require grad, and keeps what the layer was given."""
+        if self._heard is not None:
+            self._heard.called.add(index)
+        if not torch.is_grad_enabled():  # as where an indexer of sparse attention picks keys
+            return output
         if not output.requires_grad:  # nothing trainable comes before the layer
             output = output + output.new_zeros((), requires_grad=True)
         block, region = self._blocks[index], self._region

@@ -54,9 +54,9 @@ def check_called(blocks: Sequence[Block], called: Collection[int]) -> None:
     )
 
 
-def _check_called_by_batch(blocks: Sequence[Block], called: set[int]) -> None:
-    """Explain why the host failed, if the batch did not call all layers."""
-    silent = [block.name for index, block in enumerate(blocks) if index not in called]
+def _check_used_by_batch(blocks: Sequence[Block], used: set[int]) -> None:
+    """Explain why the host failed, if the batch did not call all layers with gradients."""
+    silent = [block.name for index, block in enumerate(blocks) if index not in used]
     if silent:
         raise RuntimeError(
             f"The batch does not use {len(silent)} of {len(blocks)} LoRA weights, such as "
@@ -120,9 +120,9 @@ def inspected(
     except BaseException as error:
         restore_hooks()
         if isinstance(error, Exception):
-            with _checking(model, blocks, check_targets) as called:
+            with _checking(model, blocks, check_targets) as used:
                 model(x)
-            _check_called_by_batch(blocks, called)
+            _check_used_by_batch(blocks, used)
         raise
 
 
@@ -130,12 +130,15 @@ def inspected(
 def _checking(
     model: LogitsModel, blocks: Sequence[Block], check_targets: Callable[[torch.Tensor], object]
 ) -> Iterator[set[int]]:
-    """Check all passes within; what is yielded gets the indices of the blocks that they call."""
+    """Check all passes within; what is yielded gets the indices of blocks that carry gradients."""
     called: set[int] = set()
+    used: set[int] = set()
     differentiable: list[bool] = []
 
     def finished_layer(index: int, _: nn.Module, args: tuple, output: torch.Tensor) -> None:
         called.add(index)
+        if output.requires_grad:
+            used.add(index)
         check_activations(blocks[index], args[0], output)
 
     def finished(_: nn.Module, __: tuple, logits: torch.Tensor) -> None:
@@ -148,7 +151,7 @@ def _checking(
     for index, block in enumerate(blocks):
         handles.append(block.layer.register_forward_hook(partial(finished_layer, index)))
     try:
-        yield called
+        yield used
         if called:
             check_differentiable(*differentiable)
     finally:

@@ -105,7 +105,7 @@ class Recording:
         if not torch.isfinite(self.logits).all():
             blame(model, self.blocks, x)
         check_logits(self.logits)
-        if any(self._heard.calls):
+        if self._heard.called:
             check_differentiable(self.logits.requires_grad)
         self._graph = Graph(self.logits, self._heard.calls)
         self._positions = model.positions(x, len(self.logits))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, SubsetRandomSampler
 
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, of_first
@@ -38,7 +38,7 @@ class SecondTraining(TuningMethod):
         data set is a `torch.utils.data.Subset`, or what the `select` of a `datasets.Dataset`
         returns
     train_loader : DataLoader
-        the data of the fit
+        the data of the fit; those that a `SubsetRandomSampler` leaves out are not used
     held_out : float, default=0.2
         the share of the examples to hold out, between 0 and 1
     search : callable, optional
@@ -105,20 +105,25 @@ class SecondTraining(TuningMethod):
                 "A second training splits the examples of all ranks: pass a loader with a "
                 "DistributedSampler, or accelerator.prepare(loader)."
             )
-        n_held_out = round(self.held_out * len(data))
-        if not 0 < n_held_out < len(data):
+        # Other examples of the data set may be validation or test data.
+        sampler = self.train_loader.sampler
+        is_part = isinstance(sampler, SubsetRandomSampler)
+        places = torch.as_tensor(sampler.indices if is_part else range(len(data)))
+        n_held_out = round(self.held_out * len(places))
+        if not 0 < n_held_out < len(places):
             raise ValueError(
-                f"{len(data)} examples are too few to hold out a share of {self.held_out:g}."
+                f"{len(places)} examples are too few to hold out a share of {self.held_out:g}."
             )
         generator = self.generator or torch.Generator().manual_seed(0)
-        order = of_first(torch.randperm(len(data), generator=generator)).tolist()
+        order = of_first(places[torch.randperm(len(places), generator=generator)]).tolist()
         return _chosen(data, order[n_held_out:]), _chosen(data, order[:n_held_out])
 
     def _loader(self, examples: Any) -> DataLoader:
         """Batches of examples, once and in order; each process gets its share."""
+        makes_batches = self.train_loader.batch_sampler is not None  # else the data set does
         return DataLoader(
             examples,
-            batch_size=self.train_loader.batch_size or _BATCH_SIZE,
+            batch_size=self.train_loader.batch_size or (_BATCH_SIZE if makes_batches else None),
             sampler=DistributedSampler(examples, shuffle=False) if count() > 1 else None,
             collate_fn=self.train_loader.collate_fn,
         )

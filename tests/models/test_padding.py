@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.padding import LeftPadding
 from tests.support.models import CLASS_TOKEN_IDS, VOCABULARY, lora_model, ragged_batches
 from tests.support.posteriors import fitted, make
 
@@ -133,3 +134,46 @@ def test_what_cannot_be_checked_is_said():
     logits_model._call = refuse_single_texts
     with pytest.warns(UserWarning, match="Can't check whether.*no single texts"):
         logits_model(batch)
+
+
+def masked(*lengths: int) -> dict:
+    """Texts of so many tokens, padded on the left to five."""
+    first = 5 - torch.tensor(lengths)[:, None]
+    return {"attention_mask": (torch.arange(5) >= first).long()}
+
+
+def attending(inputs, counts_positions: bool) -> torch.Tensor:
+    """Logits of a model whose positions matter to attention alone, to that of several tokens."""
+    mask = inputs["attention_mask"]
+    padding = 0 if counts_positions else (mask == 0).sum(-1)
+    return torch.stack([padding * (mask.sum(-1) > 1), mask.sum(-1)], dim=-1).double()
+
+
+def test_a_text_of_one_token_does_not_tell_how_positions_are_numbered():
+    left_padding = LeftPadding(can_pass=True)
+    left_padding.settle(masked(1, 3, 5), attending)
+    assert left_padding.passes(masked(1, 3, 5))
+    left_padding = LeftPadding(can_pass=True)
+    for lengths, passes in (((1, 5), False), ((2, 5), True), ((1, 3), True)):
+        if left_padding.is_open(masked(*lengths)):
+            left_padding.settle(masked(*lengths), attending)
+        assert left_padding.passes(masked(*lengths)) == passes
+    assert left_padding.is_settled(masked(1, 5))
+
+
+def with_own_positions(inputs, counts_positions: bool) -> torch.Tensor:
+    """Logits of a model that numbers images in three dimensions, and rounds a little."""
+    mask = inputs["attention_mask"]
+    off = float("pixel_values" in inputs) if counts_positions else 1e-9 * (mask == 0).sum()
+    return torch.stack([mask.sum(-1) + off, mask.sum(-1)], dim=-1).double()
+
+
+def test_batches_with_images_decide_for_themselves():
+    left_padding, texts = LeftPadding(can_pass=True), masked(3, 5)
+    images = texts | {"pixel_values": torch.zeros(2, 3)}
+    for batch in (texts, images):
+        assert left_padding.is_open(batch)
+        left_padding.settle(batch, with_own_positions)
+    assert not left_padding.passes(images)
+    assert left_padding.is_settled(texts)
+    assert left_padding.is_settled(images)

@@ -18,12 +18,12 @@ from laplace_lora_ext.passes.checks import inspected
 from tests.support.dense import exact_ggn, gradient_curvature, jacobians, softmax_fisher
 from tests.support.models import (
     OfMapping,
+    Sorting,
     TwoLinear,
     lora_model,
     pairs,
     plain_model,
     ragged_batches,
-    sequences,
     with_lora,
 )
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, count_forward_passes, make
@@ -251,11 +251,27 @@ def test_the_hosts_kron_says_that_it_needs_all_layers_in_every_batch():
         la.fit([batch_of("texts", "images"), batch_of("texts")])
 
 
-def test_logits_without_a_gradient_are_refused():
+def test_the_hosts_kron_says_that_it_needs_gradients_of_all_layers():
+    la = make(with_lora(Sorting(), "used", "unused"), "kron")
+    with pytest.raises(RuntimeError, match=r"does not use 2 of 4 .*such as unused\.lora_A"):
+        la.fit(pairs())
+
+
+def detached() -> nn.Module:
     model = with_lora(TwoLinear(n_outputs=3), "first", "second")
     model.register_forward_hook(lambda module, args, output: output.detach())
+    return model
+
+
+def without_gradients() -> nn.Module:
+    return with_lora(Sorting(with_gradients=False), "used", "unused")
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("model", [detached, without_gradients])
+def test_logits_without_a_gradient_are_refused(structure, model):
     with pytest.raises(RuntimeError, match="No gradient of the logits reaches the LoRA layers"):
-        make(model).fit([(sequences()[0][:, 0], torch.arange(4) % 3)])
+        make(model(), structure).fit(pairs())
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag"])

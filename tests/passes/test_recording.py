@@ -20,6 +20,7 @@ from tests.support.models import (
     VOCABULARY,
     Detour,
     Recurrent,
+    Sorting,
     pairs,
     ragged_batches,
     sequences,
@@ -75,9 +76,10 @@ def test_calls_of_a_layer_count_as_positions_in_expand():
     assert normalizers["head.lora_A.default.weight"] == 4
 
 
+@pytest.mark.parametrize("kind", [Detour, Sorting])
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
-def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature(structure):
-    model = with_lora(Detour(), "used", "unused")
+def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature(structure, kind):
+    model = with_lora(kind(), "used", "unused")
     la, alone = make(model, structure), make(model, structure, target_modules=["used"])
     X, y = sequences()
     for posterior in (la, alone):

@@ -169,6 +169,20 @@ class Detour(nn.Module):
         return self.used(x)
 
 
+class Sorting(Detour):
+    """A layer without gradients, as the indexers of sparse attention are, and one with them."""
+
+    def __init__(self, with_gradients: bool = True) -> None:
+        super().__init__()
+        self.with_gradients = with_gradients
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            order = self.unused(x).argsort()
+        with torch.set_grad_enabled(self.with_gradients):
+            return self.used(x) + order
+
+
 class OfMapping(nn.Module):
     """A module of one mapping, which may also be called with the mapping's keys as keywords."""
 

@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
 
 from laplace_lora_ext import GridSearch, SecondTraining
-from tests.support.models import lora_model
+from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, make, plain_regression
 from tests.support.ranks import Texts, failures, on_ranks, strided_loader
 
@@ -131,6 +131,30 @@ def test_a_data_set_with_columns_keeps_them():
         method="second_training", train=Training(), train_loader=loader(table)
     )
     assert len(table.selected) == 2  # the last one selected is what is held out
+
+
+def test_examples_that_a_sampler_leaves_out_are_not_used():
+    used, predicted, la, train = [1, 2, 4, 7, 9], [], fitted(), Training()
+
+    class Noting(Texts):
+        def __getitem__(self, place):
+            predicted.append(place)
+            return super().__getitem__(place)
+
+    sampler = SubsetRandomSampler(used)
+    of_part = DataLoader(Noting(N), batch_size=2, sampler=sampler)
+    la.optimize_prior_precision(
+        method="second_training", train=train, train_loader=of_part, held_out=0.4
+    )
+    assert len(train.seen) == 3
+    assert set(predicted) == set(used)
+
+
+def test_a_data_set_of_whole_batches_stays_one():
+    la, train, batches = fitted(), Training(), ragged_batches(batch_size=1)
+    whole = DataLoader(batches, batch_size=None)
+    la.optimize_prior_precision(method="second_training", train=train, train_loader=whole)
+    assert len(train.seen) == 6
 
 
 def in_place(la):
