@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import tqdm
 from transformers import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.processes.exchange import rank
@@ -32,9 +33,11 @@ def named_batches(
 
 
 def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any:
-    """A copy of a batch on a device, of the same type and without some of its keys."""
-    # A shallow copy of another kind of mapping might share its contents with the user's.
-    inputs = copy.copy(batch) if isinstance(batch, (dict, UserDict)) else dict(batch)
+    """A copy of a batch on a device, of the same type where it can be, without some of its keys."""
+    # A shallow copy of another kind of mapping might share its contents with the user's, and a
+    # ModelOutput lets go of no key.
+    copied = isinstance(batch, (dict, UserDict)) and not isinstance(batch, ModelOutput)
+    inputs: Any = copy.copy(batch) if copied else dict(batch)
     for key in left_out:
         if key in inputs:
             del inputs[key]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import BatchEncoding
+from transformers.utils.generic import ModelOutput
 
 from laplace_lora_ext.models.batches import find_padding, named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -197,3 +199,19 @@ def test_an_answer_needs_a_mask_that_has_an_end():
     batch["attention_mask"] = batch["attention_mask"][:, None, None]
     with pytest.raises(ValueError, match=r"\(texts, positions\), not \(3, 1, 1, 7\)"):
         model(batch)
+
+
+@dataclass
+class Output(ModelOutput):
+    """A batch that lets go of no key."""
+
+    input_ids: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+
+
+def test_a_batch_may_be_an_output_of_a_model():
+    batches = ragged_batches()
+    la, expected = fitted(batches=[Output(**batch) for batch in batches]), fitted(batches=batches)
+    assert la.log_marginal_likelihood() == expected.log_marginal_likelihood()
+    assert torch.equal(la(Output(**batches[0])), expected(batches[0]))
