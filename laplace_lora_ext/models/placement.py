@@ -9,6 +9,8 @@ import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
 from torch import nn
 
+from laplace_lora_ext.messages import listed
+
 
 def values_of(layer: Any) -> torch.Tensor:
     """The weight of a layer without a graph, gathered or fetched from wherever it is."""
@@ -44,13 +46,21 @@ def come_and_go(model: nn.Module) -> bool:
 
 
 def check_reachable(model: nn.Module) -> None:
-    """Refuse wrappers that hide weights from their modules.
+    """Refuse wrappers that hide weights from their modules, and weights without derivatives.
 
     Raises
     ------
     NotImplementedError
         For FSDP1 and DeepSpeed ZeRO-3; the message says what to use instead.
+    ValueError
+        If weights were made under `torch.inference_mode`.
     """
+    of_inference = [name for name, weight in model.named_parameters() if weight.is_inference()]
+    if of_inference:
+        raise ValueError(
+            "PyTorch has no derivatives of weights that were made under torch.inference_mode: "
+            f"{listed(of_inference)}. Load the model outside of it."
+        )
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise NotImplementedError(
             "FSDP1 hides LoRA weights in flat parameters: shard with fully_shard (FSDP2) instead."

@@ -147,3 +147,13 @@ def test_what_hides_weights_is_refused():
     next(model.parameters()).ds_id = 0
     with pytest.raises(NotImplementedError, match="DeepSpeed ZeRO-3"):
         build(model, "lowrank_kron")
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_weights_that_have_no_derivatives_are_refused(structure):
+    with torch.inference_mode():
+        model = lora_model("bert")
+    required = [weight.requires_grad for weight in model.parameters()]
+    with pytest.raises(ValueError, match=r"inference_mode: .*word_embeddings.* and \d+ more"):
+        build(model, structure)
+    assert [weight.requires_grad for weight in model.parameters()] == required
