@@ -115,8 +115,7 @@ class Calibration(TextRun):
 
 @dataclass(frozen=True)
 class Text(Run):
-    """Free text by a pretrained language model, its tokens and wrong answers: half an hour a
-    seed.
+    """Free text by a pretrained language model, tokens and wrong answers: half an hour a seed.
 
     Writes text.json and text.md. Needs the extra llm.
     """

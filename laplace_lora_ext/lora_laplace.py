@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
+from laplace_lora_ext.fitting import kind
 from laplace_lora_ext.fitting.checkpoint import keeper_in
 from laplace_lora_ext.fitting.hosts_pass import curvature_of
 from laplace_lora_ext.fitting.identity import Identity
@@ -151,25 +152,7 @@ class LoRALaplace(ParametricLaplace):
             )
         self._places = [block.place for block in self.blocks]
 
-    def around(self, model: nn.Module) -> LoRALaplace:
-        """A posterior of the same kind around another model, without a fit."""
-        return type(self)(model, self.likelihood, **self._options())
-
-    def _options(self) -> dict[str, Any]:
-        """Arguments that make a posterior of the same kind."""
-        return {
-            "sigma_noise": self.sigma_noise,
-            "prior_mean": self.prior_mean,
-            "temperature": self.temperature,
-            "enable_backprop": self.enable_backprop,
-            "dict_key_x": self.dict_key_x,
-            "dict_key_y": self.dict_key_y,
-            "backend": self._backend_cls,
-            "backend_kwargs": {k: v for k, v in self._backend_kwargs.items() if k != "blocks"},
-            "class_token_ids": self.model.class_token_ids,
-            "mask_token_id": self.model.mask_token_id,
-            "target_modules": sorted({block.name.rpartition(".lora_")[0] for block in self.blocks}),
-        }
+    around = kind.around
 
     # --- what the structures say ---------------------------------------------------------------
 
@@ -491,5 +474,9 @@ class LoRALaplace(ParametricLaplace):
 
     def _settings(self) -> dict[str, Any]:
         """Backend of the curvature, and its options."""
-        options = {k: v for k, v in self._backend_kwargs.items() if k != "blocks"}
-        return {"backend": self._backend_cls.__name__, **options}
+        return {"backend": self._backend_cls.__name__, **self._backend_options}
+
+    @property
+    def _backend_options(self) -> dict[str, Any]:
+        """The user's `backend_kwargs`, which know nothing of this model."""
+        return {k: v for k, v in self._backend_kwargs.items() if k != "blocks"}

@@ -37,9 +37,6 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
             )
         _refuse(backend, BackPackInterface, *_HESSIANS)
 
-    def _options(self) -> dict[str, Any]:
-        return super()._options() | {"damping": self.damping}
-
     def _zeros(self) -> Kron:
         check_in_place([block.layer for block in self.blocks], 'hessian_structure="kron"')
         weights: Any = self.params

@@ -23,11 +23,13 @@ class Posterior(Protocol):
     blocks: list[Block]
     likelihood: Any
     trained_likelihood: Likelihood
+    dict_key_x: str
     dict_key_y: str
     enable_backprop: bool
     prior_mean: Any
     prior_precision: Any
     sigma_noise: Any
+    temperature: float
     mean: torch.Tensor
     loss: Any
     n_data: int
@@ -37,6 +39,7 @@ class Posterior(Protocol):
     _predicted_likelihood: Likelihood
     _agreement: Any
     _backend: Any
+    _backend_cls: Any
     _places: list[tuple[torch.device, torch.dtype]]
 
     @property
@@ -56,6 +59,9 @@ class Posterior(Protocol):
 
     @property
     def _sizes(self) -> list[int]: ...
+
+    @property
+    def _backend_options(self) -> dict[str, Any]: ...
 
     @property
     def _identity(self) -> Any: ...

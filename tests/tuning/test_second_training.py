@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
 
 from laplace_lora_ext import GridSearch, SecondTraining
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, generator, make, plain_regression
+from tests.support.posteriors import STRUCTURES, fitted, generator, make
 from tests.support.ranks import Texts, failures, on_ranks, strided_loader
 
 N = 11
@@ -64,31 +64,6 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
     assert torch.equal(la.prior_precision.double(), other.prior_precision.double())
     torch.testing.assert_close(history.objective, expected.objective)
     assert all(torch.equal(la.model.state_dict()[name], before[name]) for name in before)
-
-
-def test_another_posterior_of_the_same_kind():
-    options = {
-        "prior_mean": 0.3,
-        "temperature": 2.0,
-        "enable_backprop": True,
-        "target_modules": ["value"],
-        "backend_kwargs": {"rank": 2, "tail": False, "kfac_approx": "expand"},
-    }
-    la = fitted(**options)
-    other = la.around(another())
-    assert other.H is None
-    other.fit(loader())
-    same = make(another(), **options)
-    same.fit(loader())
-    assert [block.name for block in other.blocks] == [block.name for block in la.blocks]
-    assert other.log_marginal_likelihood() == same.log_marginal_likelihood()
-    assert (other.temperature, other.prior_mean, other.enable_backprop) == (2.0, 0.3, True)
-    answers = fitted("gpt2")
-    assert answers.around(another("gpt2")).model.class_token_ids == answers.model.class_token_ids
-    kron = fitted(structure="kron", damping=True)
-    assert kron.around(another()).damping
-    regression, _ = plain_regression()
-    assert regression.around(regression.model.model).sigma_noise == regression.sigma_noise
 
 
 def test_factors_of_a_layerwise_prior():
