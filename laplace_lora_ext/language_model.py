@@ -21,8 +21,9 @@ from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.passes.checks import check_logits
 from laplace_lora_ext.text.agreement import TokenAgreement
 from laplace_lora_ext.text.draws import Noise
-from laplace_lora_ext.text.generation import GeneratedText, Prompt, Settings, Source, predictive
+from laplace_lora_ext.text.generation import GeneratedText, Prompt, Settings, Source
 from laplace_lora_ext.text.gridsearch import TokenGridSearch
+from laplace_lora_ext.text.mixture import predictive
 from laplace_lora_ext.text.perturbations import Perturbation, SampledWeights, drawn_logits
 from laplace_lora_ext.text.proof import proven
 from laplace_lora_ext.text.scores import TextScores, score

@@ -1,27 +1,16 @@
-"""Runs transformers' `generate` on the posterior predictive of each next token."""
+"""What transformers' `generate` is given, and what the posterior makes of it."""
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
 
 from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.models.weights import LoRAWeights
-from laplace_lora_ext.text.perturbations import Draw
 from laplace_lora_ext.text.scores import TextScores
-
-# Methods that change a cache's rows or length between two passes.
-_CHANGES = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "reset")
 
 _LOOKED_AT = 8  # tokens of a prompt on which to compare ways to multiply with Jacobians
 
@@ -162,132 +151,6 @@ class Source(Prompt):
 def repeated(values: torch.Tensor, n_rows: int) -> torch.Tensor:
     """Each row as often as `generate` repeats it, for beams or several texts of a prompt."""
     return values.repeat_interleave(n_rows // len(values), dim=0)
-
-
-@contextmanager
-def predictive(
-    transformer: PreTrainedModel,
-    weights: LoRAWeights,
-    draws: Sequence[Draw],
-    prompt: Prompt,
-    beams: bool,
-) -> Iterator[None]:
-    """Replace the model's logits by log-probabilities of the mixture over draws.
-
-    Everything in `generate` that acts on logits then sees these. A `LogitsProcessor` would come
-    after transformers' own ones, and allow again what they forbid. Each pass of a draw has its own
-    cache and, of an encoder-decoder, its own encoding of the prompt.
-
-    Raises
-    ------
-    NotImplementedError
-        For beams if the cache does not say when it changes.
-    RuntimeError
-        If the model was never called.
-    """
-    if not draws:
-        yield
-        return
-    mixture = _Mixture(weights, draws, prompt, beams)
-    handles = [
-        transformer.register_forward_pre_hook(mixture.before, with_kwargs=True),
-        transformer.register_forward_hook(mixture.after, with_kwargs=True),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not mixture.n_calls:
-        raise RuntimeError(
-            "generate did not call the model's forward pass: pass a model that is not compiled."
-        )
-
-
-class _Mixture:
-    """Repeats each call of a model with the weights of each draw."""
-
-    def __init__(
-        self, weights: LoRAWeights, draws: Sequence[Draw], prompt: Prompt, beams: bool
-    ) -> None:
-        self.n_calls = 0
-        self._weights, self._draws, self._prompt = weights, draws, prompt
-        self._beams = beams
-        self._kept: list[list[dict[str, Any]]] = []  # of each pass of each draw
-        self._repeating = False
-
-    def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook: when a text begins, with an empty cache, every pass gets a copy of that cache."""
-        if self._repeating:
-            return
-        cache = kwargs.get("past_key_values")
-        if self._beams and kwargs.get("use_cache") and not hasattr(cache, "reorder_cache"):
-            raise NotImplementedError("Beam search needs a newer transformers, or use_cache=False.")
-        if cache is None or (hasattr(cache, "get_seq_length") and not int(cache.get_seq_length())):
-            self._kept = [
-                [{"past_key_values": copy.deepcopy(cache)} for _ in draw.weights]
-                for draw in self._draws
-            ]
-            _follow(cache, [kept["past_key_values"] for of_draw in self._kept for kept in of_draw])
-
-    def after(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """A hook: replace the logits by the mixture's log-probabilities."""
-        if self._repeating:
-            return
-        self.n_calls += 1
-        f = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
-        log_p = torch.full_like(f, -math.inf)
-        self._repeating = True
-        try:
-            for draw, of_draw in zip(self._draws, self._kept, strict=True):
-                logits = [
-                    self._pass(values, kept, args, kwargs).to(f)
-                    for values, kept in zip(draw.weights, of_draw, strict=True)
-                ]
-                log_p = torch.logaddexp(log_p, draw.combine(f, logits).log_softmax(-1))
-        finally:
-            self._repeating = False
-        output.logits = log_p - math.log(len(self._draws))
-
-    def _pass(
-        self,
-        values: list[torch.Tensor],
-        kept: dict[str, Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        """Logits with other weights, which keeps its cache and its encoding for the next token."""
-        given = kwargs | {name: value for name, value in kept.items() if value is not None}
-        if kwargs.get("encoder_outputs") is not None and "encoder_outputs" not in kept:
-            rows = len(kwargs["decoder_input_ids"])
-            given |= {"encoder_outputs": None, "input_ids": repeated(self._prompt.input_ids, rows)}
-        output = self._weights.call(values, args, given)
-        if kwargs.get("use_cache"):
-            kept["past_key_values"] = output.past_key_values
-        if kwargs.get("encoder_outputs") is not None:
-            kept["encoder_outputs"] = BaseModelOutput(output.encoder_last_hidden_state)
-        return output.logits
-
-
-def _follow(cache: Any, copies: Sequence[Any]) -> None:
-    """Repeat on the copies whatever happens to a cache between passes."""
-
-    def following(name: str) -> Any:
-        method = getattr(cache, name)
-
-        @wraps(method)
-        def both(*args: Any, **kwargs: Any) -> Any:
-            for one in copies:
-                getattr(one, name)(*args, **kwargs)
-            return method(*args, **kwargs)
-
-        return both
-
-    for name in _CHANGES:
-        if hasattr(cache, name):
-            setattr(cache, name, following(name))
 
 
 def _labelled(

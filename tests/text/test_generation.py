@@ -133,14 +133,14 @@ def test_a_decoder_writes_what_its_draws_make_of_the_source(kind, way, cached, b
     assert torch.equal(found.scores.labelled.sum(1), torch.full((3,), N_NEW))
 
 
-def test_an_encoder_reads_the_source_once_for_every_draw():
+def test_an_encoder_reads_the_source_once_for_all_draws():
     la, calls = posterior_of_pairs("t5", products=ForwardMode()), []
     encoder = la.model.transformer.get_encoder()
     encoder.register_forward_hook(lambda *_: calls.append(1))
     found = la.generate(**sources(), n_samples=3, max_new_tokens=N_NEW, eos_token_id=-1)
-    of_scores = 1 + 3
+    proof, of_scores = 1 + 2, 1 + 3
     assert found.sequences.shape[1] == 1 + N_NEW
-    assert len(calls) == (1 + 3) + of_scores
+    assert len(calls) == (1 + proof + 1) + of_scores
 
 
 OPTIONS = {

@@ -1,0 +1,254 @@
+"""The posterior predictive of each next token, from passes with the weights of every draw."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from laplace_lora_ext.models.weights import LoRAWeights, Values
+from laplace_lora_ext.text.generation import Prompt, repeated
+from laplace_lora_ext.text.perturbations import Draw
+
+# Methods that change a cache's rows or length between two passes; the first two are given rows.
+_CHANGES_OF_ROWS = ("reorder_cache", "batch_select_indices")
+_CHANGES = (*_CHANGES_OF_ROWS, "crop", "batch_repeat_interleave", "reset")
+
+_TOKENS_AT_ONCE = 2048  # of prompts, in passes that run as one batch
+_ERROR = 0.02  # of a draw, relative to what it changes
+_ROUNDINGS = 2  # of the model's precision, by which a draw may differ all the same
+
+
+@contextmanager
+def predictive(
+    transformer: PreTrainedModel,
+    weights: LoRAWeights,
+    draws: Sequence[Draw],
+    prompt: Prompt,
+    beams: bool,
+) -> Iterator[None]:
+    """Replace the model's logits by log-probabilities of the mixture over draws.
+
+    Everything in `generate` that acts on logits then sees these. A `LogitsProcessor` would come
+    after transformers' own ones, and allow again what they forbid. The passes of all draws run as
+    one batch, if that gives what a pass alone gives, and if their prompts are not too long.
+
+    Raises
+    ------
+    NotImplementedError
+        For beams if the cache does not say when it changes.
+    RuntimeError
+        If the model was never called.
+    """
+    if not draws:
+        yield
+        return
+    mixture = _Mixture(weights, draws, prompt, beams)
+    handles = [
+        transformer.register_forward_pre_hook(mixture.before, with_kwargs=True),
+        transformer.register_forward_hook(mixture.after, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not mixture.n_calls:
+        raise RuntimeError(
+            "generate did not call the model's forward pass: pass a model that is not compiled."
+        )
+
+
+class _ModelCall:
+    """A call of the model.
+
+    Attributes
+    ----------
+    args, kwargs : tuple, dict
+    f : torch.Tensor
+        the logits that came of it, in float32 or better
+    rounding : torch.Tensor
+        how far two computations of these may be apart, as a norm
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], logits: torch.Tensor) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.f = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        self.rounding = _ROUNDINGS * torch.finfo(logits.dtype).eps * self.f.norm()
+
+
+class _Passes:
+    """Passes that run as one batch: its rows are those of each pass, one after the other.
+
+    They have a cache of their own and, of an encoder-decoder, their own encoding of the prompt.
+
+    Parameters
+    ----------
+    weights : LoRAWeights
+    each : sequence of Values
+        the weights of each pass
+    prompt : Prompt
+    cache : Any
+        an empty one, or None
+    """
+
+    def __init__(
+        self, weights: LoRAWeights, each: Sequence[Values], prompt: Prompt, cache: Any
+    ) -> None:
+        self._n, self._weights, self._prompt = len(each), weights, prompt
+        self._values = [torch.stack(of) for of in zip(*each, strict=True)] if each[1:] else each[0]
+        self._kept: dict[str, Any] = {"past_key_values": cache}
+
+    def logits(self, call: _ModelCall) -> Sequence[torch.Tensor]:
+        """Logits of each pass."""
+        kwargs, n_rows = call.kwargs, len(call.f)
+        of_all = self._tiled(kwargs, n_rows)
+        of_all |= {name: value for name, value in self._kept.items() if value is not None}
+        decodes = kwargs.get("encoder_outputs") is not None
+        if decodes and "encoder_outputs" not in self._kept:
+            source = repeated(self._prompt.input_ids, n_rows)
+            of_all |= {"encoder_outputs": None, "input_ids": self._tiled(source, n_rows)}
+        args = self._tiled(call.args, n_rows)
+        if self._n == 1:
+            output = self._weights.call(self._values, args, of_all)
+        else:
+            output = self._weights.call_joined(self._values, n_rows, args, of_all)
+        if kwargs.get("use_cache"):
+            self._kept["past_key_values"] = output.past_key_values
+        if decodes:
+            self._kept["encoder_outputs"] = BaseModelOutput(output.encoder_last_hidden_state)
+        return output.logits.chunk(self._n)
+
+    def follow(self, name: str, n_rows: int, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Change the cache as that of the model's own passes, which has `n_rows` rows."""
+        if name in _CHANGES_OF_ROWS:
+            (rows,) = (*args, *kwargs.values())
+            rows = torch.cat([torch.as_tensor(rows) + n_rows * place for place in range(self._n)])
+            args, kwargs = (rows,), {}
+        getattr(self._kept["past_key_values"], name)(*args, **kwargs)
+
+    def _tiled(self, given: Any, n_rows: int) -> Any:
+        """All tensors of the batch, once for each pass."""
+        if isinstance(given, torch.Tensor):
+            of_batch = given.ndim > 1 and len(given) == n_rows
+            return given.repeat(self._n, *[1] * (given.ndim - 1)) if of_batch else given
+        if isinstance(given, dict):
+            return {name: self._tiled(value, n_rows) for name, value in given.items()}
+        return (
+            tuple(self._tiled(one, n_rows) for one in given) if isinstance(given, tuple) else given
+        )
+
+
+def _drawn(
+    draws: Sequence[Draw], passes: Sequence[_Passes], call: _ModelCall
+) -> Iterator[torch.Tensor]:
+    """Logits of each draw, whose passes come one after the other."""
+    outputs = (logits.to(call.f) for some in passes for logits in some.logits(call))
+    for draw in draws:
+        yield draw.combine(call.f, [next(outputs) for _ in draw.weights])
+
+
+class _Mixture:
+    """Repeats each call of a model with the weights of each draw."""
+
+    def __init__(
+        self, weights: LoRAWeights, draws: Sequence[Draw], prompt: Prompt, beams: bool
+    ) -> None:
+        self.n_calls = 0
+        self._weights, self._draws, self._prompt = weights, draws, prompt
+        self._beams = beams
+        self._passes: list[_Passes] = []
+        self._empty_cache: Any = None
+        self._n_rows = 0
+        self._repeating = False
+
+    def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook: when a text begins, with an empty cache, keep a copy of that for every pass."""
+        if self._repeating:
+            return
+        cache = kwargs.get("past_key_values")
+        if self._beams and kwargs.get("use_cache") and not hasattr(cache, "reorder_cache"):
+            raise NotImplementedError("Beam search needs a newer transformers, or use_cache=False.")
+        if cache is None or (hasattr(cache, "get_seq_length") and not int(cache.get_seq_length())):
+            self._passes, self._empty_cache = [], copy.deepcopy(cache)
+            self._follow(cache)
+
+    def after(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """A hook: replace the logits by the mixture's log-probabilities."""
+        if self._repeating:
+            return
+        self.n_calls += 1
+        call = _ModelCall(args, kwargs, output.logits)
+        log_p = torch.full_like(call.f, -math.inf)
+        self._n_rows = len(log_p)
+        self._repeating = True
+        try:
+            self._passes = self._passes or self._first_passes(call)
+            for logits in _drawn(self._draws, self._passes, call):
+                log_p = torch.logaddexp(log_p, logits.log_softmax(-1))
+        finally:
+            self._repeating = False
+        output.logits = log_p - math.log(len(self._draws))
+
+    def _first_passes(self, call: _ModelCall) -> list[_Passes]:
+        """The draws' passes, as few batches as possible."""
+        n_passes = sum(len(draw.weights) for draw in self._draws)
+        n_tokens = self._n_rows * self._prompt.input_ids.shape[1]
+        at_once = min(n_passes, _TOKENS_AT_ONCE // n_tokens)
+        return self._new(self._draws, at_once if at_once > 1 and self._can_join(call) else 1)
+
+    def _can_join(self, call: _ModelCall) -> bool:
+        """Whether two passes that run as one batch give the same draws as one after the other."""
+        if not self._weights.are_plain:
+            return False
+        some = self._draws[: 1 if len(self._draws[0].weights) > 1 else 2]
+        try:
+            joined = list(_drawn(some, self._new(some, 2), call))
+        except Exception:  # a model that wants its rows otherwise
+            return False
+        alone = _drawn(some, self._new(some, 1), call)
+        return all(
+            (one - other).norm() <= max(_ERROR * (other - call.f).norm(), call.rounding)
+            for one, other in zip(joined, alone, strict=True)
+        )
+
+    def _new(self, draws: Sequence[Draw], at_once: int) -> list[_Passes]:
+        """Passes with empty caches, so many as one batch."""
+        each = [values for draw in draws for values in draw.weights]
+        return [
+            _Passes(
+                self._weights,
+                each[place : place + at_once],
+                self._prompt,
+                copy.deepcopy(self._empty_cache),
+            )
+            for place in range(0, len(each), at_once)
+        ]
+
+    def _follow(self, cache: Any) -> None:
+        """Repeat on the passes' caches whatever happens to one between calls."""
+
+        def following(name: str) -> Any:
+            method = getattr(cache, name)
+
+            @wraps(method)
+            def both(*args: Any, **kwargs: Any) -> Any:
+                for passes in self._passes:
+                    passes.follow(name, self._n_rows, args, kwargs)
+                return method(*args, **kwargs)
+
+            return both
+
+        for name in _CHANGES:
+            if hasattr(cache, name):
+                setattr(cache, name, following(name))

@@ -1,0 +1,131 @@
+"""Passes that run as one batch, against the same passes one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import laplace_lora_ext.text.mixture as mixture
+from laplace_lora_ext.text.perturbations import CentralDifference, ForwardMode
+from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import generator
+from tests.support.texts import encoder_decoder, fitted_text, pairs_of_texts
+
+N_ROWS, N_TOKENS, N_DRAWS, N_NEW = 3, 4, 3, 4
+BEAMS = {"num_beams": 2, "num_return_sequences": 2}
+SAMPLES = {"do_sample": True, "num_return_sequences": 2}
+
+
+class SequenceFirst(nn.Module):
+    """A layer that gets its rows with positions before texts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
+class Routed(nn.Module):
+    """A layer that gets the rows which its own contents choose."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([layer])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[..., 0] > 0
+        return x.new_zeros(*x.shape[:-1], 12).masked_scatter(
+            chosen[..., None], self.experts[0](x[chosen])
+        )
+
+
+def with_layer(kind: type[nn.Module]) -> nn.Module:
+    model = lora_model("gpt2")
+    block = model.get_base_model().transformer.h[0].mlp
+    block.c_proj = kind(block.c_proj)
+    return model
+
+
+JOINED = {
+    "gpt2": lambda: lora_model("gpt2"),
+    "bias": lambda: lora_model("gpt2", bias="lora_only", lora_bias=True),
+    "t5": lambda: encoder_decoder("t5"),
+    "bart": lambda: encoder_decoder("bart"),
+}
+ALONE = {
+    "rows by position": lambda: with_layer(SequenceFirst),
+    "DoRA": lambda: lora_model("gpt2", use_dora=True),
+    "embedding": lambda: lora_model("gpt2", target_modules=["wte"], fan_in_fan_out=False),
+    "experts": lambda: with_layer(Routed),
+}
+
+
+def posterior(model, way=None):
+    batches = [pairs_of_texts()] if model.config.is_encoder_decoder else None
+    return fitted_text(model.eval(), batches, prior_precision=20.0, products=way)
+
+
+def written(la, method="linearized", **options):
+    """Logits of each new token, and how many rows each call of the model had."""
+    (batch,) = ragged_batches((4, 2, 3), padding_side="left", padded_to=N_TOKENS)
+    rows = []
+    handle = la.model.transformer.register_forward_hook(
+        lambda *call: rows.append(len(call[-1].logits))
+    )
+    torch.manual_seed(0)
+    found = la.generate(
+        **{key: batch[key] for key in ("input_ids", "attention_mask")},
+        n_samples=N_DRAWS,
+        generator=generator(),
+        method=method,
+        max_new_tokens=N_NEW,
+        eos_token_id=-1,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+    handle.remove()
+    return torch.stack(found.output.logits), rows
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False}, {}, BEAMS, SAMPLES])
+@pytest.mark.parametrize("kind", JOINED)
+@pytest.mark.parametrize("way", ["forward", "difference", "adapters"])
+def test_passes_of_one_batch_give_what_each_gives_alone(kind, way, options, monkeypatch):
+    products = {"forward": ForwardMode(), "difference": CentralDifference(1e-3)}.get(way)
+    la = posterior(JOINED[kind](), products)
+    method = "adapters" if way == "adapters" else "linearized"
+    joined, rows = written(la, method, **options)
+    n_rows = joined.shape[1]
+    n_passes = N_DRAWS * (2 if way == "difference" else 1)
+    assert n_passes * n_rows in rows
+    monkeypatch.setattr(mixture, "_TOKENS_AT_ONCE", 0)
+    alone, rows = written(la, method, **options)
+    assert max(rows) == n_rows
+    torch.testing.assert_close(joined, alone, rtol=1e-9, atol=1e-9)
+
+
+def test_each_new_token_takes_two_calls():
+    rows = written(posterior(lora_model("gpt2")), "adapters")[1]
+    together, proof = N_DRAWS * N_ROWS, [2 * N_ROWS, N_ROWS, N_ROWS]
+    expected = [N_ROWS, *proof, together, *[N_ROWS, together] * (N_NEW - 1)]
+    assert rows[: len(expected)] == expected
+
+
+def test_long_prompts_are_read_by_a_few_passes_at_once(monkeypatch):
+    monkeypatch.setattr(mixture, "_TOKENS_AT_ONCE", 2 * N_ROWS * N_TOKENS)
+    rows = written(posterior(lora_model("gpt2")), "adapters")[1]
+    assert rows[4:6] == [2 * N_ROWS, N_ROWS]
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_passes_run_alone_where_a_batch_would_mix_them(kind, monkeypatch):
+    la = posterior(ALONE[kind]())
+    logits, rows = written(la, "adapters")
+    assert max(rows) <= 2 * N_ROWS
+    monkeypatch.setattr(mixture, "_TOKENS_AT_ONCE", 0)
+    torch.testing.assert_close(logits, written(la, "adapters")[0], rtol=0, atol=0)
