@@ -250,8 +250,9 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
 
         This runs transformers' own `generate` with all of its options (greedy, sampling, beams,
         stopping, logits processors) and with its caches. A whole text keeps the same draws, so
-        each draw is one model reading that text. A new token takes as many passes as `score`, of
-        one token each. Without draws the texts equal those of the model's own `generate`.
+        each draw is one model reading that text. The passes of all draws run as one batch beside
+        the model's own, unless prompts are long or the model mixes its rows; then one after the
+        other. Without draws the texts equal those of the model's own `generate`.
 
         Parameters
         ----------
