@@ -287,7 +287,8 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
                 way.draw(weights.values, direction)
                 for direction in noise.directions(self._precision, self.blocks)
             ]
-            with predictive(transformer, weights, draws, prompt, settings.num_beams > 1):
+            beams, known = settings.num_beams > 1, self.model.layouts
+            with predictive(transformer, weights, draws, prompt, beams, known):
                 output = transformer.generate(**(generation_kwargs | vars(prompt)))
         sequences = getattr(output, "sequences", output)
         batch = prompt.continued(sequences, settings)

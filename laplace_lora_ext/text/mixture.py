@@ -23,8 +23,7 @@ _CHANGES_OF_ROWS = ("reorder_cache", "batch_select_indices")
 _CHANGES = (*_CHANGES_OF_ROWS, "crop", "batch_repeat_interleave", "reset")
 
 _TOKENS_AT_ONCE = 2048  # of prompts, in passes that run as one batch
-_ERROR = 0.02  # of a draw, relative to what it changes
-_ROUNDINGS = 2  # of the model's precision, by which a draw may differ all the same
+_ERROR = 0.05  # of logits, relative to what other weights change
 
 
 @contextmanager
@@ -34,12 +33,14 @@ def predictive(
     draws: Sequence[Draw],
     prompt: Prompt,
     beams: bool,
+    known: dict[Any, bool],
 ) -> Iterator[None]:
     """Replace the model's logits by log-probabilities of the mixture over draws.
 
     Everything in `generate` that acts on logits then sees these. A `LogitsProcessor` would come
     after transformers' own ones, and allow again what they forbid. The passes of all draws run as
-    one batch, if that gives what a pass alone gives, and if their prompts are not too long.
+    one batch, if that gives what a pass alone gives, and if their prompts are not too long. `known`
+    keeps what the first text with inputs of some names has proven.
 
     Raises
     ------
@@ -51,7 +52,7 @@ def predictive(
     if not draws:
         yield
         return
-    mixture = _Mixture(weights, draws, prompt, beams)
+    mixture = _Mixture(weights, draws, prompt, beams, known)
     handles = [
         transformer.register_forward_pre_hook(mixture.before, with_kwargs=True),
         transformer.register_forward_hook(mixture.after, with_kwargs=True),
@@ -68,21 +69,11 @@ def predictive(
 
 
 class _ModelCall:
-    """A call of the model.
-
-    Attributes
-    ----------
-    args, kwargs : tuple, dict
-    f : torch.Tensor
-        the logits that came of it, in float32 or better
-    rounding : torch.Tensor
-        how far two computations of these may be apart, as a norm
-    """
+    """A call of the model; `f` are the logits that came of it, in float32 or better."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], logits: torch.Tensor) -> None:
         self.args, self.kwargs = args, kwargs
         self.f = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        self.rounding = _ROUNDINGS * torch.finfo(logits.dtype).eps * self.f.norm()
 
 
 class _Passes:
@@ -160,11 +151,16 @@ class _Mixture:
     """Repeats each call of a model with the weights of each draw."""
 
     def __init__(
-        self, weights: LoRAWeights, draws: Sequence[Draw], prompt: Prompt, beams: bool
+        self,
+        weights: LoRAWeights,
+        draws: Sequence[Draw],
+        prompt: Prompt,
+        beams: bool,
+        known: dict[Any, bool],
     ) -> None:
         self.n_calls = 0
         self._weights, self._draws, self._prompt = weights, draws, prompt
-        self._beams = beams
+        self._beams, self._known = beams, known
         self._passes: list[_Passes] = []
         self._empty_cache: Any = None
         self._n_rows = 0
@@ -202,38 +198,34 @@ class _Mixture:
 
     def _first_passes(self, call: _ModelCall) -> list[_Passes]:
         """The draws' passes, as few batches as possible."""
-        n_passes = sum(len(draw.weights) for draw in self._draws)
+        each = [values for draw in self._draws for values in draw.weights]
         n_tokens = self._n_rows * self._prompt.input_ids.shape[1]
-        at_once = min(n_passes, _TOKENS_AT_ONCE // n_tokens)
-        return self._new(self._draws, at_once if at_once > 1 and self._can_join(call) else 1)
+        at_once = min(len(each), _TOKENS_AT_ONCE // n_tokens)
+        if at_once < 2 or not self._can_join(call):
+            at_once = 1
+        return [self._new(each[start : start + at_once]) for start in range(0, len(each), at_once)]
 
     def _can_join(self, call: _ModelCall) -> bool:
-        """Whether two passes that run as one batch give the same draws as one after the other."""
-        if not self._weights.are_plain:
-            return False
-        some = self._draws[: 1 if len(self._draws[0].weights) > 1 else 2]
+        """Whether passes as one batch are right; the first call with such inputs proves it."""
+        given = "joined passes", *sorted(k for k, value in call.kwargs.items() if value is not None)
+        if given not in self._known:
+            self._known[given] = self._weights.are_plain and self._proves(call)
+        return self._known[given]
+
+    def _proves(self, call: _ModelCall) -> bool:
+        """Whether two passes with very different weights are the same in a batch and alone."""
+        each = [[factor * value for value in self._weights.values] for factor in (0, 3)]
         try:
-            joined = list(_drawn(some, self._new(some, 2), call))
+            joined = self._new(each).logits(call)
         except Exception:  # a model that wants its rows otherwise
             return False
-        alone = _drawn(some, self._new(some, 1), call)
-        return all(
-            (one - other).norm() <= max(_ERROR * (other - call.f).norm(), call.rounding)
-            for one, other in zip(joined, alone, strict=True)
-        )
+        alone = [self._new([values]).logits(call)[0] for values in each]
+        worst = max((a - b).float().norm() for a, b in zip(joined, alone, strict=True))
+        return bool(worst <= _ERROR * (alone[1] - alone[0]).float().norm())
 
-    def _new(self, draws: Sequence[Draw], at_once: int) -> list[_Passes]:
-        """Passes with empty caches, so many as one batch."""
-        each = [values for draw in draws for values in draw.weights]
-        return [
-            _Passes(
-                self._weights,
-                each[place : place + at_once],
-                self._prompt,
-                copy.deepcopy(self._empty_cache),
-            )
-            for place in range(0, len(each), at_once)
-        ]
+    def _new(self, each: Sequence[Values]) -> _Passes:
+        """Passes with an empty cache."""
+        return _Passes(self._weights, each, self._prompt, copy.deepcopy(self._empty_cache))
 
     def _follow(self, cache: Any) -> None:
         """Repeat on the passes' caches whatever happens to one between calls."""
