@@ -18,6 +18,7 @@ PANELS = {"nll": "NLL above the least of the task", "ece": "ECE"}
 def run(options: Overview) -> Figures:
     """Read the runs, and write table and diagram."""
     frame: Any = pd.concat([read(folder) for folder in options.runs], ignore_index=True)
+    frame = frame.drop_duplicates(["name", "task", "seed"])  # MAP is in every run
     rows = frame.groupby(["name", "task"], sort=False)[COLUMNS].mean().reset_index()
     of_all = rows.groupby("name", sort=False)[COLUMNS].mean().reset_index()
     seeds = {task: sorted(set(of.seed)) for task, of in frame.groupby("task", sort=False)}

@@ -39,6 +39,7 @@ def test_means_over_seeds_and_tasks_of_the_methods_that_are_shown(tmp_path, caps
     folders = [
         written(tmp_path / "one", "first", {0: 1.0, 1: 3.0}),
         written(tmp_path / "two", "second", {0: 4.0, 1: 4.0}),
+        written(tmp_path / "again", "first", {1: 3.0}),  # counts once
     ]
     figures, report, _ = run(capsys, tmp_path / "out", "overview", runs=folders)
     of_tasks = {(row["task"], row["name"]): row["nll"] for row in figures["tasks"]}
