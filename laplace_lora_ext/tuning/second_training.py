@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ class SecondTraining(TuningMethod):
     it is: no example is lost. Held-out labels show what no method can read off the trained weights,
     such as noise that a model has learnt by heart.
 
+    Few held-out examples choose by chance. Several trainings hold out others each, and choose
+    together: five of them, with a fifth held out, are a cross-validation that asks every example.
+
     Parameters
     ----------
     train : callable
@@ -41,9 +45,12 @@ class SecondTraining(TuningMethod):
         the data of the fit; those that a `SubsetRandomSampler` leaves out are not used
     held_out : float, default=0.2
         the share of the examples to hold out, between 0 and 1
+    trainings : int, default=1
+        how many, each with other examples held out
     search : callable, optional
         takes `val_loader` and the options of `TuningMethod`, and returns the method that chooses:
-        by default `GridSearch` with the link "mean_field"
+        by default `GridSearch` with the link "mean_field". For several trainings it must try the
+        same prior precisions, as a grid search does
     generator : torch.Generator, optional
         for the examples to hold out; if omitted, every call holds out the same
     init_prior_prec, prior_structure, progress_bar
@@ -52,8 +59,9 @@ class SecondTraining(TuningMethod):
     Raises
     ------
     ValueError
-        If `held_out` is not between 0 and 1, `train_loader` has no data set with a length or too
-        few examples, or the models share LoRA weights.
+        If `held_out` is not between 0 and 1, `trainings` below 1 or more than there are shares of
+        that size, `train_loader` has no data set with a length or too few examples, the models
+        share LoRA weights, or the searches of several trainings tried other prior precisions.
     TypeError
         If `train` returns no model.
     """
@@ -61,16 +69,42 @@ class SecondTraining(TuningMethod):
     train: Callable[[Dataset], nn.Module]
     train_loader: DataLoader
     held_out: float = 0.2
+    trainings: int = 1
     search: Callable[..., TuningMethod] = partial(GridSearch, link_approx="mean_field")  # noqa: RUF009
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out must be between 0 and 1, not {self.held_out}.")
+        if not 1 <= self.trainings <= 1 / self.held_out:
+            raise ValueError(
+                f"trainings must be at least 1, and at most {int(1 / self.held_out)} if each holds "
+                f"out {self.held_out:g} of the examples, not {self.trainings}."
+            )
 
     def _search(self, la: Posterior) -> TuningHistory:
         la._check_H_init()
-        part, rest = self._split()
+        histories, sizes = [], []
+        for part, rest in self._splits():
+            other = self._other(la, part)
+            search = self.search(
+                val_loader=self._loader(rest),
+                init_prior_prec=self.init_prior_prec,
+                prior_structure=self.prior_structure,
+                progress_bar=self.progress_bar,
+            )
+            histories.append(search(other))
+            sizes.append(len(rest))
+            chosen = other.prior_precision
+        if self.trainings == 1:
+            la.prior_precision = chosen
+            return histories[0]
+        history = _mean(histories, sizes)
+        la.prior_precision = history.prior_precision[history.objective.argmin()]
+        return history
+
+    def _other(self, la: Posterior, part: Dataset) -> Any:
+        """A posterior of the same kind, of another training, fitted to what that was given."""
         model = self.train(part)
         if not isinstance(model, nn.Module):
             raise TypeError(f"train must return the model it has trained, not {model!r}.")
@@ -82,17 +116,9 @@ class SecondTraining(TuningMethod):
         la._check_model()
         other = la.around(model)
         other.fit(self._loader(part), progress_bar=self.progress_bar)
-        search = self.search(
-            val_loader=self._loader(rest),
-            init_prior_prec=self.init_prior_prec,
-            prior_structure=self.prior_structure,
-            progress_bar=self.progress_bar,
-        )
-        history = search(other)
-        la.prior_precision = other.prior_precision
-        return history
+        return other
 
-    def _split(self) -> tuple[Dataset, Dataset]:
+    def _splits(self) -> Iterator[tuple[Any, Any]]:
         """The examples to train on and those to hold out, each in the data's order."""
         data: Any = getattr(self.train_loader, "dataset", None)
         if not isinstance(data, Sized):
@@ -109,14 +135,16 @@ class SecondTraining(TuningMethod):
         sampler = self.train_loader.sampler
         is_part = isinstance(sampler, SubsetRandomSampler)
         places = torch.as_tensor(sampler.indices if is_part else range(len(data)))
-        n_held_out = round(self.held_out * len(places))
-        if not 0 < n_held_out < len(places):
+        ends = [round(n * self.held_out * len(places)) for n in range(self.trainings + 1)]
+        sizes = [end - start for start, end in pairwise(ends)]
+        if not 0 < min(sizes) <= max(sizes) < len(places):
             raise ValueError(
                 f"{len(places)} examples are too few to hold out a share of {self.held_out:g}."
             )
         generator = self.generator or torch.Generator().manual_seed(0)
         order = of_first(places[torch.randperm(len(places), generator=generator)]).tolist()
-        return _chosen(data, order[n_held_out:]), _chosen(data, order[:n_held_out])
+        for start, end in pairwise(ends):
+            yield _chosen(data, order[:start] + order[end:]), _chosen(data, order[start:end])
 
     def _loader(self, examples: Any) -> DataLoader:
         """Batches of examples, once and in order; each process gets its share."""
@@ -127,6 +155,18 @@ class SecondTraining(TuningMethod):
             sampler=DistributedSampler(examples, shuffle=False) if count() > 1 else None,
             collate_fn=self.train_loader.collate_fn,
         )
+
+
+def _mean(histories: Sequence[TuningHistory], sizes: Sequence[int]) -> TuningHistory:
+    """The mean loss of several searches, weighted by how many examples each asked."""
+    first, *others = histories
+    if any(not torch.equal(other.prior_precision, first.prior_precision) for other in others):
+        raise ValueError(
+            "The searches of several trainings must try the same prior precisions: use GridSearch."
+        )
+    objectives = torch.stack([history.objective for history in histories])
+    weights = torch.tensor(sizes, dtype=objectives.dtype) / sum(sizes)
+    return replace(first, objective=weights @ objectives)
 
 
 def _chosen(data: Any, places: list[int]) -> Any:

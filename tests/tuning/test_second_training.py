@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
 
-from laplace_lora_ext import GridSearch, SecondTraining
+from laplace_lora_ext import GridSearch, SecondTraining, ValGD
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, make
 from tests.support.ranks import Texts, failures, on_ranks, strided_loader
@@ -64,6 +64,36 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
     assert torch.equal(la.prior_precision.double(), other.prior_precision.double())
     torch.testing.assert_close(history.objective, expected.objective)
     assert all(torch.equal(la.model.state_dict()[name], before[name]) for name in before)
+
+
+def test_several_trainings_ask_every_example_and_choose_together():
+    la, others, held_out = fitted(), [], []
+
+    def train(examples):
+        taken = list(examples.indices)
+        held_out.append([place for place in range(N) if place not in taken])
+        model = another()
+        model.base_model.model.classifier.modules_to_save.default.weight.data *= 1 + len(others)
+        others.append((model, taken))
+        return model
+
+    history = la.optimize_prior_precision(
+        method="second_training", train=train, train_loader=loader(), trainings=5
+    )
+    assert sorted(place for places in held_out for place in places) == list(range(N))
+    assert sorted(map(len, held_out)) == [2, 2, 2, 2, 3]
+    loss = torch.zeros(100, dtype=torch.float64)
+    for (model, taken), places in zip(others, held_out, strict=True):
+        other = make(model, backend_kwargs={"rank": 3})
+        other.fit(loader(Subset(Texts(N), taken)))
+        found = other.optimize_prior_precision(
+            method="gridsearch",
+            val_loader=loader(Subset(Texts(N), places)),
+            link_approx="mean_field",
+        )
+        loss += len(places) * found.objective / N
+    torch.testing.assert_close(history.objective, loss)
+    assert la.prior_precision.item() == history.prior_precision[loss.argmin()].item()
 
 
 def test_factors_of_a_layerwise_prior():
@@ -142,12 +172,21 @@ def in_place(la):
     return train
 
 
+def descent(val_loader, **others):
+    """Searches along a path of its own."""
+    return ValGD(val_loader=val_loader, n_steps=2, **others)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"held_out": 1.0}, ValueError, "between 0 and 1"),
         ({"held_out": 0.01}, ValueError, "11 examples are too few"),
         ({"held_out": 0.99}, ValueError, "11 examples are too few"),
+        ({"held_out": 0.06, "trainings": 2}, ValueError, "11 examples are too few"),
+        ({"trainings": 0}, ValueError, "at most 5"),
+        ({"trainings": 6}, ValueError, "at most 5"),
+        ({"trainings": 2, "search": descent}, ValueError, "use GridSearch"),
         ({"train_loader": [1, 2]}, ValueError, "pass a DataLoader"),
         ({"train": lambda _: None}, TypeError, "must return the model"),
         ({"train": lambda la: lambda _: la.model.model}, ValueError, "shares LoRA weights"),
