@@ -176,6 +176,23 @@ def test_a_users_wrapper_may_return_logits_at_all_positions(side):
     )
 
 
+class ImageFirst(nn.Module):
+    """Returns logits of an image's three positions as well, as GIT does."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        tokens = batch["input_ids"] if isinstance(batch, Mapping) else batch
+        return torch.zeros(len(tokens), 3 + tokens.shape[1], VOCABULARY)
+
+
+@pytest.mark.parametrize("as_batch", [dict, lambda batch: batch["input_ids"]])
+def test_logits_at_other_positions_than_the_texts_are_refused(as_batch):
+    model = nn.Sequential(ImageFirst())
+    model.append(nn.Linear(VOCABULARY, VOCABULARY))  # tells the device
+    batch = as_batch({"input_ids": torch.ones(2, 5, dtype=torch.long)})
+    with pytest.raises(ValueError, match="logits at 8 positions for texts of 5"):
+        LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+
+
 def test_class_tokens_need_logits_at_positions(bert):
     with pytest.raises(ValueError, match=r"\(batch, positions, vocabulary\), not \(3, 3\)"):
         LogitsModel(bert, [1, 2])(ragged_batches()[0])
