@@ -144,7 +144,7 @@ class LogitsModel(nn.Module):
         TypeError
             If the batch is neither a mapping nor a pair.
         ValueError
-            If a mapping has no labels, or labels are no numbers.
+            If a mapping has no labels, or labels are no numbers, or a single one.
         """
         if isinstance(batch, Mapping):
             if self.dict_key_y not in batch:
@@ -164,6 +164,11 @@ class LogitsModel(nn.Module):
             labels = torch.as_tensor(y)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"Labels must be numbers, not {type(y).__name__}: {error}.") from error
+        if not labels.ndim:
+            raise ValueError(
+                f"A batch has one label for each example, not the single number {labels.item():g}: "
+                "give examples as batches of one."
+            )
         return X, labels.to(self.device)
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
@@ -181,11 +186,12 @@ class LogitsModel(nn.Module):
         if not isinstance(batch, Mapping):
             return Positions(n_examples, n_examples, _n_positions(batch), None, mixed)
         mask = batch.get("attention_mask")
+        if mask is not None and mask.ndim > 1 and len(mask) == 1:  # all examples may share one
+            mask = mask.expand(n_examples, *mask.shape[1:])
         if mask is not None and mask.ndim == 4:  # what each token attends to
             if mask.is_floating_point():  # added to scores: 0 there, very negative elsewhere
                 mask = mask == 0
-            mask = mask.expand(n_examples, *mask.shape[1:])
-            shape = torch.Size((n_examples, mask.shape[-1]))
+            shape = (len(mask), mask.shape[-1])
         elif mask is not None and mask.ndim >= 2:
             shape = mask.shape
         elif batch.get("input_ids") is not None:

@@ -208,6 +208,19 @@ def test_split_refuses_labels_that_are_no_numbers(labels):
         LogitsModel(Spy()).split((torch.zeros(2, 1), labels))
 
 
+def test_split_refuses_a_single_label():
+    with pytest.raises(ValueError, match="not the single number 1: give examples as batches"):
+        LogitsModel(Spy()).split({"x": torch.zeros(1, 1), "labels": torch.tensor(1)})
+
+
+def test_examples_may_share_a_mask(bert):
+    model, (batch,) = LogitsModel(bert), ragged_batches((4, 4), padded_to=6)
+    shared = batch | {"attention_mask": batch["attention_mask"][:1]}
+    found, expected = model.positions(shared, 2), model.positions(batch, 2)
+    assert found[:3] == expected[:3]
+    assert torch.equal(found.mask, expected.mask)
+
+
 def additive(mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
 
