@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,6 +94,29 @@ class AnswerTokens:
         elif self.mask_token_id is None and (mask is None or mask[:, -1].all()):
             options["logits_to_keep"] = options["num_logits_to_keep"] = 1
         return {key: v for key, v in options.items() if key in accepted and key not in given}
+
+    @contextmanager
+    def reading(self, inputs: Any, options: Mapping[str, Any]) -> Iterator[None]:
+        """Within, refuse a decoder that has hidden states at other positions than the text.
+
+        Raises
+        ------
+        ValueError
+            If it has, as with an image before the text.
+        """
+        base: Any = None if self._transformer is None else self._transformer.base_model
+        if base is self._transformer or not isinstance(options.get("logits_to_keep"), torch.Tensor):
+            yield
+            return
+
+        def check(_: Any, __: Any, output: Any) -> None:
+            check_positions(output[0], n_positions(inputs))
+
+        handle = base.register_forward_hook(check)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def select(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Logits `(B, T, V)` of the vocabulary to `(B, C)` of the answers.
@@ -217,17 +241,17 @@ def n_positions(inputs: Any) -> int:
     return next(value.shape[1] for value in given if value is not None)
 
 
-def check_positions(logits: torch.Tensor, n_positions: int) -> None:
-    """Refuse logits `(B, T, V)` at other positions than those of the texts.
+def check_positions(values: torch.Tensor, n_positions: int) -> None:
+    """Refuse logits or hidden states `(B, T, ...)` at other positions than those of the texts.
 
     Raises
     ------
     ValueError
         If T is not `n_positions`.
     """
-    if logits.shape[1] != n_positions:
+    if values.shape[1] != n_positions:
         raise ValueError(
-            f"The model returns logits at {logits.shape[1]} positions for texts of {n_positions}, "
+            f"The model returns logits at {values.shape[1]} positions for texts of {n_positions}, "
             "as where images come before the text: which are a token's can't be known. Let its "
             "forward pass return those of the texts' tokens alone."
         )

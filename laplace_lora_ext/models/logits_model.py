@@ -285,7 +285,9 @@ class LogitsModel(nn.Module):
         if self._answers is None:
             return logits_of(self._call(inputs, **kwargs))
         options = self._answers.options(inputs, counts_positions) | kwargs
-        return self._answers.select(logits_of(self._call(inputs, **options)), inputs)
+        with self._answers.reading(inputs, options):
+            logits = logits_of(self._call(inputs, **options))
+        return self._answers.select(logits, inputs)
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, Mapping) and self._transformer[0] is not None:

@@ -11,14 +11,13 @@ from transformers import (
     DataCollatorForSeq2Seq,
     FSMTConfig,
     FSMTForConditionalGeneration,
-    GitConfig,
-    GitForCausalLM,
 )
 
 import tests.support.dense as dense
 from laplace_lora_ext.models.tokens_model import TokensModel
 from tests.support.models import (
     VOCABULARY,
+    image_first,
     llama_with_output_layer,
     lora_model,
     ragged_batches,
@@ -138,11 +137,7 @@ def test_an_encoder_that_depends_on_left_padding_says_so_once(kind, n_warnings):
 
 
 def test_logits_at_other_positions_than_the_texts_are_refused():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = sizes | {"image_size": 8, "patch_size": 4, "intermediate_size": 12}
-    config = GitConfig(vision_config=vision, vocab_size=VOCABULARY, pad_token_id=0, **sizes)
-    adapted = TokensModel(GitForCausalLM(config).eval())
+    adapted = TokensModel(image_first())
     (batch,) = text_batches(batch_size=6)
     assert torch.isfinite(adapted(batch)).all()
     with pytest.raises(ValueError, match="logits at 12 positions for texts of 7"):
