@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,13 +95,37 @@ class AnswerTokens:
             options["logits_to_keep"] = options["num_logits_to_keep"] = 1
         return {key: v for key, v in options.items() if key in accepted and key not in given}
 
+    @contextmanager
+    def reading(self, inputs: Any, options: Mapping[str, Any]) -> Iterator[None]:
+        """Within, refuse a decoder that has hidden states at other positions than the text.
+
+        Raises
+        ------
+        ValueError
+            If it has, as with an image before the text.
+        """
+        base: Any = None if self._transformer is None else self._transformer.base_model
+        if base is self._transformer or not isinstance(options.get("logits_to_keep"), torch.Tensor):
+            yield
+            return
+
+        def check(_: Any, __: Any, output: Any) -> None:
+            check_positions(output[0], n_positions(inputs))
+
+        handle = base.register_forward_hook(check)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def select(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Logits `(B, T, V)` of the vocabulary to `(B, C)` of the answers.
 
         Raises
         ------
         ValueError
-            If they have another number of dimensions, or the answer's position can't be found.
+            If they have another number of dimensions or other positions than the text, or the
+            answer's position can't be found.
         """
         if logits.ndim != 3:
             raise ValueError(
@@ -108,7 +133,9 @@ class AnswerTokens:
                 f"{tuple(logits.shape)}: leave them out for a model that returns logits of classes."
             )
         if logits.shape[1] > 1:
-            logits = logits.take_along_dim(self._position(inputs)[:, None, None], dim=1)
+            position = self._position(inputs)[:, None, None]
+            check_positions(logits, n_positions(self._read(inputs)))
+            logits = logits.take_along_dim(position, dim=1)
         return logits[:, 0, self.ids]
 
     def warn_if_answered(self, inputs: Any) -> None:
@@ -128,14 +155,8 @@ class AnswerTokens:
         """The decoder's start token for each text, unless the batch has a decoder input."""
         if given.get("decoder_input_ids") is not None or "decoder_inputs_embeds" in given:
             return {}
-        transformer: Any = self._transformer
-        start = getattr(transformer.config, "decoder_start_token_id", None)
-        if start is None:
-            start = getattr(transformer.generation_config, "decoder_start_token_id", None)
-        if start is None:
-            raise ValueError(
-                "The model has no decoder_start_token_id: add decoder_input_ids to the batch."
-            )
+        assert self._transformer is not None
+        start = start_token(self._transformer)
         texts = next(v for v in given.values() if isinstance(v, torch.Tensor) and v.ndim > 1)
         return {"decoder_input_ids": texts.new_full((len(texts), 1), start, dtype=torch.long)}
 
@@ -150,14 +171,17 @@ class AnswerTokens:
                     f"batch have {counts}."
                 )
             return is_mask.int().argmax(-1)
+        return last_real_position(self._read(inputs))
+
+    def _read(self, inputs: Any) -> Any:
+        """The part of the inputs after which the answer comes: an encoder-decoder's second one."""
         if self._transformer is not None and self._transformer.config.is_encoder_decoder:
-            decoder = {
+            return {
                 key.removeprefix("decoder_"): value
                 for key, value in inputs.items()
                 if key.startswith("decoder_")
             }
-            return last_real_position(decoder)
-        return last_real_position(inputs)
+        return inputs
 
 
 def _is_masked(transformer: PreTrainedModel) -> bool:
@@ -167,6 +191,21 @@ def _is_masked(transformer: PreTrainedModel) -> bool:
         and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         and not transformer.config.is_encoder_decoder
     )
+
+
+def start_token(transformer: PreTrainedModel) -> int:
+    """The token that an encoder-decoder's second text begins with.
+
+    Raises
+    ------
+    ValueError
+        If the model has none.
+    """
+    for config in (transformer.config, transformer.generation_config):
+        start = getattr(config, "decoder_start_token_id", None)
+        if start is not None:
+            return start
+    raise ValueError("The model has no decoder_start_token_id: add decoder_input_ids to the batch.")
 
 
 def takes_positions(transformer: PreTrainedModel) -> bool:
@@ -192,6 +231,30 @@ def decoder_options(
 
 def _parameters(transformer: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(transformer.forward).parameters
+
+
+def n_positions(inputs: Any) -> int:
+    """T, positions of the texts of a batch."""
+    if not isinstance(inputs, Mapping):
+        return inputs.shape[1]
+    given = (inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
+    return next(value.shape[1] for value in given if value is not None)
+
+
+def check_positions(values: torch.Tensor, n_positions: int) -> None:
+    """Refuse logits or hidden states `(B, T, ...)` at other positions than those of the texts.
+
+    Raises
+    ------
+    ValueError
+        If T is not `n_positions`.
+    """
+    if values.shape[1] != n_positions:
+        raise ValueError(
+            f"The model returns logits at {values.shape[1]} positions for texts of {n_positions}, "
+            "as where images come before the text: which are a token's can't be known. Let its "
+            "forward pass return those of the texts' tokens alone."
+        )
 
 
 def last_real_position(inputs: Any) -> torch.Tensor:

@@ -6,19 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import unfold
+from torch.nn.functional import pad, unfold
 
 _DIMENSIONS = {nn.Conv1d: 1, nn.Conv2d: 2}
 
 
 def is_convolution(layer: Any) -> bool:
     """Whether a layer is a convolution in one or two dimensions that patches describe."""
-    return (
-        type(layer) in _DIMENSIONS
-        and layer.groups == 1
-        and layer.padding_mode == "zeros"
-        and not isinstance(layer.padding, str)
-    )
+    return type(layer) in _DIMENSIONS and layer.groups == 1
 
 
 class PatchRows:
@@ -38,15 +33,18 @@ class PatchRows:
     def input_map(self) -> tuple[Any, ...]:
         """The settings that determine the patches."""
         layer = self._layer
-        return layer.kernel_size, layer.dilation, layer.padding, layer.stride
+        padding = layer.padding_mode, *layer._reversed_padding_repeated_twice
+        return layer.kernel_size, layer.dilation, layer.stride, padding
 
     def input_rows(self, inputs: torch.Tensor) -> torch.Tensor:
         """Of `(B, channels, *positions)`, `(B, L, n)`."""
-        settings = self.input_map
+        kernel_size, dilation, stride, (mode, *padding) = self.input_map
+        # PyTorch's own numbers, which also know "same" and "valid", and more on one side of a few.
+        inputs = pad(inputs, padding, "constant" if mode == "zeros" else mode)
         if self._dimensions == 1:
             inputs = inputs.unsqueeze(-2)
-            settings = [(none, *of) for none, of in zip((1, 1, 0, 1), settings, strict=True)]
-        return unfold(inputs, *settings).mT
+            kernel_size, dilation, stride = (1, *kernel_size), (1, *dilation), (1, *stride)
+        return unfold(inputs, kernel_size, dilation, stride=stride).mT
 
     def output_rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Of `(..., m, *positions)`, `(..., *positions, m)`."""

@@ -56,8 +56,10 @@ class EmbeddingLayer:
         """The token whose column of A no gradient comes to."""
         return self.owner.get_base_layer().padding_idx
 
-    def listen(self, hook: Callable[..., torch.Tensor | None]) -> Any:
+    def listen(self, hook: Callable[..., torch.Tensor | None], prepend: bool = False) -> Any:
         """Have `hook` called with the owner, the ids, and what it returns; gives the handle.
+
+        With `prepend`, before all other hooks.
 
         Raises
         ------
@@ -81,8 +83,7 @@ class EmbeddingLayer:
                 )
             return hook(owner, args, output)
 
-        # Before hooks that others have added, which may change what the layer returns.
-        return self.owner.register_forward_hook(checked, with_kwargs=True, prepend=True)
+        return self.owner.register_forward_hook(checked, with_kwargs=True, prepend=prepend)
 
     def scaled(self, gradients: torch.Tensor) -> torch.Tensor:
         """By the adapter's scaling, and by the embedding's own, as of Gemma 3; in full precision.

@@ -144,7 +144,7 @@ class LogitsModel(nn.Module):
         TypeError
             If the batch is neither a mapping nor a pair.
         ValueError
-            If a mapping has no labels.
+            If a mapping has no labels, or labels are no numbers, or a single one.
         """
         if isinstance(batch, Mapping):
             if self.dict_key_y not in batch:
@@ -160,7 +160,16 @@ class LogitsModel(nn.Module):
                 "A training batch must be a mapping with labels or a pair (X, y), not "
                 f"{type(batch).__name__}."
             )
-        return X, torch.as_tensor(y).to(self.device)
+        try:
+            labels = torch.as_tensor(y)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"Labels must be numbers, not {type(y).__name__}: {error}.") from error
+        if not labels.ndim:
+            raise ValueError(
+                f"A batch has one label for each example, not the single number {labels.item():g}: "
+                "give examples as batches of one."
+            )
+        return X, labels.to(self.device)
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
         """As `split`, but a bare tensor or a mapping without labels gives the inputs and None."""
@@ -177,7 +186,13 @@ class LogitsModel(nn.Module):
         if not isinstance(batch, Mapping):
             return Positions(n_examples, n_examples, _n_positions(batch), None, mixed)
         mask = batch.get("attention_mask")
-        if mask is not None and mask.ndim >= 2:
+        if mask is not None and mask.ndim > 1 and len(mask) == 1:  # all examples may share one
+            mask = mask.expand(n_examples, *mask.shape[1:])
+        if mask is not None and mask.ndim == 4:  # what each token attends to
+            if mask.is_floating_point():  # added to scores: 0 there, very negative elsewhere
+                mask = mask == 0
+            shape = (len(mask), mask.shape[-1])
+        elif mask is not None and mask.ndim >= 2:
             shape = mask.shape
         elif batch.get("input_ids") is not None:
             mask, shape = None, batch["input_ids"].shape
@@ -270,7 +285,9 @@ class LogitsModel(nn.Module):
         if self._answers is None:
             return logits_of(self._call(inputs, **kwargs))
         options = self._answers.options(inputs, counts_positions) | kwargs
-        return self._answers.select(logits_of(self._call(inputs, **options)), inputs)
+        with self._answers.reading(inputs, options):
+            logits = logits_of(self._call(inputs, **options))
+        return self._answers.select(logits, inputs)
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, Mapping) and self._transformer[0] is not None:

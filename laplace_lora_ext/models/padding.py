@@ -80,8 +80,8 @@ class LeftPadding:
             self._for_now.add(features)
         row = int((telling if telling.any() else _padding(mask)).argmax())
         first = int(_padding(mask)[row])
-        padded = {key: _rows(value, row, 0, mask.shape) for key, value in inputs.items()}
-        alone = {key: _rows(value, row, first, mask.shape) for key, value in inputs.items()}
+        padded = _text(inputs, row, 0)
+        alone = _text(inputs, row, first)
         self._verdicts[features] = False
         try:
             expected = predict(alone, False)
@@ -123,9 +123,13 @@ def _telling(mask: torch.Tensor) -> torch.Tensor:
     return _padding(mask) * (mask.bool().sum(-1) > 1)
 
 
-def _rows(value: Any, row: int, first: int, shape: torch.Size) -> Any:
-    """One text of a batch's tensor, from its position `first`."""
-    if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != shape[0]:
-        return value
-    of_row = value[row : row + 1]
-    return of_row[:, first:] if value.shape[:2] == shape else of_row
+def _text(inputs: Mapping[str, Any], row: int, first: int) -> dict[str, Any]:
+    """One text of a batch, from its position `first`."""
+    shape = inputs["attention_mask"].shape
+    text = {}
+    for key, value in inputs.items():
+        has_rows = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == shape[0]
+        text[key] = value[row : row + 1] if has_rows else value
+        if has_rows and value.shape[:2] == shape and not key.startswith("decoder_"):
+            text[key] = text[key][:, first:]
+    return text

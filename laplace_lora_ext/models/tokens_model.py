@@ -9,9 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.models.answers import decoder_options, last_real_position, takes_positions
+from laplace_lora_ext.models.answers import (
+    check_positions,
+    decoder_options,
+    last_real_position,
+    start_token,
+    takes_positions,
+)
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
 from laplace_lora_ext.models.padding import LeftPadding
 from laplace_lora_ext.models.positions import Positions
@@ -74,10 +81,6 @@ class TokensModel(LogitsModel):
         self.output_size = logits.shape[-1]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def settle(self, batch: Any) -> None:
-        if not self.is_encoder_decoder:  # whose encoder can't be told positions
-            super().settle(batch)
-
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """The batch, and the tokens `(B, T)` that the logits at each place predict."""
         return batch, self.targets(batch)
@@ -127,15 +130,22 @@ class TokensModel(LogitsModel):
     def _inputs(self, batch: Any) -> Any:
         inputs = super()._inputs(batch)
         if self.is_encoder_decoder and "decoder_input_ids" not in inputs:
-            shifted: Any = self.transformer.prepare_decoder_input_ids_from_labels
-            inputs["decoder_input_ids"] = shifted(batch[self.dict_key_y].to(self.device))
+            labels = batch[self.dict_key_y].to(self.device)
+            inputs["decoder_input_ids"] = _decoder_input_ids(self.transformer, labels)
         return inputs
 
     def _logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
-        """Logits `(B, V)` after each text's last token, by which left padding is judged."""
-        last = last_real_position(inputs)[:, None]
-        positions = torch.arange(inputs["input_ids"].shape[1], device=last.device)
-        return self._at(positions == last, inputs, counts_positions, **kwargs)
+        """Logits `(B, V)` by which left padding is judged.
+
+        They are those after each text's last token, or of an encoder-decoder's first label.
+        """
+        if self.is_encoder_decoder:
+            places = torch.zeros_like(inputs["decoder_input_ids"], dtype=torch.bool)
+            places[:, 0] = True
+        else:
+            last = last_real_position(inputs)[:, None]
+            places = last == torch.arange(inputs["input_ids"].shape[1], device=last.device)
+        return self._at(places, inputs, counts_positions, **kwargs)
 
     def _at(
         self, places: torch.Tensor, inputs: Any, counts_positions: bool, **kwargs: Any
@@ -148,6 +158,7 @@ class TokensModel(LogitsModel):
         with self._selecting(index, places.shape) as calls:
             logits = logits_of(self._call(inputs, **options))
         if not calls:  # there is no output layer, or it sees something else
+            check_positions(logits, places.shape[1])
             logits = logits.take_along_dim(index.to(logits.device)[..., None], dim=1)
         return logits.flatten(0, 1) if kept.all() else logits[kept.to(logits.device)]
 
@@ -161,7 +172,8 @@ class TokensModel(LogitsModel):
         """
 
         def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-            if not args or args[0].shape[:2] != shape:
+            # An output layer that is also the embedding sees tokens as well.
+            if not args or args[0].shape[:-1] != shape:
                 return None
             calls.append(args[0].shape)
             return args[0].take_along_dim(index.to(args[0].device)[..., None], dim=1), *args[1:]
@@ -189,6 +201,15 @@ class TokensModel(LogitsModel):
                 'The likelihood "language_modeling" needs a transformers model that generates '
                 "text, such as one of AutoModelForCausalLM."
             )
+
+
+def _decoder_input_ids(transformer: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
+    """What the decoder reads where it is to predict labels `(B, T)`, as the model itself has it."""
+    own: Any = getattr(transformer, "prepare_decoder_input_ids_from_labels", None)
+    if own is not None:
+        return own(labels.clone())  # FSMT's writes padding tokens into them
+    padding: Any = transformer.config.pad_token_id
+    return shift_tokens_right(labels, padding, start_token(transformer))
 
 
 def _real_positions(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -155,10 +155,11 @@ class Listener:
     def attached(self, model: nn.Module, recomputes: bool) -> Iterator[Listener]:
         """Listen within; on leaving, no hook is left.
 
-        With `recomputes`, layers with gradient checkpointing on are regions.
+        Hooks of the user's, which may change what a layer returns, come later. With `recomputes`,
+        layers with gradient checkpointing on are regions.
         """
         handles = [
-            block.layer.register_forward_hook(partial(self._hear, index))
+            block.layer.register_forward_hook(partial(self._hear, index), prepend=True)
             for index, block in enumerate(self._blocks)
         ]
         try:

@@ -25,6 +25,7 @@ from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
     base_model,
+    image_first,
     llama,
     llama_with_output_layer,
     lora_model,
@@ -174,6 +175,35 @@ def test_a_users_wrapper_may_return_logits_at_all_positions(side):
         rtol=1e-9,
         atol=1e-9,
     )
+
+
+class ImageFirst(nn.Module):
+    """A user's wrapper that returns logits of an image's three positions as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        tokens = batch["input_ids"] if isinstance(batch, Mapping) else batch
+        return nn.functional.pad(self.logits(tokens), (0, 0, 3, 0))
+
+
+@pytest.mark.parametrize("as_batch", [dict, lambda batch: batch["input_ids"]])
+def test_logits_at_other_positions_than_the_texts_are_refused(as_batch):
+    batch = as_batch({"input_ids": torch.ones(2, 5, dtype=torch.long)})
+    with pytest.raises(ValueError, match="logits at 8 positions for texts of 5"):
+        LogitsModel(ImageFirst(), CLASS_TOKEN_IDS)(batch)
+
+
+def test_a_decoder_that_reads_an_image_before_the_text_is_refused():
+    model = image_first()
+    (batch,) = ragged_batches(batch_size=8)
+    assert torch.isfinite(LogitsModel(model, CLASS_TOKEN_IDS)(batch)).all()
+    images = {"pixel_values": torch.randn(len(batch["input_ids"]), 3, 8, 8)}
+    with pytest.raises(ValueError, match=r"logits at 12 positions for texts of 7"):
+        LogitsModel(model, CLASS_TOKEN_IDS)(batch | images)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_class_tokens_need_logits_at_positions(bert):

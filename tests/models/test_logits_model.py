@@ -202,6 +202,46 @@ def test_split_refuses_what_is_neither_a_mapping_nor_a_pair(batch):
         LogitsModel(Spy()).split(batch)
 
 
+@pytest.mark.parametrize("labels", [["yes", "no"], None], ids=repr)
+def test_split_refuses_labels_that_are_no_numbers(labels):
+    with pytest.raises(ValueError, match=f"must be numbers, not {type(labels).__name__}"):
+        LogitsModel(Spy()).split((torch.zeros(2, 1), labels))
+
+
+def test_split_refuses_a_single_label():
+    with pytest.raises(ValueError, match="not the single number 1: give examples as batches"):
+        LogitsModel(Spy()).split({"x": torch.zeros(1, 1), "labels": torch.tensor(1)})
+
+
+def test_examples_may_share_a_mask(bert):
+    model, (batch,) = LogitsModel(bert), ragged_batches((4, 4), padded_to=6)
+    shared = batch | {"attention_mask": batch["attention_mask"][:1]}
+    found, expected = model.positions(shared, 2), model.positions(batch, 2)
+    assert found[:3] == expected[:3]
+    assert torch.equal(found.mask, expected.mask)
+
+
+def additive(mask: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("as_scores", [torch.Tensor.bool, torch.Tensor.long, additive])
+def test_masks_of_what_tokens_attend_to_give_positions_as_far_as_they_show_padding(bert, as_scores):
+    model, batch = LogitsModel(bert), ragged_batches()[0]
+    expected = model.positions(batch, len(batch["input_ids"]))
+    allowed = batch["attention_mask"].bool()[:, None, None, :]
+    found = model.positions(batch | {"attention_mask": as_scores(allowed)}, len(allowed))
+    assert found[:3] == expected[:3]
+    assert torch.equal(found.mask, expected.mask)
+    length = allowed.shape[-1]
+    causal = torch.ones(length, length).tril().bool()
+    for pattern in (allowed & causal, causal[None, None]):
+        found = model.positions(batch | {"attention_mask": as_scores(pattern)}, len(allowed))
+        assert found[:3] == expected[:3]
+        with pytest.raises(NotImplementedError, match="needs no mask"):
+            found.valid(length)
+
+
 LOGITS = torch.arange(6.0).reshape(3, 2)
 
 

@@ -177,3 +177,16 @@ def test_batches_with_images_decide_for_themselves():
     assert not left_padding.passes(images)
     assert left_padding.is_settled(texts)
     assert left_padding.is_settled(images)
+
+
+def test_what_a_decoder_reads_keeps_its_beginning():
+    batch = masked(3, 5)
+    batch["decoder_input_ids"] = torch.arange(10).reshape(2, 5)
+    seen = []
+
+    def predict(inputs, counts_positions: bool) -> torch.Tensor:
+        seen.append(inputs["decoder_input_ids"].tolist())
+        return attending(inputs, True)
+
+    LeftPadding(can_pass=False).settle(batch, predict)
+    assert seen == [[[0, 1, 2, 3, 4]]] * 2

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import DataCollatorForSeq2Seq
+from transformers import (
+    DataCollatorForSeq2Seq,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+)
 
 import tests.support.dense as dense
 from laplace_lora_ext.models.tokens_model import TokensModel
-from tests.support.models import VOCABULARY, llama_with_output_layer, lora_model, record_calls
+from tests.support.models import (
+    VOCABULARY,
+    image_first,
+    llama_with_output_layer,
+    lora_model,
+    ragged_batches,
+    record_calls,
+)
 from tests.support.texts import encoder_decoder, pairs_of_texts, text_batches
 
 
@@ -87,6 +100,48 @@ def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
     everything = model(**{**batch, "decoder_input_ids": shifted}).logits
     found = TokensModel(model)(batch)
     torch.testing.assert_close(found, everything[batch["labels"] != -100].to(found))
+
+
+def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
+    model, batch = encoder_decoder("bart"), pairs_of_texts()
+    expected = TokensModel(model)(batch)
+    monkeypatch.delattr(type(model.get_base_model()), "prepare_decoder_input_ids_from_labels")
+    torch.testing.assert_close(TokensModel(model)(batch), expected, rtol=0, atol=0)
+
+
+def test_an_embedding_that_is_also_the_output_layer_and_labels_that_a_model_writes_to():
+    torch.manual_seed(0)
+    sides = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24}
+    sides |= {key.replace("encoder", "decoder"): n for key, n in sides.items()}
+    tokens = {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "pad_token_id": 0}
+    config = FSMTConfig(langs=["en", "de"], d_model=12, **sides, **tokens)
+    model, batch = FSMTForConditionalGeneration(config).eval(), pairs_of_texts()
+    labels = batch["labels"].clone()
+    found = TokensModel(model)(batch)
+    assert torch.equal(batch["labels"], labels)
+    batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch.pop("labels"))
+    expected = model(**batch, use_cache=False).logits[labels != -100]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("kind", "n_warnings"), [("t5", 0), ("bart", 1)])
+def test_an_encoder_that_depends_on_left_padding_says_so_once(kind, n_warnings):
+    (left,) = ragged_batches(lengths=(5, 3, 4), padding_side="left")
+    batch = left | {"labels": pairs_of_texts()["labels"]}
+    adapted = TokensModel(encoder_decoder(kind))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            adapted(batch)
+    assert sum("depend on left padding" in str(w.message) for w in caught) == n_warnings
+
+
+def test_logits_at_other_positions_than_the_texts_are_refused():
+    adapted = TokensModel(image_first())
+    (batch,) = text_batches(batch_size=6)
+    assert torch.isfinite(adapted(batch)).all()
+    with pytest.raises(ValueError, match="logits at 12 positions for texts of 7"):
+        adapted(batch | {"pixel_values": torch.randn(6, 3, 8, 8)})
 
 
 def test_a_model_without_an_output_layer_of_its_own_is_read_at_the_labels(monkeypatch):

@@ -62,10 +62,6 @@ def grouped_lora() -> nn.Module:
     return conv_lora(groups=2)
 
 
-def same_lora() -> nn.Module:
-    return conv_lora(padding="same")
-
-
 def volume_lora() -> nn.Module:
     return with_lora(nn.Sequential(nn.Conv3d(2, 3, 2), nn.Flatten()), "0")
 
@@ -89,7 +85,6 @@ def adalora() -> nn.Module:
         (bounded_lora, r"embeddings\.word_embeddings \(Embedding, max_norm\)"),
         (frequency_lora, r"embeddings\.word_embeddings \(Embedding, scale_grad_by_freq\)"),
         (grouped_lora, r"0 \(Conv1d"),
-        (same_lora, r"0 \(Conv1d"),
         (volume_lora, r"0 \(Conv3d"),
         (attention_lora, r"attention \(MultiheadAttention"),
         (adalora, r"layer\.0\.attention\.self\.query.*layer\.1\.attention\.self\.query"),

@@ -140,6 +140,16 @@ def test_overwritten_inputs_are_copied_each_time():
     torch.testing.assert_close(Js, wanted)
 
 
+def test_hooks_of_the_users_that_change_what_layers_return_are_part_of_the_model():
+    model = with_lora(Classifier(), "first")
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).double()
+    for block in find_blocks(model):
+        block.layer.register_forward_hook(lambda *called: 1.5 * called[-1])
+        block.layer.register_forward_pre_hook(lambda _, args: (args[0].sin(),))
+    Js, _ = jacobians(LogitsModel(model), find_blocks(model), x)
+    torch.testing.assert_close(Js, dense_jacobians(model, x))
+
+
 class OwnCheckpoints(nn.Module):
     """Computes a part again by its user's own call of PyTorch."""
 

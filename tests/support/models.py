@@ -12,6 +12,8 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GitConfig,
+    GitForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -99,6 +101,15 @@ def llama() -> LlamaForCausalLM:
         eos_token_id=2,
     )
     return LlamaForCausalLM(config)
+
+
+def image_first() -> nn.Module:
+    """A tiny GIT, whose decoder reads the five positions of an image before the text."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = sizes | {"image_size": 8, "patch_size": 4, "intermediate_size": 12}
+    config = GitConfig(vision_config=vision, vocab_size=VOCABULARY, pad_token_id=0, **sizes)
+    return GitForCausalLM(config).eval()
 
 
 def llama_with_output_layer() -> PeftModel:
