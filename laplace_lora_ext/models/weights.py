@@ -90,7 +90,7 @@ class LoRAWeights:
             If a layer is given something else than rows of `(batches * n_rows, positions, n)`.
         """
         handles = [
-            block.layer.register_forward_hook(partial(_map_batches, weights, n_rows))
+            block.layer.register_forward_hook(partial(_map_batches, weights, n_rows), prepend=True)
             for block, weights in zip(self._blocks, values, strict=True)
         ]
         try:

@@ -61,8 +61,17 @@ def with_layer(kind: type[nn.Module]) -> nn.Module:
     return model
 
 
+def hooked() -> nn.Module:
+    """With a hook of the user's, which changes what a LoRA layer returns."""
+    model = lora_model("gpt2")
+    layer = model.get_base_model().transformer.h[0].attn.c_attn.lora_A["default"]
+    layer.register_forward_hook(lambda *call: 2 * call[-1])
+    return model
+
+
 JOINED = {
     "gpt2": lambda: lora_model("gpt2"),
+    "hooked": hooked,
     "bias": lambda: lora_model("gpt2", lora_bias=True),
     "t5": lambda: encoder_decoder("t5"),
     "bart": lambda: encoder_decoder("bart"),
