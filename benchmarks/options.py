@@ -110,6 +110,9 @@ class Calibration(TextRun):
     )
     samples: int = option(1000, "samples of each text's logits with the link mc")
     curves: bool = option(False, "measure at the first seed's checkpoints too")
+    trainings: int = option(
+        1, "others that hold out a fifth of the texts each and choose lowrank_kron's prior together"
+    )
     seeds: tuple[int, ...] = option((0,), "seeds of texts and fine-tuning", type=int)
 
 

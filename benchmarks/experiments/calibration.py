@@ -1,5 +1,6 @@
 """Every method on models fine-tuned with several seeds, under the paper's two protocols."""
 
+import math
 import random
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -22,7 +23,9 @@ from benchmarks.methods.priors import (
     ELSEWHERE,
     GRID_SEARCH,
     NO_PRIOR,
+    SEVERAL,
     TEMPERATURE,
+    Choice,
     Prediction,
     Prior,
     by_training,
@@ -207,8 +210,22 @@ class Trial:
             if protocol.validation:
                 predictions = by_validation(la, held_out, *data)
             else:
-                predictions = by_training(la, *data, protocol.validated_by(method, GRID_SEARCH))
+                predictions = by_training(la, *data, self._elsewhere(la, method, protocol))
             yield from ((prediction, seconds) for prediction in predictions)
+
+    def _elsewhere(self, la: Any, method: Posterior, protocol: Protocol) -> Iterator[Choice]:
+        """What texts that other trainings held out choose."""
+        for link, value in protocol.validated_by(method, GRID_SEARCH).items():
+            yield Choice(ELSEWHERE, torch.tensor([value]), {link: math.nan})
+        trainings = self.pretrained.options.trainings
+        if trainings > 1 and method.key == "lowrank_kron":
+            la.optimize_prior_precision(
+                method="second_training",
+                train=lambda data: fine_tune(self.pretrained, list(data), self.seed).model,
+                train_loader=self.pretrained.loader(protocol.train),
+                trainings=trainings,
+            )
+            yield Choice(SEVERAL, la.prior_precision.clone(), {"mean_field": math.nan})
 
     def _members(
         self,

@@ -30,6 +30,7 @@ SHOWN = (
     (WHOLE, "lowrank_kron", "linearized_loo_layerwise", "mean_field"),
     (WHOLE, "lowrank_kron", "agreement", "mean_field"),
     (WHOLE, "lowrank_kron", "validation_elsewhere", "mean_field"),
+    (WHOLE, "lowrank_kron", "validation_of_several", "mean_field"),
     (SPLIT, "lowrank_kron", "validation_scaled", "mean_field"),
 )
 

@@ -1,7 +1,7 @@
 """Ways to choose a posterior's prior precision, and what it then predicts with every link."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -88,6 +88,7 @@ DESCENT = Prior("validation_layerwise", "validation, layerwise")
 NO_PRIOR, TEMPERATURE = Prior("", ""), Prior("validation", "validation")
 # Validation data of another training chose it: this model was trained on them too.
 ELSEWHERE = Prior("validation_elsewhere", "second training")
+SEVERAL = Prior("validation_of_several", "several trainings")
 
 
 class Prediction(NamedTuple):
@@ -142,11 +143,11 @@ def by_training(
     train: DataLoader | None,
     loaders: Loaders,
     samples: int,
-    elsewhere: Mapping[str, float],
+    elsewhere: Iterable[Choice],
 ) -> Iterator[Prediction]:
     """Choose in every way that needs no validation data; without `train`, by the evidence alone.
 
-    `elsewhere` has scalars that validation data chose for another training, by the link.
+    `elsewhere` has what validation data chose for other trainings.
     """
     data: dict[str, Any] = {"": None}
     if train is not None:
@@ -156,9 +157,7 @@ def by_training(
         for prior in BY_TRAINING.values()
         if prior.choose and prior.reads in data
     ]
-    for link, value in elsewhere.items():
-        choices.append(Choice(ELSEWHERE, torch.tensor([value]), {link: math.nan}))
-    return _predictions(la, choices, loaders, samples)
+    return _predictions(la, [*choices, *elsewhere], loaders, samples)
 
 
 def by_validation(

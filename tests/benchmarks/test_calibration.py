@@ -18,6 +18,7 @@ from benchmarks.methods.priors import (
     LINKS,
     LINKS_OF_DESCENT,
     SCALED,
+    SEVERAL,
     TEMPERATURE,
 )
 from tests.benchmarks.support import is_picture, run
@@ -31,7 +32,7 @@ LINEARIZED = [key for key in LAPLACE if METHODS[key].linearized]
 
 def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, capsys, tiny_models):
     sizes = {"train_examples": 10, "test_examples": 12, "shifted_examples": 8}
-    training = {"steps": 3, "checkpoints": 2, "samples": 20}
+    training = {"steps": 3, "checkpoints": 2, "samples": 20, "trainings": 2}
     files = {"files_per_library": 30, "cache": tmp_path / "cache"}
     folder = tmp_path / "results"
     options = {"task": "choices", "model": tiny_models[True], **sizes, **training, **files}
@@ -66,6 +67,8 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, cap
     assert len(chosen) == len(LAPLACE) * len(LINKS) + 1
     for elsewhere, own in chosen.values():
         assert elsewhere == pytest.approx(own, rel=1e-6)
+    several = [row for row in rows if row["prior"] == SEVERAL.key]
+    assert [(row["method"], row["link"]) for row in several] == [("lowrank_kron", "mean_field")]
     for row in (*rows, *figures["along_training"]):
         assert 0 < row["nll"] < 50
         assert row["fit_seconds"] >= 0 < row["predict_seconds"]
