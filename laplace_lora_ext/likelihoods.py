@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 import torchmetrics
 from laplace.utils import RunningNLLMetric
-from torch.nn.functional import cross_entropy, nll_loss, one_hot
+from torch.nn.functional import cross_entropy, nll_loss, one_hot, pad
 
 from laplace_lora_ext.messages import warn
 
 _ROUNDING = 1e-2  # of probabilities in half precision
+_PART = 512  # words of a vocabulary
 
 Moments = tuple[torch.Tensor, torch.Tensor]
 """Mean `(B, C)` and covariance `(B, C, C)` of logits."""
@@ -217,11 +218,7 @@ class LanguageModeling(Classification):
         exact Fishers, for the price of one backward pass.
         """
         p = logits.softmax(-1)
-        # One uniform number for each token and draw; `multinomial` takes one for every word of the
-        # vocabulary. In float32 the sums would lose improbable tokens.
-        sums = p.cumsum(-1, dtype=torch.float64)
-        u = torch.rand(len(p), num_samples, dtype=torch.float64, device=p.device) * sums[:, -1:]
-        y = torch.searchsorted(sums, u, right=True).clamp_max(p.shape[-1] - 1).T
+        y = _drawn(p, num_samples)
         vectors = p.repeat(num_samples, 1, 1)
         _subtract_one_at(vectors, y)
         return Seeds(vectors, logits.new_full((num_samples, 1), num_samples**-0.5))
@@ -259,6 +256,24 @@ LIKELIHOODS: dict[str, Likelihood] = {
     "regression": Regression(),
     "language_modeling": LanguageModeling(),
 }
+
+
+def _drawn(p: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """Tokens `(num_samples, N)`, drawn from `(N, V)` probabilities with one uniform number each.
+
+    `multinomial` would draw a number for every word of the vocabulary, and one long row of sums
+    takes as long as a small layer. So a part of the vocabulary is drawn first, then one of its
+    words. Beyond a part, sums in float32 would lose improbable ones.
+    """
+    missing = -p.shape[-1] % _PART
+    parts = (pad(p, (0, missing)) if missing else p).unflatten(-1, (-1, _PART))
+    sums = parts.sum(-1).cumsum(-1, dtype=torch.float64)
+    u = torch.rand(len(p), num_samples, dtype=torch.float64, device=p.device) * sums[:, -1:]
+    part = torch.searchsorted(sums, u, right=True).clamp_max(parts.shape[1] - 1)
+    left = u - pad(sums, (1, 0)).gather(1, part)
+    within = parts.take_along_dim(part[..., None], dim=1).cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(within, left[..., None], right=True).squeeze(-1)
+    return (_PART * part + place.clamp_max(_PART - 1)).clamp_max(p.shape[-1] - 1).T
 
 
 def _subtract_one_at(vectors: torch.Tensor, y: torch.Tensor) -> None:

@@ -77,9 +77,15 @@ def blame(model: LogitsModel, blocks: Sequence[Block], x: Any) -> None:
         model(x)
 
 
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether all values are."""
+    # A finite sum says so many times faster, which tells for logits of a vocabulary.
+    return bool(torch.isfinite(values.detach().sum()) or torch.isfinite(values).all())
+
+
 def check_logits(logits: torch.Tensor) -> None:
     """Refuse logits that are not finite."""
-    if not torch.isfinite(logits).all():
+    if not is_finite(logits):
         raise ValueError(
             "non-finite logits, though every LoRA layer's activations are finite: check the layers "
             "after them, and the model's precision"

@@ -17,7 +17,12 @@ from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.positions import Positions
 from laplace_lora_ext.passes.assignment import Assignment
 from laplace_lora_ext.passes.calls import Heard, Listener
-from laplace_lora_ext.passes.checks import blame, check_differentiable, check_logits
+from laplace_lora_ext.passes.checks import (
+    blame,
+    check_differentiable,
+    check_logits,
+    is_finite,
+)
 from laplace_lora_ext.passes.graph import Arrivals, Graph
 from laplace_lora_ext.passes.layouts import Layout
 
@@ -102,9 +107,9 @@ class Recording:
             copied |= overwritten
             self._heard.forget()
             self._pass(model, x, listener, copied)
-        if not torch.isfinite(self.logits).all():
+        if not is_finite(self.logits):
             blame(model, self.blocks, x)
-        check_logits(self.logits)
+            check_logits(self.logits)
         if self._heard.called:
             check_differentiable(self.logits.requires_grad)
         self._graph = Graph(self.logits, self._heard.calls)
