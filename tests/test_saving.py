@@ -29,6 +29,7 @@ def test_predictions_and_evidence_survive(structure, tmp_path):
     assert torch.equal(read.log_marginal_likelihood(), la.log_marginal_likelihood())
     summary = json.loads((tmp_path / DESCRIPTION).read_text())["summary"]
     assert summary["evidence"] == la.log_marginal_likelihood().item()
+    assert summary["mean_prior_precision"] == la.prior_precision.mean().item()
     read.fit(ragged_batches(), override=False)
     assert read.n_data == 2 * la.n_data
 

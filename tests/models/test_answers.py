@@ -206,9 +206,19 @@ def test_a_decoder_that_reads_an_image_before_the_text_is_refused():
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_a_decoder_that_is_not_apart_from_its_output_layer_works(monkeypatch):
+    model, (batch,) = llama(), ragged_batches(batch_size=8)
+    expected = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+    monkeypatch.setattr(type(model), "base_model_prefix", "")
+    assert torch.equal(LogitsModel(model, CLASS_TOKEN_IDS)(batch), expected)
+
+
 def test_class_tokens_need_logits_at_positions(bert):
     with pytest.raises(ValueError, match=r"\(batch, positions, vocabulary\), not \(3, 3\)"):
         LogitsModel(bert, [1, 2])(ragged_batches()[0])
+    deep = nn.Sequential(nn.Linear(4, 9), nn.Unflatten(1, (1, 1, 9)))
+    with pytest.raises(ValueError, match=r"\(batch, positions, vocabulary\), not \(2, 1, 1, 9\)"):
+        LogitsModel(deep, [1, 2])(torch.zeros(2, 4))
 
 
 def test_a_causal_language_model_needs_class_token_ids():
