@@ -8,7 +8,7 @@ from laplace.curvature.curvlinops import CurvlinopsGGN
 
 from laplace_lora_ext.curvature.factors import LowRankFactor
 from tests.support.models import plain_model, ragged_batches
-from tests.support.posteriors import count_forward_passes, fitted, make
+from tests.support.posteriors import count_forward_passes, fitted, make, some_precision
 
 
 def test_refuses_a_diagonal_prior():
@@ -19,7 +19,7 @@ def test_refuses_a_diagonal_prior():
 
 def test_state_dict_round_trip(tmp_path):
     la, batches = fitted(), ragged_batches()
-    la.optimize_prior_precision(prior_structure="layerwise", n_steps=5)
+    la.prior_precision = some_precision(la, "layerwise")
     torch.save(la.state_dict(), tmp_path / "posterior.pt")
     other = make(la.model.model, backend_kwargs={"rank": 3})
     other.load_state_dict(torch.load(tmp_path / "posterior.pt", weights_only=True))
