@@ -20,6 +20,7 @@ from transformers import (
     modeling_utils,
 )
 
+from laplace_lora_ext.models.answers import AnswerTokens
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     CLASS_TOKEN_IDS,
@@ -353,6 +354,14 @@ def test_a_masked_language_model_answers_at_its_mask_token(side):
         rows.append(logits[row[mask] == MASK][0, CLASS_TOKEN_IDS])
     adapted = LogitsModel(model, CLASS_TOKEN_IDS, mask_token_id=MASK)
     torch.testing.assert_close(adapted(batch), torch.stack(rows), rtol=1e-9, atol=1e-9)
+
+
+def test_positions_are_those_of_the_tokens_whatever_the_mask():
+    tokens = torch.tensor([[MASK + 1, MASK, 0]])
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones(1, 1, 3, 3)}
+    logits = torch.randn(1, 3, VOCABULARY)
+    found = AnswerTokens(CLASS_TOKEN_IDS, None, MASK).select(logits, inputs)
+    assert torch.equal(found, logits[:, 1, CLASS_TOKEN_IDS])
 
 
 def test_a_masked_language_model_needs_its_mask_token():
