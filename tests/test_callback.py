@@ -71,7 +71,8 @@ class Watch(TrainerCallback):
         self.seen: list = []
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        self.seen.append((model.training, random.getstate()[1][:3], torch.get_rng_state().sum()))
+        states = random.getstate(), np.random.get_state()[2], torch.get_rng_state().sum()
+        self.seen.append((model.training, *states))
 
 
 def test_training_is_the_same_to_the_bit(tmp_path):

@@ -35,6 +35,11 @@ def la(batches):
     return fitted(batches=batches)
 
 
+def test_a_backend_that_is_asked_for_outside_of_a_pass_knows_the_lora_weights_alone():
+    la = make(lora_model("bert"), "diag")
+    assert list(map(id, la.backend.params)) == [id(block.weight) for block in la.blocks]
+
+
 def test_evidence_is_differentiable_in_the_prior_precision(la):
     for shape in ((1,), (len(la.blocks),)):
         precision = torch.full(shape, 0.7, dtype=torch.float64, requires_grad=True)
@@ -51,6 +56,10 @@ def test_diagonal_output_ignores_covariances(la, batches):
     scale = expected.amax().item()
     torch.testing.assert_close(covariance, expected, rtol=0, atol=0.05 * scale)
     torch.testing.assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
+    mean_field = [
+        la(batches[0], link_approx="mean_field", diagonal_output=own) for own in (True, False)
+    ]
+    assert torch.equal(*mean_field)  # as in the host, samples alone know of it
 
 
 def test_functional_samples_have_the_predictive_moments(la, batches):

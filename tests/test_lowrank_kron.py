@@ -6,8 +6,9 @@ import pytest
 import torch
 from laplace.curvature.curvlinops import CurvlinopsGGN
 
+from laplace_lora_ext.curvature.factors import LowRankFactor
 from tests.support.models import plain_model, ragged_batches
-from tests.support.posteriors import count_forward_passes, fitted, make
+from tests.support.posteriors import count_forward_passes, fitted, make, some_precision
 
 
 def test_refuses_a_diagonal_prior():
@@ -18,7 +19,7 @@ def test_refuses_a_diagonal_prior():
 
 def test_state_dict_round_trip(tmp_path):
     la, batches = fitted(), ragged_batches()
-    la.optimize_prior_precision(prior_structure="layerwise", n_steps=5)
+    la.prior_precision = some_precision(la, "layerwise")
     torch.save(la.state_dict(), tmp_path / "posterior.pt")
     other = make(la.model.model, backend_kwargs={"rank": 3})
     other.load_state_dict(torch.load(tmp_path / "posterior.pt", weights_only=True))
@@ -26,6 +27,13 @@ def test_state_dict_round_trip(tmp_path):
     assert torch.equal(la.log_marginal_likelihood(), other.log_marginal_likelihood())
     other.fit(batches, override=False)
     assert other.n_data == 16
+
+
+def test_the_sums_that_are_kept_and_saved_have_no_more_columns_than_the_rank():
+    blocks = fitted(rank=1).H_facs.blocks
+    factors = [factor for block in blocks for factor in (block.output_factor, block.input_factor)]
+    large = [factor for factor in factors if isinstance(factor, LowRankFactor)]
+    assert [factor.columns.shape[1] for factor in large] == [1] * len(blocks)
 
 
 def test_one_pass_over_the_data_and_none_afterwards():

@@ -243,6 +243,17 @@ def test_logits_sampled_under_autocast_are_those_without(structure):
     torch.testing.assert_close(*samples, rtol=1e-6, atol=1e-7)
 
 
+def test_decisions_under_autocast_are_those_without():
+    la = posterior(lora_model("bert", torch.float32), "bert")
+    moments = la.predictive_moments(ragged_batches()[0])
+    found = []
+    for enabled in (False, True):
+        with autocast(enabled):
+            options = {"n_samples": 5, "generator": torch.Generator().manual_seed(0)}
+            found.append(vars(la.predict(moments, link_approx="mc", **options)))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_evidence_under_autocast_is_that_without(structure):
     la = posterior(lora_model("bert", torch.float32), "bert", structure)

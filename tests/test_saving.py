@@ -13,14 +13,14 @@ from torch import nn
 import laplace_lora_ext
 from laplace_lora_ext.files import DESCRIPTION, TENSORS
 from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted
+from tests.support.posteriors import STRUCTURES, fitted, some_precision
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_predictions_and_evidence_survive(structure, tmp_path):
     model, batch = lora_model("bert"), ragged_batches()[0]
     la = fitted(model=model, structure=structure, target_modules=["value"], temperature=0.5)
-    la.optimize_prior_precision(prior_structure="layerwise", n_steps=5)
+    la.prior_precision = some_precision(la, "layerwise")
     model.save_pretrained(tmp_path)
     la.save_pretrained(tmp_path)
     read = laplace_lora_ext.from_pretrained(model, tmp_path)
@@ -29,6 +29,7 @@ def test_predictions_and_evidence_survive(structure, tmp_path):
     assert torch.equal(read.log_marginal_likelihood(), la.log_marginal_likelihood())
     summary = json.loads((tmp_path / DESCRIPTION).read_text())["summary"]
     assert summary["evidence"] == la.log_marginal_likelihood().item()
+    assert summary["mean_prior_precision"] == la.prior_precision.mean().item()
     read.fit(ragged_batches(), override=False)
     assert read.n_data == 2 * la.n_data
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from laplace_lora_ext import LowRankKron
+from laplace_lora_ext.files import with_tensors, without_tensors
 from laplace_lora_ext.fitting.checkpoint import Checkpoint
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, count_forward_passes, make
@@ -82,7 +83,7 @@ def test_factors_that_blocks_share_are_shared_again(tmp_path, kfac_approx):
     assert_same(la, whole)
     H = la.backend.zeros()
     la.backend.accumulate(H, *la.model.split(batches()[0]))
-    again = LowRankKron.from_state_dict(H.state_dict())
+    again = LowRankKron.from_state_dict(with_tensors(*without_tensors(H.state_dict())))
     assert len(input_factors(again)) == len(input_factors(H))
     assert (len(input_factors(H)) < len(H)) == (kfac_approx != "gradient")
 
@@ -135,6 +136,13 @@ def test_ranks_have_files_of_their_own(tmp_path):
     expected = whole.log_marginal_likelihood(torch.tensor(0.1)).item()
     assert on_ranks(job, 2, False) == pytest.approx([expected] * 2, rel=1e-10)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
+    stopped_after(tmp_path, 2)
+    monkeypatch.setattr("laplace_lora_ext.fitting.checkpoint._FORMAT", 2)
+    with pytest.raises(ValueError, match="of another version: remove it"):
+        posterior().fit(batches(), checkpoint=tmp_path)
 
 
 def test_a_truncated_or_damaged_file_is_refused(tmp_path):

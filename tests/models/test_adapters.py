@@ -96,6 +96,8 @@ def test_an_adapter_of_another_name_gets_peft_s_folder(tmp_path):
     folders = la.sample_adapters(11, tmp_path)
     assert folders[3] == tmp_path / "sample_03" / "mine"
     assert (folders[10] / "adapter_model.safetensors").exists()
+    assert list((tmp_path / "sample_10").glob("*/")) == [folders[10]]  # not the other adapter
+    assert not (tmp_path / "sample_10" / "adapter_model.safetensors").exists()
 
 
 def test_nothing_is_overwritten(tmp_path):

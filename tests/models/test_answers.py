@@ -20,6 +20,7 @@ from transformers import (
     modeling_utils,
 )
 
+from laplace_lora_ext.models.answers import AnswerTokens
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     CLASS_TOKEN_IDS,
@@ -206,9 +207,19 @@ def test_a_decoder_that_reads_an_image_before_the_text_is_refused():
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_a_decoder_that_is_not_apart_from_its_output_layer_works(monkeypatch):
+    model, (batch,) = llama(), ragged_batches(batch_size=8)
+    expected = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+    monkeypatch.setattr(type(model), "base_model_prefix", "")
+    assert torch.equal(LogitsModel(model, CLASS_TOKEN_IDS)(batch), expected)
+
+
 def test_class_tokens_need_logits_at_positions(bert):
     with pytest.raises(ValueError, match=r"\(batch, positions, vocabulary\), not \(3, 3\)"):
         LogitsModel(bert, [1, 2])(ragged_batches()[0])
+    deep = nn.Sequential(nn.Linear(4, 9), nn.Unflatten(1, (1, 1, 9)))
+    with pytest.raises(ValueError, match=r"\(batch, positions, vocabulary\), not \(2, 1, 1, 9\)"):
+        LogitsModel(deep, [1, 2])(torch.zeros(2, 4))
 
 
 def test_a_causal_language_model_needs_class_token_ids():
@@ -343,6 +354,14 @@ def test_a_masked_language_model_answers_at_its_mask_token(side):
         rows.append(logits[row[mask] == MASK][0, CLASS_TOKEN_IDS])
     adapted = LogitsModel(model, CLASS_TOKEN_IDS, mask_token_id=MASK)
     torch.testing.assert_close(adapted(batch), torch.stack(rows), rtol=1e-9, atol=1e-9)
+
+
+def test_positions_are_those_of_the_tokens_whatever_the_mask():
+    tokens = torch.tensor([[MASK + 1, MASK, 0]])
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones(1, 1, 3, 3)}
+    logits = torch.randn(1, 3, VOCABULARY)
+    found = AnswerTokens(CLASS_TOKEN_IDS, None, MASK).select(logits, inputs)
+    assert torch.equal(found, logits[:, 1, CLASS_TOKEN_IDS])
 
 
 def test_a_masked_language_model_needs_its_mask_token():

@@ -235,6 +235,8 @@ def test_masks_of_what_tokens_attend_to_give_positions_as_far_as_they_show_paddi
     assert torch.equal(found.mask, expected.mask)
     length = allowed.shape[-1]
     causal = torch.ones(length, length).tril().bool()
+    everything = as_scores(torch.ones(len(allowed), 1, length, length).bool())
+    assert model.positions(batch | {"attention_mask": everything}, len(allowed)).mask is None
     for pattern in (allowed & causal, causal[None, None]):
         found = model.positions(batch | {"attention_mask": as_scores(pattern)}, len(allowed))
         assert found[:3] == expected[:3]

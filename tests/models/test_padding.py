@@ -179,14 +179,21 @@ def test_batches_with_images_decide_for_themselves():
     assert left_padding.is_settled(images)
 
 
-def test_what_a_decoder_reads_keeps_its_beginning():
-    batch = masked(3, 5)
-    batch["decoder_input_ids"] = torch.arange(10).reshape(2, 5)
-    seen = []
+def test_only_what_lies_by_position_begins_with_the_text():
+    kept = {
+        "decoder_input_ids": torch.arange(10).reshape(2, 5),
+        "pixel_values": torch.arange(12.0).reshape(2, 3, 2),
+    }
+    shared, seen = torch.arange(5)[None], []
 
     def predict(inputs, counts_positions: bool) -> torch.Tensor:
-        seen.append(inputs["decoder_input_ids"].tolist())
+        assert all(torch.equal(inputs[key], value[1:]) for key, value in kept.items())
+        assert torch.equal(inputs["shared"], shared)
+        seen.append(inputs["attention_mask"].tolist())
         return attending(inputs, True)
 
-    LeftPadding(can_pass=False).settle(batch, predict)
-    assert seen == [[[0, 1, 2, 3, 4]]] * 2
+    batch = masked(5, 3) | kept | {"shared": shared}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LeftPadding(can_pass=False).settle(batch, predict)
+    assert seen == [[[1, 1, 1]], [[0, 0, 1, 1, 1]]]

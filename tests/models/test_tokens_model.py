@@ -104,6 +104,7 @@ def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
 
 def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
     model, batch = encoder_decoder("bart"), pairs_of_texts()
+    model.get_base_model().config.decoder_start_token_id = 2
     expected = TokensModel(model)(batch)
     monkeypatch.delattr(type(model.get_base_model()), "prepare_decoder_input_ids_from_labels")
     torch.testing.assert_close(TokensModel(model)(batch), expected, rtol=0, atol=0)

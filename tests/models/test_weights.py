@@ -5,7 +5,7 @@ import torch
 
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.models.weights import LoRAWeights, flattened, shaped
-from tests.support.models import lora_model
+from tests.support.models import lora_model, pairs, plain_model
 from tests.support.texts import fitted_text, text_batches
 
 
@@ -57,3 +57,12 @@ def test_batches_of_one_call_have_weights_of_their_own():
         with pytest.raises(ValueError, match="not 6 texts"):
             weights.call_joined(stacked, 3, (ids,), {})
         torch.testing.assert_close(model(ids).logits[:2], alone[0])
+
+
+def test_rows_without_positions_may_be_any_and_get_no_weights_of_their_own():
+    model = plain_model()
+    weights = LoRAWeights(model, find_blocks(model))
+    ((x, _),) = pairs()
+    stacked = [torch.stack([value, 2 * value]) for value in weights.values]
+    with pytest.raises(ValueError, match=r"A layer was given \(4, 5\), not 4 texts"):
+        weights.call_joined(stacked, 2, (x,), {})

@@ -43,6 +43,13 @@ def test_moments_equal_the_direct_predictive(dtype, structure):
     torch.testing.assert_close(f_var, expected_var, rtol=1e-5, atol=1e-6)
 
 
+def test_moments_know_other_scales_of_the_curvature():
+    la, other = fitted(), fitted(temperature=0.3)
+    statistics = la.predictive_statistics(ragged_batches()[:1], dtype=torch.float64)
+    expected = other.predictive_moments(ragged_batches()[0])
+    torch.testing.assert_close(statistics.moments(1.0, other._H_factor), expected)
+
+
 @pytest.mark.parametrize("structure", PRIORS)
 def test_moments_are_differentiable_in_the_prior_precision(structure):
     la = fitted()

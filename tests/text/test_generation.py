@@ -164,6 +164,7 @@ def test_without_draws_texts_are_the_models_own(kind, options):
         torch.manual_seed(0)
         texts.append(generate(**given, max_new_tokens=6, pad_token_id=0, **OPTIONS[options]))
     assert torch.equal(*texts)
+    assert la.products is None  # nor does it matter how to multiply with Jacobians
 
 
 @pytest.mark.parametrize("way", ["forward", "difference", "adapters"])

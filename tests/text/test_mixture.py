@@ -92,9 +92,10 @@ def posterior(model, way=None):
     return fitted_text(model.eval(), batches, prior_precision=20.0, products=way)
 
 
-def written(la, method="linearized", **options):
+def written(la, method="linearized", lengths=(4, 2, 3), **options):
     """Logits of each new token, and how many rows each call of the model had."""
-    (batch,) = ragged_batches((4, 2, 3), padding_side="left", padded_to=N_TOKENS)
+    sizes = {"padded_to": N_TOKENS, "batch_size": len(lengths)}
+    (batch,) = ragged_batches(lengths, padding_side="left", **sizes)
     rows = []
     handle = la.model.transformer.register_forward_hook(
         lambda *call: rows.append(len(call[-1].logits))
@@ -140,6 +141,23 @@ def test_each_new_token_takes_two_calls_and_the_first_text_a_proof():
     rows = written(la, "adapters")[1]
     assert rows[: len(expected) + 3] == [N_ROWS, *proof, *expected[1:]]
     assert written(la, "adapters")[1][: len(expected)] == expected
+    types = torch.zeros(N_ROWS, N_TOKENS, dtype=torch.long)  # other inputs are proven anew
+    assert written(la, "adapters", token_type_ids=types)[1][1:4] == proof
+
+
+@pytest.mark.parametrize("shape", [(-1,), (1, -1)])
+def test_what_all_rows_share_is_given_to_all_passes_as_it_is(shape):
+    la = posterior(lora_model("gpt2"))
+    own = la.model.transformer.prepare_inputs_for_generation
+
+    def prepare(*args, **kwargs):
+        inputs = own(*args, **kwargs)
+        length, n_new = inputs["attention_mask"].shape[1], inputs["input_ids"].shape[1]
+        return inputs | {"position_ids": torch.arange(length)[-n_new:].reshape(shape)}
+
+    la.model.transformer.prepare_inputs_for_generation = prepare
+    # As many texts as they have positions, so that lengths alone don't tell the two apart.
+    assert N_DRAWS * N_TOKENS in written(la, "adapters", lengths=(4, 2, 3, 4))[1]
 
 
 def test_long_prompts_are_read_by_a_few_passes_at_once(monkeypatch):
@@ -150,8 +168,11 @@ def test_long_prompts_are_read_by_a_few_passes_at_once(monkeypatch):
 
 @pytest.mark.parametrize("kind", ALONE)
 def test_passes_run_alone_where_a_batch_would_mix_them(kind, monkeypatch):
-    la = posterior(ALONE[kind]())
+    la, tried = posterior(ALONE[kind]()), []
+    la.model.transformer.register_forward_pre_hook(lambda *_: tried.append(1))
     logits, rows = written(la, "adapters")
     assert max(rows) <= 2 * N_ROWS
+    if kind in ("DoRA", "embedding"):  # no proof is even tried: small changes might pass it
+        assert (max(rows), len(tried)) == (N_ROWS, len(rows))
     monkeypatch.setattr(mixture, "_TOKENS_AT_ONCE", 0)
     torch.testing.assert_close(logits, written(la, "adapters")[0], rtol=0, atol=0)

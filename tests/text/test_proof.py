@@ -65,8 +65,9 @@ def test_differences_are_taken_where_forward_mode_is_wrong_or_missing():
 def test_where_no_way_is_right_an_error_says_what_to_do():
     with pytest.raises(RuntimeError, match=r"no forward-mode.*float32"):
         proven(lambda v: rounded([NoForward.apply(v[0])]), VALUES, DIRECTION)
-    with pytest.raises(RuntimeError, match=r"Neither.*float32"):
-        proven(lambda v: rounded([WrongForward.apply(v[0])]), VALUES, DIRECTION)
+    for scale in (1, 1e-3):
+        with pytest.raises(RuntimeError, match=r"Neither.*float32"):
+            proven(lambda v, by=scale: by * rounded([WrongForward.apply(v[0])]), VALUES, DIRECTION)
 
 
 def test_the_weights_stay_without_gradients():

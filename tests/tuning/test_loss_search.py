@@ -72,3 +72,21 @@ def test_a_descent_is_measured_twenty_times_and_at_its_end():
     assert history.step.tolist() == [*range(0, 45, 2), 45]
     best = history.prior_precision[history.objective.argmin()]
     torch.testing.assert_close(la.prior_precision, best)
+
+
+def test_a_descent_takes_each_example_once_a_round_and_rounds_in_another_order(monkeypatch):
+    la, seen = fitted(), []
+    statistics = la.predictive_statistics(ragged_batches())
+    part_of = type(statistics).__getitem__
+
+    def noting(self, index):
+        if isinstance(index, torch.Tensor):  # else the loss of all examples is measured
+            seen.extend(index.tolist())
+        return part_of(self, index)
+
+    monkeypatch.setattr(type(statistics), "__getitem__", noting)
+    n, options = len(statistics), {"batch_size": 4, "link_approx": "probit", "n_steps": 4}
+    la.optimize_prior_precision(method="val_gd", val_loader=statistics, **options)
+    rounds = seen[:n], seen[n : 2 * n]
+    assert [sorted(one) for one in rounds] == [list(range(n))] * 2
+    assert rounds[0] != rounds[1]

@@ -204,6 +204,15 @@ def test_what_can_not_work_is_refused(options, error, message):
     assert la.prior_precision.tolist() == [0.4]
 
 
+def test_nothing_is_trained_for_a_posterior_that_is_not_fitted():
+    train = Training()
+    with pytest.raises(AttributeError, match="not fitted"):
+        make(lora_model("bert")).optimize_prior_precision(
+            method="second_training", train=train, train_loader=loader()
+        )
+    assert train.seen is None
+
+
 def test_two_processes_choose_as_one():
     def chosen(rank=0, of=strided_loader):
         la, train = fitted(batches=of(N), rank=24), Training()  # exact: no order matters
