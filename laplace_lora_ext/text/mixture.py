@@ -22,6 +22,8 @@ from laplace_lora_ext.text.perturbations import Draw
 _CHANGES_OF_ROWS = ("reorder_cache", "batch_select_indices")
 _CHANGES = (*_CHANGES_OF_ROWS, "crop", "batch_repeat_interleave", "reset")
 
+_STATES = ("cache_params", "state", "mems", "past_buckets_states")  # other things that models keep
+
 _TOKENS_AT_ONCE = 2048  # of prompts, in passes that run as one batch
 _ERROR = 0.05  # of logits, relative to what other weights change
 
@@ -45,7 +47,8 @@ def predictive(
     Raises
     ------
     NotImplementedError
-        For beams if the cache does not say when it changes.
+        For beams if the cache does not say when it changes, and for a model that keeps no cache or
+        is given one that holds a text already.
     RuntimeError
         If the model was never called.
     """
@@ -112,8 +115,7 @@ class _Passes:
             output = self._weights.call(self._values, args, of_all)
         else:
             output = self._weights.call_joined(self._values, n_rows, args, of_all)
-        if kwargs.get("use_cache"):
-            self._kept["past_key_values"] = output.past_key_values
+        self._kept["past_key_values"] = getattr(output, "past_key_values", None)
         if decodes:
             self._kept["encoder_outputs"] = BaseModelOutput(output.encoder_last_hidden_state)
         return output.logits.chunk(self._n)
@@ -161,8 +163,10 @@ class _Mixture:
         self.n_calls = 0
         self._weights, self._draws, self._prompt = weights, draws, prompt
         self._beams, self._known = beams, known
-        self._passes: list[_Passes] = []
+        # A logits processor may read another text in turn, with a cache of its own.
+        self._texts: list[tuple[Any, list[_Passes]]] = []
         self._empty_cache: Any = None
+        self._begins = False
         self._n_rows = 0
         self._repeating = False
 
@@ -173,9 +177,10 @@ class _Mixture:
         cache = kwargs.get("past_key_values")
         if self._beams and kwargs.get("use_cache") and not hasattr(cache, "reorder_cache"):
             raise NotImplementedError("Beam search needs a newer transformers, or use_cache=False.")
-        if cache is None or (hasattr(cache, "get_seq_length") and not int(cache.get_seq_length())):
-            self._passes, self._empty_cache = [], copy.deepcopy(cache)
-            self._follow(cache)
+        self._begins = cache is None or (
+            hasattr(cache, "get_seq_length") and not int(cache.get_seq_length())
+        )
+        self._empty_cache = copy.deepcopy(cache) if self._begins else None
 
     def after(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -189,12 +194,48 @@ class _Mixture:
         self._n_rows = len(log_p)
         self._repeating = True
         try:
-            self._passes = self._passes or self._first_passes(call)
-            for logits in _drawn(self._draws, self._passes, call):
+            passes = self._passes(call, getattr(output, "past_key_values", None))
+            for logits in _drawn(self._draws, passes, call):
                 log_p = torch.logaddexp(log_p, logits.log_softmax(-1))
         finally:
             self._repeating = False
         output.logits = log_p - math.log(len(self._draws))
+
+    def _passes(self, call: _ModelCall, cache: Any) -> list[_Passes]:
+        """The passes that read this text; `cache` is what the model keeps of it.
+
+        Raises
+        ------
+        NotImplementedError
+            If the model keeps something else, or what it was given is of no text that began here.
+        """
+        given = call.kwargs.get("past_key_values")
+        keeps = call.kwargs.get("use_cache") or any(
+            call.kwargs.get(name) is not None for name in _STATES
+        )
+        if keeps and cache is None:
+            raise NotImplementedError(
+                "The model keeps what it has read in no past_key_values, which draws need for "
+                "themselves: pass use_cache=False."
+            )
+        known = [passes for of, passes in self._texts if of is _identity(given or cache)]
+        if self._begins and known:
+            raise NotImplementedError(
+                "A logits processor reads another text, whose cache can't be told from the first: "
+                "take a newer transformers, or use_cache=False."
+            )
+        if not (self._begins or known):
+            raise NotImplementedError(
+                "generate was given past_key_values that hold a text already, which no draw has "
+                "read: leave them out."
+            )
+        passes = self._first_passes(call) if self._begins else known[0]
+        if cache is not None:
+            self._texts = [text for text in self._texts if text[1] is not passes]
+            self._texts.append((_identity(cache), passes))
+        if self._begins:
+            self._follow(cache, passes)
+        return passes
 
     def _first_passes(self, call: _ModelCall) -> list[_Passes]:
         """The draws' passes, as few batches as possible."""
@@ -227,7 +268,7 @@ class _Mixture:
         """Passes with an empty cache."""
         return _Passes(self._weights, each, self._prompt, copy.deepcopy(self._empty_cache))
 
-    def _follow(self, cache: Any) -> None:
+    def _follow(self, cache: Any, of_text: Sequence[_Passes]) -> None:
         """Repeat on the passes' caches whatever happens to one between calls."""
 
         def following(name: str) -> Any:
@@ -235,7 +276,7 @@ class _Mixture:
 
             @wraps(method)
             def both(*args: Any, **kwargs: Any) -> Any:
-                for passes in self._passes:
+                for passes in of_text:
                     passes.follow(name, self._n_rows, args, kwargs)
                 return method(*args, **kwargs)
 
@@ -244,3 +285,8 @@ class _Mixture:
         for name in _CHANGES:
             if hasattr(cache, name):
                 setattr(cache, name, following(name))
+
+
+def _identity(cache: Any) -> Any:
+    """What stays the same from call to call; tuples of older transformers don't."""
+    return tuple if isinstance(cache, tuple) else cache

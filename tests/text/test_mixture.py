@@ -10,15 +10,14 @@ from torch import nn
 
 import laplace_lora_ext.text.mixture as mixture
 from laplace_lora_ext.text.perturbations import CentralDifference, ForwardMode
+from tests.support.families import FAMILIES, RIGHT
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import generator
 from tests.support.texts import encoder_decoder, fitted_text, pairs_of_texts
 
 N_ROWS, N_TOKENS, N_DRAWS, N_NEW = 3, 4, 3, 4
-BEAMS = pytest.param(
-    {"num_beams": 2, "num_return_sequences": 2},
-    marks=pytest.mark.skipif(transformers.__version__ < "5", reason="caches that tell no changes"),
-)
+with_caches = pytest.mark.skipif(transformers.__version__ < "5", reason="caches that are tuples")
+BEAMS = pytest.param({"num_beams": 2, "num_return_sequences": 2}, marks=with_caches)
 SAMPLES = {"do_sample": True, "num_return_sequences": 2}
 
 
@@ -176,3 +175,35 @@ def test_passes_run_alone_where_a_batch_would_mix_them(kind, monkeypatch):
         assert (max(rows), len(tried)) == (N_ROWS, len(rows))
     monkeypatch.setattr(mixture, "_TOKENS_AT_ONCE", 0)
     torch.testing.assert_close(logits, written(la, "adapters")[0], rtol=0, atol=0)
+
+
+@with_caches
+@pytest.mark.parametrize("way", ["difference", "adapters"])
+def test_a_text_that_a_processor_reads_in_turn_has_caches_of_its_own(way):
+    la = posterior(lora_model("gpt2"), CentralDifference(1e-3))
+    method = "adapters" if way == "adapters" else "linearized"
+    cached, uncached = (
+        written(la, method, guidance_scale=1.5, use_cache=cached)[0] for cached in (True, False)
+    )
+    torch.testing.assert_close(cached, uncached, rtol=1e-6, atol=1e-6)
+
+
+def test_a_cache_that_no_draw_has_filled_is_refused():
+    la = posterior(lora_model("gpt2"))
+    ids = torch.tensor([[5, 7, 9]])
+    before = la.model.model(ids[:, :2], use_cache=True).past_key_values
+    with pytest.raises(NotImplementedError, match="leave them out"):
+        la.generate(input_ids=ids, past_key_values=before, n_samples=2, max_new_tokens=2)
+
+
+@with_caches
+def test_models_that_keep_other_things_than_a_cache_write_without_them():
+    model = FAMILIES["Mamba"].model(RIGHT)
+    la = fitted_text(model, prior_precision=20.0)
+    given = {"input_ids": torch.tensor([[5, 7, 9, 11]]), "max_new_tokens": 2}
+    given |= {"eos_token_id": -1, "pad_token_id": -1}
+    with pytest.raises(NotImplementedError, match="pass use_cache=False"):
+        la.generate(**given, n_samples=2)
+    found = la.generate(**given, n_samples=2, use_cache=False)
+    assert found.sequences.shape == (1, 6)
+    assert found.scores.log_prob.isfinite().all()
