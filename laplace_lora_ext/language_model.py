@@ -269,7 +269,8 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         Raises
         ------
         NotImplementedError
-            For beam search if the model returns no `Cache`.
+            For beam search if the model returns no `Cache`, for `past_key_values` that hold a text
+            already, and without `use_cache=False` for a model that keeps something else.
         ValueError
             If there are no `input_ids`.
         """
