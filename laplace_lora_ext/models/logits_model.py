@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from laplace_lora_ext.models.compiled import running_eagerly, warn_if_compiled
 from laplace_lora_ext.models.locks import lock_of
 from laplace_lora_ext.models.padding import LeftPadding, rounding_of
 from laplace_lora_ext.models.placement import device_of
-from laplace_lora_ext.models.positions import Positions
+from laplace_lora_ext.models.positions import Positions, positions_of
 
 _LABEL_KEYS = ("label", "labels")
 
@@ -181,28 +180,7 @@ class LogitsModel(nn.Module):
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """Sizes and mask of a batch that has `n_examples` examples."""
-        batch = self._inputs(batch)
-        mixed = _is_mixed(batch, n_examples)
-        if not isinstance(batch, Mapping):
-            return Positions(n_examples, n_examples, _n_positions(batch), None, mixed)
-        mask = batch.get("attention_mask")
-        if mask is not None and mask.ndim > 1 and len(mask) == 1:  # all examples may share one
-            mask = mask.expand(n_examples, *mask.shape[1:])
-        if mask is not None and mask.ndim == 4:  # what each token attends to
-            if mask.is_floating_point():  # added to scores: 0 there, very negative elsewhere
-                mask = mask == 0
-            shape = (len(mask), mask.shape[-1])
-        elif mask is not None and mask.ndim >= 2:
-            shape = mask.shape
-        elif batch.get("input_ids") is not None:
-            mask, shape = None, batch["input_ids"].shape
-        else:
-            return Positions(n_examples, n_examples, None, None, mixed)
-        n_rows = prod(shape[:-1])
-        if mask is not None:
-            mask = mask.to(self.device).bool().reshape(n_examples, -1)
-            mask = None if mask.all() else mask
-        return Positions(n_examples, n_rows, shape[-1], mask, mixed)
+        return positions_of(self._inputs(batch), n_examples, self.device)
 
     def examples(self, batch: Any, n_examples: int) -> list[Any]:
         """One batch for each example; none if the batch is neither a tensor nor a mapping."""
@@ -341,25 +319,3 @@ def logits_of(output: Any) -> torch.Tensor:
             f"begins with one, not {type(output).__name__}."
         )
     return logits
-
-
-def _n_positions(inputs: Any) -> int | None:
-    """Positions of a row of tokens `(B, T)` or of features `(B, ..., d)`, where there are any."""
-    if not isinstance(inputs, torch.Tensor):
-        return None
-    is_tokens = not inputs.is_floating_point()
-    positions = inputs.shape[1:] if is_tokens else inputs.shape[1:-1]
-    return prod(positions) if positions else None
-
-
-def _is_mixed(inputs: Any, n_examples: int) -> bool:
-    """Whether there are features beside tokens, or tensors without one row for each example."""
-    if isinstance(inputs, (tuple, list)):
-        inputs = {str(place): value for place, value in enumerate(inputs)}
-    elif not isinstance(inputs, Mapping):
-        return False
-    tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim > 1}
-    features = any(v.is_floating_point() and "mask" not in k for k, v in tensors.items())
-    return ("input_ids" in tensors and features) or any(
-        len(tensor) not in (1, n_examples) for tensor in tensors.values()
-    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,3 +65,50 @@ class Positions(NamedTuple):
                 f'{self.mask.shape[1]}: use kfac_approx="gradient", which needs no mask'
             )
         return self.mask
+
+
+def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Positions:
+    """Sizes and mask of a batch's inputs, without labels."""
+    mixed = _is_mixed(inputs, n_examples)
+    if not isinstance(inputs, Mapping):
+        return Positions(n_examples, n_examples, _n_positions(inputs), None, mixed)
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.ndim > 1 and len(mask) == 1:  # all examples may share one
+        mask = mask.expand(n_examples, *mask.shape[1:])
+    if mask is not None and mask.ndim == 4:  # what each token attends to
+        if mask.is_floating_point():  # added to scores: 0 there, very negative elsewhere
+            mask = mask == 0
+        shape = (len(mask), mask.shape[-1])
+    elif mask is not None and mask.ndim >= 2:
+        shape = mask.shape
+    elif inputs.get("input_ids") is not None:
+        mask, shape = None, inputs["input_ids"].shape
+    else:
+        return Positions(n_examples, n_examples, None, None, mixed)
+    n_rows = prod(shape[:-1])
+    if mask is not None:
+        mask = mask.to(device).bool().reshape(n_examples, -1)
+        mask = None if mask.all() else mask
+    return Positions(n_examples, n_rows, shape[-1], mask, mixed)
+
+
+def _n_positions(inputs: Any) -> int | None:
+    """Positions of a row of tokens `(B, T)` or of features `(B, ..., d)`, where there are any."""
+    if not isinstance(inputs, torch.Tensor):
+        return None
+    is_tokens = not inputs.is_floating_point()
+    positions = inputs.shape[1:] if is_tokens else inputs.shape[1:-1]
+    return prod(positions) if positions else None
+
+
+def _is_mixed(inputs: Any, n_examples: int) -> bool:
+    """Whether there are features beside tokens, or tensors without one row for each example."""
+    if isinstance(inputs, (tuple, list)):
+        inputs = {str(place): value for place, value in enumerate(inputs)}
+    elif not isinstance(inputs, Mapping):
+        return False
+    tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim > 1}
+    features = any(v.is_floating_point() and "mask" not in k for k, v in tensors.items())
+    return ("input_ids" in tensors and features) or any(
+        len(tensor) not in (1, n_examples) for tensor in tensors.values()
+    )

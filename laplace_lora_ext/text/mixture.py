@@ -229,11 +229,11 @@ class _Mixture:
                 "generate was given past_key_values that hold a text already, which no draw has "
                 "read: leave them out."
             )
-        passes = self._first_passes(call) if self._begins else known[0]
+        if known:
+            return known[0]
+        passes = self._first_passes(call)
         if cache is not None:
-            self._texts = [text for text in self._texts if text[1] is not passes]
             self._texts.append((_identity(cache), passes))
-        if self._begins:
             self._follow(cache, passes)
         return passes
 
