@@ -57,12 +57,13 @@ class Features:
             result += chosen @ features.flatten(0, 1)
         return result
 
-    def normal_product(self, middle: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`Σ_n Φ_nᵀ B_n Φ_n w` of `(N, C, C)` matrices B and `(F,)` weights, in one pass."""
+    def normal_product(self, roots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`Σ_n Φ_nᵀ A_nᵀ A_n Φ_n w` of `(N, S, C)` roots A and `(F,)` weights, in one pass."""
         result = torch.zeros(self.n_features, dtype=torch.float64)
         weights = weights.to(self._stored.dtype)[:, None]
         for part, features in self.parts():
-            values = middle[part].to(features) @ (features @ weights)
+            A = roots[part].to(features)
+            values = A.mT @ (A @ (features @ weights))
             result += values.flatten() @ features.flatten(0, 1)
         return result
 

@@ -10,6 +10,7 @@ from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.linearized.features import Features
 from laplace_lora_ext.linearized.gram import Gram, Precision
 
+_ROWS = 1024  # examples whose roots are computed at once
 _MOST_STEPS = 100
 _SUFFICIENT_GAIN = 1e-7  # nats that a step is expected to gain, after which no other follows
 _SUFFICIENT_SHARE = 1e-4  # of the expected gain, which a step must have
@@ -49,10 +50,13 @@ def whitener(
     With the curvature `H = R Rᵀ` and the own covariance K that is `R (I + Rᵀ K R)⁻¹ Rᵀ`, or
     `(I + H K)⁻¹ H`. Also half of the log-determinants of `I + Rᵀ K R`, summed.
     """
-    R = scale**0.5 * likelihood.exact_seeds(f_mu.double()).dense().permute(1, 2, 0)
-    cholesky = torch.linalg.cholesky(torch.eye(R.shape[2]).to(R) + R.mT @ own @ R)
-    root = torch.linalg.solve_triangular(cholesky, R.mT, upper=False)
-    return root, cholesky.diagonal(dim1=1, dim2=2).log().sum()
+    roots, half_logdet = [], torch.zeros((), dtype=torch.float64)
+    for some, K in zip(f_mu.split(_ROWS), own.split(_ROWS), strict=True):
+        R = scale**0.5 * likelihood.exact_seeds(some.double()).dense().permute(1, 2, 0)
+        cholesky = torch.linalg.cholesky(torch.eye(R.shape[2]).to(R) + R.mT @ K @ R)
+        roots.append(torch.linalg.solve_triangular(cholesky, R.mT, upper=False))
+        half_logdet += cholesky.diagonal(dim1=1, dim2=2).log().sum()
+    return torch.cat(roots), half_logdet
 
 
 class ModeFinder:
@@ -134,14 +138,13 @@ class ModeFinder:
         slope = scale * self._likelihood.slope(here.f_mu, self._targets)
         pull = here.dual + slope
         root, _ = whitener(self._likelihood, here.f_mu, own, scale)
-        B = root.mT @ root
-        left = _times(B, _times(own, pull))
+        left = _normal(root, _times(own, pull))
         both = torch.stack([slope, left])
         of_slope, of_left = deviation * self._features.transposed_times(both)
         gradient = here.v + of_slope
-        v = solver.solve(root, B, of_left - gradient)
+        v = solver.solve(root, of_left - gradient)
         along = self._features.times(deviation * v)
-        dual = left - pull - _times(B, along)
+        dual = left - pull - _normal(root, along)
         added = _times(own, dual)
         gain = -(gradient @ v + (pull * added).sum()).item() / 2
         return _Point(along + added, v, dual, added), gain
@@ -199,18 +202,18 @@ class _Solver:
         self.deviation = deviation
         self._features = features
 
-    def solve(self, root: torch.Tensor, B: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def solve(self, root: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """For roots A `(N, S, C)` of B."""
         if self.gram is not None:
             near = self.gram.precision(self.deviation)
-            solution = self._conjugate_gradients(B, x, near)
+            solution = self._conjugate_gradients(root, x, near)
             if solution is not None:
                 return solution
         self.gram = self._features.gram(root)
         return self.gram.precision(self.deviation).solve(x)
 
     def _conjugate_gradients(
-        self, B: torch.Tensor, x: torch.Tensor, near: Precision
+        self, root: torch.Tensor, x: torch.Tensor, near: Precision
     ) -> torch.Tensor | None:
         """Preconditioned by a precision that is near; None where it is not near enough."""
         solution, residual = torch.zeros_like(x), x
@@ -220,7 +223,7 @@ class _Solver:
         for _ in range(_MOST_PRODUCTS):
             if size <= goal:
                 return solution
-            along = self._features.normal_product(B, self.deviation * direction)
+            along = self._features.normal_product(root, self.deviation * direction)
             product = direction + self.deviation * along
             length = size / (direction @ product)
             solution = solution + length * direction
@@ -232,5 +235,10 @@ class _Solver:
 
 
 def _times(matrices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Of `(N, C, C)` and `(N, C)`."""
+    """Of `(N, S, C)` and `(N, C)`: `(N, S)`."""
     return (matrices @ values[..., None]).squeeze(-1)
+
+
+def _normal(root: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`Aᵀ A x` of `(N, S, C)` and `(N, C)`."""
+    return _times(root.mT, _times(root, values))

@@ -189,12 +189,11 @@ class LinearizedModel:
         self._mode.precondition(gram)
         precision = gram.precision(deviation)
         identity = torch.eye(f_mu.shape[1]).to(f_mu)
-        B = root.mT @ root
         cavities = []
         for part, features in self._features.parts():
             # Of the features alone: an example's own part is left out with it, and adds its prior.
             V = precision.quadratic(features.double() * deviation)
-            cavity = torch.linalg.solve(identity - V @ B[part], V)
+            cavity = torch.linalg.solve(identity - V @ root[part].mT @ root[part], V)
             cavities.append((cavity + cavity.mT) / 2 + own[part])
         f_var = torch.cat(cavities)
         slope = scale * self._likelihood.slope(f_mu, self.targets)
@@ -206,8 +205,8 @@ class LinearizedModel:
         """λ of each block, deviations `(F,)` of the features' weights, own covariance `Σ R / λ`."""
         by_block = prior_precision.detach().double().cpu().expand(self.n_blocks)
         weights = by_block.reciprocal()
-        triangles = [torch.einsum("nbt,b->nt", p.double(), weights) for p in self._own.split(_ROWS)]
-        own = from_triangle(torch.cat(triangles), self._n_outputs)
+        sums = (torch.einsum("nbt,b->nt", p.double(), weights) for p in self._own.split(_ROWS))
+        own = torch.cat([from_triangle(triangles, self._n_outputs) for triangles in sums])
         return by_block, by_block[self._block].rsqrt(), own
 
     def _sum_by_block(self, values: torch.Tensor) -> torch.Tensor:

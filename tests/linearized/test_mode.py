@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from laplace_lora_ext.likelihoods import LIKELIHOODS
+from laplace_lora_ext.linearized import mode as module
 from laplace_lora_ext.linearized.features import Features
 from laplace_lora_ext.linearized.mode import ModeFinder, whitener
 
@@ -79,7 +80,9 @@ def test_the_next_mode_takes_few_products(monkeypatch):
     assert calls["normal_product"] < 40
 
 
-def test_the_whitener_is_what_own_parts_leave_of_the_curvature():
+@pytest.mark.parametrize("rows", [25, 1000])  # of 60
+def test_the_whitener_is_what_own_parts_leave_of_the_curvature(monkeypatch, rows):
+    monkeypatch.setattr(module, "_ROWS", rows)
     _, f_mu, _, own = problem()
     root, half_logdet = whitener(LIKELIHOODS["classification"], f_mu, own, 0.7)
     p = f_mu.softmax(-1)
