@@ -23,8 +23,9 @@ from laplace_lora_ext.text.agreement import TokenAgreement
 from laplace_lora_ext.text.draws import Noise
 from laplace_lora_ext.text.generation import GeneratedText, Prompt, Settings, Source
 from laplace_lora_ext.text.gridsearch import TokenGridSearch
+from laplace_lora_ext.text.joined import TextPasses
 from laplace_lora_ext.text.mixture import predictive
-from laplace_lora_ext.text.perturbations import Perturbation, SampledWeights, drawn_logits
+from laplace_lora_ext.text.perturbations import Perturbation, SampledWeights
 from laplace_lora_ext.text.proof import proven
 from laplace_lora_ext.text.scores import TextScores, score
 from laplace_lora_ext.text.second_training import TokenSecondTraining
@@ -174,7 +175,8 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
             texts with labels, as for `fit`
         n_samples : int, default=10
             draws of the posterior, S; 0 scores the trained model itself. Scoring takes `1 + 2 S`
-            forward passes, and the memory of a few logits `(N, V)` whatever S is
+            forward passes, of which those of short texts run as one batch, and the memory of a few
+            logits `(N, V)` whatever S is
         generator : torch.Generator, optional
             for the draws: with the same state, another batch gets the same draws
         method : {"linearized", "adapters"}
@@ -201,10 +203,9 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     def _score(self, batch: Mapping[str, Any], way: Perturbation, noise: Noise) -> TextScores:
         f, tokens = self.tokens(batch)
         with self.model.prepared():
-            weights = LoRAWeights(self.model, self.blocks)
             directions = noise.directions(self._precision, self.blocks)
-            run = partial(weights.run, batch)
-            drawn = drawn_logits(way, weights.values, directions, run, f)
+            passes = TextPasses(self.model, self.blocks, batch)
+            drawn = passes.drawn(way, directions, noise.n_samples, f)
             return score(f, drawn, tokens, self.model.labelled(batch).to(f.device))
 
     def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

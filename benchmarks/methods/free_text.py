@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +33,8 @@ class Predictor:
         """Logits `(N, V)`, those of each draw, and the labels `(N,)`."""
         f, tokens = self.la.tokens(batch)
         weights = LoRAWeights(self.la.model, self.la.blocks)
-
-        def run(values: Values) -> torch.Tensor:
-            return weights.run(batch, values)
-
-        drawn = drawn_logits(self.way, weights.values, self.directions(), run, f)
+        passes = partial(map, partial(weights.run, batch))
+        drawn = drawn_logits(self.way, weights.values, self.directions(), passes, f)
         return f / self.temperature, drawn, tokens
 
 

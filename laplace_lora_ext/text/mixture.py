@@ -15,17 +15,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from laplace_lora_ext.models.weights import LoRAWeights, Values
+from laplace_lora_ext.text import joined
 from laplace_lora_ext.text.generation import Prompt, repeated
-from laplace_lora_ext.text.perturbations import Draw
+from laplace_lora_ext.text.perturbations import Draw, combined
 
 # Methods that change a cache's rows or length between two passes; the first two are given rows.
 _CHANGES_OF_ROWS = ("reorder_cache", "batch_select_indices")
 _CHANGES = (*_CHANGES_OF_ROWS, "crop", "batch_repeat_interleave", "reset")
 
 _STATES = ("cache_params", "state", "mems", "past_buckets_states")  # other things that models keep
-
-_TOKENS_AT_ONCE = 2048  # of prompts, in passes that run as one batch
-_ERROR = 0.05  # of logits, relative to what other weights change
 
 
 @contextmanager
@@ -140,15 +138,6 @@ class _Passes:
         )
 
 
-def _drawn(
-    draws: Sequence[Draw], passes: Sequence[_Passes], call: _ModelCall
-) -> Iterator[torch.Tensor]:
-    """Logits of each draw, whose passes come one after the other."""
-    outputs = (logits.to(call.f) for some in passes for logits in some.logits(call))
-    for draw in draws:
-        yield draw.combine(call.f, [next(outputs) for _ in draw.weights])
-
-
 class _Mixture:
     """Repeats each call of a model with the weights of each draw."""
 
@@ -195,7 +184,8 @@ class _Mixture:
         self._repeating = True
         try:
             passes = self._passes(call, getattr(output, "past_key_values", None))
-            for logits in _drawn(self._draws, passes, call):
+            outputs = (logits.to(call.f) for some in passes for logits in some.logits(call))
+            for logits in combined(self._draws, outputs, call.f):
                 log_p = torch.logaddexp(log_p, logits.log_softmax(-1))
         finally:
             self._repeating = False
@@ -241,7 +231,7 @@ class _Mixture:
         """The draws' passes, as few batches as possible."""
         each = [values for draw in self._draws for values in draw.weights]
         n_tokens = self._n_rows * self._prompt.input_ids.shape[1]
-        at_once = min(len(each), _TOKENS_AT_ONCE // n_tokens)
+        at_once = min(len(each), joined.TOKENS_AT_ONCE // n_tokens)
         if at_once < 2 or not self._can_join(call):
             at_once = 1
         return [self._new(each[start : start + at_once]) for start in range(0, len(each), at_once)]
@@ -250,19 +240,12 @@ class _Mixture:
         """Whether passes as one batch are right; the first call with such inputs proves it."""
         given = "joined passes", *sorted(k for k, value in call.kwargs.items() if value is not None)
         if given not in self._known:
-            self._known[given] = self._weights.are_plain and self._proves(call)
-        return self._known[given]
 
-    def _proves(self, call: _ModelCall) -> bool:
-        """Whether two passes with very different weights are the same in a batch and alone."""
-        each = [[factor * value for value in self._weights.values] for factor in (0, 3)]
-        try:
-            joined = self._new(each).logits(call)
-        except Exception:  # a model that wants its rows otherwise
-            return False
-        alone = [self._new([values]).logits(call)[0] for values in each]
-        worst = max((a - b).float().norm() for a, b in zip(joined, alone, strict=True))
-        return bool(worst <= _ERROR * (alone[1] - alone[0]).float().norm())
+            def logits(each: Sequence[Values]) -> Sequence[torch.Tensor]:
+                return self._new(each).logits(call)
+
+            self._known[given] = joined.joins(self._weights, logits)
+        return self._known[given]
 
     def _new(self, each: Sequence[Values]) -> _Passes:
         """Passes with an empty cache."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -13,11 +12,11 @@ import torch
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.processes.exchange import gathered, one_generator
 from laplace_lora_ext.text.draws import Noise
 from laplace_lora_ext.text.grid import interpolation
-from laplace_lora_ext.text.perturbations import Perturbation, drawn_logits
+from laplace_lora_ext.text.joined import TextPasses
+from laplace_lora_ext.text.perturbations import Perturbation
 from laplace_lora_ext.tuning.history import Recorder, TuningHistory
 from laplace_lora_ext.tuning.method import TuningMethod
 
@@ -26,6 +25,7 @@ class TextPosterior(Posterior, Protocol):
     """A fitted posterior of a language model."""
 
     H: Any
+    model: Any  # a TokensModel
 
     def way(self, batch: Any) -> Perturbation: ...
 
@@ -120,12 +120,10 @@ def _drawn(
     coefficients: torch.Tensor,
 ) -> Iterator[Drawn]:
     """Each draw at each point of the grid, from products at the nodes."""
-    weights = LoRAWeights(la.model, la.blocks)
-    way, run = la.way(batch), partial(weights.run, batch)
+    way, passes = la.way(batch), TextPasses(la.model, la.blocks, batch)
     for index in range(noise.n_samples):
         directions = (noise.direction(index, precision, la.blocks) for precision in precisions)
-        zero = torch.zeros_like(f)
-        products = list(drawn_logits(way, weights.values, directions, run, zero))
+        products = list(passes.drawn(way, directions, len(precisions), torch.zeros_like(f)))
         for place, row in enumerate(coefficients.tolist()):
             logits = f.clone()
             for coefficient, product in zip(row, products, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -101,19 +102,34 @@ class SampledWeights:
         return Draw([drawn], lambda f, outputs: outputs[0])
 
 
-Run = Callable[[Values], torch.Tensor]
-"""Takes LoRA weights, and returns a batch's logits with them."""
+Passes = Callable[[Iterable[Values]], Iterable[torch.Tensor]]
+"""Takes LoRA weights of some passes, and returns a batch's logits with each."""
 
 
 def drawn_logits(
-    way: Perturbation, values: Values, directions: Iterable[Values], run: Run, f: torch.Tensor
+    way: Perturbation,
+    values: Values,
+    directions: Iterable[Values],
+    passes: Passes,
+    f: torch.Tensor,
+    at_once: int = 1,
 ) -> Iterator[torch.Tensor]:
-    """Logits of each draw, one at a time; `f` are those of the trained model."""
-    for direction in directions:
+    """Logits of each draw, `at_once` in memory; `f` are those of the trained model."""
+    directions = iter(directions)
+    while some := list(islice(directions, at_once)):
         with way.passes():
-            draw = way.draw(values, direction)
-            logits = draw.combine(f, [run(weights) for weights in draw.weights])
-        yield logits
+            draws = [way.draw(values, direction) for direction in some]
+            outputs = passes(weights for draw in draws for weights in draw.weights)
+            logits = list(combined(draws, iter(outputs), f))
+        yield from logits
+
+
+def combined(
+    draws: Iterable[Draw], outputs: Iterator[torch.Tensor], f: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Logits of each draw, whose passes come one after the other."""
+    for draw in draws:
+        yield draw.combine(f, [next(outputs) for _ in draw.weights])
 
 
 def _length(values: Values) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from laplace_lora_ext.models.weights import Values
@@ -9,9 +12,11 @@ from laplace_lora_ext.text.perturbations import (
     CentralDifference,
     ForwardMode,
     Perturbation,
-    Run,
     drawn_logits,
 )
+
+Run = Callable[[Values], torch.Tensor]
+"""Takes LoRA weights, and returns a batch's logits with them."""
 
 STEPS = (0.1, 0.03, 0.01, 0.003, 0.001)  # relative to the norm of the LoRA weights
 AGREEMENT = 5e-3  # relative difference up to which two ways agree
@@ -99,7 +104,7 @@ def _forward(run: Run, values: Values, direction: Values, f: torch.Tensor) -> to
 def _product(
     way: Perturbation, run: Run, values: Values, direction: Values, f: torch.Tensor
 ) -> torch.Tensor:
-    (product,) = drawn_logits(way, values, [direction], run, torch.zeros_like(f))
+    (product,) = drawn_logits(way, values, [direction], partial(map, run), torch.zeros_like(f))
     return product
 
 

@@ -52,7 +52,9 @@ def predictive(la, way, tokens, source=None):
     directions = Noise(3, draw_seed(generator())).directions(la.posterior_precision, la.blocks)
     with torch.no_grad():
         f = la.model(text)
-        drawn = drawn_logits(way, weights.values, directions, lambda v: weights.run(text, v), f)
+        drawn = drawn_logits(
+            way, weights.values, directions, partial(map, partial(weights.run, text)), f
+        )
         return torch.stack(list(drawn)).softmax(-1).mean(0)[0].log()
 
 
@@ -138,7 +140,7 @@ def test_an_encoder_reads_the_source_once_for_all_draws():
     encoder = la.model.transformer.get_encoder()
     encoder.register_forward_hook(lambda *_: calls.append(1))
     found = la.generate(**sources(), n_samples=3, max_new_tokens=N_NEW, eos_token_id=-1)
-    proof, of_scores = 1 + 2, 1 + 3
+    proof, of_scores = 1 + 2, 1 + 3 + 1
     assert found.sequences.shape[1] == 1 + N_NEW
     assert len(calls) == (1 + proof + 1) + of_scores
 

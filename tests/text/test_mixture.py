@@ -5,85 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
-from torch import nn
 
-import laplace_lora_ext.text.mixture as mixture
+from laplace_lora_ext.text import joined
 from laplace_lora_ext.text.perturbations import CentralDifference, ForwardMode
 from tests.support.families import FAMILIES, RIGHT
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import generator
-from tests.support.texts import encoder_decoder, fitted_text, pairs_of_texts
+from tests.support.texts import fitted_text, pairs_of_texts
+from tests.support.together import ALONE, JOINED
 
 N_ROWS, N_TOKENS, N_DRAWS, N_NEW = 3, 4, 3, 4
 with_caches = pytest.mark.skipif(transformers.__version__ < "5", reason="caches that are tuples")
 BEAMS = pytest.param({"num_beams": 2, "num_return_sequences": 2}, marks=with_caches)
 SAMPLES = {"do_sample": True, "num_return_sequences": 2}
-
-
-class SequenceFirst(nn.Module):
-    """A layer that gets its rows with positions before texts."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.transpose(0, 1).contiguous()).transpose(0, 1)
-
-
-class Reversed(SequenceFirst):
-    """A layer that gets the texts in another order."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.flip(0)).flip(0)
-
-
-class Routed(nn.Module):
-    """A layer that gets the rows which its own contents choose."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([layer])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = x[..., 0] > 0
-        return x.new_zeros(*x.shape[:-1], 12).masked_scatter(
-            chosen[..., None], self.experts[0](x[chosen])
-        )
-
-
-def with_layer(kind: type[nn.Module]) -> nn.Module:
-    model = lora_model("gpt2")
-    block = model.get_base_model().transformer.h[0].mlp
-    block.c_proj = kind(block.c_proj)
-    return model
-
-
-def hooked() -> nn.Module:
-    """With a hook of the user's, which changes what a LoRA layer returns."""
-    model = lora_model("gpt2")
-    layer = model.get_base_model().transformer.h[0].attn.c_attn.lora_A["default"]
-    layer.register_forward_hook(lambda *call: 2 * call[-1])
-    return model
-
-
-JOINED = {
-    "gpt2": lambda: lora_model("gpt2"),
-    "hooked": hooked,
-    "bias": lambda: lora_model("gpt2", lora_bias=True),
-    "t5": lambda: encoder_decoder("t5"),
-    "bart": lambda: encoder_decoder("bart"),
-}
-if "lora_bias" not in LoraConfig.__dataclass_fields__:  # an older PEFT
-    del JOINED["bias"]
-ALONE = {
-    "rows by position": lambda: with_layer(SequenceFirst),
-    "another order": lambda: with_layer(Reversed),
-    "DoRA": lambda: lora_model("gpt_neox", use_dora=True),
-    "embedding": lambda: lora_model("gpt2", target_modules=["wte"], fan_in_fan_out=False),
-    "experts": lambda: with_layer(Routed),
-}
 
 
 def posterior(model, way=None):
@@ -123,14 +57,14 @@ def test_passes_of_one_batch_give_what_each_gives_alone(kind, way, options, monk
     products = {"forward": ForwardMode(), "difference": CentralDifference(1e-3)}.get(way)
     la = posterior(JOINED[kind](), products)
     method = "adapters" if way == "adapters" else "linearized"
-    joined, rows = written(la, method, **options)
-    n_rows = joined.shape[1]
+    together, rows = written(la, method, **options)
+    n_rows = together.shape[1]
     n_passes = N_DRAWS * (2 if way == "difference" else 1)
     assert n_passes * n_rows in rows
-    monkeypatch.setattr(mixture, "_TOKENS_AT_ONCE", 0)
+    monkeypatch.setattr(joined, "TOKENS_AT_ONCE", 0)
     alone, rows = written(la, method, **options)
     assert max(rows) == n_rows
-    torch.testing.assert_close(joined, alone, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
 
 
 def test_each_new_token_takes_two_calls_and_the_first_text_a_proof():
@@ -160,7 +94,7 @@ def test_what_all_rows_share_is_given_to_all_passes_as_it_is(shape):
 
 
 def test_long_prompts_are_read_by_a_few_passes_at_once(monkeypatch):
-    monkeypatch.setattr(mixture, "_TOKENS_AT_ONCE", 2 * N_ROWS * N_TOKENS)
+    monkeypatch.setattr(joined, "TOKENS_AT_ONCE", 2 * N_ROWS * N_TOKENS)
     rows = written(posterior(lora_model("gpt2")), "adapters")[1]
     assert rows[4:6] == [2 * N_ROWS, N_ROWS]
 
@@ -173,7 +107,7 @@ def test_passes_run_alone_where_a_batch_would_mix_them(kind, monkeypatch):
     assert max(rows) <= 2 * N_ROWS
     if kind in ("DoRA", "embedding"):  # no proof is even tried: small changes might pass it
         assert (max(rows), len(tried)) == (N_ROWS, len(rows))
-    monkeypatch.setattr(mixture, "_TOKENS_AT_ONCE", 0)
+    monkeypatch.setattr(joined, "TOKENS_AT_ONCE", 0)
     torch.testing.assert_close(logits, written(la, "adapters")[0], rtol=0, atol=0)
 
 

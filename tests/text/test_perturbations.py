@@ -1,5 +1,7 @@
 """Draws' logits by every way, against dense Jacobians and drawn weights."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -21,9 +23,8 @@ def drawn(la, way, n_samples=3):
     directions = Noise(n_samples, 0).directions(la.posterior_precision, la.blocks)
     with torch.no_grad():
         f = la.model(batch)
-        return torch.stack(
-            list(drawn_logits(way, weights.values, directions, lambda v: weights.run(batch, v), f))
-        )
+        passes = partial(map, partial(weights.run, batch))
+        return torch.stack(list(drawn_logits(way, weights.values, directions, passes, f)))
 
 
 @pytest.mark.parametrize(
