@@ -109,6 +109,7 @@ class Calibration(TextRun):
         None, "methods to measure beside MAP, by key or by name in the table; all by default"
     )
     samples: int = option(1000, "samples of each text's logits with the link mc")
+    whole: bool = option(False, "train on all texts alone, and choose nothing on a fifth of them")
     curves: bool = option(False, "measure at the first seed's checkpoints too")
     trainings: int = option(
         1, "others that hold out a fifth of the texts each and choose lowrank_kron's prior together"

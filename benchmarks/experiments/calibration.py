@@ -116,6 +116,8 @@ class Trial:
     def measure(self) -> list[Row]:
         """Measure the trained model: a row per method, prior and link."""
         train = self.pretrained.data["train"]
+        if self.pretrained.options.whole:
+            return self._rows(self._first, Protocol(WHOLE, train))
         order = list(range(len(train)))
         random.Random(self.seed).shuffle(order)
         held_out = max(1, round(VALIDATION_SHARE * len(order)))

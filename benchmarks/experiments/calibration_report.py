@@ -22,6 +22,7 @@ SHOWN = (
     (SPLIT, "temperature_scaling", "validation", ""),
     (WHOLE, "temperature_scaling", "validation_elsewhere", ""),
     (WHOLE, "last_layer", "linearized_loo_scalar", "mean_field"),
+    (WHOLE, "kron", "marglik_layerwise", "probit"),
     (WHOLE, "lowrank_kron_paper", "marglik_scalar", "mc"),
     (WHOLE, "lowrank_kron", "tfb_rule", "mean_field"),
     (WHOLE, "lowrank_kron", "marglik_scalar", "mean_field"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import laplace_lora_ext
+from benchmarks.experiments import calibration
 from benchmarks.experiments.calibration import CONTESTANTS, Trial, chosen_methods
 from benchmarks.experiments.calibration_report import FIGURES, summarize
 from benchmarks.methods import METHODS
@@ -84,6 +85,22 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, cap
     for figure in ("calibration_reliability", "selective_accuracy", "along_training", "layers"):
         assert is_picture(folder / f"{figure}.png")
     assert "Training" in progress
+
+
+def test_whole_trains_on_all_texts_alone(tmp_path, capsys, tiny_models, monkeypatch):
+    trained = []
+    own = calibration.fine_tune
+    monkeypatch.setattr(
+        calibration, "fine_tune", lambda *given: trained.append(len(given[1])) or own(*given)
+    )
+    options = {"task": "choices", "model": tiny_models[True], "train_examples": 10, "samples": 5}
+    options |= {"test_examples": 12, "shifted_examples": 8, "steps": 3, "checkpoints": 2}
+    files = {"files_per_library": 30, "cache": tmp_path / "cache"}
+    methods = {"methods": ("temperature_scaling", "kron")}
+    arguments = tmp_path / "results", "calibration", "--whole"
+    figures, *_ = run(capsys, *arguments, **options, **files, **methods)
+    assert trained == [10]
+    assert {row["method"] for row in figures["methods"]} == {"map", "kron"}
 
 
 def test_methods_can_be_chosen_by_key_or_title():
