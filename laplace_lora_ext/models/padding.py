@@ -30,7 +30,8 @@ class LeftPadding:
     batch decides: one of its texts is predicted alone, padded, and padded with positions that count
     from its first token. They are passed from then on if they bring the text clearly nearer to its
     prediction alone; else the model keeps its own way. Batches with images or other features decide
-    for themselves, since these may have positions of their own.
+    for themselves, since these may have positions of their own, and as a whole, since images need
+    not lie by text.
 
     Parameters
     ----------
@@ -78,16 +79,13 @@ class LeftPadding:
         self._for_now.discard(features)
         if not telling.any():
             self._for_now.add(features)
-        row = int((telling if telling.any() else _padding(mask)).argmax())
-        first = int(_padding(mask)[row])
-        padded = _text(inputs, row, 0)
-        alone = _text(inputs, row, first)
         self._verdicts[features] = False
+        alone, padded, row = _wider(inputs) if features else _of_one_text(inputs)
         try:
-            expected = predict(alone, False)
-            apart = (predict(padded, False) - expected).abs().max()
+            expected = predict(alone, False)[row]
+            apart = (predict(padded, False)[row] - expected).abs().max()
             if self._can_pass:
-                with_positions = (predict(padded, True) - expected).abs().max()
+                with_positions = (predict(padded, True)[row] - expected).abs().max()
                 self._verdicts[features] = bool(with_positions < apart / 2)
                 apart = torch.minimum(apart, with_positions)
         except Exception as error:
@@ -123,13 +121,39 @@ def _telling(mask: torch.Tensor) -> torch.Tensor:
     return _padding(mask) * (mask.bool().sum(-1) > 1)
 
 
-def _text(inputs: Mapping[str, Any], row: int, first: int) -> dict[str, Any]:
-    """One text of a batch, from its position `first`."""
-    shape = inputs["attention_mask"].shape
-    text = {}
+def _of_one_text(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """A text alone and padded, and its row there: of several tokens, with the most padding."""
+    mask = inputs["attention_mask"].bool()
+    telling = _telling(mask)
+    row = int((telling if telling.any() else _padding(mask)).argmax())
+    first = int(_padding(mask)[row])
+    shape = mask.shape
+
+    def text(first: int) -> dict[str, Any]:
+        of_text = {}
+        for key, value in inputs.items():
+            has_rows = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == shape[0]
+            of_text[key] = value[row : row + 1] if has_rows else value
+            if has_rows and _lies_by_position(key, value, shape):
+                of_text[key] = of_text[key][:, first:]
+        return of_text
+
+    return text(first), text(0), 0
+
+
+def _wider(inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any], int]:
+    """A batch as it is and with as much padding again, and the row of its longest text."""
+    mask = inputs["attention_mask"].bool()
+    padding = _padding(mask)
+    row, n_more = int(padding.argmax()), int(padding.max())
+    wider = dict(inputs)
     for key, value in inputs.items():
-        has_rows = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == shape[0]
-        text[key] = value[row : row + 1] if has_rows else value
-        if has_rows and value.shape[:2] == shape and not key.startswith("decoder_"):
-            text[key] = text[key][:, first:]
-    return text
+        if isinstance(value, torch.Tensor) and _lies_by_position(key, value, mask.shape):
+            # What lies at the first position of the text with the most padding is padding.
+            more = value[row, :1].expand(len(value), n_more, *value.shape[2:])
+            wider[key] = torch.cat([more, value], dim=1)
+    return inputs, wider, int(padding.argmin())
+
+
+def _lies_by_position(key: str, value: torch.Tensor, shape: torch.Size) -> bool:
+    return value.shape[:2] == shape and not key.startswith("decoder_")

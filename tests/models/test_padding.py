@@ -10,6 +10,8 @@ from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.padding import LeftPadding
+from tests.support.families import FAMILIES, LEFT
+from tests.support.family_examples import together
 from tests.support.models import CLASS_TOKEN_IDS, VOCABULARY, lora_model, ragged_batches
 from tests.support.posteriors import fitted, make
 
@@ -182,7 +184,7 @@ def test_batches_with_images_decide_for_themselves():
 def test_only_what_lies_by_position_begins_with_the_text():
     kept = {
         "decoder_input_ids": torch.arange(10).reshape(2, 5),
-        "pixel_values": torch.arange(12.0).reshape(2, 3, 2),
+        "rows": torch.arange(12).reshape(2, 3, 2),
     }
     shared, seen = torch.arange(5)[None], []
 
@@ -197,3 +199,42 @@ def test_only_what_lies_by_position_begins_with_the_text():
         warnings.simplefilter("error")
         LeftPadding(can_pass=False).settle(batch, predict)
     assert seen == [[[1, 1, 1]], [[0, 0, 1, 1, 1]]]
+
+
+@pytest.mark.parametrize("row_of_longest", [0, 1])
+def test_batches_with_images_are_tried_whole(row_of_longest):
+    """Their patches lie one after the other, and no text could be told its own."""
+    lengths = (5, 3) if row_of_longest == 0 else (3, 5)
+    batch = masked(*lengths) | {
+        "pixel_values": torch.randn(7, 4),
+        "token_type_ids": torch.ones(2, 5)
+        .long()
+        .masked_fill(masked(*lengths)["attention_mask"] == 0, 9),
+    }
+    seen = []
+
+    def predict(inputs, counts_positions: bool) -> torch.Tensor:
+        assert torch.equal(inputs["pixel_values"], batch["pixel_values"])
+        padding = inputs["attention_mask"] == 0
+        assert (inputs["token_type_ids"] == torch.where(padding, 9, 1)).all()
+        seen.append(inputs["attention_mask"].sum(0).tolist())
+        off = torch.zeros(2, 1)
+        off[row_of_longest] = padding[row_of_longest].sum()
+        return off * (not counts_positions) + torch.tensor([[0.0, 1.0]])
+
+    left_padding = LeftPadding(can_pass=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        left_padding.settle(batch, predict)
+    assert left_padding.passes(batch)
+    assert seen == [[1, 1, 2, 2, 2], *[[0, 0, 1, 1, 2, 2, 2]] * 2]
+    with pytest.warns(UserWarning, match="depend on left padding"):
+        LeftPadding(can_pass=False).settle(batch, predict)
+
+
+def test_images_of_patches_need_no_warning():
+    family = FAMILIES["Qwen2.5-VL"]
+    batch = together(family.examples(4), "left")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        LogitsModel(family.model(LEFT), [VOCABULARY - 1, VOCABULARY - 2])(batch)
