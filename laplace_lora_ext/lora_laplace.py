@@ -298,6 +298,7 @@ class LoRALaplace(ParametricLaplace):
 
     # --- evidence and prior --------------------------------------------------------------------
 
+    @exclusive
     def log_marginal_likelihood(
         self,
         prior_precision: torch.Tensor | None = None,
@@ -412,6 +413,7 @@ class LoRALaplace(ParametricLaplace):
     ) -> torch.Tensor:
         return torch.where(held(self.blocks), self.mean, super().sample(n_samples, generator))
 
+    @exclusive
     @without_autocast
     def _glm_functional_samples(
         self,
@@ -426,6 +428,7 @@ class LoRALaplace(ParametricLaplace):
         # Unlike the host's Cholesky factor, a symmetric root of a singular covariance exists.
         return gaussian_samples(f_mu, f_var, shared_noise(f_mu, n_samples, generator))
 
+    @exclusive
     def _glm_predictive_samples(
         self, f_mu: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:

@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from laplace_lora_ext.models.default_device import set_aside
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 # Beside the models and not in them: a lock can be neither copied nor pickled.
@@ -24,11 +26,14 @@ def lock_of(model: nn.Module) -> Any:
 
 
 def exclusive(method: Method) -> Method:
-    """Make other threads wait for the model while a method of a Laplace approximation runs."""
+    """Make other threads wait for the model while a method of a Laplace approximation runs.
+
+    It also sets aside a default device other than the CPU.
+    """
 
     @wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.model.lock:
+        with self.model.lock, set_aside():
             return method(self, *args, **kwargs)
 
     return wrapped  # pyright: ignore[reportReturnType]

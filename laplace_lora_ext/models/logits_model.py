@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from laplace_lora_ext.models.answers import AnswerTokens
 from laplace_lora_ext.models.batches import complete, examples_of, moved
 from laplace_lora_ext.models.compiled import running_eagerly, warn_if_compiled
+from laplace_lora_ext.models.default_device import restored, set_aside
 from laplace_lora_ext.models.locks import lock_of
 from laplace_lora_ext.models.padding import LeftPadding, rounding_of
 from laplace_lora_ext.models.placement import device_of
@@ -210,7 +211,7 @@ class LogitsModel(nn.Module):
         Other threads wait, and compiled modules run eagerly. On leaving, also by an exception,
         every module's mode, and every parameter's `requires_grad` and `.grad` are as they were.
         """
-        with self.lock, self._prepared(trainable), running_eagerly(self.model):
+        with self.lock, set_aside(), self._prepared(trainable), running_eagerly(self.model):
             yield
 
     @contextmanager
@@ -268,9 +269,10 @@ class LogitsModel(nn.Module):
         return self._answers.select(logits, inputs)
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
-        if isinstance(inputs, Mapping) and self._transformer[0] is not None:
-            return self.model(**inputs, **kwargs)
-        return self.model(inputs, **kwargs)
+        with restored():
+            if isinstance(inputs, Mapping) and self._transformer[0] is not None:
+                return self.model(**inputs, **kwargs)
+            return self.model(inputs, **kwargs)
 
     def _find_answers(
         self, class_token_ids: Sequence[int] | None, mask_token_id: int | None

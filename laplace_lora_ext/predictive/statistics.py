@@ -10,6 +10,7 @@ import torch
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.curvature.spectrum import Spectrum
 from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.models.default_device import set_aside
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes import visit_jacobians
@@ -136,6 +137,7 @@ class PredictiveStatistics:
             f"{self.nbytes / 1e6:.1f} MB on {self.f_mu.device} in {self.f_mu.dtype})"
         )
 
+    @set_aside()
     def moments(
         self, prior_precision: float | torch.Tensor, scale: float | torch.Tensor | None = None
     ) -> Moments:
@@ -172,6 +174,7 @@ class PredictiveStatistics:
         )
         return Moments(self.f_mu, f_var)
 
+    @set_aside()
     def variance_by_block(
         self, prior_precision: float | torch.Tensor, scale: float | torch.Tensor | None = None
     ) -> torch.Tensor:

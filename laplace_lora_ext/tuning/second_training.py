@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, SubsetRandomSampler
 
+from laplace_lora_ext.models.default_device import restored
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, of_first
 from laplace_lora_ext.processes.shards import Shard
@@ -105,7 +106,8 @@ class SecondTraining(TuningMethod):
 
     def _other(self, la: Posterior, part: Dataset) -> Any:
         """A posterior of the same kind, of another training, fitted to what that was given."""
-        model = self.train(part)
+        with restored():
+            model = self.train(part)
         if not isinstance(model, nn.Module):
             raise TypeError(f"train must return the model it has trained, not {model!r}.")
         if {id(block.weight) for block in la.blocks} & {id(p) for p in model.parameters()}:
