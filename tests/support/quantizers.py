@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-# Of the largest number: twice what was measured with bitsandbytes 0.50, whose kernels on a CPU
-# round otherwise than its dequantized weights (8e-5, 6.5e-3). The others are at 2e-7 in float32.
-BOUNDS = {torch.float32: 1.6e-4, torch.bfloat16: 1.3e-2}
+Quantize = Callable[[nn.Linear, torch.dtype], nn.Module]
+
+# Of the largest number; up to 4e-7 and 1.1e-3 were measured.
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
 
 
-def bitsandbytes(bits: int) -> Callable[[nn.Linear, torch.dtype], tuple[nn.Module, torch.Tensor]]:
-    """Quantizes a layer, and gives the weight that it stands for."""
+def bitsandbytes(bits: int) -> Quantize:
     bnb = pytest.importorskip("bitsandbytes")
 
-    def quantize(layer: nn.Linear, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
+    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
         sizes = layer.in_features, layer.out_features
         if bits == 4:
             new = bnb.nn.Linear4bit(*sizes, compute_dtype=dtype, quant_type="nf4")
@@ -30,34 +29,29 @@ def bitsandbytes(bits: int) -> Callable[[nn.Linear, torch.dtype], tuple[nn.Modul
                 layer.weight.data, requires_grad=False, has_fp16_weights=False
             )
         new.bias = layer.bias
-        new = new.to("cpu")
-        if bits == 4:
-            return new, bnb.functional.dequantize_4bit(new.weight.data, new.weight.quant_state)
-        scale = new.weight.SCB[:, None] / 127
-        return new, (new.weight.CB * scale).to(layer.weight.dtype)
+        return new.to("cpu")
 
     return quantize
 
 
-def torchao() -> Callable[[nn.Linear, torch.dtype], tuple[nn.Module, torch.Tensor]]:
+def torchao() -> Quantize:
     quantization = pytest.importorskip("torchao.quantization")
 
-    def quantize(layer: nn.Linear, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
+    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
         new = nn.Sequential(copy.deepcopy(layer))
         quantization.quantize_(new, quantization.Int8WeightOnlyConfig())
-        weight: Any = new[0].weight
-        return new[0], weight.dequantize()
+        return new[0]
 
     return quantize
 
 
-def quanto() -> Callable[[nn.Linear, torch.dtype], tuple[nn.Module, torch.Tensor]]:
+def quanto() -> Quantize:
     package = pytest.importorskip("optimum.quanto")
 
-    def quantize(layer: nn.Linear, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
+    def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
         new = package.QLinear.from_module(layer, weights=package.qint8)
         new.freeze()
-        return new, new.weight.dequantize()
+        return new
 
     return quantize
 
