@@ -28,7 +28,12 @@ class Run:
 
 
 @dataclass(frozen=True)
-class TextRun(Run):  # where the default is None, the task chooses
+class Reading(Run):
+    files_per_library: int | None = option(None, "source files to read per library; all by default")
+
+
+@dataclass(frozen=True)
+class TextRun(Reading):  # where the default is None, the task chooses
     task: str = option(
         "docstrings",
         "docstrings, names, submodules, exceptions, types, belongs, sections, verbs, comments, "
@@ -39,7 +44,6 @@ class TextRun(Run):  # where the default is None, the task chooses
     train_examples: int | None = option(None, "texts to fine-tune on")
     test_examples: int | None = option(None, "texts to measure every method on")
     shifted_examples: int | None = option(None, "texts from each other distribution")
-    files_per_library: int | None = option(None, "source files to read per library; all by default")
     data: Path | None = option(
         None, "the paper's tasks as DATA/dataset/configuration/split.jsonl; the hub by default"
     )
@@ -118,7 +122,7 @@ class Calibration(TextRun):
 
 
 @dataclass(frozen=True)
-class Text(Run):
+class Text(Reading):
     """Free text by a pretrained language model, tokens and wrong answers: half an hour a seed.
 
     Writes text.json and text.md. Needs the extra llm.
@@ -133,7 +137,6 @@ class Text(Run):
     validation_examples: int = option(16, "texts that choose temperature and prior precision")
     test_examples: int = option(40, "texts to measure every method on")
     written_examples: int = option(8, "texts to write under the posterior predictive")
-    files_per_library: int | None = option(None, "source files to read per library; all by default")
     epochs: int = option(6, "passes over the training texts")
     learning_rate: float = option(1e-3, "after warming up")
     batch_size: int = option(8, "texts in a batch")
@@ -155,7 +158,7 @@ class Overview(Run):
 
 
 @dataclass(frozen=True)
-class Fidelity(Run):
+class Fidelity(Reading):
     """Each curvature's error against the exact one, and its memory: twelve minutes.
 
     Writes fidelity.json, fidelity.md and fidelity.png.
@@ -167,7 +170,7 @@ class Fidelity(Run):
     train_examples: int = option(200, "texts to fit LoRA weights and posteriors to")
     test_examples: int = option(100, "texts to compare predictive covariances on")
     epochs: int = option(100, "passes of the LoRA training over its texts")
-    files_per_library: int = option(200, "source files to read per library")
+    files_per_library: int | None = option(200, "source files to read per library")
     seeds: tuple[int, ...] = option((0, 1), "of texts, weights and training", type=int)
 
 

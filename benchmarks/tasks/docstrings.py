@@ -1,7 +1,7 @@
-"""The task docstrings: which library a docstring's summary documents.
+"""Tasks of docstrings' first paragraphs: their library, their part of SymPy, their first verb.
 
-The texts are real: every run reads the first paragraphs of public docstrings from the sources of
-installed packages, which are parsed and never imported. Nothing is downloaded or stored.
+The texts are real: every run reads them from the sources of installed packages, which are parsed
+and never imported. Nothing is downloaded or stored.
 """
 
 import ast
@@ -10,12 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.models import package_folder
+from benchmarks.options import Reading
 from benchmarks.tasks.balanced import balanced
-from benchmarks.tasks.sources import Reading, drawn_files, syntax_tree
+from benchmarks.tasks.sources import drawn_files, syntax_tree
 from benchmarks.tasks.task import Sizes
 
 LIBRARIES = ("numpy", "scipy", "networkx", "sympy", "torch")
 SHIFTED_LIBRARY = "matplotlib"
+PARTS = (
+    *("codegen", "combinatorics", "core", "functions", "geometry", "integrals"),
+    *("matrices", "ntheory", "physics", "polys", "printing", "stats"),
+)
+VERBS = (
+    *("apply", "calculate", "check", "compute", "convert"),
+    *("create", "evaluate", "get", "return", "set"),
+)
 MINIMUM_WORDS = 5
 
 # A summary that names its library would give the answer away. Full names are masked inside words
@@ -36,9 +46,14 @@ class Documented(NamedTuple):
     file: Path
 
 
-def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:
+def masked(summary: str) -> str:
+    """Replace library names by a neutral word, and every run of white space by one space."""
+    return " ".join(LIBRARY_NAME.sub(NEUTRAL_WORD, summary).split())
+
+
+def docstring_summaries(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield the name and the docstring's first paragraph of each public function and class."""
-    pending = [syntax_tree(source)]
+    pending = [tree]
     while pending:
         for node in ast.iter_child_nodes(pending.pop()):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -46,21 +61,15 @@ def docstring_summaries(source: str) -> Iterator[tuple[str, str]]:
             if not node.name.startswith("_"):
                 pending += [node] if isinstance(node, ast.ClassDef) else []
                 if docstring := ast.get_docstring(node):
-                    yield node.name, docstring.split("\n\n", maxsplit=1)[0]
-
-
-def masked(summary: str) -> str:
-    """Replace library names by a neutral word, and every run of white space by one space."""
-    return " ".join(LIBRARY_NAME.sub(NEUTRAL_WORD, summary).split())
+                    yield node.name, masked(docstring.split("\n\n", maxsplit=1)[0])
 
 
 def documented(library: str, options: Reading, seed: int) -> Iterator[Documented]:
     """Yield all that an installed library documents, with masked summaries."""
-    for path in drawn_files(library, options, seed):
-        for name, summary in docstring_summaries(path.read_text(encoding="utf-8")):
-            text = masked(summary)
-            if len(text.split()) >= MINIMUM_WORDS:
-                yield Documented(name, text, path)
+    for path in drawn_files([library], options, seed):
+        for name, summary in docstring_summaries(syntax_tree(path)):
+            if len(summary.split()) >= MINIMUM_WORDS:
+                yield Documented(name, summary, path)
 
 
 def read_library(library: str, options: Reading, seed: int) -> list[Documented]:
@@ -78,4 +87,21 @@ def find(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
             yield library, one.summary
 
 
-TASK = balanced("docstrings", LIBRARIES, Sizes(300, 0, 500, 200), find, SHIFTED_LIBRARY)
+def find_parts(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield part of SymPy and summary."""
+    root = package_folder("sympy")
+    for one in documented("sympy", options, seed):
+        yield one.file.relative_to(root).parts[0], one.summary
+
+
+def find_verbs(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield the verb that a summary begins with and the rest of it."""
+    for library in LIBRARIES:
+        for one in read_library(library, options, seed):
+            first, _, rest = one.summary.partition(" ")
+            yield first.lower().removesuffix("s"), rest
+
+
+DOCSTRINGS = balanced("docstrings", LIBRARIES, Sizes(300, 0, 500, 200), find, SHIFTED_LIBRARY)
+SUBMODULES = balanced("submodules", PARTS, Sizes(360, 0, 480, 0), find_parts)
+VERBS_LEFT_OUT = balanced("verbs", VERBS, Sizes(200, 0, 500, 0), find_verbs)

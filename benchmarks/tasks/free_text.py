@@ -5,63 +5,46 @@ the function is to be named, and descriptions of parameters.
 """
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import transformers
 
 from benchmarks.options import Text
 from benchmarks.tasks.docstrings import LIBRARIES, read_library
-from benchmarks.tasks.parameters import TYPES, read_parameters
+from benchmarks.tasks.numpydoc import TYPES, read_parameters
 
 LONGEST = 14  # words of a description
 IGNORED = -100  # label of a token that is no part of an answer
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """A prompt and the answer to it."""
 
     prompt: str
     answer: str
 
 
-@dataclass(frozen=True)
-class WritingTask:
+class WritingTask(NamedTuple):
     """Disjoint sets of texts."""
 
-    name: str
     train: list[Written]
     validation: list[Written]
     test: list[Written]
 
 
-def functions(options: Text, seed: int) -> Iterator[Written]:
-    """Name the function that a summary documents."""
-    for library in LIBRARIES:
-        for one in read_library(library, options, seed):
-            yield Written(f"{one.summary}\nFunction:", f" {one.name}")
-
-
-def parameters(options: Text, seed: int) -> Iterator[Written]:
-    """Name the parameter that a description is about."""
+def find(options: Text, seed: int) -> Iterator[Written]:
+    """Ask for the function or parameter of a description, or for a type such as "callable"."""
+    if options.task == "functions":
+        for library in LIBRARIES:
+            for one in read_library(library, options, seed):
+                yield Written(f"{one.summary}\nFunction:", f" {one.name}")
+        return
     for one in read_parameters(options, seed):
-        yield Written(f"{one.description}\nParameter:", f" {one.name}")
-
-
-def types(options: Text, seed: int) -> Iterator[Written]:
-    """Write the type of the parameter that a description is about, such as "int" or "callable"."""
-    for one in read_parameters(options, seed):
-        if one.type in TYPES:
+        if options.task == "parameters":
+            yield Written(f"{one.description}\nParameter:", f" {one.name}")
+        elif one.type in TYPES:
             yield Written(f"{one.description}\nType:", f" {one.type}")
-
-
-SOURCES: dict[str, Callable[[Text, int], Iterator[Written]]] = {
-    "functions": functions,
-    "parameters": parameters,
-    "types": types,
-}
 
 
 def read(options: Text, seed: int) -> WritingTask:
@@ -72,19 +55,13 @@ def read(options: Text, seed: int) -> WritingTask:
     ValueError
         If there are too few.
     """
-    found = {
-        one.prompt.casefold(): one
-        for one in SOURCES[options.task](options, seed)
-        if len(one.prompt.split()) <= LONGEST
-    }
-    texts = list(found.values())
+    short = (one for one in find(options, seed) if len(one.prompt.split()) <= LONGEST)
+    texts = list({one.prompt.casefold(): one for one in short}.values())
     random.Random(seed).shuffle(texts)
-    sets = []
-    for size in (options.train_examples, options.validation_examples, options.test_examples):
-        if len(texts) < size:
-            raise ValueError(f"{options.task} has only {len(found)} short texts; ask for fewer.")
-        sets.append([texts.pop() for _ in range(size)])
-    return WritingTask(options.task, *sets)
+    sizes = (options.train_examples, options.validation_examples, options.test_examples)
+    if sum(sizes) > len(texts):
+        raise ValueError(f"{options.task} has only {len(texts)} short texts; ask for fewer.")
+    return WritingTask(*([texts.pop() for _ in range(size)] for size in sizes))
 
 
 def collate(tokenizer: Any, texts: list[Written]) -> Any:

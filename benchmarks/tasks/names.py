@@ -1,22 +1,42 @@
-"""The task names: whether a docstring's summary describes a function of this name."""
+"""The tasks names and choices: whether a name fits a summary, and which of four names does."""
 
 import random
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from benchmarks.gemma import gemma_folder
 from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
 from benchmarks.tasks.balanced import ENCODER
-from benchmarks.tasks.named import Named, draw
+from benchmarks.tasks.docstrings import (
+    LIBRARIES,
+    SHIFTED_LIBRARY,
+    Documented,
+    masked,
+    read_library,
+)
+from benchmarks.tasks.paper import CAUSAL_HYPERPARAMETERS
+from benchmarks.tasks.paper_prompts import LETTERS, four_choices
 from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
 
-CLASSES = ("another name", "its name")
+MAXIMUM_WORDS = 40
+VERDICTS = ("another name", "its name")
+QUESTION = "Which name does this summary describe?"
+
+Ask = Callable[[Sequence[Documented], random.Random], Iterator[Example]]
 
 
-def asked_for_match(pool: Sequence[Named], rng: random.Random) -> Iterator[Example]:
+def spoken(name: str) -> str:
+    """Spell a name as words in lower case: "minimumEdge_cut" is "minimum edge cut"."""
+    return masked(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name.replace("_", " "))).lower()
+
+
+def asked_for_match(pool: Sequence[Documented], rng: random.Random) -> Iterator[Example]:
     """Pair names and summaries: every second pair is right, the others mix names of one file."""
-    names: dict[str, set[str]] = defaultdict(set)
+    names: dict[Path, set[str]] = defaultdict(set)
     for one in pool:
         names[one.file].add(one.name)
     label = 0
@@ -28,12 +48,72 @@ def asked_for_match(pool: Sequence[Named], rng: random.Random) -> Iterator[Examp
             label = 1 - label
 
 
-def read(options: TextRun, seed: int, validation: int) -> Task:
-    """Draw as many pairs as the options ask for."""
-    # Two classes need more texts than many, as in the comparisons of links.
-    sizes = Sizes(1000, 0, 500, 200).asked(options, validation)
-    return draw(options, seed, sizes, asked_for_match, Task("names", CLASSES, False, (), ()))
+def asked_for_choice(pool: Sequence[Documented], rng: random.Random) -> Iterator[Example]:
+    """Ask in the paper's words which of four names from one library fits a summary."""
+    names = sorted({one.name for one in pool})
+    for one in pool:
+        drawn = rng.sample(names, len(LETTERS))
+        choices = [one.name, *(name for name in drawn if name != one.name)][: len(LETTERS)]
+        rng.shuffle(choices)
+        question = f"{QUESTION} {one.summary.lower()}"
+        example = four_choices(question, choices, choices.index(one.name))
+        assert example is not None
+        yield example
 
 
-# Twice the texts need longer until a model is as sure of them.
-TASK = TaskSource("names", read, lambda options: encoder_folder(), replace(ENCODER, steps=630))
+def reader(sizes: Sizes, ask: Ask, empty: Task) -> Callable[[TextRun, int, int], Task]:
+    """A function that fills a task with questions about all libraries' functions and classes."""
+
+    def read(options: TextRun, seed: int, validation: int) -> Task:
+        rng, asked = random.Random(seed), sizes.asked(options, validation)
+        examples = {}
+        for library in (*LIBRARIES, SHIFTED_LIBRARY):
+            found = read_library(library, options, seed)
+            named = [one._replace(name=spoken(one.name)) for one in found]
+            pool = [x for x in named if len(x.summary.split()) <= MAXIMUM_WORDS and x.name]
+            rng.shuffle(pool)
+            examples[library] = list(ask(pool, rng))
+        shifted = examples.pop(SHIFTED_LIBRARY)[: asked.shifted]
+        drawn = [one for of_library in examples.values() for one in of_library]
+        rng.shuffle(drawn)
+        tested = asked.train + asked.test
+        if len(drawn) < tested + validation:
+            raise ValueError(f"The task {empty.name} has only {len(drawn)} texts; ask for fewer.")
+        return replace(
+            empty,
+            train=drawn[: asked.train],
+            test=drawn[asked.train : tested],
+            validation=drawn[tested : tested + validation],
+            shifted={SHIFTED_LIBRARY: shifted},
+        )
+
+    return read
+
+
+# Two classes need more texts than many, as in the comparisons of links, and twice the texts need
+# longer until a model is as sure of them.
+NAMES = TaskSource(
+    "names",
+    reader(Sizes(1000, 0, 500, 200), asked_for_match, Task("names", VERDICTS, False, (), ())),
+    lambda _: encoder_folder(),
+    replace(ENCODER, steps=630),
+)
+CHOICES = TaskSource(
+    "choices",
+    reader(
+        Sizes(200, 0, 500, 50),
+        asked_for_choice,
+        Task("choices", LETTERS, True, (), (), truncation_side="left"),
+    ),
+    lambda options: options.model or gemma_folder(options.cache),
+    replace(
+        CAUSAL_HYPERPARAMETERS,
+        model="gemma-3-270m",
+        target_modules=("q_proj", "v_proj"),
+        batch_size=8,
+        learning_rate=1e-3,
+        steps=200,
+        checkpoints=4,
+        warmup_steps=20,
+    ),
+)

@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from benchmarks.models import MissingDataError
 from benchmarks.options import TextRun
-from benchmarks.tasks import paper_prompts
+from benchmarks.tasks import paper_prompts as prompts
 from benchmarks.tasks.paper_prompts import LETTERS, Row
 from benchmarks.tasks.task import Example, Task, TaskSource
 from benchmarks.training import Hyperparameters
@@ -20,8 +21,6 @@ CAUSAL_HYPERPARAMETERS = Hyperparameters(
 ENCODER_HYPERPARAMETERS = Hyperparameters(
     "FacebookAI/roberta-base", ("query", "value"), batch_size=32, maximum_length=256
 )
-FALSE_OR_TRUE = ("False", "True")
-
 # Makes an example from a row, or None from a row that the paper leaves out.
 ToExample = Callable[[Row], Example | None]
 
@@ -76,8 +75,8 @@ class PaperTask:
 
     dataset: str
     configuration: str
-    classes: tuple[str, ...]
     to_example: ToExample
+    classes: tuple[str, ...]
     is_prompt: bool = False
     truncation_side: Literal["left", "right"] = "right"
 
@@ -92,33 +91,24 @@ class PaperTask:
         return Source(*names, "train"), Source(*names, "validation")
 
 
-def _choices(dataset: str, configuration: str, to_example: ToExample, count: int = 4) -> PaperTask:
-    return PaperTask(dataset, configuration, LETTERS[:count], to_example, True, "left")
-
-
-def _glue(
-    configuration: str, classes: tuple[str, str], of: ToExample = paper_prompts.sentence_pair
-) -> PaperTask:
-    return PaperTask("nyu-mll/glue", configuration, classes, of)
-
-
-def _super_glue(configuration: str, of: ToExample, is_prompt: bool = False) -> PaperTask:
-    return PaperTask("aps/super_glue", configuration, FALSE_OR_TRUE, of, is_prompt)
-
-
+LETTERED = partial(PaperTask, classes=LETTERS, is_prompt=True, truncation_side="left")
+GLUE = partial(PaperTask, "nyu-mll/glue")
+SUPER_GLUE = partial(PaperTask, "aps/super_glue", classes=("False", "True"))
 PAPER_TASKS: dict[str, PaperTask] = {
-    "winogrande_s": _choices("allenai/winogrande", "winogrande_s", paper_prompts.winogrande, 2),
-    "winogrande_m": _choices("allenai/winogrande", "winogrande_m", paper_prompts.winogrande, 2),
-    "arc_easy": _choices("allenai/ai2_arc", "ARC-Easy", paper_prompts.arc),
-    "arc_challenge": _choices("allenai/ai2_arc", "ARC-Challenge", paper_prompts.arc),
-    "obqa": _choices("allenai/openbookqa", "main", paper_prompts.openbookqa),
-    "boolq": _super_glue("boolq", paper_prompts.boolq, is_prompt=True),
-    "mrpc": _glue("mrpc", ("not_equivalent", "equivalent")),
-    "rte": _glue("rte", ("entailment", "not_entailment")),
-    "cola": _glue("cola", ("unacceptable", "acceptable"), paper_prompts.sentence),
-    "wic": _super_glue("wic", paper_prompts.sentence_pair),
-    "wnli": _glue("wnli", ("not_entailment", "entailment")),
-    "boolq_pairs": _super_glue("boolq", paper_prompts.boolq_pair),
+    **{
+        name: LETTERED("allenai/winogrande", name, prompts.winogrande, classes=LETTERS[:2])
+        for name in ("winogrande_s", "winogrande_m")
+    },
+    "arc_easy": LETTERED("allenai/ai2_arc", "ARC-Easy", prompts.arc),
+    "arc_challenge": LETTERED("allenai/ai2_arc", "ARC-Challenge", prompts.arc),
+    "obqa": LETTERED("allenai/openbookqa", "main", prompts.openbookqa),
+    "boolq": SUPER_GLUE("boolq", prompts.boolq, is_prompt=True),
+    "mrpc": GLUE("mrpc", prompts.sentence_pair, ("not_equivalent", "equivalent")),
+    "rte": GLUE("rte", prompts.sentence_pair, ("entailment", "not_entailment")),
+    "cola": GLUE("cola", prompts.sentence, ("unacceptable", "acceptable")),
+    "wic": SUPER_GLUE("wic", prompts.sentence_pair),
+    "wnli": GLUE("wnli", prompts.sentence_pair, ("not_entailment", "entailment")),
+    "boolq_pairs": SUPER_GLUE("boolq", prompts.boolq_pair),
 }
 
 MEDICINE = ["anatomy", "clinical_knowledge", "college_medicine", "human_aging", "nutrition"]
@@ -136,7 +126,7 @@ PAPER_SHIFTS: dict[str, tuple[list[Source], ToExample]] = {
     name: ([PAPER_TASKS[name].sources[1]], PAPER_TASKS[name].to_example)
     for name in ("arc_challenge", "arc_easy")
 } | {
-    subject: ([Source("cais/mmlu", name, "test") for name in names], paper_prompts.mmlu)
+    subject: ([Source("cais/mmlu", name, "test") for name in names], prompts.mmlu)
     for subject, names in MMLU_SUBJECTS.items()
 }
 
@@ -187,17 +177,12 @@ def read(options: TextRun, seed: int, validation: int) -> Task:
         train=task.train[:rest][: options.train_examples],
         validation=task.train[rest:],
         test=task.test[: options.test_examples],
-        shifted={
-            name: examples[: options.shifted_examples] for name, examples in task.shifted.items()
-        },
+        shifted={name: found[: options.shifted_examples] for name, found in task.shifted.items()},
     )
 
 
-def model(options: TextRun) -> str:
-    """The model asked for, or the paper's."""
-    return options.model or PAPER_TASKS[options.task].hyperparameters.model
+def _source(name: str, settings: Hyperparameters) -> TaskSource:
+    return TaskSource(name, read, lambda options: options.model or settings.model, settings)
 
 
-TASKS = tuple(
-    TaskSource(name, read, model, task.hyperparameters) for name, task in PAPER_TASKS.items()
-)
+TASKS = [_source(name, task.hyperparameters) for name, task in PAPER_TASKS.items()]

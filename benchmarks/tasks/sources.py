@@ -3,15 +3,14 @@
 import ast
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from benchmarks.models import package_folder
-from benchmarks.options import Fidelity, Text, TextRun
+from benchmarks.options import Reading
 
-Reading = TextRun | Text | Fidelity  # options that say how many files are read
 TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
 
 
@@ -23,22 +22,22 @@ def source_files(library: str) -> list[Path]:
     return [path for path in files if not TEST_FOLDERS.intersection(parts[path])]
 
 
-def drawn_files(library: str, options: Reading, seed: int) -> Iterator[Path]:
-    """Yield an installed package's source files, or as many as the options ask for."""
-    files, maximum = source_files(library), options.files_per_library
-    if maximum is not None and len(files) > maximum:
-        files = random.Random(seed).sample(files, maximum)
-    yield from tqdm(files, desc=f"Reading {library}", disable=options.quiet, unit="file")
+def drawn_files(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[Path]:
+    """Yield installed packages' source files, or as many of each as the options ask for."""
+    for library in libraries:
+        files, maximum = source_files(library), options.files_per_library
+        if maximum is not None and len(files) > maximum:
+            files = random.Random(seed).sample(files, maximum)
+        yield from tqdm(files, desc=f"Reading {library}", disable=options.quiet, unit="file")
 
 
-def syntax_tree(source: str) -> ast.AST:
+def syntax_tree(path: Path) -> ast.AST:
     """Parse a source, without warnings of its invalid escapes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
-        return ast.parse(source)
+        return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def syntax_trees(library: str, options: Reading, seed: int) -> Iterator[ast.AST]:
-    """Yield the parsed sources of an installed package."""
-    for path in drawn_files(library, options, seed):
-        yield syntax_tree(path.read_text(encoding="utf-8"))
+def syntax_trees(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[ast.AST]:
+    """Yield the parsed sources of installed packages."""
+    return map(syntax_tree, drawn_files(libraries, options, seed))

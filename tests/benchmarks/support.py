@@ -13,7 +13,7 @@ import transformers
 from benchmarks.__main__ import build_parser, main
 from benchmarks.options import Run
 from benchmarks.random_models import Shape
-from benchmarks.tasks.named import Named
+from benchmarks.tasks.docstrings import Documented
 from benchmarks.tasks.paper import PAPER_TASKS, Source
 
 SELECT = "Select one of the choices that answers the following question:"
@@ -52,10 +52,10 @@ def is_picture(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-def pool(count: int = 40) -> list[Named]:
+def pool(count: int = 40) -> list[Documented]:
     """Names and summaries, of three files by turns."""
     return [
-        Named(f"name {number}", f"Summary {number}.", f"file{number % 3}")
+        Documented(f"name {number}", f"Summary {number}.", Path(f"file{number % 3}"))
         for number in range(count)
     ]
 

@@ -7,11 +7,8 @@ import pytest
 
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.balanced import draw_balanced
-from benchmarks.tasks.comments import commented
-from benchmarks.tasks.defaults import flags
-from benchmarks.tasks.exceptions import raised
-from benchmarks.tasks.parameters import VERDICTS, Parameter, described, pairs
-from benchmarks.tasks.sections import paragraphs
+from benchmarks.tasks.code import commented, raised
+from benchmarks.tasks.numpydoc import VERDICTS, Parameter, described, flags, pairs, paragraphs
 from benchmarks.tasks.task import Example, Sizes
 from tests.benchmarks.support import parsed
 
@@ -157,7 +154,7 @@ def test_a_description_of_two_types_is_left_out(monkeypatch):
         for kind in kinds
         for description in ("Of every type.", f"Of {kind}.")
     ]
-    monkeypatch.setattr("benchmarks.tasks.parameters.read_parameters", lambda *_: found)
+    monkeypatch.setattr("benchmarks.tasks.numpydoc.read_parameters", lambda *_: found)
     options = parsed("--quiet", train_examples=8, test_examples=8)
     with pytest.raises(ValueError, match="array has too few texts"):
         TASKS["types"].read(options, 0, 0)

@@ -1,5 +1,6 @@
 """The embedded tasks: texts from installed sources, and what is asked about them."""
 
+import ast
 import random
 import re
 
@@ -7,10 +8,8 @@ import pytest
 
 from benchmarks.models import encoder_folder
 from benchmarks.tasks import TASKS
-from benchmarks.tasks.choices import asked_for_choice
 from benchmarks.tasks.docstrings import LIBRARIES, docstring_summaries, masked
-from benchmarks.tasks.named import spoken
-from benchmarks.tasks.names import asked_for_match
+from benchmarks.tasks.names import asked_for_choice, asked_for_match, spoken
 from benchmarks.tasks.paper_prompts import LETTERS
 from tests.benchmarks.support import parsed, pool
 
@@ -35,8 +34,7 @@ class Shown:
 
 def bare(): ...
 '''
-    found = {name: " ".join(text.split()) for name, text in docstring_summaries(source)}
-    assert found == {
+    assert dict(docstring_summaries(ast.parse(source))) == {
         "shown": "First line goes on.",
         "Shown": "A class.",
         "method": "A method.",

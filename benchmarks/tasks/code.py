@@ -1,0 +1,70 @@
+"""Tasks of code: which exception a message is raised with, and which line a comment belongs to."""
+
+import ast
+import random
+import re
+from collections.abc import Iterator
+
+from benchmarks.options import Reading
+from benchmarks.tasks.balanced import PAIRS, balanced
+from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY, masked
+from benchmarks.tasks.sources import drawn_files, syntax_trees
+from benchmarks.tasks.task import Sizes
+
+MINIMUM_WORDS = 4
+KINDS = ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")
+BLANK = "..."  # in place of a value in an f-string
+VERDICTS = ("another line", "this line")
+COMMENTED = re.compile(
+    r"^(?P<indent>[ ]*)# (?P<comment>[A-Z].*)\n(?P=indent)(?P<line>[^#\s].*)", re.M
+)
+
+
+def find_raised(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield exception and message."""
+    for tree in syntax_trees((*LIBRARIES, SHIFTED_LIBRARY), options, seed):
+        yield from raised(tree)
+
+
+def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the name and message of each exception raised with a literal message."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[message, *_])):
+                text = masked(literal(message))
+                if len(text.split()) >= MINIMUM_WORDS and name not in text:
+                    yield name, text
+
+
+def literal(node: ast.AST) -> str:
+    """The text of a string, with blanks for inserted values; empty for other expressions."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(literal(value) or BLANK for value in values)
+    return ""
+
+
+def find_commented(options: Reading, seed: int) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield verdict and pair of comment and line, by turns with another line of the same file."""
+    generator = random.Random(seed)
+    for path in drawn_files(LIBRARIES, options, seed):
+        pairs = list(commented(path.read_text(encoding="utf-8")))
+        for place, (comment, line) in enumerate(pairs):
+            others = sorted({other for _, other in pairs} - {line})
+            if others:
+                shown = line if place % 2 else generator.choice(others)
+                yield VERDICTS[place % 2], (comment, shown)
+
+
+def commented(source: str) -> Iterator[tuple[str, str]]:
+    """Yield each comment that has a line to itself, and the line of code below it."""
+    for match in COMMENTED.finditer(source):
+        comment, line = match["comment"].strip(), match["line"].strip()
+        if len(comment.split()) >= MINIMUM_WORDS and len(line) >= 10:
+            yield comment, line
+
+
+EXCEPTIONS = balanced("exceptions", KINDS, Sizes(100, 0, 500, 0), find_raised)
+COMMENTS = balanced("comments", VERDICTS, Sizes(600, 0, 500, 0), find_commented, settings=PAIRS)
