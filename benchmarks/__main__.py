@@ -65,8 +65,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         # OpenMP's threads spin while they wait, which makes a run several times slower if other
         # work keeps the processor busy. OpenMP reads this when PyTorch is imported.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from benchmarks import measuring, report  # heavy
+
     chosen = experiment(**{each.name: arguments[each.name] for each in fields(experiment)})
-    import_module(f"benchmarks.experiments.{name}").run(chosen)
+    measuring.set_up(chosen)
+    files = ("figures", "table") if name == "compare" else (name, name)
+    report.publish(import_module(f"benchmarks.experiments.{name}").run, chosen, *files)
 
 
 if __name__ == "__main__":

@@ -78,10 +78,6 @@ class Compare(OneModel):
     validation_examples: int = option(100, "texts that choose a temperature")
     test_examples: int | None = option(200, "texts to measure every method on")
     shifted_examples: int | None = option(100, "texts from another distribution")
-    prior_structure: str = option(
-        "layerwise", "for all rows but the README's example", choices=("scalar", "layerwise")
-    )
-    link: str = option("probit", "likewise", choices=("mc", "probit"))
     every_row: bool = option(False, "add lowrank_kron by the evidence, and the paper's scalar, mc")
 
 

@@ -4,7 +4,8 @@ import json
 import math
 import platform
 import textwrap
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import distributions
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from benchmarks.models import device_of
 from benchmarks.options import Run
 from laplace_lora_ext.metrics import N_BINS, draw_bins
 
@@ -36,13 +38,30 @@ PANELS_PER_ROW = 4
 
 Figures = dict[str, Any]
 Row = dict[str, Any]
+Result = tuple[Figures, Sequence[str]]  # figures, and paragraphs and tables
 Lines = Mapping[str, tuple[Any, Any]]  # x and y by a line's label
 
 
-def provenance(options: Run, device: str) -> Figures:
+def publish(
+    experiment: Callable[[Any], Iterator[Result]], options: Run, name: str, text_name: str
+) -> None:
+    """Run an experiment; write all that it yields, as soon as it does; print the words of it."""
+    known, started = provenance(options), time.perf_counter()
+    for figures, parts in experiment(options):
+        seconds = time.perf_counter() - started
+        found = json.dumps({**known, "seconds": seconds, **figures}, indent=2, allow_nan=False)
+        text = "\n\n".join([*parts, f"{hardware(known['machine'])}; {seconds:.0f} s in all."])
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / f"{name}.json").write_text(found + "\n", encoding="utf-8")
+        (options.output / f"{text_name}.md").write_text(text + "\n", encoding="utf-8")
+        print(text)
+
+
+def provenance(options: Run) -> Figures:
     """Settings, machine and versions behind the figures."""
     settings = {key: value for key, value in asdict(options).items() if key not in NO_SETTINGS}
     installed = {each.name: each.version for each in distributions()}
+    device = device_of(options.device)
     on_cuda = torch.device(device).type == "cuda"
     machine: Figures = {
         "device": device,
@@ -64,10 +83,14 @@ def processor() -> str:
     return next(iter(names), platform.processor() or platform.machine())
 
 
-def hardware_of(figures: Figures) -> str:
+def hardware(machine: Figures) -> str:
     """The machine in a few words."""
-    machine = figures["machine"]
     return machine["accelerator"] or f"{machine['processor']}, threads: {machine['threads']}"
+
+
+def counts(sizes: Mapping[str, int]) -> str:
+    """Numbers of texts by data set, in words."""
+    return ", ".join(f"{count} of {name}" for name, count in sizes.items()) or "none"
 
 
 def label(row: Row) -> str:
@@ -110,15 +133,6 @@ def _cell(value: Any) -> str:
     if math.isnan(value):
         return NOTHING
     return f"{value:.3f}" if 0.01 <= abs(value) < 100 or value == 0 else f"{value:.4g}"
-
-
-def write(folder: Path, name: str, figures: Figures, *parts: str, table_name: str = "") -> None:
-    """Write figures as JSON, and paragraphs and tables as Markdown; print the latter."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text, report = json.dumps(figures, indent=2, allow_nan=False), "\n\n".join(parts)
-    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    (folder / f"{table_name or name}.md").write_text(report + "\n", encoding="utf-8")
-    print(report)
 
 
 def draw_reliability(rows: Sequence[Row], path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from benchmarks import metrics
 from benchmarks.experiments.calibration_report import ENSEMBLES, SPLIT, WHOLE, draw, text_of
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
-from benchmarks.measuring import seconds_of, set_up
+from benchmarks.measuring import seconds_of
 from benchmarks.methods import METHODS, posterior
 from benchmarks.methods.method import Members, Method, PointMethod, Posterior, at_temperature
 from benchmarks.methods.priors import (
@@ -31,9 +31,9 @@ from benchmarks.methods.priors import (
     by_training,
     by_validation,
 )
-from benchmarks.models import AdaptedModel, device_of
+from benchmarks.models import AdaptedModel
 from benchmarks.options import Calibration
-from benchmarks.report import Figures, Row, provenance, write
+from benchmarks.report import Figures, Result, Row
 from benchmarks.training import Records
 from laplace_lora_ext.metrics import quality, reliability
 
@@ -48,11 +48,10 @@ GROUPS = 8  # of texts by their margins
 TIMED_BATCHES = 4  # of a posterior's predictions
 
 
-def run(options: Calibration) -> Figures:
-    """Measure each seed, and write figures and report after it."""
+def run(options: Calibration) -> Iterator[Result]:
+    """Measure each seed, and report after it, so that a run of hours may be cut off."""
     methods = chosen_methods(options.methods)
-    set_up(options)
-    figures: Figures = {**provenance(options, device_of(options.device)), "methods": []}
+    figures: Figures = {"methods": []}
     for seed in options.seeds:
         pretrained = prepare(options, seed)
         trial = Trial(pretrained, options.samples, seed, methods)
@@ -65,10 +64,8 @@ def run(options: Calibration) -> Figures:
                 "jacobians_by_margin": trial.jacobians_by_margin(),
                 "along_training": trial.measure_along_training() if options.curves else [],
             }
-        # After each seed, so that a run of hours may be cut off.
-        write(options.output, "calibration", figures, *text_of(figures))
+        yield figures, text_of(figures)
         draw(figures, options.output)
-    return figures
 
 
 def chosen_methods(names: Collection[str] | None) -> list[str]:

@@ -50,13 +50,12 @@ def text_of(figures: Figures) -> list[str]:
     """All that has been measured so far, in words and tables."""
     rows, task = figures["methods"], figures["task"]
     seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
-    shifted = ", ".join(f"{count} of {name}" for name, count in task["shifted"].items())
     cells = summarize(rows)
     return [
         f"Task {task['name']}: {figures['hyperparameters']['model']} with LoRA, {task['train']} "
         f"training texts, {task['test']} test texts, {len(task['classes'])} classes; shifted "
-        f"texts: {shifted or 'none'}. Seeds: {seeds}; mean ± standard deviation of several. "
-        f"{report.hardware_of(figures)}.",
+        f"texts: {report.counts(task['shifted'])}. Seeds: {seeds}; mean ± standard deviation of "
+        "several.",
         report.table(cells, list(cells[0])),
         f"Test texts of seed {rows[0]['seed']}, from the smallest margin of the top logit to the "
         "largest, with the squared norm of the margin's Jacobian:",

@@ -1,7 +1,7 @@
 """The main job: fine-tune one model, run every method on it, and report."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,7 +18,6 @@ from benchmarks.methods.priors import BY_TRAINING, NO_PRIOR, Prior, probabilitie
 from benchmarks.metrics import shift_detection
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Compare
-from benchmarks.report import Figures, Row
 from laplace_lora_ext.metrics import quality, reliability
 
 COLUMNS = (
@@ -37,38 +36,36 @@ class Line:
     fit_batch_size: int | None = None
     prediction_batch_size: int = PREDICTION_BATCH_SIZE
 
+    @property
+    def way(self) -> Prior:
+        """How the prior precision is chosen."""
+        return BY_TRAINING.get(self.prior, NO_PRIOR)
 
+
+EVIDENCE = ("marglik_layerwise", "probit")
+PROTOCOL = ("marglik_scalar", "mc")  # of the paper's first tables
 RECIPE = Line("lowrank_kron", "agreement", "mean_field")  # the README's example
-
-
-def prior_of(line: Line) -> Prior:
-    return BY_TRAINING.get(line.prior, NO_PRIOR)
 
 
 def lines_of(options: Compare) -> list[Line]:
     """The rows of the table, from the bare model to the library's recipe."""
-    settings = (f"marglik_{options.prior_structure}", options.link)
-    protocol = ("marglik_scalar", "mc")
     # Stock classes take a pass over the whole batch for each of its logits, so that texts are
     # cheapest one at a time. Only KFAC is fitted on whole batches: they change its estimate.
     lines = [
         Line("map"),
         Line("temperature_scaling"),
-        Line("stock_diag", *settings, fit_batch_size=1, prediction_batch_size=1),
-        Line("stock_kron", *settings, prediction_batch_size=1),
-        Line("lowrank_kron_paper", *settings),
+        Line("stock_diag", *EVIDENCE, fit_batch_size=1, prediction_batch_size=1),
+        Line("stock_kron", *EVIDENCE, prediction_batch_size=1),
+        Line("lowrank_kron_paper", *EVIDENCE),
     ]
-    if options.every_row:
-        lines.append(Line("lowrank_kron", *settings))
-        for key in ("lowrank_kron_paper", "lowrank_kron") if settings != protocol else ():
-            lines.append(Line(key, *protocol))
-    return [*lines, RECIPE]
+    every = [Line("lowrank_kron", *EVIDENCE)]
+    every += [Line(key, *PROTOCOL) for key in ("lowrank_kron_paper", "lowrank_kron")]
+    return [*lines, *(every if options.every_row else []), RECIPE]
 
 
-def run(options: Compare) -> Figures:
-    """Measure each row in a process of its own; write figures, table and diagram."""
+def run(options: Compare) -> Iterator[report.Result]:
+    """Measure each row in a process of its own; then draw a diagram."""
     started = time.perf_counter()
-    set_up(options)
     pretrained = prepare(options, options.seed, options.validation_examples)
     pretrained = pretrained.for_epochs(options.epochs)
     read = time.perf_counter()
@@ -76,47 +73,38 @@ def run(options: Compare) -> Figures:
     train = pretrained.loader("train", PREDICTION_BATCH_SIZE)
     known = quality(model.logits(train).softmax(-1), labels_of(train))
     trained = time.perf_counter()
-    lines = lines_of(options)
+    lines, rows = lines_of(options), []
     alone = options if options.threads else replace(options, threads=1)  # of two cores
     with ThreadPoolExecutor(1 if pretrained.device.startswith("cuda") else 2) as pool:
         found = pool.map(lambda line: run_alone(measure, line, pretrained, alone), lines)
-        progress, rows = tqdm(found, total=len(lines), disable=options.quiet), []
-        for line, row in zip(lines, progress, strict=True):
-            titles = {"name": METHODS[line.method].title, "chosen_by": prior_of(line).title}
-            of_line = {**titles, **asdict(line)}
-            rows.append({**of_line, "label": report.label(of_line), **row})
-    finished = time.perf_counter()
+        progress = tqdm(found, total=len(lines), disable=options.quiet)
+        for line, figures in zip(lines, progress, strict=True):
+            row = {"name": METHODS[line.method].title, "chosen_by": line.way.title, **asdict(line)}
+            rows.append({**row, "label": report.label(row), **figures})
     seconds = {"reading": read - started, "fine_tuning": trained - read}
     data = pretrained.description
     figures = {
-        **report.provenance(options, pretrained.device),
         "data": data,
         "training": {"train_accuracy": known["accuracy"], "train_nll": known["nll"]},
         "methods": rows,
-        "seconds": {**seconds, "methods": finished - trained},
+        "seconds": {**seconds, "methods": time.perf_counter() - trained},
     }
-    shifted = ", ".join(f"{count} of {name}" for name, count in data["shifted"].items())
     summary = (
         f"{pretrained.hyperparameters.model} with LoRA, fine-tuned on {data['train']} texts of "
         f"the task {data['name']} (training accuracy {known['accuracy']:.3f}, NLL "
         f"{known['nll']:.4f}); measured on {data['test']} texts of {', '.join(data['classes'])};\n"
-        f"shifted texts: {shifted or 'none'}. {report.hardware_of(figures)}; seed {options.seed}; "
-        f"{finished - started:.0f} s in all."
+        f"shifted texts: {report.counts(data['shifted'])}; seed {options.seed}."
     )
-    parts = (summary, report.table(rows, COLUMNS.split()))
-    report.write(options.output, "figures", figures, *parts, table_name="table")
+    yield figures, [summary, report.table(rows, COLUMNS.split())]
     report.draw_reliability([rows[0], rows[-1]], options.output / "reliability.png")
-    return figures
 
 
-def measure(line: Line, pretrained: Pretrained, options: Compare) -> Row:
+def measure(line: Line, pretrained: Pretrained, options: Compare) -> report.Row:
     """Fit a method to the fine-tuned model, predict, and return the row's figures."""
     set_up(options)
     model = fine_tune(pretrained, pretrained.data["train"], options.seed)
     test = pretrained.loader(TEST, line.prediction_batch_size)
-    shifted = [
-        pretrained.loader(name, line.prediction_batch_size) for name in pretrained.task.shifted
-    ]
+    shifted = [pretrained.loader(x, line.prediction_batch_size) for x in pretrained.task.shifted]
     # Weights are mapped from their file: they count as memory once they are used.
     model.logits([next(iter(test))])
     with peak_memory(pretrained.device) as memory:
@@ -150,9 +138,8 @@ def fitted(
     train = pretrained.loader("train", line.fit_batch_size)
     la = posterior(line.method).build(model)
     la.fit(train)
-    prior = prior_of(line)
-    assert prior.choose is not None
-    prior_precision = prior.choose(la, train if prior.reads else None)
+    assert line.way.choose is not None
+    prior_precision = line.way.choose(la, train if line.way.reads else None)
 
     def predict(batches: Any) -> torch.Tensor:
         return torch.cat([probabilities(la, batch, line.link, samples) for batch in batches])

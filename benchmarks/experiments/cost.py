@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from benchmarks.methods import METHODS, posterior
 from benchmarks.models import device_of
 from benchmarks.options import Cost
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import Figures, Row, provenance, write
+from benchmarks.report import Result, Row
 
 INTERMEDIATE_RATIO = 2.7
 HEAD_SIZE = 64
@@ -26,11 +25,9 @@ LARGEST_BATCH = 8
 WIDEST_WITH_LARGE_BATCHES = 1024
 
 
-def run(options: Cost) -> Figures:
-    """Measure every method at every shape, and write tables, figures and plot."""
-    started = time.perf_counter()
+def run(options: Cost) -> Iterator[Result]:
+    """Measure every method at every shape; then draw."""
     device = device_of(options.device)
-    measuring.set_up(options)
     measured, failures = [], []
     for shape, batches in shapes_of(options, device):
         rows = []
@@ -48,15 +45,12 @@ def run(options: Cost) -> Figures:
         measured += rows
     figures = {
         "weights": MEANING,
-        **provenance(options, device),
         "measurements": measured,
         "failures": failures,
         "growth": [*_fit_growth(measured, options.contestants), *growth(options, device)],
-        "seconds": time.perf_counter() - started,
     }
-    write(options.output, "cost", figures, *text_of(figures))
+    yield figures, text_of(figures, options)
     draw(measured, options.output / "cost.png")
-    return figures
 
 
 def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:

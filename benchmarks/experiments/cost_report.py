@@ -3,29 +3,28 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import NOTHING, Figures, Row, draw_lines, hardware_of, lines, table
+from benchmarks.options import Cost
+from benchmarks.report import NOTHING, Figures, Row, draw_lines, lines, table
 
 HEADLINE = "predict 8"  # the prediction that is drawn
 
 
-def text_of(figures: Figures) -> list[str]:
+def text_of(figures: Figures, options: Cost) -> list[str]:
     """All figures in words and tables."""
-    settings = figures["settings"]
-    repetitions = settings["repetitions"]
     parts = [
         "Random weights in the shape of Llama: they tell about shapes and speed only. The batches "
-        f"of a fit have {settings['batch_size']} texts of {settings['length']} tokens and "
-        f"{settings['classes']} classes; its seconds are per batch.\nBare loops are the model's "
-        "passes alone; bayesian-lora fits with one sampled label and one backward pass.\n"
-        f"Seconds are medians of {repetitions} warm calls unless a number is given; megabytes are "
-        f"peaks over model and data.\n{hardware_of(figures)}; {figures['seconds']:.0f} s in all."
+        f"of a fit have {options.batch_size} texts of {options.length} tokens and "
+        f"{options.classes} classes; its seconds are per batch.\nBare loops are the model's "
+        "passes alone; bayesian-lora fits with one sampled label and one backward pass.\nSeconds "
+        f"are medians of {options.repetitions} warm calls unless a number is given; megabytes are "
+        "peaks over model and data."
     ]
     shapes: dict[str, dict[str, Row]] = {}
     for row in figures["measurements"]:
         shape = f"Hidden size {row['hidden_size']}, layers: {row['layers']}, {row['dtype']}"
         cells = shapes.setdefault(shape, {}).setdefault(row["name"], {"name": row["name"]})
         phase = row["phase"]
-        cells[f"{phase} (s)"] = _spread(row, repetitions)
+        cells[f"{phase} (s)"] = _spread(row, options.repetitions)
         cells[f"{phase} (bare loops)"] = row["in_bare_loops"]
         cells[f"{phase} (MB)"] = row["peak_megabytes"]
         if phase == "fit":

@@ -15,13 +15,12 @@ from benchmarks.experiments import curvature_errors as exactly
 from benchmarks.experiments.fidelity_models import ARCHITECTURES, LORA, Architecture, SmallModel
 from benchmarks.experiments.fidelity_report import draw, means, text_of
 from benchmarks.fine_tuning import fine_tune
-from benchmarks.measuring import set_up
 from benchmarks.methods import posterior
 from benchmarks.methods.method import Posterior, labels_of
 from benchmarks.methods.posteriors import over_lora
-from benchmarks.models import device_of, encoder_folder, load_tokenizer
+from benchmarks.models import encoder_folder, load_tokenizer
 from benchmarks.options import Fidelity
-from benchmarks.report import Figures, Row, provenance, write
+from benchmarks.report import Result, Row
 from benchmarks.tasks import docstrings
 from benchmarks.tasks.balanced import draw_balanced
 from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY
@@ -50,9 +49,8 @@ def all_curvatures(ranks: Iterable[int], hidden_size: int) -> Iterator[Curvature
     yield from ((posterior(key), {}) for key in ("kron", "diag"))
 
 
-def run(options: Fidelity) -> Figures:
-    """Measure every curvature on every model and seed; write tables, figures and plot."""
-    set_up(options)
+def run(options: Fidelity) -> Iterator[Result]:
+    """Measure every curvature on every model and seed; then draw."""
     transformers.logging.set_verbosity_error()
     models, rows = [], []
     for seed in options.seeds:
@@ -64,20 +62,14 @@ def run(options: Fidelity) -> Figures:
             facts, measured = _measure(architecture, task, seed, options)
             models.append(labels | facts)
             rows += [labels | row for row in measured]
-    figures = {
-        **provenance(options, device_of(options.device)),
-        "classes": list(task.classes),
-        "models": models,
-        "curvatures": rows,
-        "means": means(rows),
-    }
+    figures = {"classes": list(LIBRARIES), "models": models, "curvatures": rows}
+    figures |= {"means": means(rows)}
     by_model = {
         architecture.name: means([row for row in rows if row["model"] == architecture.name])
         for architecture in ARCHITECTURES
     }
-    write(options.output, "fidelity", figures, *text_of(figures, by_model))
+    yield figures, text_of(figures, by_model)
     draw({"mean of all": figures["means"], **by_model}, options.output / "fidelity.png")
-    return figures
 
 
 def _measure(kind: Architecture, task: Task, seed: int, options: Fidelity) -> tuple[Row, list[Row]]:

@@ -27,31 +27,21 @@ def means(rows: Sequence[Row]) -> list[Row]:
     errors = frame.pivot_table("covariance_error", repetition, "name", sort=False)
     figures = frame.drop(columns=["model", "seed"], errors="ignore")
     averages = figures.groupby(IDENTITY, sort=False, dropna=False).mean().reset_index()
-    names = averages.set_index("structure")["name"]
-    for title, rival in (
-        ("below_stock_kron", names["kron"]),
-        ("below_default", averages.loc[averages["is_default"].astype(bool), "name"].item()),
-    ):
-        is_below = errors.lt(errors[rival], axis=0).all()
-        averages[title] = averages["name"].map(is_below)
+    stock = averages[averages["structure"] == "kron"].iloc[0]
+    default = averages[averages["is_default"].astype(bool)].iloc[0]
+    for title, rival in (("below_stock_kron", stock), ("below_default", default)):
+        averages[title] = averages["name"].map(errors.lt(errors[rival["name"]], axis=0).all())
     averages["worst_covariance_error"] = averages["name"].map(errors.max())
-    memory = averages.set_index("structure")["kilobytes"]
-    averages["share_of_stock_kron"] = averages["kilobytes"] / memory["kron"]
+    averages["share_of_stock_kron"] = averages["kilobytes"] / stock["kilobytes"]
     points = averages[["kilobytes", "covariance_error"]].itertuples(index=False, name=None)
-    front = pareto_front(list(points))
-    averages["on_front"] = [place in front for place in averages.index]
+    averages["on_front"] = on_front(list(points))
     averages = averages.astype(object)
     return averages.where(averages.notna(), None).to_dict("records")
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of points that no other point beats in both costs, ordered by the first cost."""
-    places = [
-        place
-        for place, p in enumerate(points)
-        if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
-    ]
-    return sorted(places, key=lambda place: points[place])
+def on_front(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Whether no other point is as good in both costs and better in one."""
+    return [not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points) for p in points]
 
 
 def text_of(figures: Figures, by_model: dict[str, list[Row]]) -> list[str]:

@@ -1,6 +1,7 @@
 """Calibration of every method over several tasks, from the files that `calibration` wrote."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +10,25 @@ from matplotlib.figure import Figure
 
 from benchmarks.experiments.calibration_report import shown
 from benchmarks.options import Overview
-from benchmarks.report import Figures, Row, label, save, table, write
+from benchmarks.report import Result, Row, label, save, table
 
 COLUMNS = ["accuracy", "nll", "ece", "regret", "fit_seconds", "predict_seconds"]
 PANELS = {"nll": "NLL above the least of the task", "ece": "ECE"}
 
 
-def run(options: Overview) -> Figures:
-    """Read the runs, and write table and diagram."""
+def run(options: Overview) -> Iterator[Result]:
+    """Read the runs; then draw."""
     frame: Any = pd.concat([read(folder) for folder in options.runs], ignore_index=True)
     frame = frame.drop_duplicates(["name", "task", "seed"])  # MAP is in every run
     rows = frame.groupby(["name", "task"], sort=False)[COLUMNS].mean().reset_index()
     of_all = rows.groupby("name", sort=False)[COLUMNS].mean().reset_index()
     seeds = {task: sorted(set(of.seed)) for task, of in frame.groupby("task", sort=False)}
-    figures: Figures = {
-        "tasks": records(rows),
-        "all": records(of_all),
-        "seeds": seeds,
-    }
-    parts = [table(figures["all"], ["name", *COLUMNS])]
+    parts = [table(records(of_all), ["name", *COLUMNS])]
     for task, of_task in rows.groupby("task", sort=False):
         parts.append(f"{task}, seeds {', '.join(map(str, seeds[task]))}:")
         parts.append(table(of_task.to_dict("records"), ["name", *COLUMNS]))
-    write(options.output, "overview", figures, *parts)
+    yield {"tasks": records(rows), "all": records(of_all), "seeds": seeds}, parts
     draw(rows, options.output / "overview.png")
-    return figures
 
 
 def records(frame: Any) -> list[Row]:

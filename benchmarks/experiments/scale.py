@@ -1,17 +1,14 @@
 """How time and memory grow with the number of examples, classes, tokens and processes."""
 
-import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks import measuring, report
@@ -20,7 +17,7 @@ from benchmarks.methods import posterior
 from benchmarks.models import device_of
 from benchmarks.options import Cost, Scale
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import Figures, Row
+from benchmarks.report import Result, Row
 from laplace_lora_ext import LinearizedModel
 from laplace_lora_ext.linearized.storage import Collected
 
@@ -33,70 +30,47 @@ COLUMNS = [
 ]
 
 
-def run(options: Scale) -> Figures:
-    """Measure each series, and write table, figures and plot."""
-    started = time.perf_counter()
-    device = device_of(options.device)
-    measuring.set_up(options)
-    rows = []
-    for against, size, found in measured(options, device):
+def run(options: Scale) -> Iterator[Result]:
+    """Measure each series; then draw times."""
+    rows: list[Row] = []
+    for against, size, found in measured(options, device_of(options.device)):
         if not options.quiet:
             print(f"{size} {against}", file=sys.stderr)
         rows += [{"against": against, "size": size, **row} for row in found]
-    series = {row["against"]: [] for row in rows}
-    for row in rows:
-        series[row["against"]].append(row)
-    for of_series in series.values():
-        _add_exponents(of_series)
-    figures = {
-        "weights": MEANING,
-        **report.provenance(options, device),
-        "rows": rows,
-        "seconds": time.perf_counter() - started,
-    }
     parts = [
         "Random weights in the shape of Llama, and random features for the linearised methods. "
         "Bare loops are the model's passes alone; megabytes are peaks over model and data, and for "
         "the linearised methods with features that are not on disk. Exponents are least squares "
-        "in logarithms.\n"
-        f"{report.hardware_of(figures)}; {figures['seconds']:.0f} s in all."
+        "in logarithms."
     ]
-    for against, of_series in series.items():
+    panels = {}
+    for against in dict.fromkeys(row["against"] for row in rows):
+        of_series = [row for row in rows if row["against"] == against]
+        _add_exponents(of_series)
         columns = [column for column in COLUMNS if any(column in row for row in of_series)]
         ordered = sorted(of_series, key=lambda row: row["name"])
         parts += [f"Against the number of {against}:", report.table(ordered, columns)]
-    report.write(options.output, "scale", figures, *parts)
-    bare = [
-        {**row, "name": f"{row['name']}, bare loop", "seconds": row["bare_seconds"]}
-        for row in rows
-        if "bare_seconds" in row
-    ]
-    panels = {
-        against: report.lines(
-            [row for row in rows + bare if row["against"] == against], "size", "seconds"
-        )
-        for against in series
-    }
+        bare = [
+            {**row, "name": f"{row['name']}, bare loop", "seconds": row["bare_seconds"]}
+            for row in of_series
+            if "bare_seconds" in row
+        ]
+        panels[against] = report.lines([*of_series, *bare], "size", "seconds")
+    yield {"weights": MEANING, "rows": rows}, parts
     report.draw_lines(options.output / "scale.png", panels, "Number", "log")
-    return figures
 
 
 def measured(options: Scale, device: str) -> Iterator[tuple[str, int, list[Row]]]:
     """Measure: yield what is varied, its size, and the rows of figures."""
-    shape = Shape(
-        hidden_size=options.hidden_size,
-        layers=options.layers,
-        intermediate_size=4 * options.hidden_size,
-        batch_size=options.batch_size,
-        length=64,
-    )
+    sizes = (options.hidden_size, options.layers, 4 * options.hidden_size)
+    shape = Shape(*sizes, batch_size=options.batch_size, length=64)
     for size in options.classes:
         yield "classes", size, _beside(replace(shape, classes=size), options, device)
     for size in options.lengths:
         whole = replace(shape, length=size)
         yield "tokens of a text", size, _beside(whole, options, device)
-        parts = replace(whole, checkpointed=True)
-        yield "tokens with gradient checkpointing", size, _beside(parts, options, device)
+        again = _beside(replace(whole, checkpointed=True), options, device)
+        yield "tokens with gradient checkpointing", size, again
     for size in options.examples:
         # Each method alone: memory that one leaves would hide the other's.
         job = partial(measuring.run_alone, _measure_examples)
@@ -160,16 +134,15 @@ def _measure_examples(method: str, n: int, options: Scale, device: str) -> Row:
 
 def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:
     """Fit the same texts with several processes, which share the cores of one machine."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_fit_shard, (world, Path(folder), shape, options), nprocs=world)
-        times = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world) as pool:
+        fit = partial(measuring.run_alone, _fit_shard, world, f"{folder}/meeting", shape, options)
+        times = list(pool.map(fit, range(world)))
     return {"name": "fit", **{key: max(each[key] for each in times) for key in times[0]}}
 
 
-def _fit_shard(rank: int, world: int, folder: Path, shape: Shape, options: Scale) -> None:
+def _fit_shard(world: int, meeting: str, shape: Shape, options: Scale, rank: int) -> Row:
     torch.set_num_threads(1)
-    where = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world)
     model = random_llama(shape, "cpu", options.seed)
     whole = random_loader(shape, 4 * options.batches, "cpu", options.seed)
     shard = DataLoader(
@@ -184,8 +157,8 @@ def _fit_shard(rank: int, world: int, folder: Path, shape: Shape, options: Scale
         la.fit(shard)  # a first time, while PyTorch loads its parts
         dist.barrier()
         row[name] = measuring.seconds_of(partial(la.fit, shard))
-    row["in_bare_loops"] = row["seconds"] / row["bare_seconds"]
-    (folder / f"{rank}.json").write_text(json.dumps(row))
+    dist.destroy_process_group()
+    return {**row, "in_bare_loops": row["seconds"] / row["bare_seconds"]}
 
 
 def _add_exponents(rows: Sequence[Row]) -> None:

@@ -1,6 +1,7 @@
 """The paper's table of costs: LoRA training against LoRA training plus a Laplace fit."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -12,7 +13,7 @@ from benchmarks.methods import posterior
 from benchmarks.models import AdaptedModel, device_of
 from benchmarks.options import Table7b
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import Figures, Row, hardware_of, provenance, table, write
+from benchmarks.report import Result, Row, table
 
 STEPS_OF_TRAINING = 10_000
 LEARNING_RATE = 5e-5
@@ -24,41 +25,33 @@ COLUMNS = (
 )
 
 
-def run(options: Table7b) -> Figures:
+def run(options: Table7b) -> Iterator[Result]:
     """Measure each row in a process of its own, so that its memory is untouched."""
     of_shape = {field.name for field in fields(Shape)}
     known: dict[str, Any] = {key: v for key, v in asdict(options).items() if key in of_shape}
     known["target_modules"] = ("q_proj", "v_proj", "lm_head")
     shapes = [Shape(**{**known, "classes": classes}) for classes in options.classes]
     weights, device = shapes[0].number_of_weights, device_of(options.device)
-    on_cuda = torch.device(device).type == "cuda"
-    if not on_cuda and (options.device is None or weights > LARGEST_ON_A_CPU):
+    if torch.device(device).type != "cuda" and weights > LARGEST_ON_A_CPU:
         raise SystemExit(
             f"table7b: a model of {weights / 1e9:.2g} billion weights needs a GPU, and none is in "
             "use; on a CPU give --device cpu and a small shape (at most "
             f"{LARGEST_ON_A_CPU / 1e9:g} billion weights, see --hidden-size and --layers)"
         )
-    measuring.set_up(options)
     rows = []
     for shape in shapes:
         if not options.quiet:
             print(f"{shape.classes} classes", file=sys.stderr)
         rows.append(measuring.run_alone(measure, options, shape, device))
-    figures = {
-        "weights": MEANING,
-        **provenance(options, device),
-        "number_of_weights": weights,
-        "rows": rows,
-    }
     summary = (
         f"Random weights in the shape of Llama, {weights / 1e9:.3g} billion in {options.dtype}: "
         f"they tell about shapes and speed only. Batches of {options.batch_size} texts of "
-        f"{options.length} tokens. {hardware_of(figures)}.\nTraining is the median step times "
-        f"{STEPS_OF_TRAINING:,}; the fit is one over {options.batches} batches. Memory is the peak "
-        "with the model in it; with Laplace, that of the more demanding phase."
+        f"{options.length} tokens.\nTraining is the median step times {STEPS_OF_TRAINING:,}; the "
+        f"fit is one over {options.batches} batches. Memory is the peak with the model in it; with "
+        "Laplace, that of the more demanding phase."
     )
-    write(options.output, "table7b", figures, summary, table(rows, COLUMNS.split()))
-    return figures
+    figures = {"weights": MEANING, "number_of_weights": weights, "rows": rows}
+    yield figures, [summary, table(rows, COLUMNS.split())]
 
 
 def measure(options: Table7b, shape: Shape, device: str) -> Row:
@@ -67,7 +60,8 @@ def measure(options: Table7b, shape: Shape, device: str) -> Row:
     before = measuring.megabytes_in_use(device)
     with measuring.peak_memory(device) as training:
         model = random_llama(shape, device, options.seed)
-        steps = _train(options, shape, model, device)
+        (batch,) = random_loader(shape, 1, device, options.seed)
+        steps = _train(model, batch, options.steps)
     # After training, gradients and the optimiser's state are gone.
     for weight in model.lora_weights:
         weight.grad = None
@@ -83,9 +77,7 @@ def measure(options: Table7b, shape: Shape, device: str) -> Row:
     gigabytes = training["megabytes"] / MEGABYTES_PER_GIGABYTE
     of_fit = (held + fitting["megabytes"]) / MEGABYTES_PER_GIGABYTE
     return {
-        "classes": shape.classes,
-        "step": steps,
-        "step_seconds": steps["median"],
+        **{"classes": shape.classes, "step": steps, "step_seconds": steps["median"]},
         "training_seconds": training_seconds,
         **{"fit_seconds": seconds, "fit_seconds_per_batch": seconds / options.batches},
         **{"time_overhead_percent": 100 * seconds / training_seconds, "paper_time": "about 1 %"},
@@ -97,10 +89,9 @@ def measure(options: Table7b, shape: Shape, device: str) -> Row:
     }
 
 
-def _train(options: Table7b, shape: Shape, model: AdaptedModel, device: str) -> dict[str, Any]:
+def _train(model: AdaptedModel, batch: Any, steps: int) -> dict[str, Any]:
     """Time training steps: forward, backward, AdamW."""
     optimizer = torch.optim.AdamW(model.lora_weights, lr=LEARNING_RATE)
-    (batch,) = random_loader(shape, 1, device, options.seed)
     model.model.train()
 
     def step() -> None:
@@ -108,6 +99,6 @@ def _train(options: Table7b, shape: Shape, model: AdaptedModel, device: str) -> 
         cross_entropy(model.logits_model(batch), batch["labels"]).backward()
         optimizer.step()
 
-    steps = measuring.repeated_seconds(step, options.steps)
+    taken = measuring.repeated_seconds(step, steps)
     model.model.eval()
-    return steps
+    return taken

@@ -1,7 +1,7 @@
 """Free text: calibration of tokens, and how well uncertainty detects wrong answers."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,27 +11,16 @@ from peft import TaskType
 from torch.utils.data import DataLoader
 
 import laplace_lora_ext
-from benchmarks.experiments.text_measures import (
-    detection,
-    quality,
-    relative_cost,
-    speed,
-    write_answers,
-)
+from benchmarks import training
+from benchmarks.experiments import text_measures as measures
 from benchmarks.fine_tuning import with_lora
 from benchmarks.gemma import gemma_folder
-from benchmarks.methods.free_text import (
-    Predictor,
-    posterior,
-    scaled,
-    token_loss,
-    training_free,
-)
+from benchmarks.methods import free_text
+from benchmarks.methods.free_text import Predictor, posterior
 from benchmarks.models import device_of
 from benchmarks.options import Text
-from benchmarks.report import Figures, Row, hardware_of, over_seeds, provenance, table, write
+from benchmarks.report import Figures, Result, Row, over_seeds, table
 from benchmarks.tasks.free_text import WritingTask, Written, by_length, collate, read
-from benchmarks.training import Hyperparameters, read_or_train, train
 from laplace_lora_ext.models.tokens_model import TokensModel
 
 LORA = ("q_proj", "v_proj")
@@ -49,21 +38,13 @@ TITLES = {
 }
 
 
-def run(options: Text) -> Figures:
-    """Measure each seed; write figures and tables."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = device_of(options.device)
-    figures: Figures = {
-        **provenance(options, device),
-        **{"methods": [], "detectors": [], "costs": []},
-    }
+def run(options: Text) -> Iterator[Result]:
+    """Measure each seed, and report after it, so that a run of hours may be cut off."""
+    figures: Figures = {"methods": [], "detectors": [], "costs": []}
     for seed in options.seeds:
-        for name, rows in measure(options, seed, device).items():
+        for name, rows in measure(options, seed, device_of(options.device)).items():
             figures[name] += [{"seed": seed, **row} for row in rows]
-        # After each seed, so that a run of hours may be cut off.
-        write(options.output, "text", figures, *text_of(figures, options))
-    return figures
+        yield figures, text_of(figures, options)
 
 
 def measure(options: Text, seed: int, device: str) -> dict[str, list[Row]]:
@@ -86,25 +67,22 @@ def measure(options: Text, seed: int, device: str) -> dict[str, list[Row]]:
     )
     torch.manual_seed(seed)
     la.fit(batches(task.train), progress_bar=not options.quiet)
-    written, wrong = write_answers(la, tokenizer, task.test, options.batch_size)
-    rows, detectors = [], []
+    written, wrong = measures.write_answers(la, tokenizer, task.test, options.batch_size)
+    of_test, answered, rows, detectors = batches(task.test), batches(written), [], []
     for name, chosen_by, build in methods(la, options, seed, task, batches):
         if not options.quiet:
             print(f"{name}, {chosen_by} ({time.perf_counter() - started:.0f} s)", flush=True)
-        predictor = build()
-        begun = clock()
-        row = {"name": name, "chosen_by": chosen_by, **quality(predictor, batches(task.test))}
+        method, predictor, begun = {"name": name, "chosen_by": chosen_by}, build(), clock()
+        row = {**method, **measures.quality(predictor, of_test)}
         row["seconds_a_token"] = (clock() - begun) / row["tokens"]
-        row["prior_precision"] = (
-            la.prior_precision.mean().item() if predictor.is_posterior else None
-        )
-        rows.append(row)
-        found = detection(predictor, batches(written), wrong)
-        detectors += [{"name": name, "chosen_by": chosen_by, **one} for one in found]
+        chosen = la.prior_precision.mean().item() if predictor.is_posterior else None
+        rows.append({**row, "prior_precision": chosen})
+        detectors += [{**method, **x} for x in measures.detection(predictor, answered, wrong)]
+    few = task.test[: options.written_examples]
     costs = {
         "wrong_answers": sum(wrong),
-        **speed(la, tokenizer, task.test[: options.written_examples], options.draws, clock),
-        **relative_cost(la, batches(task.train)[-1], options.draws, clock),
+        **measures.speed(la, tokenizer, few, options.draws, clock),
+        **measures.relative_cost(la, batches(task.train)[-1], options.draws, clock),
         "training_seconds": trained,
         "seconds": time.perf_counter() - started,
     }
@@ -114,17 +92,13 @@ def measure(options: Text, seed: int, device: str) -> dict[str, list[Row]]:
 def text_of(figures: Figures, options: Text) -> list[str]:
     """All that has been measured so far, in words and tables."""
     seeds = ", ".join(str(row["seed"]) for row in figures["costs"])
+    scored = [*METHOD, "score"]
     return [
         f"Task {options.task}, {options.train_examples} training and {options.test_examples} test "
-        f"texts, {options.draws} draws. Seeds: {seeds}; mean ± standard deviation of several. "
-        f"{hardware_of(figures)}.",
+        f"texts, {options.draws} draws. Seeds: {seeds}; mean ± standard deviation of several.",
         table(over_seeds(figures["methods"], METHOD, QUALITY), METHOD + QUALITY, TITLES),
         "How well scores detect the wrong ones among the model's own greedy answers:",
-        table(
-            over_seeds(figures["detectors"], [*METHOD, "score"], DETECTION),
-            [*METHOD, "score", *DETECTION],
-            TITLES,
-        ),
+        table(over_seeds(figures["detectors"], scored, DETECTION), scored + DETECTION, TITLES),
         f"Wrong answers of {options.test_examples}; seconds to write a token under the predictive "
         f"and by the model itself; how many of {options.written_examples} answers that changes; a "
         "fit over forward and backward pass of the same texts, a score over its forward passes:",
@@ -137,7 +111,7 @@ def fine_tuned(
 ) -> torch.nn.Module:
     """The language model with LoRA, trained on the answers."""
     transformers.set_seed(seed)
-    settings = Hyperparameters(
+    settings = training.Hyperparameters(
         *("gemma-3-270m", LORA, options.batch_size),
         maximum_length=0,
         rank=options.rank,
@@ -154,11 +128,10 @@ def fine_tuned(
         collate_fn=partial(collate, tokenizer),
         generator=torch.Generator().manual_seed(seed),
     )
-    loss = partial(token_loss, TokensModel(model))
+    loss = partial(free_text.token_loss, TokensModel(model))
     key = [seed, repr(settings), repr(task.train)]
-    read_or_train(
-        model, key, options.cache, lambda: train(model, loader, loss, settings, not options.quiet)
-    )
+    how = (model, loader, loss, settings, not options.quiet)
+    training.read_or_train(model, key, options.cache, lambda: training.train(*how))
     return model
 
 
@@ -173,9 +146,9 @@ def methods(
     validation, draws = batches(task.validation), options.draws
     first = validation[0]
     yield "MAP", "", lambda: Predictor(la)
-    yield "Temperature scaling", "validation", lambda: scaled(la, validation)
+    yield "Temperature scaling", "validation", lambda: free_text.scaled(la, validation)
     some = batches(task.train[:FEW_TEXTS])
-    yield "TFB", "training texts", lambda: training_free(la, draws, some)
+    yield "TFB", "training texts", lambda: free_text.training_free(la, draws, some)
     la.optimize_prior_precision("marglik")
     yield "Sampled weights", "evidence", lambda: posterior(la, draws, first, False)
     yield "Linearised", "evidence", lambda: posterior(la, draws, first, True)

@@ -6,16 +6,13 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader
-
 from benchmarks import report
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, fine_tune, prepare
-from benchmarks.measuring import seconds_of, set_up
+from benchmarks.measuring import seconds_of
 from benchmarks.methods import posterior
 from benchmarks.methods.priors import STRUCTURES
-from benchmarks.models import AdaptedModel
 from benchmarks.options import Tuning
-from benchmarks.report import Figures, Lines, Row
+from benchmarks.report import Result, Row
 from laplace_lora_ext import LinearizedModel, PredictiveStatistics
 from laplace_lora_ext.metrics import quality
 
@@ -43,9 +40,8 @@ class Search(NamedTuple):
         return {key: value for key, value in own.items() if value} | self.options
 
 
-def run(options: Tuning) -> Figures:
-    """Time the searches, measure their choices, and write tables, figures and plots."""
-    set_up(options)
+def run(options: Tuning) -> Iterator[Result]:
+    """Time the searches, measure their choices; then draw their paths and the layers' shares."""
     pretrained = prepare(options, options.seed, options.validation_examples)
     pretrained = pretrained.for_epochs(options.epochs)
     model = fine_tune(pretrained, pretrained.data["train"], options.seed)
@@ -77,15 +73,17 @@ def run(options: Tuning) -> Figures:
     for each in searches:
         if each.link in ("", "probit"):  # other links would take as long
             timed(each.name, lambda each=each: la.optimize_prior_precision(**each.keywords))
+    # The host's class, for which one text at a time is cheapest.
     points, size = options.stock_grid_size, options.grid_size
     grid |= {"val_loader": pretrained.loader("validation", 1), "grid_size": points}
-    taken = _stock_seconds(model, train, grid)
+    stock = posterior("stock_kron").build(replace(model, model=copy.deepcopy(model.model)))
+    stock.fit(train)
+    taken = seconds_of(lambda: stock.optimize_prior_precision(**grid))
     seconds[f"Stock Kron, gridsearch of {points}"] = taken
     seconds[f"the same for {size}, in proportion"] = taken * size / points
     one_pass = seconds["One prediction pass"]
     costs = [{"name": key, "seconds": x, "passes": x / one_pass} for key, x in seconds.items()]
     figures = {
-        **report.provenance(options, pretrained.device),
         "data": pretrained.description,
         "statistics": repr(statistics),
         "costs": costs,
@@ -93,33 +91,21 @@ def run(options: Tuning) -> Figures:
         "variance_by_layer": shares,
     }
     measured = [f"{link}_{key}" for link in LINKS for key in ("nll", "ece", "accuracy")]
-    report.write(
-        options.output,
-        "tuning",
-        figures,
-        f"{len(statistics)} validation texts, a grid of {options.grid_size}, {options.steps} steps "
-        "of val_gd. Searches are given the statistics or the linearised model.",
+    parts = [
+        f"{len(statistics)} validation texts, a grid of {size}, {options.steps} steps of val_gd. "
+        "Searches are given the statistics or the linearised model.",
         repr(statistics),
         report.table(costs, ["name", "seconds", "passes"]),
         f"{len(test)} test texts; layerwise prior precisions as geometric means.",
         report.table(choices, ["name", "prior_precision", *measured]),
-    )
-    panels: dict[str, Lines] = {
-        title: {
-            row["name"]: (row["step"], row["objective"]) for row in choices if method in row["name"]
-        }
-        for method, title in DRAWN.items()
+    ]
+    yield figures, parts
+    panels = {
+        title: {x["name"]: (x["step"], x["objective"]) for x in choices if way in x["name"]}
+        for way, title in DRAWN.items()
     }
     report.draw_lines(options.output / "tuning.png", panels, "Step")
     report.draw_shares(shares, options.output / "variance_by_layer.png")
-    return figures
-
-
-def _stock_seconds(model: AdaptedModel, train: DataLoader, grid: dict[str, Any]) -> float:
-    """Time the host's class, for which one text at a time is cheapest."""
-    stock = posterior("stock_kron").build(replace(model, model=copy.deepcopy(model.model)))
-    stock.fit(train)
-    return seconds_of(lambda: stock.optimize_prior_precision(**grid))
 
 
 def searches_of(
@@ -143,7 +129,6 @@ def _choices(
 ) -> tuple[list[Row], dict[str, float]]:
     """Measure every choice and MAP on the test texts; also the layers' shares of the variance."""
     shares, rows = {}, []
-    labels: Any = test.targets
     for search in searches:
         history = la.optimize_prior_precision(**search.keywords)
         if search.name == "marglik, layerwise":
@@ -157,14 +142,15 @@ def _choices(
         }
         moments = test.moments(la.prior_precision)
         for link in LINKS:
-            probabilities = la(moments, link_approx=link, n_samples=options.samples)
-            row |= _of_link(link, quality(probabilities.cpu(), labels))
+            found = la(moments, link_approx=link, n_samples=options.samples).cpu()
+            row |= _of_link(link, found, test)
         rows.append(row)
     without: Row = {"name": "MAP", "prior_precision": None}
     for link in LINKS:
-        without |= _of_link(link, quality(test.f_mu.softmax(-1), labels))
+        without |= _of_link(link, test.f_mu.softmax(-1), test)
     return [*rows, without], shares
 
 
-def _of_link(link: str, measured: dict[str, float]) -> Row:
-    return {f"{link}_{key}": value for key, value in measured.items()}
+def _of_link(link: str, probabilities: Any, test: PredictiveStatistics) -> Row:
+    labels: Any = test.targets
+    return {f"{link}_{key}": value for key, value in quality(probabilities, labels).items()}
