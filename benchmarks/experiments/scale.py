@@ -34,8 +34,7 @@ def run(options: Scale) -> Iterator[Result]:
     """Measure each series; then draw times."""
     rows: list[Row] = []
     for against, size, found in measured(options, device_of(options.device)):
-        if not options.quiet:
-            print(f"{size} {against}", file=sys.stderr)
+        report.say(options, size, against)
         rows += [{"against": against, "size": size, **row} for row in found]
     parts = [
         "Random weights in the shape of Llama, and random features for the linearised methods. "

@@ -1,6 +1,5 @@
 """The paper's table of costs: LoRA training against LoRA training plus a Laplace fit."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
@@ -13,7 +12,7 @@ from benchmarks.methods import posterior
 from benchmarks.models import AdaptedModel, device_of
 from benchmarks.options import Table7b
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import Result, Row, table
+from benchmarks.report import Result, Row, say, table
 
 STEPS_OF_TRAINING = 10_000
 LEARNING_RATE = 5e-5
@@ -40,8 +39,7 @@ def run(options: Table7b) -> Iterator[Result]:
         )
     rows = []
     for shape in shapes:
-        if not options.quiet:
-            print(f"{shape.classes} classes", file=sys.stderr)
+        say(options, shape.classes, "classes")
         rows.append(measuring.run_alone(measure, options, shape, device))
     summary = (
         f"Random weights in the shape of Llama, {weights / 1e9:.3g} billion in {options.dtype}: "

@@ -19,7 +19,7 @@ from benchmarks.methods import free_text
 from benchmarks.methods.free_text import Predictor, posterior
 from benchmarks.models import device_of
 from benchmarks.options import Text
-from benchmarks.report import Figures, Result, Row, over_seeds, table
+from benchmarks.report import Figures, Result, Row, over_seeds, say, table
 from benchmarks.tasks.free_text import WritingTask, Written, by_length, collate, read
 from laplace_lora_ext.models.tokens_model import TokensModel
 
@@ -70,8 +70,7 @@ def measure(options: Text, seed: int, device: str) -> dict[str, list[Row]]:
     written, wrong = measures.write_answers(la, tokenizer, task.test, options.batch_size)
     of_test, answered, rows, detectors = batches(task.test), batches(written), [], []
     for name, chosen_by, build in methods(la, options, seed, task, batches):
-        if not options.quiet:
-            print(f"{name}, {chosen_by} ({time.perf_counter() - started:.0f} s)", flush=True)
+        say(options, f"{name}, {chosen_by} ({time.perf_counter() - started:.0f} s)")
         method, predictor, begun = {"name": name, "chosen_by": chosen_by}, build(), clock()
         row = {**method, **measures.quality(predictor, of_test)}
         row["seconds_a_token"] = (clock() - begun) / row["tokens"]

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,18 +23,15 @@ Clock = Callable[[], float]
 
 def quality(predictor: Predictor, texts: list[Any]) -> dict[str, Any]:
     """NLL, accuracy and calibration of tokens under the mixture of all draws."""
-    found, confidences, hits = [], [], []
+    found = []
     for batch in texts:
         f, drawn, tokens = predictor(batch)
-        of_draws = [logits.softmax(-1) for logits in drawn] or [f.softmax(-1)]
-        p = torch.stack(of_draws).mean(0)
-        found.append(p.gather(-1, tokens[:, None]).squeeze(-1))
+        p = torch.stack([logits.softmax(-1) for logits in drawn] or [f.softmax(-1)]).mean(0)
         confidence, place = p.max(-1)
-        confidences.append(confidence)
-        hits.append(place == tokens)
-    p, confidence, hit = torch.cat(found), torch.cat(confidences).clamp(0, 1), torch.cat(hits)
+        found.append((p.gather(-1, tokens[:, None]).squeeze(-1), confidence, place == tokens))
+    p, confidence, hit = (torch.cat(part) for part in zip(*found, strict=True))
     # A binary question: is the most probable token right?
-    error = binary_calibration_error(confidence, hit.long(), n_bins=N_BINS, norm="l1")
+    error = binary_calibration_error(confidence.clamp(0, 1), hit.long(), N_BINS, norm="l1")
     return {
         "tokens": len(hit),
         "token_accuracy": hit.double().mean().item(),
@@ -61,8 +59,7 @@ def written_behind(
     """Greedy answers, and how many tokens they took."""
     prompts = tokenizer([one.prompt for one in texts], padding=True, return_tensors="pt")
     found = la.generate(
-        input_ids=prompts["input_ids"],
-        attention_mask=prompts["attention_mask"],
+        **{key: prompts[key] for key in ("input_ids", "attention_mask")},
         n_samples=draws,
         generator=torch.Generator().manual_seed(0),
         max_new_tokens=LONGEST_ANSWER,
@@ -117,23 +114,20 @@ def relative_cost(la: Any, batch: Any, draws: int, clock: Clock) -> dict[str, fl
     weights = [block.weight for block in la.blocks]
     state = la.state_dict()
 
-    def forward() -> None:
-        with torch.no_grad():
-            la.model(batch)
-
-    def both() -> None:
-        torch.autograd.grad(token_loss(la.model, batch), weights)
-
     def seconds(job: Callable[[], object]) -> float:
-        job()
-        spent = []
-        for _ in range(REPETITIONS):
-            begun = clock()
+        times = [clock()]
+        for _ in range(1 + REPETITIONS):
             job()
-            spent.append(clock() - begun)
-        return min(spent)
+            times.append(clock())
+        return min(after - before for before, after in pairwise(times[1:]))
 
-    of_score = seconds(lambda: la.score(batch, draws)) / seconds(forward) / (1 + 2 * draws)
-    of_fit = seconds(lambda: la.fit([batch])) / seconds(both)
+    with torch.no_grad():
+        of_forward = seconds(lambda: la.model(batch))
+    of_both = seconds(lambda: torch.autograd.grad(token_loss(la.model, batch), weights))
+    of_score = seconds(lambda: la.score(batch, draws))
+    of_fit = seconds(lambda: la.fit([batch]))
     la.load_state_dict(state)
-    return {"fit_ratio": of_fit, "score_ratio": of_score}
+    return {
+        "fit_ratio": of_fit / of_both,
+        "score_ratio": of_score / of_forward / (1 + 2 * draws),
+    }

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.methods.method import fit_temperature
-from benchmarks.methods.sampled import most_noise, noise_basis
+from benchmarks.methods.sampled import most_noise, noise_basis, noise_of
 from laplace_lora_ext import LanguageModelLaplace
 from laplace_lora_ext.models.weights import LoRAWeights, Values
 from laplace_lora_ext.text.draws import Noise
@@ -56,35 +56,33 @@ def posterior(la: LanguageModelLaplace, draws: int, batch: Any, linearized: bool
 def training_free(la: LanguageModelLaplace, draws: int, texts: list[Any]) -> Predictor:
     """TFB: the most noise that changes at most 1 % of the training texts' tokens."""
     weights = [block.weight.detach() for block in la.blocks]
-    bases = [
-        noise_basis(weights[place + 1]) if block.matrix == "lora_A" else None
+    bases = {
+        place: noise_basis(weights[place + 1])
         for place, block in enumerate(la.blocks)
-    ]
+        if block.matrix == "lora_A"
+    }
 
-    def directions_of(sigma: float) -> Directions:
+    def with_noise(sigma: float) -> Predictor:
+        noise = noise_of(sigma, bases, weights)
+
         def directions() -> Iterator[Values]:
             generator = torch.Generator().manual_seed(0)
             for _ in range(draws):
-                yield [
-                    torch.zeros_like(weight)
-                    if basis is None
-                    else sigma * basis @ torch.randn(weight.shape, generator=generator).to(weight)
-                    for weight, basis in zip(weights, bases, strict=True)
-                ]
+                drawn = noise(generator)
+                yield [drawn.get(x, torch.zeros_like(w)) for x, w in enumerate(weights)]
 
-        return directions
+        return Predictor(la, directions)
 
     def changed(sigma: float) -> float:
-        predictor, away, count = Predictor(la, directions_of(sigma)), 0, 0
+        predictor, away, count = with_noise(sigma), 0, 0
         for batch in texts:
             f, drawn, _ = predictor(batch)
-            mixture = sum(logits.softmax(-1) for logits in drawn)
-            assert isinstance(mixture, torch.Tensor)
+            mixture: Any = sum(logits.softmax(-1) for logits in drawn)
             away += int((mixture.argmax(-1) != f.argmax(-1)).sum())
             count += len(f)
         return away / count
 
-    return Predictor(la, directions_of(most_noise(changed)))
+    return with_noise(most_noise(changed))
 
 
 def token_loss(model: Any, batch: Any) -> torch.Tensor:

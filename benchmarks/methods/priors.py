@@ -19,12 +19,9 @@ from laplace_lora_ext.predictive.sampling import gaussian_samples
 
 # Links by the host's words for them, with the keywords of a prediction.
 LINKS: dict[str, dict[str, Any]] = {
-    "mc": {"link_approx": "mc"},
-    "mc_diagonal": {"link_approx": "mc", "diagonal_output": True},
-    "probit": {"link_approx": "probit"},
-    "mean_field": {"link_approx": "mean_field"},
-    "bridge": {"link_approx": "bridge"},
+    link: {"link_approx": link} for link in ("mc", "mc_diagonal", "probit", "mean_field", "bridge")
 }
+LINKS["mc_diagonal"] = {"link_approx": "mc", "diagonal_output": True}
 STRUCTURES = ("scalar", "layerwise")
 GRID = torch.logspace(-2, 4, 49)
 COARSE_GRID = GRID[::4]
@@ -139,11 +136,7 @@ def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
 
 
 def by_training(
-    la: Any,
-    train: DataLoader | None,
-    loaders: Loaders,
-    samples: int,
-    elsewhere: Iterable[Choice],
+    la: Any, train: DataLoader | None, loaders: Loaders, samples: int, elsewhere: Iterable[Choice]
 ) -> Iterator[Prediction]:
     """Choose in every way that needs no validation data; without `train`, by the evidence alone.
 
@@ -179,13 +172,9 @@ def by_validation(
         start = by_method(la, train, method="linearized_marglik", prior_structure="layerwise")
         choices += best_of(SCALED, [factor * start for factor in FACTORS])
     if beliefs.statistics is not None:
+        descent: Any = {"val_loader": beliefs.statistics, "prior_structure": "layerwise"}
         for link in LINKS_OF_DESCENT:
-            history = la.optimize_prior_precision(
-                method="val_gd",
-                val_loader=beliefs.statistics,
-                prior_structure="layerwise",
-                **LINKS[link],
-            )
+            history = la.optimize_prior_precision(method="val_gd", link_approx=link, **descent)
             losses = {link: history.objective.min().item()}
             choices.append(Choice(DESCENT, la.prior_precision.clone(), losses))
     return _predictions(la, choices, loaders, samples)
@@ -200,11 +189,9 @@ def _predictions(
     test, labels = beliefs[TEST], labels_of(loaders[TEST])
     for place, (prior, prior_precision, losses) in enumerate(choices):
         rivals = [x for other in choices if other.prior == prior for x in other.losses.values()]
+        own = {name: of_set[place] for name, of_set in moments.items()}
         for link, loss in losses.items():
-            predicted = {
-                name: probabilities(la, of_set[place], link, samples)
-                for name, of_set in moments.items()
-            }
+            predicted = {name: probabilities(la, own[name], link, samples) for name in own}
             regret = None
             if link == "mean_field" and test.statistics is not None:
                 grid = (test.moments([factor * prior_precision])[0] for factor in FACTORS)

@@ -1,7 +1,7 @@
 """Rivals that predict with sampled weights: TFB, BLoB and IVON-LoRA."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, ClassVar
@@ -17,7 +17,7 @@ from benchmarks.training import Hyperparameters, Recipe, Weights
 SAMPLES = 10
 DEVIATION = ".deviation"  # after a weight's name: its standard deviation
 
-Noise = Callable[[torch.Generator], Weights]
+Noise = Callable[[torch.Generator], dict[Any, torch.Tensor]]
 
 
 def sampled(model: AdaptedModel, noise: Noise) -> Members:
@@ -57,24 +57,14 @@ def training_free(model: AdaptedModel, train: DataLoader, *_: DataLoader) -> Mem
         if "lora_A" in name
     }
 
-    def noise_of(sigma: float) -> Noise:
-        def noise(generator: torch.Generator) -> Weights:
-            drawn = {}
-            for name, basis in bases.items():
-                shape = (basis.shape[1], weights[name].shape[1])
-                drawn[name] = sigma * basis @ torch.randn(shape, generator=generator).to(basis)
-            return drawn
-
-        return noise
-
     texts = {"train": list(islice(train, MOST_TEXTS // (train.batch_size or 1)))}
     classes = as_it_is(model).predict(texts)["train"].argmax(-1)
 
     def changed(sigma: float) -> float:
-        found = sampled(model, noise_of(sigma)).predict(texts)["train"].argmax(-1)
+        found = sampled(model, noise_of(sigma, bases, weights)).predict(texts)["train"].argmax(-1)
         return (found != classes).double().mean().item()
 
-    return sampled(model, noise_of(most_noise(changed)))
+    return sampled(model, noise_of(most_noise(changed), bases, weights))
 
 
 def most_noise(changed: Callable[[float], float]) -> float:
@@ -85,6 +75,19 @@ def most_noise(changed: Callable[[float], float]) -> float:
         within = changed(math.exp(middle)) <= MOST_CHANGED
         lower, upper = (middle, upper) if within else (lower, middle)
     return math.exp(lower)
+
+
+def noise_of(sigma: float, bases: Mapping[Any, torch.Tensor], weights: Any) -> Noise:
+    """A function that draws noise of each lora_A, by the keys of `bases` and `weights`."""
+
+    def noise(generator: torch.Generator) -> dict[Any, torch.Tensor]:
+        drawn = {}
+        for key, basis in bases.items():
+            shape = (basis.shape[1], weights[key].shape[1])
+            drawn[key] = sigma * basis @ torch.randn(shape, generator=generator).to(basis)
+        return drawn
+
+    return noise
 
 
 def noise_basis(B: torch.Tensor) -> torch.Tensor:

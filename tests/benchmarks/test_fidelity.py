@@ -15,8 +15,7 @@ from benchmarks.experiments.curvature_errors import (
     jacobians,
     kilobytes_kept,
 )
-from benchmarks.experiments.fidelity import DEFAULTS, all_curvatures
-from benchmarks.experiments.fidelity_report import means, on_front
+from benchmarks.experiments.fidelity import DEFAULTS, all_curvatures, means, on_front
 from benchmarks.methods import posterior
 from benchmarks.models import AdaptedModel
 from tests.benchmarks.support import is_picture, run

