@@ -135,6 +135,9 @@ class Overview(Run):
     """Every method over several tasks, read from runs of calibration: seconds."""
 
     runs: tuple[Path, ...] = option((), "folders written by `calibration`")
+    ours: str = option(
+        "lowrank_kron, second training, mean_field", "method to compare with all others, run by run"
+    )
 
 
 @dataclass(frozen=True)

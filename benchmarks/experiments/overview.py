@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 
 from benchmarks.experiments.calibration_report import shown
 from benchmarks.options import Overview
-from benchmarks.report import Result, label, records, save, table
+from benchmarks.report import Result, Row, cell, label, records, save, table
 
 COLUMNS = ["accuracy", "nll", "ece", "regret", "fit_seconds", "predict_seconds"]
+SPANS = ["regret", "fit_seconds", "predict_seconds"]
 PANELS = {"nll": "NLL above the least of the task", "ece": "ECE"}
 
 
@@ -27,8 +28,33 @@ def run(options: Overview) -> Iterator[Result]:
     for task, of_task in rows.groupby("task", sort=False):
         parts.append(f"{task}, seeds {', '.join(map(str, seeds[task]))}:")
         parts.append(table(of_task.to_dict("records"), ["name", *COLUMNS]))
-    yield {"tasks": records(rows), "all": records(of_all), "seeds": seeds}, parts
+    against = run_by_run(frame, options.ours)
+    parts += [f"{options.ours}, against each method run by run:", table(against, list(against[0]))]
+    figures = {"tasks": records(rows), "all": records(of_all), "seeds": seeds, "against": against}
+    yield figures, parts
     draw(rows, options.output / "overview.png")
+
+
+def run_by_run(frame: Any, ours: str) -> list[Row]:
+    """In how many runs our NLL and ECE are lower than each method's, and what all runs lie within.
+
+    Differences of accuracy are ours less the other's.
+    """
+    own, rows = frame[frame["name"] == ours], []
+    for name, other in frame.groupby("name", sort=False):
+        both = own.merge(other, on=["task", "seed"], suffixes=("", "_other"))
+        row: Row = {"name": name, "runs": len(both)}
+        for key in ("nll", "ece"):
+            row[f"lower_{key}"] = int((both[key] < both[f"{key}_other"]).sum())
+        row["accuracy_difference"] = span(both["accuracy"] - both["accuracy_other"])
+        rows.append(row | {key: span(other[key]) for key in SPANS})
+    return rows
+
+
+def span(values: Any) -> str | None:
+    """Least and largest of some numbers in words."""
+    known = values.dropna()
+    return None if known.empty else f"{cell(known.min())} to {cell(known.max())}"
 
 
 def read(folder: Path) -> Any:
