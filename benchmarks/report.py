@@ -105,8 +105,14 @@ def label(row: Row) -> str:
     return ", ".join(row[key] for key in ("name", "chosen_by", "link") if row[key])
 
 
-def table(rows: Sequence[Row], columns: Sequence[str], titles: Mapping[str, str] = TITLES) -> str:
-    """Figures of each row as a Markdown table that is readable as source too."""
+def table(
+    rows: Sequence[Row], columns: Sequence[str] = (), titles: Mapping[str, str] = TITLES
+) -> str:
+    """Figures of each row as a Markdown table that is readable as source too.
+
+    By default it has a column for everything that a row has.
+    """
+    columns = columns or list(dict.fromkeys(key for row in rows for key in row))
     cells = {titles.get(k) or title_of(k): [cell(row.get(k)) for row in rows] for k in columns}
     sides = ["left", *["right"] * (len(columns) - 1)]
     return pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True, colalign=sides)
@@ -140,7 +146,9 @@ def title_of(key: str) -> str:
 
 
 def cell(value: Any) -> str:
-    """A figure as tables show it."""
+    """A figure as tables show it, or several."""
+    if isinstance(value, list):
+        return " ".join(map(cell, value)) or NOTHING
     if not isinstance(value, float):
         return NOTHING if value is None else str(value)
     if math.isnan(value):

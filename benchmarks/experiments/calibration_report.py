@@ -41,13 +41,13 @@ def shown(rows: Sequence[Row]) -> list[Row]:
 def text_of(figures: Figures) -> list[str]:
     """All that has been measured so far, in words and tables."""
     rows, task = figures["methods"], figures["task"]
-    seeds, cells = sorted({row["seed"] for row in rows}), summarize(rows)
+    seeds = sorted({row["seed"] for row in rows})
     return [
         f"Task {task['name']}: {figures['hyperparameters']['model']} with LoRA, {task['train']} "
         f"training texts, {task['test']} test texts, {len(task['classes'])} classes; shifted "
         f"texts: {report.counts(task['shifted'])}. Seeds: {', '.join(map(str, seeds))}; mean "
         "± standard deviation of several.",
-        report.table(cells, list(cells[0])),
+        report.table(summarize(rows)),
         f"Test texts of seed {rows[0]['seed']}, from the smallest margin of the top logit to the "
         "largest, with the squared norm of the margin's Jacobian:",
         report.table(figures["jacobians_by_margin"], ["margin", "squared_norm", "accuracy"]),

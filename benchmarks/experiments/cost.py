@@ -14,7 +14,7 @@ from benchmarks.methods import METHODS, posterior
 from benchmarks.models import device_of
 from benchmarks.options import Cost
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import NOTHING, Figures, Result, Row, draw_lines, lines, say, table
+from benchmarks.report import Figures, Result, Row, draw_lines, lines, say, table
 
 INTERMEDIATE_RATIO = 2.7
 HEAD_SIZE = 64
@@ -174,26 +174,17 @@ def text_of(figures: Figures, options: Cost) -> list[str]:
         if phase == "fit":
             cells["posterior_megabytes"] = row["posterior_megabytes"]
     for shape, of_shape in shapes.items():
-        columns = dict.fromkeys(key for cells in of_shape.values() for key in cells)
-        parts += [shape, table(list(of_shape.values()), list(columns))]
+        parts += [shape, table(list(of_shape.values()))]
     failures = [
         f"- {row['name']} ({row['hidden_size']}, {row['dtype']}), {row['what']}: {row['reason']}"
         for row in figures["failures"]
-    ]
-    growth = [
-        {
-            **row,
-            "sizes": " ".join(map(str, row["sizes"])) or NOTHING,
-            "seconds": " ".join(f"{each:.2g}" for each in row["seconds"]) or NOTHING,
-        }
-        for row in figures["growth"]
     ]
     return [
         *parts,
         *(["\n".join(failures)] if failures else []),
         "Growth: exponents of least squares in logarithms. What a fit adds to the bare loop, for "
         "a batch and a layer; then the library's own part alone, and its stock counterpart.",
-        table(growth, ["name", "against", "sizes", "seconds", "exponent"]),
+        table(figures["growth"], ["name", "against", "sizes", "seconds", "exponent"]),
     ]
 
 

@@ -165,14 +165,14 @@ def text_of(figures: Figures, by_model: dict[str, list[Row]]) -> list[str]:
     return [
         "The models. The prior precision is the scalar that maximises the evidence of the exact "
         "block-diagonal GGN. All that follows is computed with it, in float64.",
-        table(figures["models"], list(figures["models"][0])),
+        table(figures["models"]),
         "Means over all models and seeds. Errors are Frobenius norms of differences from the "
         "exact block-diagonal GGN, or the full one, in units of its norm. Memory is that of what a "
         "fit keeps, in float32. Errors that are smaller on every model and seed are below stock "
         f"Kron's, and below the default's ({default}).",
         table(overall, [key for key in overall[0] if key not in IDENTITY[1:]]),
         "Error of the covariance, means over seeds.",
-        table(rows, list(rows[0])),
+        table(rows),
     ]
 
 

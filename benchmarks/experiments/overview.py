@@ -29,7 +29,7 @@ def run(options: Overview) -> Iterator[Result]:
         parts.append(f"{task}, seeds {', '.join(map(str, seeds[task]))}:")
         parts.append(table(of_task.to_dict("records"), ["name", *COLUMNS]))
     against = run_by_run(frame, options.ours)
-    parts += [f"{options.ours}, against each method run by run:", table(against, list(against[0]))]
+    parts += [f"{options.ours}, against each method run by run:", table(against)]
     figures = {"tasks": records(rows), "all": records(of_all), "seeds": seeds, "against": against}
     yield figures, parts
     draw(rows, options.output / "overview.png")

@@ -51,7 +51,6 @@ class PointMethod(Method):
 
     fit: Callable[[AdaptedModel, DataLoader, DataLoader], Members]
     needs_validation: bool = False
-    trainings: int = 0  # beside the model's own
 
 
 @dataclass(frozen=True)
