@@ -61,8 +61,9 @@ class Assignment:
     """Which rows of each call in a pass belong to which example.
 
     The first batch of two or more examples shows it. Where sizes alone decide, the layout is
-    remembered; where a router or the number of images does, every batch is examined. Where examples
-    share rows, they are back-propagated one at a time.
+    remembered; where a router or the number of images does, every batch is examined, and so is one
+    whose examples the model may have put in another order. Where examples share rows, they are
+    back-propagated one at a time.
 
     Parameters
     ----------
@@ -92,6 +93,8 @@ class Assignment:
         self._blocks = blocks
         self._positions = positions
         self._known = known
+        n_examples = positions.n_examples
+        self._in_order = n_examples == 1 or not graph.reorders(n_examples)
         self._sites = [
             [
                 _Site(block.lora_layer, place, len(calls), call.rows)
@@ -102,7 +105,7 @@ class Assignment:
         self._found: dict[_Site, Layout] = {}
         self._all = {site: None for sites in self._sites for site in sites}  # in order, and once
         self.shared = next((s.layer for s in self._all if known.get(s.key) is _Known.SHARED), None)
-        if self.shared is None and positions.n_examples > 1 and self._is_open():
+        if self.shared is None and n_examples > 1 and self._is_open():
             self._learn(self._owners())
 
     def layout(self, index: int, place: int) -> Layout:
@@ -180,7 +183,7 @@ class Assignment:
 
     def _remembered(self, site: _Site) -> FixedLayout | None:
         layout = self._known.get(site.key)
-        if not isinstance(layout, FixedLayout) or not self._lasts(site):
+        if not (isinstance(layout, FixedLayout) and self._in_order and self._lasts(site)):
             return None
         return layout if layout.allows(site.shape, self._positions) else None
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.passes.calls import Call
+from laplace_lora_ext.passes.order import picks_rows, reorders
 from laplace_lora_ext.passes.unbatched import Unbatched
 
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
@@ -37,6 +38,7 @@ class Graph:
     def __init__(self, logits: torch.Tensor, calls: Sequence[Sequence[Call]]) -> None:
         nodes = _nodes_behind(logits)
         self.logits = logits
+        self._picking = [node for node in nodes if picks_rows(node)]
         self._leaves = [node.variable for node in nodes if hasattr(node, "variable")]
         self.calls = [[call for call in of_layer if call.edge.node in nodes] for of_layer in calls]
 
@@ -44,6 +46,11 @@ class Graph:
     def is_recomputed(self) -> bool:
         """Whether backward passes compute parts of the model again."""
         return any(call.is_recomputed for calls in self.calls for call in calls)
+
+    def reorders(self, n_examples: int) -> bool:
+        """Whether the batch's contents may have put examples in another order between layers."""
+        first = {call.rows[0] for calls in self.calls for call in calls if call.rows}
+        return any(reorders(node, {n_examples} | first) for node in self._picking)
 
     @property
     def seeds_at_once(self) -> int:

@@ -377,6 +377,40 @@ class Turning(nn.Module):
         return self.inner(x).tanh().mean(1)
 
 
+class Sorting(nn.Module):
+    """Runs its layers on examples in the order of their first numbers."""
+
+    def __init__(self, pick: Callable) -> None:
+        super().__init__()
+        self.inner = TwoLinear()
+        self.pick = pick
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = x[:, 0, 0].argsort()
+        return self.pick(self.inner(x[order]).tanh().mean(1), order.argsort())
+
+
+RESTORING: dict[str, Callable] = {
+    "x[index]": lambda rows, index: rows[index],
+    "index_select": lambda rows, index: rows.index_select(0, index),
+    "gather": lambda rows, index: rows.gather(0, index[:, None].expand_as(rows)),
+    "assigned": lambda rows, index: torch.zeros_like(rows).index_put((index.argsort(),), rows),
+    "index_copy": lambda rows, index: torch.zeros_like(rows).index_copy(0, index.argsort(), rows),
+    "index_add": lambda rows, index: torch.zeros_like(rows).index_add(0, index.argsort(), rows),
+    "scatter": lambda rows, index: torch.zeros_like(rows).scatter(
+        0, index.argsort()[:, None].expand_as(rows), rows
+    ),
+}
+
+
+@pytest.mark.parametrize("pick", RESTORING.values(), ids=list(RESTORING))
+def test_examples_that_a_model_sorts_are_told_apart_though_the_first_batch_was_sorted(pick):
+    model = with_lora(Sorting(pick), "first", "second")
+    (X, y), (others, _) = batches_of((4, 3), (4, 3))
+    X = X[X[:, 0, 0].argsort()]
+    assert_exact(model, [(X, y), (others.flip(0), y), (X, y), (X[[2, 0, 1]], y[:3])])
+
+
 def test_a_layout_that_has_changed_is_proven_in_every_batch():
     model = with_lora(Turning(), "first", "second")
     assert_exact(model, batches_of((4, 3), (4, 5), (4, 4), (5, 5), (4, 3)))

@@ -1,0 +1,44 @@
+"""Notices operations of a pass that may put the rows of its examples in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+# Backward nodes of x[index] and the like, by the name of what they have saved.
+_ONE_INDEX = ("IndexSelectBackward", "IndexAddBackward", "IndexCopyBackward")
+_SEVERAL = ("IndexBackward", "IndexPutBackward")
+_OF_EACH_NUMBER = ("GatherBackward", "ScatterBackward", "ScatterAddBackward")
+
+
+def picks_rows(node: Any) -> bool:
+    """Whether a node of the graph takes or writes rows by an index."""
+    return _kind(node) in (*_ONE_INDEX, *_SEVERAL, *_OF_EACH_NUMBER)
+
+
+def reorders(node: Any, sizes: Collection[int]) -> bool:
+    """Whether such a node takes or writes one of these numbers of rows out of their order.
+
+    An index that rises keeps the examples in order, whatever else it does. Of several indices, as
+    of each text's last position, the first one goes through the examples.
+    """
+    kind = _kind(node)
+    if kind in _OF_EACH_NUMBER:
+        index = node._saved_index
+        return node._saved_dim == 0 and len(index) in sizes and _falls(index)
+    if kind in _ONE_INDEX:
+        index = node._saved_index
+    else:
+        index = next(index for index in node._saved_indices if index is not None)
+    return index.numel() in sizes and _falls(index.flatten())
+
+
+def _kind(node: Any) -> str:
+    return node.name().rstrip("0123456789")
+
+
+def _falls(index: torch.Tensor) -> bool:
+    """Whether an index falls anywhere along its first dimension."""
+    return bool((index[1:] < index[:-1]).any())
