@@ -20,6 +20,7 @@ from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.fitting import kind
 from laplace_lora_ext.fitting.checkpoint import keeper_in
 from laplace_lora_ext.fitting.hosts_pass import curvature_of
+from laplace_lora_ext.fitting.hyperparameters import Positive
 from laplace_lora_ext.fitting.identity import Identity
 from laplace_lora_ext.fitting.moving import follow
 from laplace_lora_ext.fitting.sums import sums_of
@@ -297,6 +298,10 @@ class LoRALaplace(ParametricLaplace):
         follow(self)
 
     # --- evidence and prior --------------------------------------------------------------------
+
+    prior_precision: Any = Positive()
+    sigma_noise: Any = Positive()
+    temperature: Any = Positive()
 
     @exclusive
     def log_marginal_likelihood(

@@ -1,0 +1,36 @@
+"""The numbers that a posterior is made with."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import torch
+
+
+class Positive:
+    """An attribute of a posterior that must be positive and finite.
+
+    Other numbers make no Gaussian of a curvature. What is no number at all, the host refuses.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, la: Any, cls: type | None = None) -> Any:
+        return self if la is None else getattr(la, f"_{self._name}")
+
+    def __set__(self, la: Any, value: Any) -> None:
+        if isinstance(value, Real | torch.Tensor):
+            place = value.device if isinstance(value, torch.Tensor) else "cpu"
+            numbers = torch.as_tensor(value, device=place).detach()
+            if not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
+                raise ValueError(
+                    f"{self._name} must be positive and finite, not {numbers.tolist()}."
+                )
+        host = getattr(super(self._owner, type(la)), self._name, None)
+        if isinstance(host, property):
+            host.__set__(la, value)
+        else:
+            setattr(la, f"_{self._name}", value)
+        la._posterior_scale = None  # that the host has made with the old value
