@@ -26,6 +26,7 @@ from laplace_lora_ext.models.rows import Rows, rows_of
 from laplace_lora_ext.models.selection import active_adapter, adapters_of, select
 from laplace_lora_ext.models.unsupported import (
     check_apart,
+    check_parameters,
     check_plain,
     check_tuner,
     has_dora,
@@ -167,8 +168,8 @@ def find_blocks(
         If there is no LoRA layer, if the adapter is merged, disabled or not the only active
         one, if its weights are on the meta device, or if nothing matches the selection.
     NotImplementedError
-        If LoRA layers of the adapter are not two linear maps, or share weights, or if those of an
-        embedding are sharded or offloaded; for X-LoRA, FSDP1 and DeepSpeed ZeRO-3.
+        If LoRA layers of the adapter are not two linear maps, or share weights or compute them, or
+        if those of an embedding are sharded or offloaded; for X-LoRA, FSDP1 and DeepSpeed ZeRO-3.
     """
     check_tuner(model)
     check_reachable(model)
@@ -184,6 +185,7 @@ def find_blocks(
     layers = {name: layer for name, layer in layers.items() if adapter in adapters_of(layer)}
     layers = select(layers, target_modules, layers_to_transform)
     check_plain(layers, adapter)
+    check_parameters(layers, adapter)
     check_apart(layers, adapter)
     blocks = [
         block

@@ -87,6 +87,28 @@ def check_apart(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
         )
 
 
+def check_parameters(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
+    """Refuse LoRA weights that are computed anew before every pass.
+
+    Raises
+    ------
+    NotImplementedError
+        The message lists them.
+    """
+    computed = [
+        f"{name}.{part}"
+        for name, layer in layers.items()
+        for part, half in zip(("lora_A", "lora_B"), halves(layer, adapter), strict=True)
+        if not isinstance(half.weight, nn.Parameter)
+    ]
+    if computed:
+        raise NotImplementedError(
+            "LoRA weights are computed from other parameters, as torch.nn.utils.prune and "
+            f"weight_norm do: {listed(computed)}. Make them parameters again, with prune.remove or "
+            "remove_weight_norm."
+        )
+
+
 def has_dora(layer: lora.LoraLayer, adapter: str) -> bool:
     """Whether a linear layer has DoRA, which scales what it returns by a magnitude over a norm.
 

@@ -60,9 +60,13 @@ class Shard:
 
 
 def data_size(loader: Any) -> int | None:
-    """Length of a loader's data set, if it has one."""
+    """Number of examples in a loader's data set, if it tells.
+
+    One that a loader without a batch sampler reads consists of batches.
+    """
     data_set = getattr(loader, "dataset", None)
-    return len(data_set) if isinstance(data_set, Sized) else None
+    has_batches = getattr(loader, "batch_sampler", loader) is None
+    return len(data_set) if isinstance(data_set, Sized) and not has_batches else None
 
 
 def total_size(loader: Any, otherwise: int) -> int:

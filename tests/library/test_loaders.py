@@ -49,6 +49,13 @@ def test_drop_last_counts_what_was_seen_and_warns(la):
     assert torch.equal(evidence, la.log_marginal_likelihood())
 
 
+def test_a_data_set_of_batches_is_counted_by_its_examples(la):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.fit(DataLoader(pairs(n_batches=3, n=2), batch_size=None))
+    assert la.n_data == 6
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield from zip(*pairs(n=6)[0], strict=True)

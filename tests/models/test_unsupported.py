@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from peft import AdaLoraConfig, IA3Config, LoHaConfig, PromptTuningConfig, get_peft_model
 from torch import nn
+from torch.nn.utils import prune, weight_norm
 
 from laplace_lora_ext.models.lora_layers import find_blocks
 from tests.support.models import TwoLinear, base_model, with_lora
@@ -112,6 +113,18 @@ def test_target_modules_leave_out_what_is_refused():
         for layer in (0, 1)
         for part in "AB"
     ]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize(
+    "compute", [weight_norm, lambda half: prune.random_unstructured(half, "weight", 0.5)]
+)
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_weights_that_are_computed_before_every_pass_are_refused(part, compute):
+    model = with_lora(TwoLinear(), "first", "second")
+    compute(getattr(model.second, part)["default"])
+    with pytest.raises(NotImplementedError, match=rf"other parameters.*: second\.{part}\. Make"):
+        find_blocks(model)
 
 
 def test_shared_storage_is_refused(bert):
