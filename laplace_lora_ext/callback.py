@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 from laplace.baselaplace import BaseLaplace
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from laplace_lora_ext.language_model import LanguageModelLaplace
@@ -29,7 +31,10 @@ class LaplaceCallback(TrainerCallback):
 
     It does not affect training: weights, gradients, modes and random states stay as they were. The
     figures become an entry of `trainer.state.log_history`, and of the trainer's reports if you pass
-    `trainer`.
+    `trainer`. What can't be fitted is refused before training begins, wherever that can be known.
+
+    The likelihood is the plain one, whatever loss the trainer has (label smoothing, class weights).
+    Of an iterable data set, which may have no end, it reads as many examples as training has.
 
     Parameters
     ----------
@@ -37,8 +42,8 @@ class LaplaceCallback(TrainerCallback):
         as for `laplace_lora_ext.Laplace`
     every_checkpoint : bool, default=False
         also fit at every checkpoint, and save into its folder
-    method : str, default="agreement"
-        as for `optimize_prior_precision`
+    method : str, optional
+        as for `optimize_prior_precision`; "agreement" if omitted, and for a regression "marglik"
     batch_size : int, optional
         how many examples to fit or predict at once; by default as many as the trainer evaluates
     trainer : transformers.Trainer, optional
@@ -58,7 +63,7 @@ class LaplaceCallback(TrainerCallback):
         likelihood: str | None = None,
         *,
         every_checkpoint: bool = False,
-        method: str = "agreement",
+        method: str | None = None,
         batch_size: int | None = None,
         trainer: Any = None,
         **options: Any,
@@ -66,8 +71,8 @@ class LaplaceCallback(TrainerCallback):
         self.la: BaseLaplace | None = None
         self._likelihood = likelihood
         self._every_checkpoint = every_checkpoint
-        self._method, self._data = method, required_data(method)
-        if "train" in self._data:
+        self._method = method
+        if method is not None and "train" in required_data(method):
             raise ValueError(
                 f'method="{method}" needs a function that trains: call optimize_prior_precision of '
                 "the callback's `la` after training."
@@ -75,6 +80,20 @@ class LaplaceCallback(TrainerCallback):
         self._batch_size = batch_size
         self._trainer = trainer
         self._options = {"subset_of_weights": "lora", "hessian_structure": "lowrank_kron"} | options
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        with _same_random_states(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the fits will warn
+            la = self._unfitted(kwargs["model"])
+        evaluates = getattr(args, "eval_strategy", None) or args.evaluation_strategy  # before 4.41
+        if evaluates == "no" and kwargs.get("eval_dataloader") is None:
+            self._needed(la, {"train_loader": kwargs["train_dataloader"], "val_loader": None})
 
     def on_save(
         self,
@@ -107,15 +126,16 @@ class LaplaceCallback(TrainerCallback):
         eval_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        train = self._loader(train_dataloader, args)
+        steps = state.global_step * args.gradient_accumulation_steps
+        n_seen = steps * (state.train_batch_size or args.train_batch_size) * args.world_size
+        train = self._loader(train_dataloader, args, n_seen)
         test = None if eval_dataloader is None else self._loader(eval_dataloader, args)
         with _same_random_states():
-            la: Any = Laplace(model, self._likelihood, **self._options)
+            la = self._unfitted(model)
+            needed = self._needed(la, {"train_loader": train, "val_loader": test})
             shown = state.is_world_process_zero and not args.disable_tqdm
             la.fit(train, progress_bar=shown)
-            data = {"train_loader": train, "val_loader": test}
-            needed = {name: data[name] for name in self._data}
-            la.optimize_prior_precision(method=self._method, **needed)
+            la.optimize_prior_precision(method=self._method_of(la), **needed)
             figures = _figures(la, test)
         self.la = la
         if args.should_save:
@@ -125,13 +145,46 @@ class LaplaceCallback(TrainerCallback):
         elif state.is_world_process_zero:
             state.log_history.append({**figures, "step": state.global_step})
 
-    def _loader(self, loader: Any, args: TrainingArguments) -> DataLoader:
-        """The loader's data, once and in order; each process gets its share."""
+    def _unfitted(self, model: nn.Module) -> Any:
+        return Laplace(model, self._likelihood, **self._options)
+
+    def _method_of(self, la: Any) -> str:
+        gaussian = la.trained_likelihood.is_gaussian
+        return self._method or ("marglik" if gaussian else "agreement")
+
+    def _needed(self, la: Any, data: dict[str, Any]) -> dict[str, Any]:
+        """Those of the data that the method needs."""
+        method = self._method_of(la)
+        needed = {name: data[name] for name in required_data(method)}
+        if any(loader is None for loader in needed.values()):
+            raise ValueError(
+                f'method="{method}" needs validation data: give the trainer an eval_dataset and an '
+                "eval_strategy."
+            )
+        return needed
+
+    def _loader(self, loader: Any, args: TrainingArguments, limit: int | None = None) -> DataLoader:
+        """The loader's data, once and in order; each process gets its share.
+
+        A data set without a length gives no more than the first `limit` examples.
+        """
         data: Any = loader.dataset
-        if args.world_size > 1:
+        if not isinstance(loader.dataset, Sized):
+            data = _Part(data, args.process_index, limit, args.world_size)
+        elif args.world_size > 1:
             data = Subset(data, range(args.process_index, len(data), args.world_size))
         size = self._batch_size or args.per_device_eval_batch_size
         return DataLoader(data, batch_size=size, collate_fn=loader.collate_fn)
+
+
+class _Part(IterableDataset):
+    """Some examples of an iterable data set, by the arguments of `islice`."""
+
+    def __init__(self, data: Any, *which: int | None) -> None:
+        self._data, self._which = data, which
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._data, *self._which)
 
 
 def _figures(la: Any, loader: DataLoader | None) -> dict[str, float]:

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import laplace_lora_ext
@@ -37,9 +37,9 @@ def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
 
 
-def train(folder, *callbacks, resume=None, max_steps=6, **settings):
+def train(folder, *callbacks, resume=None, max_steps=6, model=None, data=None, **settings):
     """A trained model, and its trainer."""
-    model = lora_model("bert", torch.float32)
+    model = model or lora_model("bert", torch.float32)
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=4,
@@ -53,7 +53,9 @@ def train(folder, *callbacks, resume=None, max_steps=6, **settings):
         logging_strategy="no",
         **settings,
     )
-    trainer = Trainer(model, arguments, collate, Texts(), Texts(2), callbacks=list(callbacks))
+    trainer = Trainer(
+        model, arguments, collate, data or Texts(), Texts(2), callbacks=list(callbacks)
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The posterior is over")
         trainer.train(resume_from_checkpoint=resume)
@@ -137,8 +139,74 @@ def test_what_a_method_lacks_is_said(tmp_path):
         LaplaceCallback(method="best")
     with pytest.raises(ValueError, match="needs a function that trains"):
         LaplaceCallback(method="second_training")
-    with pytest.raises(ValueError, match="needs more: pass val_loader"):
-        train(tmp_path, LaplaceCallback(method="gridsearch"), max_steps=1)
+
+
+class Steps(TrainerCallback):
+    """Counts the steps that were begun."""
+
+    n = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.n += 1
+
+
+def multi_label():
+    model = lora_model("bert", torch.float32)
+    model.config.problem_type = "multi_label_classification"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("callback", "model", "message"),
+    [
+        ({"method": "gridsearch"}, None, "gridsearch.* needs validation data: give the trainer"),
+        ({}, multi_label, "No likelihood fits problem_type 'multi_label_classification'"),
+        ({"backend_kwargs": {"rank": -1}}, None, "rank must not be negative"),
+    ],
+    ids=["no validation data", "several labels", "rank"],
+)
+def test_what_cannot_be_fitted_is_refused_before_training(tmp_path, callback, model, message):
+    steps = Steps()
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, LaplaceCallback(**callback), steps, model=model and model())
+    assert not steps.n
+
+
+def test_what_is_checked_before_training_warns_at_the_fit_alone(tmp_path):
+    """The adapter is untrained before, and not after."""
+    model = lora_model("bert", torch.float32)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*looks untrained")
+        train(tmp_path, LaplaceCallback(method="marglik"), model=model, max_steps=1)
+
+
+def test_a_regression_has_the_evidence_by_default(tmp_path):
+    """Where "agreement" would compare classes."""
+    model = lora_model("bert", torch.float32, n_labels=1)
+    callback = LaplaceCallback()
+    train(tmp_path, callback, model=model, max_steps=1)
+    la, expected = callback.la, LaplaceCallback(method="marglik")
+    train(tmp_path, expected, model=lora_model("bert", torch.float32, n_labels=1), max_steps=1)
+    assert la.likelihood == "regression"
+    assert torch.equal(la.prior_precision, expected.la.prior_precision)
+
+
+class Endless(IterableDataset):
+    """Whoever reads far beyond what training does would not come back."""
+
+    def __iter__(self):
+        for index in range(100):
+            yield Texts()[index % 16]
+        raise AssertionError("read on and on")
+
+
+def test_of_a_data_set_without_an_end_as_much_is_read_as_in_training(tmp_path):
+    callback = LaplaceCallback(every_checkpoint=True, method="marglik")
+    train(tmp_path, callback, data=Endless(), max_steps=3, gradient_accumulation_steps=2)
+    assert callback.la.n_data == 3 * 2 * 4
 
 
 def test_a_language_model_is_evaluated_by_its_tokens(tmp_path):
