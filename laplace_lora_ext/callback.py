@@ -91,8 +91,8 @@ class LaplaceCallback(TrainerCallback):
         with _same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
             la = self._unfitted(kwargs["model"])
-        evaluates = getattr(args, "eval_strategy", None) or args.evaluation_strategy  # before 4.41
-        if evaluates == "no" and kwargs.get("eval_dataloader") is None:
+        name = "eval_strategy" if hasattr(args, "eval_strategy") else "evaluation_strategy"
+        if getattr(args, name) == "no" and kwargs.get("eval_dataloader") is None:
             self._needed(la, {"train_loader": kwargs["train_dataloader"], "val_loader": None})
 
     def on_save(

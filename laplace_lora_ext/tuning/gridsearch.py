@@ -11,6 +11,7 @@ import torch
 import torchmetrics
 from laplace.utils import validate
 
+from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
@@ -127,13 +128,27 @@ class GridSearch(TuningMethod):
 
         def batches() -> Iterable[Any]:
             shard, n_data = Shard(self.val_loader), 0
-            for _, batch in named_batches(self.val_loader):  # pyright: ignore[reportArgumentType]
-                _, y = la.model.split(batch)  # refuses what has no labels
+            for name, batch in named_batches(self.val_loader):  # pyright: ignore[reportArgumentType]
+                with naming(name):
+                    X, y = la.model.split(batch)
+                    logits = torch.zeros(len(y), la.n_outputs, device=la._device, dtype=la._dtype)
+                    y = la.trained_likelihood.check_targets(y, logits)
                 new = is_new(shard.places(len(y)))
                 n_data += int(new.sum())
                 if new.any():
-                    yield batch if new.all() else rows(batch, new)
+                    X, y = (X, y) if new.all() else rows((X, y), new)
+                    yield _Inputs(X), y
             if not sum(gathered(n_data)):
                 raise ValueError("The loader has no data.")
 
         return batches
+
+
+class _Inputs:
+    """Inputs of any kind for the host's function, which moves them: the model does so itself."""
+
+    def __init__(self, inputs: Any) -> None:
+        self._inputs = inputs
+
+    def to(self, _: torch.device) -> Any:
+        return self._inputs

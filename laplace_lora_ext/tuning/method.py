@@ -63,7 +63,7 @@ class TuningMethod:
         if start.numel() == 1 and self.prior_structure != "scalar":
             sizes = la.n_layers, la.n_params, la._device, la._dtype
             start = fix_prior_prec_structure(start, self.prior_structure, *sizes)
-        la.prior_precision = start  # raises if the curvature lacks this structure
-        if not (la.prior_precision > 0).all():
+        if not (start > 0).all():
             raise ValueError("init_prior_prec must be above 0.")
+        la.prior_precision = start  # raises if the curvature lacks this structure
         return la.prior_precision.detach().double()

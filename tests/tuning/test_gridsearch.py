@@ -12,6 +12,8 @@ from tests.support.posteriors import (
     STRUCTURES,
     count_forward_passes,
     fitted,
+    generator,
+    make,
     plain_regression,
     some_precision,
     validation_loss,
@@ -83,6 +85,45 @@ def test_gridsearch_of_sampled_networks_and_other_structures(validation, structu
         "nn", "gridsearch", val_loader=validation, n_samples=2, **GRID
     )
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
+
+
+BATCHES = {
+    "lists": lambda batch: {key: value.tolist() for key, value in batch.items()},
+    "arrays": lambda batch: {key: value.numpy() for key, value in batch.items()},
+    "pairs": lambda batch: ({k: v for k, v in batch.items() if k != "labels"}, batch["labels"]),
+    "short numbers": lambda batch: batch | {"labels": batch["labels"].int()},
+}
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_that_can_be_fitted_can_be_searched_with(validation, kind, structure):
+    la = fitted(structure=structure)
+    options = {"method": "gridsearch", "pred_type": "nn", "link_approx": "mc"} | GRID
+    histories = []
+    for data in (validation, [BATCHES[kind](batch) for batch in validation]):
+        torch.manual_seed(0)
+        histories.append(la.optimize_prior_precision(val_loader=data, n_samples=3, **options))
+    assert torch.equal(histories[1].objective, histories[0].objective)
+
+
+def test_targets_of_a_regression_may_be_flat():
+    la, X = plain_regression(1)
+    structure = make(la.model.model, "diag", likelihood="regression")
+    y = torch.randn(12, 1, generator=generator(3)).double()
+    structure.fit([(X, y)])
+    flat, column = (
+        structure.optimize_prior_precision(method="gridsearch", val_loader=[(X, targets)], **GRID)
+        for targets in (y[:, 0], y)
+    )
+    assert torch.equal(flat.objective, column.objective)
+
+
+def test_labels_that_do_not_fit_are_refused_with_their_batch(validation):
+    la = fitted(structure="diag")
+    validation[1]["labels"] = validation[1]["labels"] + 3
+    with pytest.raises(ValueError, match="batch 1: labels must be from 0 to 2, not"):
+        la.optimize_prior_precision(method="gridsearch", val_loader=validation)
 
 
 def test_a_loss_without_the_variance_says_so():
