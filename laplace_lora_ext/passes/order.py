@@ -49,5 +49,5 @@ def _kind(node: Any) -> str:
 
 
 def _falls(index: torch.Tensor) -> bool:
-    """Whether an index falls anywhere along its first dimension."""
-    return bool((index[1:] < index[:-1]).any())
+    """Whether an index falls anywhere along its first dimension; a mask picks rows in order."""
+    return index.dtype != torch.bool and bool((index[1:] < index[:-1]).any())

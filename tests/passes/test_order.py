@@ -26,7 +26,7 @@ REORDERING = {
 KEEPING = {
     "rising": lambda x: x[RISING],
     "rising index_select": lambda x: x.index_select(0, RISING),
-    "where a mask is": lambda x: x[RISING > 0],
+    "where a mask is": lambda x: x[FALLING % 2 > 0],
     "last positions": lambda x: x[torch.arange(4), LAST],
     "last positions by gather": lambda x: x.take_along_dim(LAST[:, None, None], dim=1),
     "other numbers": lambda x: x[:, :3].flatten(0, 1)[torch.arange(12).flip(0)],
