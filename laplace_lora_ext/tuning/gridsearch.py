@@ -120,6 +120,7 @@ class GridSearch(TuningMethod):
         return batches
 
     def _checked_batches(self, la: Posterior) -> Callable[[], Iterable[Any]]:
+        la._check_H_init()
         if count() > 1 and not isinstance(self.loss, torchmetrics.Metric | None):
             raise ValueError(
                 "With several processes, pass a torchmetrics.Metric as the loss, which joins their "
