@@ -113,15 +113,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return self.H
 
     def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        if joint:
-            return self._moments_of_part(X, joint)
-        parts = [self._moments_of_part(part) for part, _ in parts_of(X, self.n_outputs)]
-        f_mu, f_var = zip(*parts, strict=True)
-        return torch.cat(f_mu), torch.cat(f_var)
-
-    def _moments_of_part(self, X: Any, joint: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         precision: Any = self.posterior_precision
-        covariances = []
+        covariances: list[torch.Tensor] = []  # of one part, by block
 
         def add(index: int, jacobian: torch.Tensor) -> None:
             if joint:
@@ -129,8 +122,12 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             covariance = precision.blocks[index].inv_square_form(jacobian, precision.deltas[index])
             covariances.append(covariance)
 
-        f_mu = visit_jacobians(self.model, self.blocks, X, add, self.enable_backprop)
-        return f_mu, torch.stack(covariances).sum(0)
+        f_mu, f_var = [], []
+        for part, _ in [(X, slice(None))] if joint else parts_of(X, self.n_outputs):
+            covariances.clear()
+            f_mu.append(visit_jacobians(self.model, self.blocks, part, add, self.enable_backprop))
+            f_var.append(torch.stack(covariances).sum(0))
+        return torch.cat(f_mu), torch.cat(f_var)
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:

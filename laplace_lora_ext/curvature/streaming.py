@@ -33,10 +33,13 @@ class StreamingUpdates:
         self._waiting.setdefault(factor, []).append(rows)
         self._bytes += rows.nbytes
         if self._bytes >= self._limit:
-            self.finish()
+            add_rows(self._taken())
         return energy
 
     def finish(self) -> None:
         """Add all waiting rows."""
-        add_rows(self._waiting)
-        self._waiting, self._bytes = {}, 0
+        add_rows(self._taken())
+
+    def _taken(self) -> dict[LowRankFactor, list[torch.Tensor]]:
+        waiting, self._waiting, self._bytes = self._waiting, {}, 0
+        return waiting

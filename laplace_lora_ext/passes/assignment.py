@@ -11,7 +11,7 @@ import torch
 
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.positions import Positions
-from laplace_lora_ext.passes.graph import Arrivals, Graph
+from laplace_lora_ext.passes.graph import Graph
 from laplace_lora_ext.passes.layouts import (
     ExamplesFirst,
     FixedLayout,
@@ -79,6 +79,8 @@ class Assignment:
     ----------
     shared : str or None
         a layer with rows that several examples share
+    layouts : list of lists of Layout
+        of each layer's calls
 
     Raises
     ------
@@ -107,14 +109,13 @@ class Assignment:
         self.shared = next((s.layer for s in self._all if known.get(s.key) is _Known.SHARED), None)
         if self.shared is None and n_examples > 1 and self._is_open():
             self._learn(self._owners())
+        self.layouts = [[self._layout(site) for site in sites] for sites in self._sites]
 
-    def layout(self, index: int, place: int) -> Layout:
-        """The layout of one call of a layer."""
+    def _layout(self, site: _Site) -> Layout:
         if self.shared is not None:
             return OneAtATime(self.shared)
         if self._positions.n_examples == 1:
             return Together()
-        site = self._sites[index][place]
         return self._found.get(site) or self._remembered(site) or self._unimportant(site)
 
     def _is_open(self) -> bool:
@@ -136,15 +137,15 @@ class Assignment:
         words = codewords(self._positions.n_examples)
         reached: dict[_Site, torch.Tensor] = {}
 
-        def note(seeds: slice, arrived: Arrivals) -> None:
-            for place, gradients in arrived.taken().items():
-                block = self._blocks[arrived.index]
-                if not torch.isfinite(gradients).all():
+        def note(seeds: slice, index: int, gradients: dict[int, torch.Tensor]) -> None:
+            block = self._blocks[index]
+            for place, of_call in gradients.items():
+                if not torch.isfinite(of_call).all():
                     raise ValueError(f"LoRA layer {block.name}: non-finite gradients")
-                site = self._sites[arrived.index][place]
+                site = self._sites[index][place]
                 table = reached.setdefault(site, torch.zeros(len(words), site.shape.numel()).bool())
-                reached_rows = block.rows.output_rows(gradients.detach()).any(-1)
-                table[seeds] |= reached_rows.reshape(len(gradients), -1).cpu()
+                reached_rows = block.rows.output_rows(of_call.detach()).any(-1)
+                table[seeds] |= reached_rows.reshape(len(of_call), -1).cpu()
 
         of_logits = self._positions.logits_of(words).to(self._graph.logits)
         vectors = of_logits[..., None] * self._vector()

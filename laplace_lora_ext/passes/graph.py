@@ -17,6 +17,9 @@ from laplace_lora_ext.passes.unbatched import Unbatched
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
 _ROWS = 512
 
+Deliver = Callable[[int, dict[int, torch.Tensor]], None]
+"""Takes the index of a layer, and gradients `(S, ...)` of its outputs by the place of the call."""
+
 
 class Graph:
     """Logits, and the calls of each layer on the way to them.
@@ -58,9 +61,7 @@ class Graph:
         rows = max(sum(call.rows.numel() for call in calls) for calls in self.calls)
         return max(1, _ROWS // max(1, rows))
 
-    def back_propagate(
-        self, vectors: torch.Tensor, deliver: Callable[[Arrivals], None], **graph: bool
-    ) -> None:
+    def back_propagate(self, vectors: torch.Tensor, deliver: Deliver, **graph: bool) -> None:
         """One backward pass with all `(S, B, C)` vectors at once.
 
         The gradients of each layer that they reach are delivered as soon as they are known, so
@@ -68,6 +69,23 @@ class Graph:
         """
         if not any(self.calls):
             return
+        waiting: dict[int, dict[int, torch.Tensor]] = {}
+
+        def arrive(index: int, place: int, gradients: torch.Tensor) -> None:
+            of_layer = waiting.setdefault(index, {})
+            of_layer[place] = gradients
+            if len(of_layer) == len(self.calls[index]):
+                deliver(index, waiting.pop(index))
+                _release(self.calls[index])
+
+        def hook(index: int, place: int, of_node: Sequence[torch.Tensor | None]) -> None:
+            gradients = of_node[self.calls[index][place].edge.output_nr]
+            if gradients is None:
+                return
+            if len(vectors) == 1:
+                arrive(index, place, gradients[None])
+            else:
+                Unbatched.apply(gradients, partial(arrive, index, place))
 
         # Asked for every output, autograd would hold all of their gradients to the end. The leaves
         # are few, and every other output lies on the way to one of them.
@@ -75,11 +93,9 @@ class Graph:
             torch.autograd.grad(self.logits, self._leaves, vector, allow_unused=True, **graph)
             return vector.new_zeros(())
 
-        arrivals = [Arrivals(index, calls, deliver) for index, calls in enumerate(self.calls)]
-        arrive = Arrivals.arrive if len(vectors) == 1 else Arrivals.arrive_batched
         handles = [
-            call.edge.node.register_prehook(partial(arrive, of_layer, place))
-            for of_layer, calls in zip(arrivals, self.calls, strict=True)
+            call.edge.node.register_prehook(partial(hook, index, place))
+            for index, calls in enumerate(self.calls)
             for place, call in enumerate(calls)
         ]
         try:
@@ -87,14 +103,13 @@ class Graph:
                 # Where an operation has no batching rule, vmap runs it once a seed: as good.
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 grad(vectors[0]) if len(vectors) == 1 else torch.func.vmap(grad)(vectors)
-            for of_layer in arrivals:
-                if of_layer.gradients:  # the logits don't depend on all of the layer's calls
-                    of_layer.deliver()
+            for index in sorted(waiting):  # not all of the layer's calls had a gradient
+                deliver(index, waiting[index])
         finally:
             for handle in handles:
                 handle.remove()
-            for of_layer in arrivals:
-                of_layer.release()
+            for calls in self.calls:
+                _release(calls)
 
     def reaches(self, calls: Sequence[Call], vector: torch.Tensor) -> bool:
         """Whether a `(C,)` vector gives any of some calls a gradient other than 0."""
@@ -108,54 +123,10 @@ class Graph:
         return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
-class Arrivals:
-    """Gathers the gradients of one layer's calls, and delivers them when all are there.
-
-    Attributes
-    ----------
-    index : int
-        of the layer
-    gradients : dict
-        from the place of a call to its output's gradients `(S, ...)`
-    """
-
-    def __init__(self, index: int, calls: list[Call], deliver: Callable[[Arrivals], None]) -> None:
-        self.index = index
-        self.gradients: dict[int, torch.Tensor] = {}
-        self._calls = calls
-        self._deliver = deliver
-
-    def arrive(self, place: int, of_node: Sequence[torch.Tensor | None]) -> None:
-        """A hook: gradients come to the node of a call, of one seed."""
-        gradients = of_node[self._calls[place].edge.output_nr]
-        if gradients is not None:
-            self._add(place, gradients[None])
-
-    def arrive_batched(self, place: int, of_node: Sequence[torch.Tensor | None]) -> None:
-        """A hook under `vmap` over seeds."""
-        gradients = of_node[self._calls[place].edge.output_nr]
-        if gradients is not None:
-            Unbatched.apply(gradients, partial(self._add, place))
-
-    def _add(self, place: int, gradients: torch.Tensor) -> None:
-        self.gradients[place] = gradients
-        if len(self.gradients) == len(self._calls):
-            self.deliver()
-
-    def deliver(self) -> None:
-        """Hand over what has arrived, and let go of what can be computed again."""
-        self._deliver(self)
-        self.release()
-
-    def release(self) -> None:
-        """Let go of inputs that can be computed again."""
-        for call in self._calls:
-            call.release()
-
-    def taken(self) -> dict[int, torch.Tensor]:
-        """Hands over the gradients, and keeps none."""
-        gradients, self.gradients = self.gradients, {}
-        return gradients
+def _release(calls: Sequence[Call]) -> None:
+    """Let go of inputs that can be computed again."""
+    for call in calls:
+        call.release()
 
 
 def _nodes_behind(result: torch.Tensor) -> dict[Any, None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from laplace_lora_ext.passes.checks import (
     check_logits,
     is_finite,
 )
-from laplace_lora_ext.passes.graph import Arrivals, Graph
+from laplace_lora_ext.passes.graph import Graph
 from laplace_lora_ext.passes.layouts import Layout
 
 
@@ -140,9 +140,8 @@ class Recording:
         """
         if self._graph.is_recomputed:  # one backward pass brings all inputs
 
-            def deliver(arrived: Arrivals) -> None:
-                arrived.taken()
-                self._visit_inputs_of([arrived.index], visit)
+            def deliver(index: int, _: dict[int, torch.Tensor]) -> None:
+                self._visit_inputs_of([index], visit)
 
             zeros = torch.zeros_like(self.logits)[None]
             return self._graph.back_propagate(zeros, deliver, retain_graph=True)
@@ -207,13 +206,16 @@ class Recording:
         ]
 
     def _deliver(
-        self, weights: torch.Tensor | None, visit: Callable[[Rows], None], arrived: Arrivals
+        self,
+        weights: torch.Tensor | None,
+        visit: Callable[[Rows], None],
+        index: int,
+        gradients: dict[int, torch.Tensor],
     ) -> None:
         """Arrange a layer's inputs and gradients by example, join its calls, and scale."""
-        gradients = arrived.taken()
-        with self._mathematics(arrived.index, next(iter(gradients.values())).device):
-            calls = self._graph.calls[arrived.index]
-            rows = self._rows(arrived.index, {p: calls[p].input for p in gradients}, gradients)
+        with self._mathematics(index, next(iter(gradients.values())).device):
+            inputs = {place: self._graph.calls[index][place].input for place in gradients}
+            rows = self._rows(index, inputs, gradients)
             if weights is not None:
                 rows = replace(rows, g=rows.g * weights.to(rows.g)[..., None, None])
             visit(rows)
@@ -222,19 +224,16 @@ class Recording:
         self, index: int, inputs: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
     ) -> Rows:
         """Inputs and gradients of a layer's calls by example, one call after the other."""
-        block = self.blocks[index]
-        layouts = [self._assignment.layout(index, place) for place in inputs]
-
-        def arrange(calls: Iterable[torch.Tensor], n_leading: int) -> list[torch.Tensor]:
-            return [
-                layout.arrange(rows, self._positions, n_leading)
-                for layout, rows in zip(layouts, calls, strict=False)
-            ]
-
-        a = arrange(map(block.rows.input_rows, inputs.values()), 0)
-        g = arrange(map(block.rows.output_rows, gradients.values()), 1)
-        lengths = [part.shape[1] for part in a]
-        calls = list(zip(layouts, lengths, strict=True))
+        block, layouts = self.blocks[index], self._assignment.layouts[index]
+        a = [
+            layouts[place].arrange(block.rows.input_rows(of_call), self._positions)
+            for place, of_call in inputs.items()
+        ]
+        g = [
+            layouts[place].arrange(block.rows.output_rows(of_call), self._positions, n_leading=1)
+            for place, of_call in gradients.items()
+        ]
+        calls = [(layouts[place], part.shape[1]) for place, part in zip(inputs, a, strict=True)]
         dtype = block.statistics_dtype
         return Rows(index, _joined(a, dtype), _joined(g, dtype), calls, self._positions)
 
