@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import laplace_lora_ext.saving as saving
+import laplace_lora_ext.state as state
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.fitting import kind
 from laplace_lora_ext.fitting.checkpoint import keeper_in
 from laplace_lora_ext.fitting.hosts_pass import curvature_of
 from laplace_lora_ext.fitting.hyperparameters import Positive
-from laplace_lora_ext.fitting.identity import Identity
-from laplace_lora_ext.fitting.moving import follow
+from laplace_lora_ext.fitting.moving import check_model, follow
 from laplace_lora_ext.fitting.sums import sums_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.linearized import of_posterior
 from laplace_lora_ext.linearized.basis import eigenbasis
-from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
@@ -176,10 +174,6 @@ class LoRALaplace(ParametricLaplace):
         loss, of_batch = curvature_of(self, X, y)
         return loss, H + of_batch
 
-    def _sums(self) -> Any:
-        """The fit's sums, to which those of more data can be added."""
-        return self.H
-
     def _packed(self, H: Any) -> Any:
         """Sums as nested lists and dictionaries of tensors and numbers."""
         return H
@@ -189,14 +183,21 @@ class LoRALaplace(ParametricLaplace):
         return state.to(self._device, self._dtype)
 
     @property
-    def _identity(self) -> Identity:
-        """What a fit started now would be of."""
-        name = type(self).__name__
-        return Identity(name, self.likelihood, self._settings(), self.model, self.blocks)
+    def _kept(self) -> Any:
+        """The fit's curvature as a state has it."""
+        return self.H
+
+    def _keep(self, H: Any) -> None:
+        """Make what `_kept` gave the posterior's curvature."""
+        self.H = H
+
+    def _sums(self) -> Any:
+        """The fit's sums, to which those of more data can be added."""
+        return self._kept
 
     def _adopt(self, H: Any, n_data: int) -> None:
-        """Turn sums over `n_data` examples into the posterior's curvature."""
-        self.H = H
+        """Make sums over `n_data` examples the posterior's curvature."""
+        self._keep(H)
 
     # --- fit -----------------------------------------------------------------------------------
 
@@ -271,7 +272,7 @@ class LoRALaplace(ParametricLaplace):
             self._check_model()
         follow(self)
         with together():
-            keeper = keeper_in(checkpoint, every, self._identity)
+            keeper = keeper_in(checkpoint, every, self)
             H, loss, n_data, called = sums_of(self, train_loader, keeper, progress_bar)
         if override or not self.n_data:
             check_called(self.blocks, called)
@@ -285,13 +286,7 @@ class LoRALaplace(ParametricLaplace):
         self._agreement = MapAgreement()
         keeper.remove()
 
-    def _check_model(self) -> None:
-        """Refuse a model that is no longer the one of the fit."""
-        check_runs(self.blocks)
-        if self._fitted is not None:
-            check_unchanged(self.blocks, self.mean)
-            self._fitted.check()
-            follow(self)
+    _check_model = check_model
 
     def _check_H_init(self) -> None:  # noqa: N802
         super()._check_H_init()
@@ -450,35 +445,8 @@ class LoRALaplace(ParametricLaplace):
     push_to_hub = saving.push_to_hub
     sample_adapters = saving.sample_adapters
 
-    def state_dict(self) -> dict[str, Any]:
-        """The host's state, with settings and a description of the model."""
-        state = ParametricLaplace.state_dict(self)  # refuses a posterior without a fit
-        assert self._fitted is not None
-        model = self._fitted.state.state_dict()
-        return state | {"settings": self._settings(), "model": model}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a posterior that was fitted around the model's present weights.
-
-        Raises
-        ------
-        ValueError
-            If its class, likelihood, model or settings are not these. The message names what
-            differs, and nothing changes.
-        """
-        self._identity.check(state_dict)
-        loaded = copy(self)  # which an error leaves behind
-        loaded.prior_precision = state_dict["prior_precision"]
-        loaded._load_curvature(state_dict)
-        loaded._places = []  # wherever the state's tensors are
-        follow(loaded)
-        loaded._fitted = FittedModel(self.model, self.blocks)
-        loaded._posterior_scale = None
-        loaded._agreement = MapAgreement()
-        vars(self).update(vars(loaded))
-
-    def _load_curvature(self, state_dict: dict[str, Any]) -> None:
-        ParametricLaplace.load_state_dict(self, state_dict)
+    state_dict: Any = state.state_dict
+    load_state_dict: Any = state.load_state_dict
 
     def _settings(self) -> dict[str, Any]:
         """Backend of the curvature, and its options."""

@@ -101,11 +101,12 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def _unpacked(self, state: list[dict[str, Any]]) -> LowRankKron:
         return LowRankKron.from_state_dict(state, [block.place for block in self.blocks])
 
-    def _sums(self) -> LowRankKron:
+    @property
+    def _kept(self) -> LowRankKron:
         return self.H_facs
 
     @without_autocast
-    def _adopt(self, H: LowRankKron, n_data: int) -> None:
+    def _keep(self, H: LowRankKron) -> None:
         sums = H.cut()
         self.H_facs, self.H = sums, sums.decompose()
 
@@ -227,13 +228,3 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     def _settings(self) -> dict[str, Any]:
         return super()._settings() | self.backend.settings
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, with the curvature as plain tensors and numbers."""
-        return super().state_dict() | {"H": self.H_facs.state_dict()}
-
-    def _load_curvature(self, state_dict: dict[str, Any]) -> None:
-        sums = self._unpacked(state_dict["H"])
-        H = sums.decompose()
-        super()._load_curvature(state_dict)
-        self.H_facs, self.H = sums, H

@@ -52,24 +52,20 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
         ]
         return Kron(kfacs)  # pyright: ignore[reportArgumentType]
 
-    def _sums(self) -> Kron:
+    @property
+    def _kept(self) -> Kron:
         assert self.H_facs is not None
-        return _with_scaled_inputs(self.H_facs, self.n_data)
+        return self.H_facs
 
     @without_autocast
+    def _keep(self, H: Kron) -> None:
+        self.H_facs, self.H = H, H.decompose(damping=self.damping)
+
+    def _sums(self) -> Kron:
+        return _with_scaled_inputs(self._kept, self.n_data)
+
     def _adopt(self, H: Kron, n_data: int) -> None:
-        means = _with_scaled_inputs(H, 1 / n_data)
-        self.H_facs, self.H = means, means.decompose(damping=self.damping)
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        assert self.H_facs is not None
-        return state | {"H": self.H_facs.kfacs}
-
-    def _load_curvature(self, state_dict: dict[str, Any]) -> None:
-        super()._load_curvature(state_dict)
-        self.H_facs = Kron(state_dict["H"])
-        self.H = self.H_facs.decompose(damping=self.damping)
+        self._keep(_with_scaled_inputs(H, 1 / n_data))
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:

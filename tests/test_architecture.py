@@ -17,7 +17,7 @@ FOLDERS = [
 FLOORS = [
     {"messages", "precision", "files", "metrics", "likelihoods"},
     *({folder} for folder in FOLDERS),
-    {"saving"},
+    {"saving", "state"},
     {"lora_laplace"},
     {"lowrank_kron", "structures"},
     {"language_model"},

@@ -264,14 +264,3 @@ def test_a_trainable_head_takes_no_part_in_the_posterior(structure):
     for weight, bias in [*seen, (head.weight, head.bias)]:
         assert torch.equal(weight, trained[0])
         assert torch.equal(bias, trained[1])
-
-
-@pytest.mark.parametrize("structure", ["lowrank_kron", "kron", "diag"])
-def test_a_state_that_can_not_be_read_changes_nothing(structure):
-    la, (batch, *_) = fitted(structure=structure), ragged_batches()
-    before, expected = dict(vars(la)), la(batch)
-    state = la.state_dict() | {"prior_precision": torch.tensor([7.0]), "H": 3}
-    with pytest.raises((TypeError, AttributeError)):
-        la.load_state_dict(state)
-    assert all(vars(la)[name] is value for name, value in before.items() if name != "_agreement")
-    assert torch.equal(la(batch), expected)

@@ -8,25 +8,13 @@ from laplace.curvature.curvlinops import CurvlinopsGGN
 
 from laplace_lora_ext.curvature.factors import LowRankFactor
 from tests.support.models import plain_model, ragged_batches
-from tests.support.posteriors import count_forward_passes, fitted, make, some_precision
+from tests.support.posteriors import count_forward_passes, fitted, make
 
 
 def test_refuses_a_diagonal_prior():
     la = fitted()
     with pytest.raises(ValueError, match="scalar or per-layer"):
         la.prior_precision = torch.ones(la.n_params)
-
-
-def test_state_dict_round_trip(tmp_path):
-    la, batches = fitted(), ragged_batches()
-    la.prior_precision = some_precision(la, "layerwise")
-    torch.save(la.state_dict(), tmp_path / "posterior.pt")
-    other = make(la.model.model, backend_kwargs={"rank": 3})
-    other.load_state_dict(torch.load(tmp_path / "posterior.pt", weights_only=True))
-    assert torch.equal(la(batches[0]), other(batches[0]))
-    assert torch.equal(la.log_marginal_likelihood(), other.log_marginal_likelihood())
-    other.fit(batches, override=False)
-    assert other.n_data == 16
 
 
 def test_the_sums_that_are_kept_and_saved_have_no_more_columns_than_the_rank():

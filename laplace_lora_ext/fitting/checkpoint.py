@@ -13,8 +13,9 @@ import safetensors.torch
 import torch
 
 from laplace_lora_ext.files import with_tensors, without_tensors
-from laplace_lora_ext.fitting.identity import Identity
+from laplace_lora_ext.fitting.identity import hashes
 from laplace_lora_ext.messages import naming
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, rank
 
 _FORMAT = 1
@@ -125,9 +126,9 @@ class Checkpoint(Keeper):
         self._path.unlink(missing_ok=True)
 
 
-def keeper_in(folder: str | Path | None, every: int, identity: Identity) -> Keeper:
+def keeper_in(folder: str | Path | None, every: int, la: Posterior) -> Keeper:
     """A `Checkpoint` in a folder, or without one what keeps nothing."""
-    return Keeper() if folder is None else Checkpoint(folder, every, identity.hashes())
+    return Keeper() if folder is None else Checkpoint(folder, every, hashes(la))
 
 
 def _write(path: Path, content: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 import tqdm
 
 from laplace_lora_ext.fitting.checkpoint import Keeper
+from laplace_lora_ext.fitting.identity import hashes
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
@@ -123,7 +124,7 @@ class _Report:
     """What a rank tells the others about its sums."""
 
     def __init__(self, la: Posterior, sums: Sums, expected: int | None) -> None:
-        self.identity = la._identity.hashes() if count() > 1 else {}
+        self.identity = hashes(la) if count() > 1 else {}
         self.n_data, self.loss = sums.n_data, sums.loss.item()
         self.n_outputs, self.called = la.model.output_size, sums.called
         self.expected = expected  # examples of all ranks

@@ -40,6 +40,7 @@ class Posterior(Protocol):
     _agreement: Any
     _backend: Any
     _backend_cls: Any
+    _fitted: Any
     _places: list[tuple[torch.device, torch.dtype]]
 
     @property
@@ -64,9 +65,11 @@ class Posterior(Protocol):
     def _backend_options(self) -> dict[str, Any]: ...
 
     @property
-    def _identity(self) -> Any: ...
+    def _kept(self) -> Any: ...
 
     def around(self, model: nn.Module) -> Any: ...
+
+    def _settings(self) -> dict[str, Any]: ...
 
     def _check_model(self) -> None: ...
 

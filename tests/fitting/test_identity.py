@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from laplace_lora_ext.fitting.identity import hashes
 from tests.support.models import lora_model
 from tests.support.posteriors import fitted, make
 
@@ -54,17 +55,17 @@ def test_a_state_in_another_precision_is_refused(state):
 
 def test_hashes_change_with_what_they_are_of_and_with_nothing_else():
     la, same = fitted(), fitted(prior_precision=3.0)
-    hashes = la._identity.hashes()
-    assert same._identity.hashes() == hashes
-    assert differing(hashes, fitted(rank=2)._identity.hashes()) == {"settings"}
-    assert differing(hashes, fitted(structure="diag")._identity.hashes()) == {"settings"}
+    before = hashes(la)
+    assert hashes(same) == before
+    assert differing(before, hashes(fitted(rank=2))) == {"settings"}
+    assert differing(before, hashes(fitted(structure="diag"))) == {"settings"}
     with torch.no_grad():
         la.blocks[0].weight.add_(1e-3)
-    assert differing(hashes, la._identity.hashes()) == {"LoRA weights"}
+    assert differing(before, hashes(la)) == {"LoRA weights"}
     with torch.no_grad():
         same.model.model.get_input_embeddings().weight.add_(1e-3)
-    assert differing(hashes, same._identity.hashes()) == {"base or head"}
+    assert differing(before, hashes(same)) == {"base or head"}
 
 
-def differing(hashes, others):
-    return {name for name, value in hashes.items() if others[name] != value}
+def differing(some, others):
+    return {name for name, value in some.items() if others[name] != value}

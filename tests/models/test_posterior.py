@@ -16,6 +16,7 @@ FILE = Path(posterior.__file__)
     node for node in ast.parse(FILE.read_text("utf-8")).body if isinstance(node, ast.ClassDef)
 )
 ATTRIBUTES = {ast.unparse(node.target) for node in CLASS.body if isinstance(node, ast.AnnAssign)}
+TOP = ("saving", "state")
 METHODS = {node.name for node in CLASS.body if isinstance(node, ast.FunctionDef)}
 
 
@@ -29,6 +30,6 @@ def test_every_posterior_has_what_functions_need(structure):
 
 def test_functions_use_all_of_it():
     sources = "".join(path.read_text("utf-8") for path in FILE.parents[1].glob("*/*.py"))
-    sources += (FILE.parents[1] / "saving.py").read_text("utf-8")
+    sources += "".join((FILE.parents[1] / f"{name}.py").read_text("utf-8") for name in TOP)
     used = set(re.findall(r"\b(?:la|posterior)\.(\w+)", sources))
     assert (ATTRIBUTES | METHODS) - used == set()
