@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.functional import pad, unfold
 
+from laplace_lora_ext.models.rows import LinearRows
+
 _DIMENSIONS = {nn.Conv1d: 1, nn.Conv2d: 2}
 
 
@@ -16,15 +18,13 @@ def is_convolution(layer: Any) -> bool:
     return type(layer) in _DIMENSIONS and layer.groups == 1
 
 
-class PatchRows:
+class PatchRows(LinearRows):
     """Rows of a convolution: the patches that it makes of its inputs, and its outputs' channels.
 
     Parameters
     ----------
     layer : torch.nn.Conv1d or torch.nn.Conv2d
     """
-
-    held_column = None
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer

@@ -9,6 +9,8 @@ import torch
 from peft.tuners import lora
 from torch.nn.functional import embedding
 
+from laplace_lora_ext.models.rows import LinearRows
+
 
 def is_embedding(layer: Any) -> bool:
     """Whether PEFT's layer is the LoRA of an embedding."""
@@ -95,7 +97,7 @@ class EmbeddingLayer:
         return gradients if own is None else gradients * own.to(self.B)
 
 
-class EmbeddingHalf:
+class EmbeddingHalf(LinearRows):
     """A or B as a linear layer, which calls of the whole layer stand for.
 
     Parameters
@@ -104,8 +106,6 @@ class EmbeddingHalf:
     weights : torch.nn.ParameterDict
         of all adapters
     """
-
-    held_column: int | None = None
 
     def __init__(self, layer: EmbeddingLayer, weights: Any) -> None:
         self._layer, self._weights = layer, weights
@@ -120,9 +120,6 @@ class EmbeddingHalf:
         """What Accelerate offloads the weight with."""
         return getattr(self._weights, "_hf_hook", None)
 
-    def row_shape(self, outputs: torch.Tensor) -> torch.Size:
-        return outputs.shape[:-1]
-
 
 class TokenColumns(EmbeddingHalf):
     """`lora_embedding_A`, `(r, vocabulary)`, as a linear layer of one-hot tokens.
@@ -133,12 +130,10 @@ class TokenColumns(EmbeddingHalf):
 
     @property
     def held_column(self) -> int | None:
-        """A column that no gradient comes to."""
         return self._layer.padding
 
     @property
     def input_map(self) -> tuple[Any, ...]:
-        """What decides, beside the tokens, on the rows that `input_rows` makes."""
         return "one-hot", self.weight.shape[1], self.held_column
 
     def input_rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -160,7 +155,6 @@ class Projection(EmbeddingHalf):
 
     @property
     def input_map(self) -> tuple[Any, ...]:
-        """What decides, beside the tokens, on the rows that `input_rows` makes."""
         return "columns", id(self._layer.owner), self._layer.adapter
 
     def input_rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from peft.tuners import lora
 from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
+from laplace_lora_ext.models.convolutions import PatchRows
 from laplace_lora_ext.models.embeddings import EmbeddingHalf, halves, is_embedding
 from laplace_lora_ext.models.placement import (
     check_in_place,
@@ -22,7 +23,7 @@ from laplace_lora_ext.models.placement import (
     is_absent,
     values_of,
 )
-from laplace_lora_ext.models.rows import Rows, rows_of
+from laplace_lora_ext.models.rows import LinearRows
 from laplace_lora_ext.models.selection import active_adapter, adapters_of, select
 from laplace_lora_ext.models.unsupported import (
     check_apart,
@@ -82,9 +83,11 @@ class Block:
         return device_of(layer) if self.weight.is_meta else self.weight.device
 
     @cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> LinearRows:
         """Makes rows of what the layer is given and returns."""
-        return rows_of(self.layer)
+        if isinstance(self.layer, EmbeddingHalf):
+            return self.layer
+        return LinearRows() if isinstance(self.layer, nn.Linear) else PatchRows(self.layer)
 
     @property
     def adapter(self) -> str:
@@ -201,14 +204,9 @@ def find_blocks(
 
 
 def check_known_to_host(blocks: Sequence[Block]) -> None:
-    """Refuse DoRA and LoRA of embeddings for the host's backends.
+    """Refuse DoRA and LoRA of embeddings for the host's backends (`NotImplementedError`).
 
     These take every call of a linear layer for an input, and know no other layers.
-
-    Raises
-    ------
-    NotImplementedError
-        If a layer has DoRA, or is an embedding.
     """
     with_dora = [b.name for b in blocks if b.owner is not None and has_dora(b.owner, b.adapter)]
     if with_dora:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
-
-from laplace_lora_ext.models.convolutions import PatchRows
 
 
-class Rows(Protocol):
-    """Makes rows of a layer's inputs and outputs.
+class LinearRows:
+    """Rows of a linear layer: whatever comes in and goes out. Other layers have heirs of this.
 
     Attributes
     ----------
@@ -22,42 +19,21 @@ class Rows(Protocol):
     """
 
     @property
-    def held_column(self) -> int | None: ...
+    def held_column(self) -> int | None:
+        return None
 
     @property
-    def input_map(self) -> tuple[Any, ...]: ...
+    def input_map(self) -> tuple[Any, ...]:
+        return ()
 
     def input_rows(self, inputs: torch.Tensor) -> torch.Tensor:
         """What the layer was given as rows `(..., n)`."""
-        ...
-
-    def output_rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """What it returned, or gradients of that, as rows `(..., m)`."""
-        ...
-
-    def row_shape(self, outputs: torch.Tensor) -> torch.Size:
-        """Shape of what it returned as rows, without their size m; nothing is computed."""
-        ...
-
-
-class LinearRows:
-    """Of a linear layer: whatever comes in and goes out."""
-
-    held_column = None
-    input_map = ()
-
-    def input_rows(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs
 
     def output_rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """What it returned, or gradients of that, as rows `(..., m)`."""
         return outputs
 
     def row_shape(self, outputs: torch.Tensor) -> torch.Size:
+        """Shape of what it returned as rows, without their size m; nothing is computed."""
         return outputs.shape[:-1]
-
-
-def rows_of(layer: Any) -> Rows:
-    """Of a linear layer, a convolution, or a half of an embedding's LoRA, which knows its own."""
-    if isinstance(layer, nn.Linear):
-        return LinearRows()
-    return PatchRows(layer) if isinstance(layer, nn.Module) else layer
