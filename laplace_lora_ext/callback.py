@@ -45,7 +45,7 @@ class LaplaceCallback(TrainerCallback):
     method : str, optional
         as for `optimize_prior_precision`; "agreement" if omitted, and for a regression "marglik"
     batch_size : int, optional
-        how many examples to fit or predict at once; by default as many as the trainer evaluates
+        how many examples to fit or predict at once; by default the trainer's evaluation batch size
     trainer : transformers.Trainer, optional
         to report the figures with its `log`:
         `trainer.add_callback(LaplaceCallback(trainer=trainer))`

@@ -34,7 +34,7 @@ _LIKELIHOODS = {
 def Laplace(  # noqa: N802
     model: nn.Module, likelihood: str | None = None, *args: Any, **kwargs: Any
 ) -> BaseLaplace:
-    """`laplace.Laplace`, which also works out the likelihood.
+    """`laplace.Laplace` with an optional likelihood.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def Laplace(  # noqa: N802
     Raises
     ------
     ValueError
-        If the model does not tell the likelihood.
+        If the likelihood can't be read off the model.
     """
     if likelihood is None:
         likelihood = "classification" if kwargs.get("class_token_ids") else _likelihood_of(model)

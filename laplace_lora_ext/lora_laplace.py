@@ -55,9 +55,9 @@ from laplace_lora_ext.tuning import by_name
 class LoRALaplace(ParametricLaplace):
     """What all Laplace approximations over LoRA weights share.
 
-    The posterior is over the `lora_A` and `lora_B` weights of the active adapter, those of
-    embeddings (`lora_embedding_A`, `lora_embedding_B`) too. Everything else
-    in the model, even a trainable head, stays at its MAP value. No method changes the model.
+    The posterior is over the `lora_A` and `lora_B` weights of the active adapter, and those of its
+    embeddings (`lora_embedding_A`, `lora_embedding_B`). Everything else in the model, even a
+    trainable head, stays at its MAP value. No method changes the model.
 
     Parameters
     ----------
@@ -253,11 +253,11 @@ class LoRALaplace(ParametricLaplace):
             False adds the data to those of the previous fit
         progress_bar : bool, default=False
         checkpoint : str or Path, optional
-            a folder for the sums so far. If the fit is interrupted, the same call continues from
-            there, provided that the loader gives the same batches again: seed one that shuffles.
-            A fit that ends deletes its file
+            a folder for the sums so far. After an interruption the same call continues from there,
+            provided that the loader gives the same batches again (seed it if it shuffles). A
+            completed fit deletes its file
         every : int, default=100
-            how many batches to sum before the checkpoint is written again
+            number of batches between two writes of the checkpoint
 
         Raises
         ------
@@ -266,7 +266,7 @@ class LoRALaplace(ParametricLaplace):
             in weights or settings or have the same data, or the checkpoint is damaged or of
             another fit. The message names the batch and the layer.
         RuntimeError
-            If no batch calls some of the LoRA layers, or another rank has failed.
+            If some LoRA layers are never called, or another rank has failed.
         """
         if not override:
             self._check_model()

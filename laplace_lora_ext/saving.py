@@ -72,7 +72,7 @@ def sample_adapters(
     ----------
     n_samples : int
     directory : str or Path
-        gets one folder a draw, "sample_0" and so on, with a configuration and safetensors
+        gets one folder for each draw, "sample_0" and so on, with a configuration and safetensors
         that `PeftModel.from_pretrained` loads
     generator : torch.Generator, optional
     **kwargs

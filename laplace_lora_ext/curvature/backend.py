@@ -170,8 +170,8 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
     Parameters
     ----------
     stochastic : bool, optional
-        whether to draw labels from the model instead of summing over all classes. If omitted, this
-        is done from 20 classes on: `benchmarks/README.md` shows what it saves and costs
+        whether to draw labels from the model instead of summing over all classes; by default from
+        20 classes on. `benchmarks/README.md` shows what this saves and costs
     num_samples : int, optional
         how many labels to draw for each example: by default 1 with `stochastic=True`, otherwise 8
     **kwargs

@@ -179,7 +179,7 @@ class DecomposedBlock:
             return leading, torch.ones_like(small)  # of no direction at all
         return leading, small * tail + delta
 
-    def oriented(self, weights: torch.Tensor) -> torch.Tensor:
+    def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
         """`(..., m, n)` weights as `(..., r, d)`, small side first, and back."""
         return weights if self.small_output else weights.mT
 
@@ -218,10 +218,10 @@ class DecomposedBlock:
         small, large = self.small.vectors.square(), self.large.vectors.square()
         diagonal = small @ on_leading @ large.mT
         diagonal = diagonal + torch.outer(small @ on_remainder, 1 - large.sum(1))
-        return self.oriented(diagonal).flatten()
+        return self.small_side_first(diagonal).flatten()
 
     def to_matrix(self, delta: torch.Tensor, exponent: float) -> torch.Tensor:
         """Dense `(m * n, m * n)` matrix of `(block + delta I) ** exponent`. For tests."""
         identity = torch.eye(self.n_params).to(self.small.vectors).unflatten(1, self.shape)
-        product = self.bmm(self.oriented(identity), delta, exponent)
-        return self.oriented(product).flatten(1)
+        product = self.bmm(self.small_side_first(identity), delta, exponent)
+        return self.small_side_first(product).flatten(1)

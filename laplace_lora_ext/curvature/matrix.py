@@ -198,7 +198,7 @@ class LowRankKronDecomposed:
         """
         self._check_invertible(exponent)
         products = [
-            block.oriented(block.bmm(part, delta, exponent)).flatten(-2)
+            block.small_side_first(block.bmm(part, delta, exponent)).flatten(-2)
             for block, delta, part in self._split(W)
         ]
         return torch.cat(products, dim=-1)
@@ -243,6 +243,6 @@ class LowRankKronDecomposed:
             raise ValueError(f"The last dimension of W must have {sum(sizes)} parameters.")
         parts = W.split(sizes, dim=-1)
         return [
-            (block, delta, block.oriented(part.unflatten(-1, block.shape)))
+            (block, delta, block.small_side_first(part.unflatten(-1, block.shape)))
             for block, delta, part in zip(self.blocks, self.deltas, parts, strict=True)
         ]

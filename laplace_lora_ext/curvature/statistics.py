@@ -83,7 +83,7 @@ class Reduce(KfacApprox):
 
 
 class Gradient(KfacApprox):
-    """`F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²` with `G = Σ_t g_t a_tᵀ` a sample and seed.
+    """`F_out = Σ G Gᵀ` and `F_in = Σ Gᵀ G / Σ ‖G‖²` with `G = Σ_t g_t a_tᵀ` of a sample and seed.
 
     One step of power iteration from the identity towards the Kronecker product nearest to the exact
     block (Van Loan & Pitsianis, 1993); its trace is exact. G is the weight's exact gradient, so

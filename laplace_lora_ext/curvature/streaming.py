@@ -22,10 +22,7 @@ class StreamingUpdates:
     def add(self, factor: Factor, rows: torch.Tensor) -> torch.Tensor:
         """Add `rowsᵀ rows` to a factor, now or at the next `finish`, and return its trace.
 
-        Raises
-        ------
-        ValueError
-            If a row is not finite.
+        Rows that are not finite are refused.
         """
         if isinstance(factor, DenseFactor):
             return factor.update(rows)

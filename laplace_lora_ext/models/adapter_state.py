@@ -11,13 +11,7 @@ from laplace_lora_ext.models.lora_layers import Block
 
 
 def check_runs(blocks: Sequence[Block]) -> None:
-    """Refuse a model that does not run the blocks' adapter.
-
-    Raises
-    ------
-    RuntimeError
-        If the adapter is merged, disabled or not active.
-    """
+    """Refuse a model whose adapter is merged, disabled or not active (`RuntimeError`)."""
     for block in blocks:
         owner = block.owner
         if owner is None:
@@ -64,12 +58,8 @@ def fingerprint(blocks: Sequence[Block]) -> str:
 def check_unchanged(blocks: Sequence[Block], mean: torch.Tensor) -> None:
     """Refuse a model whose LoRA weights differ from `mean`, those of the fit.
 
-    `mean`, `(parameters,)`, is compared in the weights' present precision.
-
-    Raises
-    ------
-    RuntimeError
-        The message names the first layer that differs.
+    `mean`, `(parameters,)`, is compared in the weights' present precision. The message of the
+    `RuntimeError` names the first layer that differs.
     """
     parts = mean.split([block.weight.numel() for block in blocks])
     for block, part in zip(blocks, parts, strict=True):

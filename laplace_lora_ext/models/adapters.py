@@ -12,13 +12,7 @@ from torch import nn
 
 
 def find_peft_model(model: nn.Module) -> PeftModel:
-    """The `PeftModel` that a model is or holds.
-
-    Raises
-    ------
-    ValueError
-        If there is none.
-    """
+    """The `PeftModel` that a model is or holds; an error if there is none."""
     for module in model.modules():
         if isinstance(module, PeftModel):
             return module
@@ -29,13 +23,7 @@ def find_peft_model(model: nn.Module) -> PeftModel:
 
 
 def new_folders(directory: str | Path, n_samples: int) -> list[Path]:
-    """Paths of new folders, one for each sample.
-
-    Raises
-    ------
-    FileExistsError
-        If one of them exists.
-    """
+    """Paths of new folders, one for each sample; `FileExistsError` if there is one already."""
     digits = len(str(n_samples - 1))
     folders = [Path(directory) / f"sample_{index:0{digits}}" for index in range(n_samples)]
     for folder in folders:

@@ -65,20 +65,10 @@ class AnswerTokens:
         self.mask_token_id = mask_token_id
         self._transformer = transformer
 
-    @property
-    def takes_positions(self) -> bool:
-        """Whether the decoder can be told the positions of its tokens."""
-        return self._transformer is not None and takes_positions(self._transformer)
-
     def options(self, inputs: Any, counts_positions: bool) -> dict[str, Any]:
         """Keyword arguments that the decoder accepts and the batch lacks.
 
         `counts_positions` asks for positions that count from the first real token.
-
-        Raises
-        ------
-        ValueError
-            If the answer's position can't be found, or an encoder-decoder has no start token.
         """
         if self._transformer is None:
             return {}
@@ -97,13 +87,7 @@ class AnswerTokens:
 
     @contextmanager
     def reading(self, inputs: Any, options: Mapping[str, Any]) -> Iterator[None]:
-        """Within, refuse a decoder that has hidden states at other positions than the text.
-
-        Raises
-        ------
-        ValueError
-            If it has, as with an image before the text.
-        """
+        """Within, refuse hidden states at other positions than the text's, as of an image."""
         base: Any = None if self._transformer is None else self._transformer.base_model
         if base is self._transformer or not isinstance(options.get("logits_to_keep"), torch.Tensor):
             yield
@@ -119,14 +103,7 @@ class AnswerTokens:
             handle.remove()
 
     def select(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
-        """Logits `(B, T, V)` of the vocabulary to `(B, C)` of the answers.
-
-        Raises
-        ------
-        ValueError
-            If they have another number of dimensions or other positions than the text, or the
-            answer's position can't be found.
-        """
+        """Logits `(B, T, V)` of the vocabulary to `(B, C)` of the answers."""
         if logits.ndim != 3:
             raise ValueError(
                 "class_token_ids need logits of shape (batch, positions, vocabulary), not "
@@ -194,13 +171,7 @@ def _is_masked(transformer: PreTrainedModel) -> bool:
 
 
 def start_token(transformer: PreTrainedModel) -> int:
-    """The token that an encoder-decoder's second text begins with.
-
-    Raises
-    ------
-    ValueError
-        If the model has none.
-    """
+    """The token that an encoder-decoder's second text begins with; an error if it has none."""
     for config in (transformer.config, transformer.generation_config):
         start = getattr(config, "decoder_start_token_id", None)
         if start is not None:
@@ -242,13 +213,7 @@ def n_positions(inputs: Any) -> int:
 
 
 def check_positions(values: torch.Tensor, n_positions: int) -> None:
-    """Refuse logits or hidden states `(B, T, ...)` at other positions than those of the texts.
-
-    Raises
-    ------
-    ValueError
-        If T is not `n_positions`.
-    """
+    """Refuse logits or hidden states `(B, T, ...)` at other positions than those of the texts."""
     if values.shape[1] != n_positions:
         raise ValueError(
             f"The model returns logits at {values.shape[1]} positions for texts of {n_positions}, "
@@ -260,10 +225,7 @@ def check_positions(values: torch.Tensor, n_positions: int) -> None:
 def last_real_position(inputs: Any) -> torch.Tensor:
     """`(B,)` index of the last position that is not padding, whichever side is padded.
 
-    Raises
-    ------
-    ValueError
-        If a text has none, or the mask has another number of dimensions.
+    A text without any is refused.
     """
     if not isinstance(inputs, Mapping):
         return torch.full((len(inputs),), inputs.shape[1] - 1, device=inputs.device)

@@ -96,17 +96,8 @@ def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) ->
 def find_padding(input_ids: torch.Tensor, pad_token_id: int) -> torch.Tensor | None:
     """An attention mask for token ids `(..., T)` that came without one; None without padding.
 
-    The first and last tokens of the rows show whether there is padding.
-
-    Raises
-    ------
-    ValueError
-        If the batch is padded and the padding token also occurs inside a text.
-
-    Warns
-    -----
-    UserWarning
-        If there is padding.
+    The first and last tokens of the rows show whether there is padding. If there is, this warns,
+    and refuses a batch whose texts also have the padding token inside.
     """
     is_text = input_ids != pad_token_id
     if is_text[..., 0].all() and is_text[..., -1].all():

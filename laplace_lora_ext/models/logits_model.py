@@ -13,7 +13,7 @@ from peft import PeftMixedModel, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from laplace_lora_ext.models.answers import AnswerTokens
+from laplace_lora_ext.models.answers import AnswerTokens, takes_positions
 from laplace_lora_ext.models.batches import complete, examples_of, moved
 from laplace_lora_ext.models.compiled import running_eagerly, warn_if_compiled
 from laplace_lora_ext.models.default_device import restored, set_aside
@@ -81,9 +81,13 @@ class LogitsModel(nn.Module):
         self.output_size = 0
         self._transformer = (find_transformer(model),)  # a tuple, so that it is no child module
         self._answers = self._find_answers(class_token_ids, mask_token_id)
-        takes_positions = self._answers is not None and self._answers.takes_positions
-        self._left_padding = LeftPadding(takes_positions)
+        self._left_padding = LeftPadding(self._takes_positions())
         self.layouts: dict[Any, Any] = {}
+
+    @property
+    def transformer(self) -> PreTrainedModel | None:
+        """The transformers model within, if there is one."""
+        return self._transformer[0]
 
     @property
     def class_token_ids(self) -> list[int] | None:
@@ -129,7 +133,7 @@ class LogitsModel(nn.Module):
         UserWarning
             If predictions depend on left padding anyway.
         """
-        if self._transformer[0] is None or self._left_padding.is_settled(batch):
+        if self.transformer is None or self._left_padding.is_settled(batch):
             return
         inputs = self._inputs(batch)
         if self._left_padding.is_open(inputs):
@@ -202,7 +206,7 @@ class LogitsModel(nn.Module):
     @property
     def lock(self) -> Any:
         """What a thread holds while it uses the model."""
-        return lock_of(self._transformer[0] or self.model)
+        return lock_of(self.transformer or self.model)
 
     @contextmanager
     def prepared(self, trainable: Sequence[torch.Tensor] = ()) -> Iterator[None]:
@@ -237,14 +241,8 @@ class LogitsModel(nn.Module):
                 parameter.grad = grad
 
     def _inputs(self, batch: Any) -> Any:
-        """The batch without its labels on the model's device, of the same type as before.
-
-        Raises
-        ------
-        ValueError, NotImplementedError
-            As `complete`.
-        """
-        transformer = self._transformer[0]
+        """The batch without its labels on the model's device, of the same type as before."""
+        transformer = self.transformer
         if isinstance(batch, np.ndarray):
             batch = torch.as_tensor(batch)
         if isinstance(batch, torch.Tensor):
@@ -270,14 +268,20 @@ class LogitsModel(nn.Module):
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         with restored():
-            if isinstance(inputs, Mapping) and self._transformer[0] is not None:
+            if isinstance(inputs, Mapping) and self.transformer is not None:
                 return self.model(**inputs, **kwargs)
             return self.model(inputs, **kwargs)
+
+    def _takes_positions(self) -> bool:
+        """Whether the model is a decoder that can be told the positions of its tokens."""
+        if self._answers is None or self.transformer is None:
+            return False
+        return takes_positions(self.transformer)
 
     def _find_answers(
         self, class_token_ids: Sequence[int] | None, mask_token_id: int | None
     ) -> AnswerTokens | None:
-        transformer = self._transformer[0]
+        transformer = self.transformer
         if class_token_ids is not None:
             return AnswerTokens(class_token_ids, transformer, mask_token_id)
         if transformer is not None and transformer.can_generate():
@@ -305,13 +309,7 @@ def find_transformer(model: nn.Module) -> PreTrainedModel | None:
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The tensor of logits in what a model returns.
-
-    Raises
-    ------
-    TypeError
-        If there is none.
-    """
+    """The tensor of logits in what a model returns; `TypeError` if there is none."""
     logits = getattr(output, "logits", output)
     if isinstance(logits, (tuple, list)) and logits:
         logits = logits[0]

@@ -162,13 +162,7 @@ class FittedModel:
         self._marks, self._samples = self._look()
 
     def check(self) -> None:
-        """Refuse the model if it has changed since the fit.
-
-        Raises
-        ------
-        RuntimeError
-            The message names what differs.
-        """
+        """Refuse the model if it has changed since the fit (`RuntimeError`)."""
         marks, samples = self._look()
         # A write to a weight's `.data` leaves its address and version as they were.
         if marks == self._marks and all(map(torch.equal, samples, self._samples)):

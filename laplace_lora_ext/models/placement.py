@@ -46,15 +46,7 @@ def come_and_go(model: nn.Module) -> bool:
 
 
 def check_reachable(model: nn.Module) -> None:
-    """Refuse wrappers that hide weights from their modules, and weights without derivatives.
-
-    Raises
-    ------
-    NotImplementedError
-        For FSDP1 and DeepSpeed ZeRO-3; the message says what to use instead.
-    ValueError
-        If weights were made under `torch.inference_mode`.
-    """
+    """Refuse FSDP1 and ZeRO-3, which hide weights from their modules, and inference tensors."""
     of_inference = [name for name, weight in model.named_parameters() if weight.is_inference()]
     if of_inference:
         raise ValueError(
@@ -73,12 +65,9 @@ def check_reachable(model: nn.Module) -> None:
 
 
 def check_in_place(layers: Sequence[Any], purpose: str) -> None:
-    """Refuse sharded or offloaded LoRA weights for a purpose that needs whole ones in memory.
+    """Refuse sharded or offloaded LoRA weights where whole ones are needed in memory.
 
-    Raises
-    ------
-    NotImplementedError
-        The message says how to keep them whole.
+    `purpose` begins the message of the `NotImplementedError`.
     """
     if any(is_elsewhere(layer.weight) for layer in layers):
         raise NotImplementedError(

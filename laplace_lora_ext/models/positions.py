@@ -49,12 +49,8 @@ class Positions(NamedTuple):
     def valid(self, n_positions: int) -> torch.Tensor | None:
         """`(B, n_positions)` mask for a layer that sees so many positions of each example.
 
-        None where all of them are valid, as after pooling.
-
-        Raises
-        ------
-        NotImplementedError
-            If the batch is padded and the layer's positions are not those of the mask.
+        None where all of them are valid, as after pooling. A `NotImplementedError` if the batch is
+        padded and the layer's positions are not those of the mask.
         """
         pooled = n_positions == self.n_rows // self.n_examples
         if self.mask is None or pooled:

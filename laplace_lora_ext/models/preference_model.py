@@ -48,7 +48,7 @@ class PreferenceModel(LogitsModel):
             warn('The likelihood "reward_modeling" has no margin: the batch\'s margin is ignored.')
         apart = {name: value for name in _NAMES if (value := _apart(batch, name)) is not None}
         if apart:
-            filled = {"input_ids": pad_token(self._transformer[0]), "attention_mask": 0}
+            filled = {"input_ids": pad_token(self.transformer), "attention_mask": 0}
             return {name: _stacked(*texts, filled[name]) for name, texts in apart.items()}
         tokens = batch.get("input_ids")
         if tokens is None or tokens.ndim != 2 or len(tokens) % 2:
@@ -61,7 +61,7 @@ class PreferenceModel(LogitsModel):
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        if self._transformer[0] is None or tokens is None or tokens.ndim < 3:
+        if self.transformer is None or tokens is None or tokens.ndim < 3:
             return super()._call(inputs, **kwargs)
         pairs = tokens.shape[:2]
         flat = {

@@ -55,13 +55,7 @@ def select(
     target_modules: str | Sequence[str] | None,
     layers_to_transform: int | Iterable[int] | None,
 ) -> dict[str, lora.LoraLayer]:
-    """Those of some layers by name that `peft.LoraConfig` would choose.
-
-    Raises
-    ------
-    ValueError
-        If there is none.
-    """
+    """Those of some layers that `peft.LoraConfig` would choose, by name; an error if none."""
     if target_modules is None and layers_to_transform is None:
         return layers
     if layers_to_transform is not None and not isinstance(layers_to_transform, int):

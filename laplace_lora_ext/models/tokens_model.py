@@ -20,7 +20,6 @@ from laplace_lora_ext.models.answers import (
     takes_positions,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
-from laplace_lora_ext.models.padding import LeftPadding
 from laplace_lora_ext.models.positions import Positions
 
 
@@ -33,11 +32,10 @@ class TokensModel(LogitsModel):
 
     Parameters
     ----------
-    model : torch.nn.Module
-        a transformers language model, bare or within a wrapper, as in `LogitsModel`
+    model, dict_key_y
+        as for `LogitsModel`; a transformers language model
     class_token_ids, mask_token_id : None
         not used: each token of the vocabulary is a class
-    dict_key_y : str, default="labels"
 
     Raises
     ------
@@ -45,19 +43,9 @@ class TokensModel(LogitsModel):
         If the model does not generate text, or `class_token_ids` or `mask_token_id` is given.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        class_token_ids: Sequence[int] | None = None,
-        dict_key_y: str = "labels",
-        mask_token_id: int | None = None,
-    ) -> None:
-        super().__init__(model, class_token_ids, dict_key_y, mask_token_id)
-        self._left_padding = LeftPadding(takes_positions(self.transformer))
-
     @property
     def transformer(self) -> PreTrainedModel:
-        transformer = self._transformer[0]
+        transformer = super().transformer
         assert transformer is not None
         return transformer
 
@@ -187,10 +175,13 @@ class TokensModel(LogitsModel):
             if handle is not None:
                 handle.remove()
 
+    def _takes_positions(self) -> bool:
+        return takes_positions(self.transformer)
+
     def _find_answers(
         self, class_token_ids: Sequence[int] | None, mask_token_id: int | None
     ) -> None:
-        transformer = self._transformer[0]
+        transformer = super().transformer
         if class_token_ids is not None or mask_token_id is not None:
             raise ValueError(
                 'The likelihood "language_modeling" predicts the whole vocabulary: leave out '

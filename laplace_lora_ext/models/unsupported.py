@@ -25,13 +25,7 @@ _X_LORA = getattr(tuners, "XLoraModel", ())  # from PEFT 0.12 on
 
 
 def check_tuner(model: nn.Module) -> None:
-    """Refuse adapters that use LoRA layers in another way.
-
-    Raises
-    ------
-    NotImplementedError
-        For X-LoRA.
-    """
+    """Refuse X-LoRA, which uses LoRA layers in another way (`NotImplementedError`)."""
     if any(isinstance(module, _X_LORA) for module in model.modules()):
         raise NotImplementedError(
             "X-LoRA weighs several adapters anew for every token, so none of them is a linear map: "
@@ -48,13 +42,7 @@ def other_tuners(model: nn.Module) -> str:
 
 
 def check_plain(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
-    """Refuse LoRA layers that do not add `B(A(x))` with linear A and B.
-
-    Raises
-    ------
-    NotImplementedError
-        The message lists them.
-    """
+    """Refuse layers that do not add `B(A(x))` with linear A and B (`NotImplementedError`)."""
     unsupported = [
         f"{name} ({type(layer).__name__}{_detail(layer, adapter)})"
         for name, layer in layers.items()
@@ -68,13 +56,7 @@ def check_plain(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
 
 
 def check_apart(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
-    """Refuse LoRA weights that share their storage.
-
-    Raises
-    ------
-    NotImplementedError
-        The message lists them.
-    """
+    """Refuse LoRA weights that share their storage (`NotImplementedError`)."""
     owners: dict[int, list[str]] = {}
     for name, layer in layers.items():
         for part, half in zip(("lora_A", "lora_B"), halves(layer, adapter), strict=True):

@@ -82,12 +82,8 @@ class LoRAWeights:
     ) -> Any:
         """What it returns for several batches of `n_rows` in one, each with weights of its own.
 
-        Each of the values is `(batches, m, n)`. Every layer must keep the rows in their order.
-
-        Raises
-        ------
-        ValueError
-            If a layer is given something else than rows of `(batches * n_rows, positions, n)`.
+        Each of the values is `(batches, m, n)`. Every layer must be given rows in this order, of
+        shape `(batches * n_rows, positions, n)`; others are refused.
         """
         handles = [
             block.layer.register_forward_hook(partial(_map_batches, weights, n_rows), prepend=True)

@@ -36,13 +36,7 @@ def noting_calls(blocks: Sequence[Block], called: set[int]) -> Iterator[None]:
 
 
 def check_called(blocks: Sequence[Block], called: Collection[int]) -> None:
-    """Refuse a fit in which some layers were never called, and so have no curvature.
-
-    Raises
-    ------
-    RuntimeError
-        The message names one of them, and says how to leave them out.
-    """
+    """Refuse a fit in which some layers were never called, and so have no curvature."""
     silent = [block.name for index, block in enumerate(blocks) if index not in called]
     if not silent:
         return

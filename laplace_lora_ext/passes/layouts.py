@@ -22,10 +22,7 @@ class Layout(ABC):
     def valid(self, n_positions: int, positions: Positions) -> torch.Tensor | None:
         """`(B, n_positions)` mask of the arranged rows; None where all are valid.
 
-        Raises
-        ------
-        NotImplementedError
-            If the batch's mask can't be applied to them.
+        A `NotImplementedError` if the batch's mask can't be applied to them.
         """
         return positions.valid(n_positions)
 

@@ -52,11 +52,8 @@ class Rows:
     def valid(self) -> torch.Tensor | None:
         """`(B, T)` booleans, false at padding; None where nothing is padded.
 
-        Raises
-        ------
-        NotImplementedError
-            If the mask of a padded batch can't be applied to the layer's rows, or if these are in
-            no fixed order or shared by examples.
+        A `NotImplementedError` if the mask can't be applied to the layer's rows, which may be in no
+        fixed order or shared by examples.
         """
         masks = [layout.valid(length, self._positions) for layout, length in self._calls]
         if all(mask is None for mask in masks):

@@ -1,4 +1,4 @@
-"""What decisions need: probabilities, labels, how much doubt more data would cure, and bounds."""
+"""What decisions need: probabilities, labels, bounds, and how much more data would help."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def predict(
         For a likelihood without classes, or another link.
     """
     if la._predicted_likelihood.is_gaussian:
-        raise ValueError(f"{la.likelihood} predicts numbers: use la(x), which has their variance.")
+        raise ValueError(f"{la.likelihood} predicts numbers: use la(x), for mean and variance.")
     links = own_links(n_samples, generator)
     if link_approx not in links:
         raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
@@ -116,8 +116,8 @@ def predict_proba(la: Posterior, x: Any, link_approx: str = "mean_field") -> np.
 def lower_bound(la: Posterior, x: Any, k: float = 1.0) -> torch.Tensor:
     """Mean less `k` standard deviations of each output, `(B, C)`.
 
-    For texts that a reward model knows little of: a policy that is trained on the mean seeks them
-    out.
+    A policy that is trained on the mean reward seeks out texts that the reward model knows little
+    about; this bound rates them low.
 
     Raises
     ------

@@ -279,11 +279,6 @@ def of_all_ranks(
 
     `places`, `(n,)`, says where this rank's examples stand in the data. `H`, `scale` and `device`
     are those of `statistics_of_batch`.
-
-    Raises
-    ------
-    ValueError
-        As `PredictiveStatistics.concatenate`.
     """
     part = PredictiveStatistics.concatenate(own) if len(places) else None
     labelled = {each for each in gathered(part and part.targets is not None) if each is not None}

@@ -37,12 +37,8 @@ def rank() -> int:
 def together() -> Iterator[None]:
     """If one rank fails in this block, all ranks fail before they leave it.
 
-    The others notice at their next exchange, or when the process group's time limit runs out.
-
-    Raises
-    ------
-    RankError
-        With the message of a rank that failed.
+    The others notice at their next exchange, or when the process group's time limit runs out, and
+    raise a `RankError` with the message of a rank that failed.
     """
     if count() == 1 or _TOGETHER.get():
         yield
@@ -63,10 +59,7 @@ def together() -> Iterator[None]:
 def gathered(value: Value) -> list[Value]:
     """The values of all ranks, in their order, with tensors in main memory.
 
-    Raises
-    ------
-    RankError
-        If a rank failed instead of calling this.
+    A `RankError` if a rank failed instead of calling this.
     """
     if count() == 1:
         return [value]

@@ -172,13 +172,7 @@ def joined(
 
 
 def refuse_copies(totals: Sequence[tuple[int, float]]) -> None:
-    """Refuse ranks with the same data: as many examples, and the same sum over them.
-
-    Raises
-    ------
-    ValueError
-        The message says which loaders to pass.
-    """
+    """Refuse ranks with the same data: as many examples, and the same sum over them."""
     seen = sorted((number, total, of_rank) for of_rank, (number, total) in enumerate(totals))
     for (number, total, first), (other_number, other_total, second) in pairwise(seen):
         alike = number == other_number and abs(total - other_total) <= _ROUNDING * abs(total)

@@ -81,13 +81,7 @@ def build(
 
 
 def required_data(method: str, methods: Mapping[str, type[TuningMethod]] = METHODS) -> list[str]:
-    """What a method needs, by name, such as "train_loader".
-
-    Raises
-    ------
-    ValueError
-        If there is no such method.
-    """
+    """What a method needs, by name, such as "train_loader"."""
     if method not in methods:
         raise ValueError(f"method {method!r} is none of {list(methods)}.")
     return [field.name for field in fields(methods[method]) if field.default is MISSING]

@@ -34,11 +34,11 @@ _CHUNK = 2**22  # numbers that are sampled at once
 class Agreement(TuningMethod):
     """Take the broadest posterior whose draws still agree with the model on the training data.
 
-    A draw of the posterior has class probabilities of its own. The mean total variation distance
-    between them and the model's, `½ Σ_c |p_c - p*_c|`, says how far a draw changes the predictions
-    of the training data; the prior precision is the smallest at which that is `max_change`. Labels
-    play no part, so that a model which has learnt them by heart can't mislead the choice, and
-    `benchmarks/README.md` shows what it is worth.
+    Each draw from the posterior has class probabilities of its own. Their mean total variation
+    distance from the model's, `½ Σ_c |p_c - p*_c|`, measures how much a draw changes predictions
+    on the training data. The method takes the smallest prior precision at which it is `max_change`.
+    Labels are not used, so a model that has memorised them can't mislead the choice.
+    `benchmarks/README.md` has the figures.
 
     Parameters
     ----------
@@ -46,18 +46,18 @@ class Agreement(TuningMethod):
         of `TuningMethod`; one common factor of the start is chosen
     train_loader : DataLoader, iterable or PredictiveStatistics
         the data of the fit, or texts like them; labels are not used. With "lowrank_kron" they
-        pass through the model once, or not at all where `la.predictive_statistics(train_loader)`
-        is given
+        pass through the model once, or not at all if you pass
+        `la.predictive_statistics(train_loader)`
     max_change : float, default=0.1
         between 0 and 1: the distance that is allowed on average
     n_samples : int, default=100
         draws for each example, the same for every prior precision
     max_examples : int, default=2000
-        of a larger data set about so many are drawn at random, and no others pass through the
-        model. The distance is an average, so its error falls as one over the root of their number.
+        from a larger data set about this many are drawn at random, and only they pass through the
+        model. The distance is an average, so its error falls with the square root of their number.
         The history says how many there were
     generator : torch.Generator, optional
-        of the draws and the examples, which are the same in every call if omitted
+        for the draws and the examples; if omitted, every call uses the same
 
     Raises
     ------

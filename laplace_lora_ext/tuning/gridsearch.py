@@ -29,7 +29,7 @@ class GridSearch(TuningMethod):
     Parameters
     ----------
     init_prior_prec : float or torch.Tensor
-        several numbers are a base, which the grid multiplies; a single number is not used
+        several numbers are a base that the grid multiplies; a single number is ignored
     prior_structure, progress_bar
         as for `TuningMethod`
     val_loader : DataLoader, iterable or PredictiveStatistics

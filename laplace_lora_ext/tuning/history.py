@@ -45,13 +45,7 @@ class Recorder:
         self._rows: list[torch.Tensor] = []
 
     def add(self, step: int, objective: float, prior_precision: torch.Tensor) -> None:
-        """Record a step.
-
-        Raises
-        ------
-        ValueError
-            If the objective is not a number.
-        """
+        """Record a step; an objective that is not a number is refused."""
         row = prior_precision.detach().flatten().cpu()
         if math.isnan(objective):
             span = f"from {row.min().item():.3g} to {row.max().item():.3g}"

@@ -26,11 +26,11 @@ class LinearizedLOO(TuningMethod):
     """Minimise the negative log-likelihood of each training example given all the others.
 
     Each example is left out of the linearised model's posterior in turn, in closed form
-    (Laplace-LOO). Of a layerwise prior the loss chooses one common factor, and
-    `LinearizedMarglik` the proportions.
+    (Laplace-LOO). With a layerwise prior, `LinearizedMarglik` chooses the proportions and this loss
+    one common factor.
 
-    The Jacobians are those at the trained weights, which have seen every example: an example that
-    is left out is easier than a new one. `Agreement` does not suffer from that.
+    The Jacobians are taken at the trained weights, which have seen every example: one that is left
+    out is still easier than a new one. `Agreement` has no such bias.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class LinearizedLOO(TuningMethod):
     n_steps : int, default=1000
         at most, of each search
     link_approx : {"mean_field", "probit", "mc"}
-        of the predictions that are scored: choose the one that you predict with
+        link of the scored predictions: choose the one that you predict with
     n_samples : int, default=100
         of the logits, with "mc"
     generator : torch.Generator, optional

@@ -21,25 +21,25 @@ from laplace_lora_ext.tuning.method import TuningMethod
 class LinearizedMarglik(TuningMethod):
     """Maximise the evidence of the linearised model at its own mode.
 
-    The mode is found anew for each prior precision. That is better where training has not ended
-    in a mode of the posterior, as training without weight decay never does.
+    The mode is found anew for each prior precision. This helps where training has not reached a
+    mode of the posterior; without weight decay it never does.
 
     Parameters
     ----------
     init_prior_prec, prior_structure, progress_bar
         of `TuningMethod`; the structure is "scalar" or "layerwise"
     train_loader : DataLoader, iterable or LinearizedModel
-        the data of the fit. They pass through the model once, or not at all where
-        `la.linearize(train_loader)` is given
+        the data of the fit. They pass through the model once, or not at all if you pass
+        `la.linearize(train_loader)`
     n_steps : int, default=1000
         at most
     tolerance : float, default=1e-3
         stop when a step has changed the evidence by less, in nats; 0 takes all steps
     pooling : float, default=3.0
-        of a layerwise prior: strength of a hyperprior that draws each block's prior precision to
-        the scalar that the evidence prefers, as if the data had determined so many more directions
-        of the block. With 0 each block has its own evidence alone, which often raises its prior
-        precision without bound
+        for a layerwise prior: strength of a hyperprior that pulls each block's prior precision
+        towards the scalar that the evidence prefers, as if the data had determined this many more
+        directions of the block. With 0 each block follows its own evidence, which often raises its
+        prior precision without bound
 
     Raises
     ------
@@ -83,7 +83,7 @@ class LinearizedMarglik(TuningMethod):
 
 
 def check_pooling(pooling: float) -> None:
-    """Refuse a strength that is none."""
+    """Refuse a strength that is negative or not finite."""
     if not 0 <= pooling < math.inf:
         raise ValueError(f"pooling must be a number not below 0, not {pooling}.")
 
@@ -93,13 +93,7 @@ def linearized(
     train_loader: Iterable[Any] | LinearizedModel,
     progress_bar: bool,
 ) -> LinearizedModel:
-    """The linearised model of the data of the fit, whether or not it is made already.
-
-    Raises
-    ------
-    ValueError
-        If the data are others, or there is a prior precision for each weight.
-    """
+    """The linearised model of the data of the fit, whether or not it is made already."""
     if len(torch.as_tensor(la.prior_precision)) == la.n_params:
         raise ValueError('Linearised methods know the structures "scalar" and "layerwise".')
     if isinstance(train_loader, LinearizedModel):

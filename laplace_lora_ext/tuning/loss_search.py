@@ -28,10 +28,7 @@ def search_grid(
 ) -> TuningHistory:
     """Evaluate a loss at every prior precision of a grid, `(T,)` or `(T, blocks)`.
 
-    Raises
-    ------
-    ValueError
-        If the loss is nan anywhere, or finite nowhere.
+    A loss that is nan anywhere, or finite nowhere, is refused.
     """
     recorder = Recorder()
     points = tqdm.tqdm(grid, disable=not progress_bar)
@@ -59,17 +56,9 @@ def search_line(
     """Multiply a prior precision by the factor that minimises a smooth loss, by Brent's method.
 
     The prior precision, `(1,)` or `(blocks,)`, gets one factor. Once the minimum lies between two
-    points, the search tries at most `n_steps` more.
-
-    Raises
-    ------
-    ValueError
-        If the loss is nan anywhere, or does not depend on the factor.
-
-    Warns
-    -----
-    UserWarning
-        If the loss is smallest 1e8 times away from the start, or at the limits of float32.
+    points, the search tries at most `n_steps` more. It refuses a loss that is nan anywhere or does
+    not depend on the factor, and warns if the smallest one is 1e8 times away from the start, or at
+    the limits of float32.
     """
     recorder = Recorder()
     farthest = math.log(_FARTHEST)

@@ -28,12 +28,12 @@ class SecondTraining(TuningMethod):
     """Train again without some of the examples, and let these choose the prior precision.
 
     The posterior of that other training is fitted to the rest of the data. The prior precision that
-    predicts the held-out examples best is then taken over, while the model of all examples stays as
-    it is: no example is lost. Held-out labels show what no method can read off the trained weights,
-    such as noise that a model has learnt by heart.
+    predicts the held-out examples best then serves the model of all examples, which stays as it is.
+    Held-out labels show what no method can read off the trained weights, such as noise that a model
+    has memorised.
 
-    Few held-out examples choose by chance. Several trainings hold out others each, and choose
-    together: five of them, with a fifth held out, are a cross-validation that asks every example.
+    With few held-out examples the choice is largely chance. Several trainings each hold out other
+    examples and choose together: five, with a fifth held out, are a full cross-validation.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class SecondTraining(TuningMethod):
     held_out : float, default=0.2
         the share of the examples to hold out, between 0 and 1
     trainings : int, default=1
-        how many, each with other examples held out
+        how many times to train, each time with other examples held out
     search : callable, optional
         takes `val_loader` and the options of `TuningMethod`, and returns the method that chooses:
         by default `GridSearch` with the link "mean_field". For several trainings it must try the
