@@ -184,11 +184,11 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def _kept(self) -> Any:
-        """The fit's curvature as a state has it."""
+        """The fit's curvature in the form in which a state holds it."""
         return self.H
 
     def _keep(self, H: Any) -> None:
-        """Make what `_kept` gave the posterior's curvature."""
+        """Take over curvature in that form."""
         self.H = H
 
     def _sums(self) -> Any:
@@ -196,7 +196,7 @@ class LoRALaplace(ParametricLaplace):
         return self._kept
 
     def _adopt(self, H: Any, n_data: int) -> None:
-        """Make sums over `n_data` examples the posterior's curvature."""
+        """Take over sums over `n_data` examples as the posterior's curvature."""
         self._keep(H)
 
     # --- fit -----------------------------------------------------------------------------------

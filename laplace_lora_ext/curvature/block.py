@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from laplace_lora_ext.curvature.factors import (
 )
 
 
+@dataclass(eq=False)
 class KroneckerBlock:
     """Curvature of one LoRA weight `(m, n)` in sum form: `F_out ⊗ F_in / normalizer`.
 
@@ -27,12 +29,9 @@ class KroneckerBlock:
         `()`, float64: divides the product of the two factors, both of which sum over the data
     """
 
-    def __init__(
-        self, output_factor: Factor, input_factor: Factor, normalizer: torch.Tensor
-    ) -> None:
-        self.output_factor = output_factor
-        self.input_factor = input_factor
-        self.normalizer = normalizer
+    output_factor: Factor
+    input_factor: Factor
+    normalizer: torch.Tensor
 
     @classmethod
     def zeros(
@@ -123,6 +122,7 @@ def _factor(state: dict[str, Any], place: tuple[torch.device, torch.dtype] | Non
     return LowRankFactor(**state)
 
 
+@dataclass(eq=False)
 class DecomposedBlock:
     """Curvature of one LoRA weight in the eigenbasis of its two factors.
 
@@ -139,12 +139,9 @@ class DecomposedBlock:
         whether the small factor belongs to the outputs (`lora_A`) or the inputs (`lora_B`)
     """
 
-    def __init__(
-        self, small: Eigendecomposition, large: Eigendecomposition, small_output: bool
-    ) -> None:
-        self.small = small
-        self.large = large
-        self.small_output = small_output
+    small: Eigendecomposition
+    large: Eigendecomposition
+    small_output: bool
 
     @property
     def shape(self) -> tuple[int, int]:

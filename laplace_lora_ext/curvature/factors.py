@@ -7,6 +7,7 @@ Both sum outer products of rows that arrive batch by batch, and share a vocabula
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ class Eigendecomposition(NamedTuple):
     tail: torch.Tensor
 
 
+@dataclass(eq=False)
 class DenseFactor:
     """A small Kronecker factor, held as a matrix.
 
@@ -43,8 +45,7 @@ class DenseFactor:
         `(d, d)`, symmetric positive semi-definite
     """
 
-    def __init__(self, matrix: torch.Tensor) -> None:
-        self.matrix = matrix
+    matrix: torch.Tensor
 
     @classmethod
     def zeros(cls, size: int, device: torch.device, dtype: torch.dtype) -> DenseFactor:
@@ -95,6 +96,7 @@ class DenseFactor:
         return self.matrix
 
 
+@dataclass(eq=False)
 class LowRankFactor:
     """A large Kronecker factor, held as its leading directions and its trace.
 
@@ -118,13 +120,10 @@ class LowRankFactor:
     Yang et al. (ICLR 2024), algorithm 1, for the update.
     """
 
-    def __init__(
-        self, columns: torch.Tensor, trace: torch.Tensor, rank: int, tail: bool = True
-    ) -> None:
-        self.columns = columns
-        self.trace = trace
-        self.rank = rank
-        self.tail = tail
+    columns: torch.Tensor
+    trace: torch.Tensor
+    rank: int
+    tail: bool = True
 
     @classmethod
     def zeros(

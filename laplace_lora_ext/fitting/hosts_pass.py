@@ -12,7 +12,7 @@ from laplace_lora_ext.passes.checks import inspected
 
 
 def curvature_of(la: Posterior, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Loss and curvature of a batch; labels that don't fit and odd numbers are refused."""
+    """Loss and curvature of a batch; labels that don't fit and non-finite numbers are refused."""
     targets = la.trained_likelihood.as_targets(y.clone(), la._dtype)
     check = partial(la.trained_likelihood.check_targets, y)
     with la._prepared(), torch.enable_grad(), inspected(la.model, la.blocks, X, check):

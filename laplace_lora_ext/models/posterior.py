@@ -1,4 +1,4 @@
-"""What functions in the other folders need of a posterior; its class makes methods of them."""
+"""What functions in the other folders need of a posterior."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Listener:
         self._region: Region | None = None
 
     @contextmanager
-    def attached(self, model: nn.Module, recomputes: bool) -> Iterator[Listener]:
+    def attached(self, model: nn.Module, recomputes: bool) -> Iterator[None]:
         """Listen within; on leaving, no hook is left.
 
         Hooks of the user's, which may change what a layer returns, come later. With `recomputes`,
@@ -164,7 +164,7 @@ class Listener:
         ]
         try:
             with checkpointed(model, self._as_region) if recomputes else nullcontext():
-                yield self
+                yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from laplace_lora_ext.processes.shards import joined
 _CHUNK = 2**22
 
 
+@dataclass(eq=False, repr=False)
 class PredictiveStatistics:
     """Logits of a data set and their Jacobians in the eigenbasis of a fitted curvature.
 
@@ -58,23 +60,17 @@ class PredictiveStatistics:
     `len(statistics)` is N, and `statistics[index]` selects examples.
     """
 
-    def __init__(
-        self,
-        f_mu: torch.Tensor,
-        projections: torch.Tensor,
-        inner_products: torch.Tensor,
-        spectrum: Spectrum,
-        scale: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        batch_sizes: list[int] | None = None,
-    ) -> None:
-        self.f_mu = f_mu
-        self.projections = projections
-        self.inner_products = inner_products
-        self.spectrum = spectrum
-        self.scale = scale
-        self.targets = targets
-        self.batch_sizes = [len(f_mu)] if batch_sizes is None else batch_sizes
+    f_mu: torch.Tensor
+    projections: torch.Tensor
+    inner_products: torch.Tensor
+    spectrum: Spectrum
+    scale: torch.Tensor
+    targets: torch.Tensor | None = None
+    batch_sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.batch_sizes:
+            self.batch_sizes = [len(self.f_mu)]
 
     @classmethod
     def concatenate(cls, parts: list[PredictiveStatistics]) -> PredictiveStatistics:
