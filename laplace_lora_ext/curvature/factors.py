@@ -62,10 +62,7 @@ class DenseFactor:
     def update(self, rows: torch.Tensor) -> torch.Tensor:
         """Add `rowsᵀ rows`, for rows of shape `(n, d)`, and return its trace in float64.
 
-        Raises
-        ------
-        ValueError
-            If a row is not finite; the factor then stays as it was.
+        A row that is not finite is refused, and the factor stays as it was.
         """
         product = rows.mT @ rows
         energy = product.trace().double()
@@ -149,10 +146,7 @@ class LowRankFactor:
     def update(self, rows: torch.Tensor) -> torch.Tensor:
         """Add `rowsᵀ rows`, for rows of shape `(n, d)`, and return its trace in float64.
 
-        Raises
-        ------
-        ValueError
-            If a row is not finite; the factor then stays as it was.
+        A row that is not finite is refused, and the factor stays as it was.
         """
         energy = self.add_energy(rows)
         add_rows({self: [rows]})

@@ -61,12 +61,8 @@ class EmbeddingLayer:
     def listen(self, hook: Callable[..., torch.Tensor | None], prepend: bool = False) -> Any:
         """Have `hook` called with the owner, the ids, and what it returns; gives the handle.
 
-        With `prepend`, before all other hooks.
-
-        Raises
-        ------
-        NotImplementedError
-            In a call with `adapter_names`, or with ids of another shape than the output's.
+        With `prepend`, before all other hooks. Calls with `adapter_names`, or with ids of another
+        shape than the output's, are refused.
         """
 
         def checked(

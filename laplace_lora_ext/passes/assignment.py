@@ -81,11 +81,6 @@ class Assignment:
         a layer with rows that several examples share
     layouts : list of lists of Layout
         of each layer's calls
-
-    Raises
-    ------
-    ValueError
-        If a gradient is not finite.
     """
 
     def __init__(

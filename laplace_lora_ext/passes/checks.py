@@ -105,12 +105,7 @@ def inspected(
     """Check passes that the host makes on a batch `x`.
 
     What each pass returns goes to `check_targets`. Where the host fails, the hooks that it leaves
-    behind are removed, and one more pass names the reason.
-
-    Raises
-    ------
-    RuntimeError, ValueError
-        As `record`, and where the host fails on a batch that does not call all layers.
+    behind are removed, and one more pass names the reason. Errors are those of `record`.
     """
     model.settle(x)
     restore_hooks = _remember_hooks(model)

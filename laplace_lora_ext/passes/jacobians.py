@@ -25,12 +25,7 @@ def visit_jacobians(
     `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where the
     logits don't depend on the block. Only one is held at a time, unless examples share rows. The
     function returns the logits `(B, C)`. With `enable_backprop`, Jacobians and logits are
-    differentiable in the inputs.
-
-    Raises
-    ------
-    ValueError, RuntimeError
-        As `record`, and where a gradient is not finite.
+    differentiable in the inputs. Errors are those of `record`.
     """
     unreached = set(range(len(blocks)))
     of_examples: dict[int, list[torch.Tensor]] = {}  # where they come one at a time

@@ -150,12 +150,7 @@ def joined(
     Returns
     -------
     tuple of torch.Tensor or None
-        None if no rank has data
-
-    Raises
-    ------
-    ValueError
-        If two ranks have the same data.
+        None if no rank has data; two ranks with the same data are refused
     """
     if count() == 1 and bool(is_new(places).all()):
         return columns
