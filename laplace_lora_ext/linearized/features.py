@@ -47,7 +47,11 @@ class Features:
     def times(self, weights: torch.Tensor) -> torch.Tensor:
         """`Φ w` of `(F,)` weights, `(N, C)`."""
         weights = weights.to(self._stored.dtype)
-        return torch.cat([part @ weights for _, part in self.parts()]).double()
+        # In one piece: small results among large parts would keep these' memory from being reused.
+        result = torch.empty(self.n_examples, self.n_outputs, dtype=torch.float64)
+        for part, features in self.parts():
+            result[part] = features @ weights
+        return result
 
     def transposed_times(self, values: torch.Tensor) -> torch.Tensor:
         """`Φᵀ x` of `(N, C)` numbers, or of `(k, N, C)`: `(F,)` or `(k, F)`."""

@@ -189,13 +189,12 @@ class LinearizedModel:
         self._mode.precondition(gram)
         precision = gram.precision(deviation)
         identity = torch.eye(f_mu.shape[1]).to(f_mu)
-        cavities = []
+        f_var = torch.empty_like(own)
         for part, features in self._features.parts():
             # Of the features alone: an example's own part is left out with it, and adds its prior.
             V = precision.quadratic(features.double() * deviation)
             cavity = torch.linalg.solve(identity - V @ root[part].mT @ root[part], V)
-            cavities.append((cavity + cavity.mT) / 2 + own[part])
-        f_var = torch.cat(cavities)
+            f_var[part] = (cavity + cavity.mT) / 2 + own[part]
         slope = scale * self._likelihood.slope(f_mu, self.targets)
         return Moments(f_mu + (f_var @ slope[..., None]).squeeze(-1), f_var)
 
