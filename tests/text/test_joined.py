@@ -32,9 +32,7 @@ def posterior(model):
 def scores(la, way="adapters", batch=None, n_samples=N_DRAWS):
     """Scores, and how many rows each call of the model had."""
     rows = []
-    handle = la.model.transformer.register_forward_hook(
-        lambda *call: rows.append(len(call[-1].logits))
-    )
+    handle = la.model.model.register_forward_hook(lambda *call: rows.append(len(call[-1].logits)))
     la.products = WAYS[way]
     method = "adapters" if way == "adapters" else "linearized"
     found = la.score(texts(la) if batch is None else batch, n_samples, generator(), method)
