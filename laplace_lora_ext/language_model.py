@@ -29,6 +29,7 @@ from laplace_lora_ext.text.perturbations import Perturbation, SampledWeights
 from laplace_lora_ext.text.proof import proven
 from laplace_lora_ext.text.scores import TextScores, score
 from laplace_lora_ext.text.second_training import TokenSecondTraining
+from laplace_lora_ext.text.val_gd import TokenValGD
 from laplace_lora_ext.tuning import Marglik, TuningHistory, TuningMethod, build
 from laplace_lora_ext.tuning.by_name import tuned
 
@@ -37,6 +38,7 @@ _METHODS: dict[str, type[TuningMethod]] = {
     "agreement": TokenAgreement,
     "marglik": Marglik,
     "gridsearch": TokenGridSearch,
+    "val_gd": TokenValGD,
     "second_training": TokenSecondTraining,
 }
 
@@ -134,10 +136,11 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
 
         Parameters
         ----------
-        method : {"marglik", "agreement", "gridsearch", "second_training"} or TuningMethod
-            "marglik" needs no data, "agreement" training texts (`TokenAgreement`), "gridsearch"
-            validation texts (`TokenGridSearch`), and "second_training" a function that trains
-            (`SecondTraining`). The other methods would need Jacobians of the whole vocabulary
+        method : {"marglik", "agreement", "gridsearch", "val_gd", "second_training"} or TuningMethod
+            "marglik" needs no data, "agreement" training texts (`TokenAgreement`), "gridsearch" and
+            "val_gd" validation texts (`TokenGridSearch`, `TokenValGD`), and "second_training" a
+            function that trains (`SecondTraining`). The other methods would need Jacobians of the
+            whole vocabulary
         verbose : bool, default=False
             print the result
         **options

@@ -336,5 +336,5 @@ def test_settings_that_do_not_fit_are_refused():
         make(model)
     with pytest.raises(ValueError, match="whole vocabulary"):
         make(model, likelihood="language_modeling", class_token_ids=[1, 2])
-    with pytest.raises(ValueError, match="'val_gd' is none of"):
-        fitted_text().optimize_prior_precision(method="val_gd", val_loader=text_batches())
+    with pytest.raises(ValueError, match="'linearized_loo' is none of"):
+        fitted_text().optimize_prior_precision(method="linearized_loo", train_loader=[])
