@@ -28,7 +28,7 @@ class TokenValGD(TuningMethod):
     `laplace_lora_ext.ValGD` for tokens, of use with `prior_structure="layerwise"`: for a scalar,
     `TokenGridSearch` takes fewer passes. The loss is that of a labelled token under the mixture
     over draws of the linearised model, with the same draws in every step. Each step takes all
-    texts; a text takes a forward pass and, for each draw, a product with the Jacobian and a
+    texts; a text takes two forward passes and, for each draw, a product with the Jacobian and a
     backward pass.
 
     Parameters
@@ -36,7 +36,7 @@ class TokenValGD(TuningMethod):
     init_prior_prec, prior_structure, progress_bar
         as for `TuningMethod`
     val_loader : DataLoader or iterable
-        batches of texts with labels; memory holds two dozen times the logits of a batch
+        batches of texts with labels; memory holds about a dozen times the logits of a batch
     n_samples : int, default=10
         how many draws
     n_steps : int, default=20
@@ -116,10 +116,10 @@ def _loss_and_slopes(
     with torch.no_grad():
         f, tokens = la.tokens(batch)
         passes = TextPasses(la.model, la.blocks, batch)
-        drawn = list(passes.drawn(la.way(batch), detached, noise.n_samples, f))
+        drawn = passes.drawn(la.way(batch), detached, noise.n_samples, f)
         log_p = [logits.log_softmax(-1) for logits in drawn]
         of_label = torch.stack([part.gather(-1, tokens[:, None]).squeeze(-1) for part in log_p])
-        loss = math.log(len(drawn)) * len(tokens) - of_label.logsumexp(0).sum().item()
+        loss = math.log(noise.n_samples) * len(tokens) - of_label.logsumexp(0).sum().item()
     weights = LoRAWeights(la.model, la.blocks)
     leaves = [value.detach().requires_grad_() for value in weights.values]
     with torch.enable_grad():
