@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from laplace_lora_ext.predictive.moments import Moments, uncorrelated
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import together
-from laplace_lora_ext.tuning import by_name
+from laplace_lora_ext.tuning import by_name, prior
 
 
 class LoRALaplace(ParametricLaplace):
@@ -307,39 +307,11 @@ class LoRALaplace(ParametricLaplace):
         self._check_H_init()
         return super().log_marginal_likelihood(prior_precision, sigma_noise)
 
-    @property
-    def log_det_prior_precision(self) -> torch.Tensor:
-        """Log-determinant of the prior precision, in float64."""
-        log_precision = torch.as_tensor(self.prior_precision).double().log()
-        if len(log_precision) == self.n_params:
-            return log_precision.sum()
-        return (torch.tensor(self._sizes, device=self._device) * log_precision).sum()
-
-    @property
-    def scatter(self) -> torch.Tensor:
-        """Squared distance of the weights from the prior mean under the prior, in float64."""
-        squares = (self.mean - self.prior_mean).double().square()
-        precision = torch.as_tensor(self.prior_precision).double()
-        if len(precision) == self.n_params:
-            return squares @ precision
-        by_block = torch.stack([part.sum() for part in squares.split(self._sizes)])
-        return (by_block * precision).sum()
+    log_det_prior_precision: Any = property(prior.log_determinant)
+    scatter: Any = property(prior.squared_distance)
 
     optimize_prior_precision: Any = by_name.optimize_prior_precision
-
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        """Try prior precisions: an error restores the old one, and no prediction is counted."""
-        follow(self)
-        before = self._prior_precision, self._sigma_noise
-        try:
-            with self._agreement.paused():
-                yield
-        except BaseException:
-            self._prior_precision, self._sigma_noise = before
-            self._posterior_scale = None
-            raise
-        self._agreement = MapAgreement()
+    trying = prior.trying
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics | None:
         """Statistics of a data set, or the given ones; None for a structure without any."""

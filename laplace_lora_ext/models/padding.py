@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.positions import features
 
 Predict = Callable[[Mapping[str, Any], bool], torch.Tensor]
 """Logits `(B, C)` of inputs; True passes positions that count from the first real token."""
@@ -46,12 +47,12 @@ class LeftPadding:
 
     def passes(self, inputs: Any) -> bool:
         """Whether positions are to be passed with such a batch."""
-        return self._verdicts.get(_features(inputs), False)
+        return self._verdicts.get(features(inputs), False)
 
     def is_settled(self, inputs: Any) -> bool:
         """Whether no such batch needs to decide any more."""
-        features = _features(inputs)
-        return features in self._verdicts and features not in self._for_now
+        kind = features(inputs)
+        return kind in self._verdicts and kind not in self._for_now
 
     def is_open(self, inputs: Any) -> bool:
         """Whether this batch must decide: it is the first with left padding but no positions.
@@ -63,7 +64,7 @@ class LeftPadding:
         mask = inputs.get("attention_mask")
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return False
-        is_new = _features(inputs) not in self._verdicts
+        is_new = features(inputs) not in self._verdicts
         return bool((_padding(mask) if is_new else _telling(mask)).any())
 
     def settle(self, inputs: Mapping[str, Any], predict: Predict) -> None:
@@ -74,19 +75,19 @@ class LeftPadding:
         UserWarning
             If the text's prediction depends on its padding anyway, or can't be checked.
         """
-        mask, features = inputs["attention_mask"].bool(), _features(inputs)
+        mask, kind = inputs["attention_mask"].bool(), features(inputs)
         telling = _telling(mask)
-        self._for_now.discard(features)
+        self._for_now.discard(kind)
         if not telling.any():
-            self._for_now.add(features)
-        self._verdicts[features] = False
-        alone, padded, row = _wider(inputs) if features else _of_one_text(inputs)
+            self._for_now.add(kind)
+        self._verdicts[kind] = False
+        alone, padded, row = _wider(inputs) if kind else _of_one_text(inputs)
         try:
             expected = predict(alone, False)[row]
             apart = (predict(padded, False)[row] - expected).abs().max()
             if self._can_pass:
                 with_positions = (predict(padded, True)[row] - expected).abs().max()
-                self._verdicts[features] = bool(with_positions < apart / 2)
+                self._verdicts[kind] = bool(with_positions < apart / 2)
                 apart = torch.minimum(apart, with_positions)
         except Exception as error:
             warn(
@@ -99,16 +100,6 @@ class LeftPadding:
                 "The model's predictions depend on left padding, which changes a text's logits by "
                 f"{apart.item():.3g}. Pad on the right."
             )
-
-
-def _features(inputs: Any) -> frozenset[str]:
-    """Keys of what a batch has beside tokens, such as images."""
-    if not isinstance(inputs, Mapping):
-        return frozenset()
-    tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
-    return frozenset(
-        key for key, v in tensors.items() if v.is_floating_point() and "mask" not in key
-    )
 
 
 def _padding(mask: torch.Tensor) -> torch.Tensor:

@@ -97,14 +97,26 @@ def _n_positions(inputs: Any) -> int | None:
     return prod(positions) if positions else None
 
 
+def features(inputs: Any) -> frozenset[str]:
+    """Keys of what a batch has beside tokens and masks, such as images."""
+    return frozenset(
+        key
+        for key, value in _tensors(inputs).items()
+        if value.is_floating_point() and "mask" not in key
+    )
+
+
 def _is_mixed(inputs: Any, n_examples: int) -> bool:
     """Whether there are features beside tokens, or tensors without one row for each example."""
-    if isinstance(inputs, (tuple, list)):
-        inputs = {str(place): value for place, value in enumerate(inputs)}
-    elif not isinstance(inputs, Mapping):
-        return False
-    tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim > 1}
-    features = any(v.is_floating_point() and "mask" not in k for k, v in tensors.items())
-    return ("input_ids" in tensors and features) or any(
+    tensors = _tensors(inputs)
+    return ("input_ids" in tensors and bool(features(inputs))) or any(
         len(tensor) not in (1, n_examples) for tensor in tensors.values()
     )
+
+
+def _tensors(inputs: Any) -> dict[str, torch.Tensor]:
+    """Tensors of a batch that is no single one, of two dimensions or more."""
+    if isinstance(inputs, (tuple, list)):
+        inputs = {str(place): value for place, value in enumerate(inputs)}
+    items = inputs.items() if isinstance(inputs, Mapping) else ()
+    return {k: v for k, v in items if isinstance(v, torch.Tensor) and v.ndim > 1}

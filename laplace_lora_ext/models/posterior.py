@@ -41,6 +41,9 @@ class Posterior(Protocol):
     _backend: Any
     _backend_cls: Any
     _fitted: Any
+    _prior_precision: Any
+    _sigma_noise: Any
+    _posterior_scale: Any
     _places: list[tuple[torch.device, torch.dtype]]
 
     @property

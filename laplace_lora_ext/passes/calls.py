@@ -172,9 +172,13 @@ class Listener:
     @contextmanager
     def recording(self, copied: Collection[str]) -> Iterator[Heard]:
         """Hear the calls within; inputs of blocks `copied` are copies."""
-        self._heard, self._copied = Heard([[] for _ in self._blocks]), copied
+        heard = Heard([[] for _ in self._blocks])
+        self._heard, self._copied = heard, copied
         try:
-            yield self._heard
+            yield heard
+        except BaseException:
+            heard.forget()
+            raise
         finally:
             self._heard = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from laplace_lora_ext.likelihoods import Seeds
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes.calls import Listener
-from laplace_lora_ext.passes.recording import Recording, Rows
+from laplace_lora_ext.passes.recording import Recording, Rows, recorded
 
 
 class Alone:
@@ -64,13 +64,12 @@ def record(
     ValueError
         If an activation, a logit or a gradient is not finite.
     """
-    recordings: list[Recording] = []
     listener = Listener(blocks)
 
     def run(inputs: Any) -> Recording:
-        recordings.append(Recording(blocks))
-        recordings[-1].run(model, inputs, listener)
-        return recordings[-1]
+        recording = recorded(model, blocks, listener, inputs)
+        at_end.callback(recording.forget)
+        return recording
 
     model.settle(x)
     with (
@@ -78,17 +77,14 @@ def record(
         torch.inference_mode(False),
         torch.enable_grad(),
         listener.attached(model, recomputes=not create_graph),
+        ExitStack() as at_end,
     ):
-        try:
-            batch = run(x)
-            if batch.shares_rows and len(batch.logits) > 1:
-                batch.forget()  # its graph is as large as those of all its examples
-                yield _alone(model, x, batch.logits, run) or run(x)
-            else:
-                yield batch
-        finally:
-            for recording in recordings:
-                recording.forget()
+        batch = run(x)
+        if batch.shares_rows and len(batch.logits) > 1:
+            batch.forget()  # its graph is as large as those of all its examples
+            yield _alone(model, x, batch.logits, run) or run(x)
+        else:
+            yield batch
 
 
 def _alone(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,69 +65,43 @@ class Rows:
 
 
 class Recording:
-    """A forward pass whose LoRA layers are recorded; made by `record`.
+    """A forward pass whose LoRA layers were recorded; made by `recorded`.
 
     No parameter needs to require grad: the outputs of the first layers are the leaves of the
     graph. Nothing is added to any `.grad`.
 
     Attributes
     ----------
-    blocks : sequence of Block
     logits : torch.Tensor
         `(B, C)`, part of the graph
     """
 
-    logits: torch.Tensor
-    _graph: Graph
-    _positions: Positions
-    _assignment: Assignment
-    _heard: Heard
-
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        self.blocks = blocks
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        heard: Heard,
+        graph: Graph,
+        positions: Positions,
+        assignment: Assignment,
+    ) -> None:
+        self.logits = graph.logits
+        self._blocks = blocks
+        self._heard = heard
+        self._graph = graph
+        self._positions = positions
+        self._assignment = assignment
 
     @property
     def shares_rows(self) -> bool:
         """Whether some rows belong to several examples, which are back-propagated one at a time."""
         return self._assignment.shared is not None
 
-    def run(self, model: LogitsModel, x: Any, listener: Listener) -> None:
-        """Call the model on a batch, check what it did, and find out whose rows are whose."""
-        copied: set[str] = model.layouts.setdefault("copied inputs", set())
-        self._pass(model, x, listener, copied)
-        overwritten = {
-            block.name
-            for block, calls in zip(self.blocks, self._heard.calls, strict=True)
-            if any(call.is_overwritten for call in calls)
-        }
-        if overwritten:
-            copied |= overwritten
-            self._heard.forget()
-            self._pass(model, x, listener, copied)
-        if not is_finite(self.logits):
-            blame(model, self.blocks, x)
-            check_logits(self.logits)
-        if self._heard.called:
-            check_differentiable(self.logits.requires_grad)
-        self._graph = Graph(self.logits, self._heard.calls)
-        self._positions = model.positions(x, len(self.logits))
-        self._assignment = Assignment(self._graph, self.blocks, self._positions, model.layouts)
-
-    def _pass(
-        self, model: LogitsModel, x: Any, listener: Listener, copied: Collection[str]
-    ) -> None:
-        """Call the model, and copy the inputs of some blocks' layers."""
-        with listener.recording(copied) as self._heard:
-            self.logits = model(x)
-
     def forget(self) -> None:
         """Let go of all tensors but the logits' values; nothing can be back-propagated then."""
-        if "_heard" in vars(self):
-            self._heard.forget()
+        self.logits = self.logits.detach()
+        self._heard.forget()
         for name in ("_graph", "_assignment"):
             vars(self).pop(name, None)
-        if "logits" in vars(self):
-            self.logits = self.logits.detach()
 
     def visit_inputs(self, visit: Callable[[list[int], Rows], None]) -> None:
         """Call `visit(indices, rows)` for each call of the layers of blocks `indices`.
@@ -143,7 +117,7 @@ class Recording:
             zeros = torch.zeros_like(self.logits)[None]
             return self._graph.back_propagate(zeros, deliver, retain_graph=True)
         sharing: dict[tuple[Any, ...], list[int]] = {}
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self._blocks):
             calls = tuple(call.input_key for call in self._graph.calls[index])
             rows = block.statistics_dtype, block.rows.input_map, *calls
             sharing.setdefault(rows, []).append(index)
@@ -221,7 +195,7 @@ class Recording:
         self, index: int, inputs: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
     ) -> Rows:
         """Inputs and gradients of a layer's calls by example, one call after the other."""
-        block, layouts = self.blocks[index], self._assignment.layouts[index]
+        block, layouts = self._blocks[index], self._assignment.layouts[index]
         a = [
             layouts[place].arrange(block.rows.input_rows(of_call), self._positions)
             for place, of_call in inputs.items()
@@ -237,7 +211,7 @@ class Recording:
     @contextmanager
     def _mathematics(self, index: int, device: torch.device) -> Iterator[None]:
         """Full precision within; what goes wrong names the layer."""
-        name = f"LoRA layer {self.blocks[index].name}"
+        name = f"LoRA layer {self._blocks[index].name}"
         with naming(name), torch.autocast(device.type, enabled=False):
             yield
 
@@ -247,3 +221,39 @@ def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     if not parts:
         return torch.empty(0, dtype=dtype)
     return (parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-2)).to(dtype)
+
+
+def recorded(model: LogitsModel, blocks: Sequence[Block], listener: Listener, x: Any) -> Recording:
+    """Call the model on a batch, check what it did, and find out whose rows are whose."""
+    logits, heard = _passed(model, blocks, listener, x)
+    try:
+        if not is_finite(logits):
+            blame(model, blocks, x)
+            check_logits(logits)
+        if heard.called:
+            check_differentiable(logits.requires_grad)
+        graph, positions = Graph(logits, heard.calls), model.positions(x, len(logits))
+        assignment = Assignment(graph, blocks, positions, model.layouts)
+    except BaseException:
+        heard.forget()
+        raise
+    return Recording(blocks, heard, graph, positions, assignment)
+
+
+def _passed(
+    model: LogitsModel, blocks: Sequence[Block], listener: Listener, x: Any
+) -> tuple[torch.Tensor, Heard]:
+    """Logits, and the calls on the way; once more if the model overwrites a layer's inputs."""
+    copied: set[str] = model.layouts.setdefault("copied inputs", set())
+    while True:
+        with listener.recording(copied) as heard:
+            logits = model(x)
+        overwritten = {
+            block.name
+            for block, calls in zip(blocks, heard.calls, strict=True)
+            if any(call.is_overwritten for call in calls)
+        }
+        if overwritten <= copied:
+            return logits, heard
+        copied |= overwritten
+        heard.forget()
