@@ -21,11 +21,12 @@ from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.passes.checks import check_logits
 from laplace_lora_ext.text.agreement import TokenAgreement
 from laplace_lora_ext.text.draws import Noise
-from laplace_lora_ext.text.generation import GeneratedText, Prompt, Settings, Source
+from laplace_lora_ext.text.generation import GeneratedText, Settings
 from laplace_lora_ext.text.gridsearch import TokenGridSearch
 from laplace_lora_ext.text.joined import TextPasses
 from laplace_lora_ext.text.mixture import predictive
 from laplace_lora_ext.text.perturbations import Perturbation, SampledWeights
+from laplace_lora_ext.text.prompts import given
 from laplace_lora_ext.text.proof import proven
 from laplace_lora_ext.text.scores import TextScores, score
 from laplace_lora_ext.text.second_training import TokenSecondTraining
@@ -282,8 +283,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         self._check_model()
         transformer = self.model.transformer
         settings = Settings.of(transformer, generation_kwargs)
-        kind = Source if self.model.is_encoder_decoder else Prompt
-        prompt = kind.of(generation_kwargs, settings, self.model.device)
+        prompt = given(transformer, generation_kwargs, settings, self.model.device)
         way = self._way(method, prompt.as_text(), n_samples)
         noise = Noise.seeded(n_samples, generator)
         with self.model.prepared(), way.passes():
@@ -294,7 +294,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
             ]
             beams, known = settings.num_beams > 1, self.model.layouts
             with predictive(transformer, weights, draws, prompt, beams, known):
-                output = transformer.generate(**(generation_kwargs | vars(prompt)))
+                output = transformer.generate(**(generation_kwargs | prompt.inputs()))
         sequences = getattr(output, "sequences", output)
         batch = prompt.continued(sequences, settings)
         return GeneratedText(sequences, self._score(batch, way, noise), output)

@@ -16,13 +16,14 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from laplace_lora_ext.models.weights import LoRAWeights, Values
 from laplace_lora_ext.text import joined
-from laplace_lora_ext.text.generation import Prompt, repeated
 from laplace_lora_ext.text.perturbations import Draw, combined
+from laplace_lora_ext.text.prompts import Given
 
 # Methods that change a cache's rows or length between two passes; the first two are given rows.
 _CHANGES_OF_ROWS = ("reorder_cache", "batch_select_indices")
 _CHANGES = (*_CHANGES_OF_ROWS, "crop", "batch_repeat_interleave", "reset")
 
+_ENCODED = ("encoder_outputs", "mm_encoder_outputs")  # what `generate` runs encoders for
 _STATES = ("cache_params", "state", "mems", "past_buckets_states")  # other things that models keep
 
 
@@ -31,7 +32,7 @@ def predictive(
     transformer: PreTrainedModel,
     weights: LoRAWeights,
     draws: Sequence[Draw],
-    prompt: Prompt,
+    prompt: Given,
     beams: bool,
     known: dict[Any, bool],
 ) -> Iterator[None]:
@@ -93,7 +94,7 @@ class _Passes:
     """
 
     def __init__(
-        self, weights: LoRAWeights, each: Sequence[Values], prompt: Prompt, cache: Any
+        self, weights: LoRAWeights, each: Sequence[Values], prompt: Given, cache: Any
     ) -> None:
         self._n, self._weights, self._prompt = len(each), weights, prompt
         self._values = [torch.stack(of) for of in zip(*each, strict=True)] if each[1:] else each[0]
@@ -105,9 +106,10 @@ class _Passes:
         of_all = self._tiled(kwargs, n_rows)
         of_all |= {name: value for name, value in self._kept.items() if value is not None}
         decodes = kwargs.get("encoder_outputs") is not None
-        if decodes and "encoder_outputs" not in self._kept:
-            source = repeated(self._prompt.input_ids, n_rows)
-            of_all |= {"encoder_outputs": None, "input_ids": self._tiled(source, n_rows)}
+        for name in _ENCODED:
+            # Those of the trained weights: with others, encoders read the prompt anew.
+            if kwargs.get(name) and name not in self._kept:
+                of_all |= {name: None} | self._tiled(self._prompt.encoded(n_rows), n_rows)
         args = self._tiled(call.args, n_rows)
         if self._n == 1:
             output = self._weights.call(self._values, args, of_all)
@@ -145,7 +147,7 @@ class _Mixture:
         self,
         weights: LoRAWeights,
         draws: Sequence[Draw],
-        prompt: Prompt,
+        prompt: Given,
         beams: bool,
         known: dict[Any, bool],
     ) -> None:
@@ -230,9 +232,9 @@ class _Mixture:
     def _first_passes(self, call: _ModelCall) -> list[_Passes]:
         """The draws' passes, as few batches as possible."""
         each = [values for draw in self._draws for values in draw.weights]
-        n_tokens = self._n_rows * self._prompt.input_ids.shape[1]
+        n_tokens = self._n_rows * self._prompt.length
         at_once = min(len(each), joined.TOKENS_AT_ONCE // n_tokens)
-        if at_once < 2 or not self._can_join(call):
+        if at_once < 2 or not (self._prompt.can_join and self._can_join(call)):
             at_once = 1
         return [self._new(each[start : start + at_once]) for start in range(0, len(each), at_once)]
 

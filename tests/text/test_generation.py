@@ -11,7 +11,6 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.text.draws import Noise
-from laplace_lora_ext.text.generation import Prompt, Settings
 from laplace_lora_ext.text.perturbations import (
     CentralDifference,
     ForwardMode,
@@ -231,17 +230,6 @@ def test_processors_see_log_probabilities_of_the_predictive():
     torch.testing.assert_close(torch.stack(sums), torch.ones(2, 3), check_dtype=False)
 
 
-def test_a_text_is_scored_up_to_its_end():
-    prompt = Prompt(torch.tensor([[0, 5], [6, 7]]), torch.tensor([[0, 1], [1, 1]]))
-    sequences = torch.tensor([[0, 5, 8, 9, 9], [6, 7, 8, 3, 3]])
-    settings = Settings(1, [9], 3)
-    batch = prompt.continued(sequences, settings)
-    assert batch["labels"].tolist() == [[-100, -100, 8, 9, -100], [-100, -100, 8, -100, -100]]
-    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 0], [1, 1, 1, 0, 0]]
-    twice = prompt.continued(sequences.repeat_interleave(2, dim=0), settings)
-    assert twice["attention_mask"][:2].tolist() == [[0, 1, 1, 1, 0]] * 2
-
-
 def test_draws_are_seeded_and_the_model_stays_as_it_was():
     model = lora_model("gpt2")
     la = posterior(model)
@@ -258,31 +246,8 @@ def test_draws_are_seeded_and_the_model_stays_as_it_was():
     assert math.isfinite(runs[0].scores.log_prob.sum())
 
 
-def test_a_mask_that_is_not_given_is_made_as_transformers_does():
-    model = lora_model("gpt2").eval()
-    la = posterior(model)
-    tokens = prompts()["input_ids"]
-    options = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": 59}
-    found = la.generate(input_ids=tokens, n_samples=0, **options)
-    assert torch.equal(found.sequences, model.generate(input_ids=tokens, **options))
-    settings = Settings.of(model.get_base_model(), options)
-    prompt = Prompt.of({"input_ids": tokens}, settings, torch.device("cpu"))
-    assert torch.equal(prompt.attention_mask, prompts()["attention_mask"])
-
-
-def test_few_tokens_of_a_prompt_are_looked_at():
-    prompt = Prompt(torch.ones(2, 100).long(), torch.ones(2, 100).long())
-    assert (prompt.as_text()["labels"] != -100).sum(1).tolist() == [8, 8]
-
-
 def test_a_prompt_of_one_token_is_continued():
     la = posterior()
     found = la.generate(input_ids=torch.tensor([[5]]), n_samples=2, max_new_tokens=2)
     assert found.sequences.shape[0] == 1
     assert (found.sequences < VOCABULARY).all()
-
-
-def test_what_can_not_be_generated_is_refused():
-    la = posterior()
-    with pytest.raises(ValueError, match="input_ids"):
-        la.generate(inputs_embeds=torch.zeros(1, 2, 12))
