@@ -64,6 +64,7 @@ def predictive(
     finally:
         for handle in handles:
             handle.remove()
+        mixture.let_go()
     if not mixture.n_calls:
         raise RuntimeError(
             "generate did not call the model's forward pass: pass a model that is not compiled."
@@ -156,6 +157,7 @@ class _Mixture:
         self._beams, self._known = beams, known
         # A logits processor may read another text in turn, with a cache of its own.
         self._texts: list[tuple[Any, list[_Passes]]] = []
+        self._followed: list[tuple[Any, str]] = []
         self._empty_cache: Any = None
         self._begins = False
         self._n_rows = 0
@@ -270,6 +272,12 @@ class _Mixture:
         for name in _CHANGES:
             if hasattr(cache, name):
                 setattr(cache, name, following(name))
+                self._followed.append((cache, name))
+
+    def let_go(self) -> None:
+        """Leave caches, which `generate` may return, as they are without draws."""
+        for cache, name in self._followed:
+            delattr(cache, name)
 
 
 def _identity(cache: Any) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 import transformers
+from transformers import DynamicCache
 
 from laplace_lora_ext.text import joined
 from laplace_lora_ext.text.perturbations import CentralDifference, ForwardMode
@@ -128,6 +131,24 @@ def test_a_cache_that_no_draw_has_filled_is_refused():
     before = la.model.model(ids[:, :2], use_cache=True).past_key_values
     with pytest.raises(NotImplementedError, match="leave them out"):
         la.generate(input_ids=ids, past_key_values=before, n_samples=2, max_new_tokens=2)
+
+
+@with_caches
+def test_a_cache_that_is_returned_is_an_ordinary_one():
+    model = lora_model("gpt2").eval()
+    ids, cache = torch.tensor([[5, 7, 9]]), DynamicCache()
+    found = posterior(model).generate(
+        input_ids=ids,
+        past_key_values=cache,
+        n_samples=2,
+        max_new_tokens=2,
+        eos_token_id=-1,
+        return_dict_in_generate=True,
+    )
+    assert found.output.past_key_values is cache
+    again = pickle.loads(pickle.dumps(cache))
+    assert again.get_seq_length() == cache.get_seq_length() == 4
+    assert not {"reorder_cache", "crop", "reset"} & vars(cache).keys()
 
 
 @with_caches
