@@ -22,6 +22,8 @@ from laplace_lora_ext.models.answers import (
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
 from laplace_lora_ext.models.positions import Positions
 
+_DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
+
 
 class TokensModel(LogitsModel):
     """A language model that maps a batch of texts to the logits `(N, V)` of its labelled tokens.
@@ -97,7 +99,7 @@ class TokensModel(LogitsModel):
             real = _real_positions(labels, super()._inputs(batch))
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
             # Before a text's first token there may be padding, which predicts nothing.
-            labels = labels.masked_fill(~real, IGNORED)
+            labels = labels.masked_fill(real.cumsum(1) == 0, IGNORED)
         if not (labels != IGNORED).any():
             raise ValueError(
                 f"no token is labelled: every label is {IGNORED}, or on a text's first token, "
@@ -117,7 +119,7 @@ class TokensModel(LogitsModel):
 
     def _inputs(self, batch: Any) -> Any:
         inputs = super()._inputs(batch)
-        if self.is_encoder_decoder and "decoder_input_ids" not in inputs:
+        if self.is_encoder_decoder and all(inputs.get(key) is None for key in _DECODER_INPUTS):
             labels = batch[self.dict_key_y].to(self.device)
             inputs["decoder_input_ids"] = _decoder_input_ids(self.transformer, labels)
         return inputs

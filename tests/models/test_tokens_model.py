@@ -62,6 +62,15 @@ def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(side):
     torch.testing.assert_close(found, expected_logits(model, batch), rtol=1e-9, atol=1e-9)
 
 
+def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
+    model = lora_model("gpt_neox").eval()
+    (batch,) = text_batches(batch_size=6)
+    batch["attention_mask"][0, 3], batch["labels"][0, 3] = 0, -100
+    adapted = TokensModel(model)
+    loss = cross_entropy(adapted(batch), batch["labels"][batch["labels"] != -100])
+    torch.testing.assert_close(loss, model(**batch).loss.to(loss))
+
+
 def test_the_output_layer_runs_for_labelled_tokens_alone():
     model = lora_model("gpt2").eval()
     seen = []
@@ -100,6 +109,16 @@ def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
     everything = model(**{**batch, "decoder_input_ids": shifted}).logits
     found = TokensModel(model)(batch)
     torch.testing.assert_close(found, everything[batch["labels"] != -100].to(found))
+
+
+def test_what_a_decoder_reads_may_be_given_as_embeddings_or_left_open():
+    model, batch = encoder_decoder("t5"), pairs_of_texts()
+    base = model.get_base_model()
+    shifted = base.prepare_decoder_input_ids_from_labels(batch["labels"])
+    embeddings = base.get_input_embeddings()(shifted)
+    expected = TokensModel(model)(batch)
+    for given in ({"decoder_input_ids": None}, {"decoder_inputs_embeds": embeddings}):
+        torch.testing.assert_close(TokensModel(model)(batch | given), expected)
 
 
 def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
