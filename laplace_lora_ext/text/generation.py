@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import transformers
+from transformers import MaxTimeCriteria, PreTrainedModel
 
 from laplace_lora_ext.text.scores import TextScores
+
+Stop = Callable[[torch.Tensor, Any], Any]
+"""Takes sequences `(B, T)` and scores, and returns whether, or which of them, to stop."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,23 @@ class GeneratedText:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of `generate` that matter here, wherever they are set."""
+    """Options of `generate` that matter here, wherever they are set.
+
+    Attributes
+    ----------
+    num_beams, num_return_sequences : int
+    endings : list of int
+        tokens that end a text
+    padding : int or None
+    stops : list of callable
+        what else ends some texts of a batch before others
+    """
 
     num_beams: int
     endings: list[int]
     padding: int | None
     num_return_sequences: int = 1
+    stops: Sequence[Stop] = ()
 
     @classmethod
     def of(cls, transformer: PreTrainedModel, generation_kwargs: Mapping[str, Any]) -> Settings:
@@ -52,8 +67,18 @@ class Settings:
 
         end = setting("eos_token_id")
         endings = [] if end is None else torch.as_tensor(end).flatten().tolist()
-        n_texts = setting("num_return_sequences") or 1
-        return cls(setting("num_beams") or 1, endings, setting("pad_token_id"), n_texts)
+        criteria = generation_kwargs.get("stopping_criteria") or ()
+        stops = [stop for stop in criteria if not isinstance(stop, MaxTimeCriteria)]
+        tokenizer = generation_kwargs.get("tokenizer")
+        if setting("stop_strings") and tokenizer is not None:
+            stops.append(transformers.StopStringCriteria(tokenizer, setting("stop_strings")))
+        return cls(
+            setting("num_beams") or 1,
+            endings,
+            setting("pad_token_id"),
+            setting("num_return_sequences") or 1,
+            stops,
+        )
 
     def is_padding(self, tokens: torch.Tensor) -> torch.Tensor:
         """Which tokens are padding; none if the token of padding also ends texts."""
@@ -61,9 +86,21 @@ class Settings:
             return torch.zeros_like(tokens, dtype=torch.bool)
         return tokens == self.padding
 
-    def written(self, new: torch.Tensor) -> torch.Tensor:
-        """`(B, T)` booleans, true up to the first of the generated tokens that ends the text."""
+    def written(self, sequences: torch.Tensor, start: int) -> torch.Tensor:
+        """`(B, T - start)` booleans, true at generated tokens up to the first that ends a text."""
+        new = sequences[:, start:]
         ends = torch.isin(new, torch.tensor(self.endings, device=new.device, dtype=new.dtype))
         before_end = ends.cumsum(1) - ends.int() == 0
         more_to_come = (~self.is_padding(new)).flip(1).cumsum(1).flip(1) > 0
-        return before_end & more_to_come
+        return before_end & more_to_come & ~self._is_padded(sequences, start, ends)
+
+    def _is_padded(self, sequences: torch.Tensor, start: int, ends: torch.Tensor) -> torch.Tensor:
+        """Where a text that was stopped goes on with padding that looks like an ending."""
+        padded = torch.zeros_like(ends)
+        first = (ends & (sequences[:, start:] == self.padding)).int().argmax(1)
+        for place in first[first > 0].unique().tolist() if self.stops else ():
+            whole = sequences[:, : start + place]
+            for stop in self.stops:
+                padded[:, place] |= torch.as_tensor(stop(whole, None), device=ends.device)
+            padded[:, place] &= first == place
+        return padded

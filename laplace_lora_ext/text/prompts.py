@@ -101,6 +101,17 @@ class Prompt:
         mask = others.pop("attention_mask", None)
         if mask is None:
             mask = (~settings.is_padding(tokens)).long()
+        if tokens.ndim != 2 or mask.shape != tokens.shape:
+            raise ValueError(
+                "Pass whole texts, input_ids and attention_mask of shape (texts, positions), not "
+                f"{tuple(tokens.shape)} and {tuple(mask.shape)}."
+            )
+        at_end = mask[:, -1] == 0
+        if at_end.any():
+            raise ValueError(
+                f"The prompt of row {int(at_end.int().argmax())} ends with padding, after which "
+                "nothing can be written: pad prompts on the left."
+            )
         prompt = cls(tokens, mask, others)
         several = max(settings.num_beams, settings.num_return_sequences) > 1
         if several and not prompt.can_join:
@@ -138,7 +149,7 @@ class Prompt:
         return self._others_of(len(tokens), 1) | _labelled(tokens, mask, labelled)
 
     def continued(self, sequences: torch.Tensor, settings: Settings) -> Inputs:
-        new = settings.written(sequences[:, self.length :])
+        new = settings.written(sequences, self.length)
         mask = _repeated(self.attention_mask, len(sequences))
         generated = torch.cat([torch.zeros_like(mask).bool(), new], dim=1)
         mask = torch.cat([mask, new.to(mask)], dim=1)
@@ -235,7 +246,7 @@ class Source:
         """The sources, with what the decoder read and, as labels, what it wrote."""
         begun = self._n_begun(sequences)
         written = torch.zeros_like(sequences, dtype=torch.bool)
-        written[:, begun:] = settings.written(sequences[:, begun:])
+        written[:, begun:] = settings.written(sequences, begun)
         return self.encoded(len(sequences)) | {
             "decoder_input_ids": sequences[:, :-1],
             "labels": torch.where(written, sequences, IGNORED)[:, 1:],

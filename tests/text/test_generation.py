@@ -7,7 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.text.draws import Noise
@@ -251,3 +256,27 @@ def test_a_prompt_of_one_token_is_continued():
     found = la.generate(input_ids=torch.tensor([[5]]), n_samples=2, max_new_tokens=2)
     assert found.sequences.shape[0] == 1
     assert (found.sequences < VOCABULARY).all()
+
+
+class EveryThird(StoppingCriteria):
+    """Stops texts after a token that three divides."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] % 3 == 0
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_padding_that_looks_like_an_ending_is_none_where_a_text_was_stopped(padding):
+    la = posterior()
+    options = {"eos_token_id": 2, "pad_token_id": padding, "max_new_tokens": 8, "n_samples": 0}
+    options |= {"do_sample": True, "top_k": 20}
+    options["stopping_criteria"] = StoppingCriteriaList([EveryThird()])
+    given = {key: value.repeat(4, 1) for key, value in prompts().items()}
+    torch.manual_seed(0)
+    found = la.generate(**given, **options)
+    new = found.sequences[:, 4:]
+    labelled = found.scores.labelled[:, 4:]
+    assert labelled.all(1).sum() < 12
+    for row in range(12):
+        stops = (((new[row] % 3 == 0) | (new[row] == 2)).nonzero()[:, 0]).tolist() or [7]
+        assert labelled[row].sum() == stops[0] + 1

@@ -222,6 +222,14 @@ def test_what_can_not_be_continued_is_refused():
         la.generate(inputs_embeds=torch.zeros(1, 2, 12))
     with pytest.raises(ValueError, match="without inputs_embeds"):
         la.generate(**prompts(), inputs_embeds=torch.zeros(3, 4, 12))
+    for tokens, mask in (((3,), (3,)), ((1, 3), (1, 5))):
+        given = torch.ones(tokens).long(), torch.ones(mask).long()
+        with pytest.raises(ValueError, match="Pass whole texts"):
+            la.generate(input_ids=given[0], attention_mask=given[1])
+    tokens = torch.tensor([[7, 8, 9], [5, 6, 0]])
+    for given in ({"attention_mask": (tokens > 0).long()}, {"pad_token_id": 0, "eos_token_id": 59}):
+        with pytest.raises(ValueError, match=r"row 1 .* on the left"):
+            la.generate(input_ids=tokens, **given)
     with pytest.raises(ValueError, match="Pass input_features"):
         listener()[0].generate(inputs=torch.zeros(1, 8, 4))
     batch = pairs_of_texts()
