@@ -12,7 +12,7 @@ from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_tr
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from benchmarks.models import AdaptedModel, LogitsModel, device_of, load_model, load_tokenizer
+from benchmarks.models import AdaptedModel, LogitsModel, device_of, load_tokenizer
 from benchmarks.options import TextRun
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.task import Example, Task
@@ -38,15 +38,23 @@ class Pretrained:
     def device(self) -> str:
         return device_of(self.options.device)
 
-    @property
-    def show_progress(self) -> bool:
-        return not self.options.quiet
-
     def load(self) -> Any:
         """Load the model, with a new head if it is an encoder."""
-        classes = None if self.task.is_prompt else len(self.task.classes)
-        dtype = getattr(torch, self.options.dtype)
-        return load_model(self.folder, classes, dtype, self.options.load_in_8bit, self.device)
+        # Loading would warn of the new head, which is meant to be new.
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        how: dict[str, Any] = {"torch_dtype": getattr(torch, self.options.dtype)}
+        in_8bit = self.options.load_in_8bit
+        if in_8bit:
+            how["quantization_config"] = transformers.BitsAndBytesConfig(load_in_8bit=True)
+            how["device_map"] = {"": self.device}
+        if self.task.is_prompt:
+            kind: Any = transformers.AutoModelForCausalLM
+        else:
+            kind = transformers.AutoModelForSequenceClassification
+            how["num_labels"] = len(self.task.classes)
+        model = kind.from_pretrained(self.folder, **how)
+        return model if in_8bit else model.to(self.device)
 
     @property
     def task_type(self) -> TaskType | None:
@@ -125,7 +133,7 @@ class Pretrained:
         """Train by maximum likelihood, or read the checkpoints of an earlier, equal training."""
 
         def trained() -> dict[int, Weights]:
-            how: Any = (settings, self.show_progress, recipe)
+            how: Any = (settings, not self.options.quiet, recipe)
             return train(model.model, loader, lambda x: cross_entropy(model(x), x["labels"]), *how)
 
         key = [asdict(settings), loader.dataset, seed, *([recipe.name] if recipe else [])]

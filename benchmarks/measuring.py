@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import statistics
 import sys
 import textwrap
@@ -36,6 +37,7 @@ KNOWN_WARNINGS = (
 )
 
 Job = Callable[[], object]
+Clock = Callable[[], float]
 Message = tuple[str, Any]  # a kind, and figures
 
 
@@ -99,22 +101,24 @@ def limit_memory(megabytes: float | None, device: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def seconds_of(job: Job) -> float:
+def seconds_of(job: Job, clock: Clock = timer) -> float:
     """Time until all work of a call is done."""
-    started = timer()
+    started = clock()
     job()
-    return timer() - started
+    return clock() - started
 
 
 def repeated_seconds(
-    job: Job, repetitions: int, limit: float | None = None, first: float | None = None
+    job: Job,
+    repetitions: int,
+    limit: float = math.inf,
+    first: float | None = None,
+    clock: Clock = timer,
 ) -> dict[str, Any]:
     """Time a call repeatedly after a first one, for at most a quarter of the limit."""
-    first = seconds_of(job) if first is None else first
-    affordable = repetitions
-    if limit is not None:
-        affordable = min(repetitions, int(SHARE_OF_LIMIT * limit / max(first, 1e-9)))
-    times = [seconds_of(job) for _ in range(affordable)] or [first]
+    first = seconds_of(job, clock) if first is None else first
+    affordable = int(min(repetitions, SHARE_OF_LIMIT * limit / max(first, 1e-9)))
+    times = [seconds_of(job, clock) for _ in range(affordable)] or [first]
     spread = {"median": statistics.median(times), "minimum": min(times), "maximum": max(times)}
     calls = {"repetitions": len(times), "warmed_up": affordable > 0, "seconds": times}
     return {**spread, **calls}

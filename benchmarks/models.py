@@ -89,25 +89,6 @@ def check(file: Path, sha256: str) -> None:
         )
 
 
-def load_model(
-    name: str | Path, classes: int | None, dtype: torch.dtype, in_8bit: bool, device: str
-) -> nn.Module:
-    """Load a classifier with a new head for this many classes; or, for None, a language model."""
-    # Loading would warn of the new head, which is meant to be new.
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    options: dict[str, Any] = {"torch_dtype": dtype}
-    if in_8bit:
-        options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_8bit=True)
-        options["device_map"] = {"": device}
-    if classes is None:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
-    else:
-        kind = transformers.AutoModelForSequenceClassification
-        model = kind.from_pretrained(name, num_labels=classes, **options)
-    return model if in_8bit else model.to(device)
-
-
 def load_tokenizer(name: str | Path, truncation_side: str = "right") -> Any:
     """Load a tokenizer, with a padding token."""
     try:

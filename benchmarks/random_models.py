@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BatchEncoding, LlamaConfig
 
 from benchmarks.models import AdaptedModel
 
@@ -58,13 +58,8 @@ def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
         bos_token_id=0,
         eos_token_id=0,
     )
-    default_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, shape.dtype))
-    try:
-        with torch.device(device):
-            base: Any = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(default_dtype)
+    with torch.device(device):
+        base = AutoModelForCausalLM.from_config(config, torch_dtype=getattr(torch, shape.dtype))
     modules = list(shape.target_modules)
     lora = LoraConfig(task_type="CAUSAL_LM", r=shape.rank, target_modules=modules)
     model = get_peft_model(base, lora)

@@ -30,7 +30,8 @@ NO_SETTINGS = {"output", "cache", "data", "runs", "quiet"}
 TITLES = {
     **{"label": "Method", "name": "Method", "nll": "NLL", "ece": "ECE"},
     **{"calibrated_ece": "ECE if calibrated", "away_from_map": "Away from MAP"},
-    **{"shift_auroc": "AUROC of shift", "prediction_batch_size": "Batch", "protocol": "Data"},
+    **{"shift_auroc": "AUROC of shift", "aurc": "Area under risk-coverage"},
+    **{"prediction_batch_size": "Batch", "protocol": "Data"},
 }
 UNITS = {"seconds": "s", "gigabytes": "GB", "megabytes": "MB", "kilobytes": "kB", "percent": "%"}
 NOTHING = "-"
@@ -48,10 +49,12 @@ def publish(
 ) -> None:
     """Run an experiment; write all that it yields, as soon as it does; print the words of it."""
     known, started = provenance(options), time.perf_counter()
+    machine = known["machine"]
+    hardware = machine["accelerator"] or f"{machine['processor']}, threads: {machine['threads']}"
     for figures, parts in experiment(options):
         seconds = time.perf_counter() - started
         found = json.dumps({**known, "seconds": seconds, **figures}, indent=2, allow_nan=False)
-        text = "\n\n".join([*parts, f"{hardware(known['machine'])}; {seconds:.0f} s in all."])
+        text = "\n\n".join([*parts, f"{hardware}; {seconds:.0f} s in all."])
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / f"{name}.json").write_text(found + "\n", encoding="utf-8")
         (options.output / f"{text_name}.md").write_text(text + "\n", encoding="utf-8")
@@ -90,11 +93,6 @@ def processor() -> str:
     return next(iter(names), platform.processor() or platform.machine())
 
 
-def hardware(machine: Figures) -> str:
-    """The machine in a few words."""
-    return machine["accelerator"] or f"{machine['processor']}, threads: {machine['threads']}"
-
-
 def counts(sizes: Mapping[str, int]) -> str:
     """Numbers of texts by data set, in words."""
     return ", ".join(f"{count} of {name}" for name, count in sizes.items()) or "none"
@@ -105,15 +103,13 @@ def label(row: Row) -> str:
     return ", ".join(row[key] for key in ("name", "chosen_by", "link") if row[key])
 
 
-def table(
-    rows: Sequence[Row], columns: Sequence[str] = (), titles: Mapping[str, str] = TITLES
-) -> str:
+def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
     """Figures of each row as a Markdown table that is readable as source too.
 
     By default it has a column for everything that a row has.
     """
     columns = columns or list(dict.fromkeys(key for row in rows for key in row))
-    cells = {titles.get(k) or title_of(k): [cell(row.get(k)) for row in rows] for k in columns}
+    cells = {TITLES.get(k) or title_of(k): [cell(row.get(k)) for row in rows] for k in columns}
     sides = ["left", *["right"] * (len(columns) - 1)]
     return pd.DataFrame(cells).to_markdown(index=False, disable_numparse=True, colalign=sides)
 
@@ -141,7 +137,7 @@ def title_of(key: str) -> str:
     """A figure's key as a title, such as "Fit (s)" for "fit_seconds"."""
     words = key.split("_")
     unit = f" ({UNITS[words.pop()]})" if words[-1] in UNITS and words[1:] else ""
-    title = " ".join(word.upper() if word in {"nll", "ece"} else word for word in words)
+    title = " ".join(word.upper() if word in {"nll", "ece", "auroc"} else word for word in words)
     return title[:1].upper() + title[1:] + unit
 
 

@@ -42,7 +42,7 @@ def run(options: Calibration) -> Iterator[Result]:
     figures: Figures = {"methods": []}
     for seed in options.seeds:
         pretrained = prepare(options, seed)
-        trial = Trial(pretrained, options.samples, seed, methods)
+        trial = Trial(pretrained, seed, methods)
         figures["methods"] += trial.measure()
         if seed == options.seeds[0]:
             figures |= {
@@ -58,14 +58,12 @@ def run(options: Calibration) -> Iterator[Result]:
 
 def chosen_methods(names: Collection[str] | None) -> list[str]:
     """Keys of the methods asked for by key or title; all of them by default."""
-    known = [METHODS[key] for key in CONTESTANTS]
+    titles = {key: METHODS[key].title for key in CONTESTANTS}
     asked = set(names or CONTESTANTS)
-    chosen = [method for method in known if asked & {method.key, method.title}]
-    unknown = asked - {name for method in chosen for name in (method.key, method.title)}
-    if unknown:
-        listed = ", ".join(f"{method.key} ({method.title})" for method in known)
+    if unknown := asked - {*titles.keys(), *titles.values()}:
+        listed = ", ".join(f"{key} ({title})" for key, title in titles.items())
         raise SystemExit(f"No method is called {unknown.pop()!r}; known are: {listed}.")
-    return [method.key for method in chosen]
+    return [key for key, title in titles.items() if asked & {key, title}]
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,8 @@ class Protocol:
 class Trial:
     """One seed: fine-tune, then measure MAP and the methods with these keys."""
 
-    def __init__(
-        self, pretrained: Pretrained, samples: int, seed: int, keys: Collection[str] = CONTESTANTS
-    ) -> None:
-        self.pretrained, self.samples, self.seed = pretrained, samples, seed
+    def __init__(self, pretrained: Pretrained, seed: int, keys: Collection[str]) -> None:
+        self.pretrained, self.options, self.seed = pretrained, pretrained.options, seed
         self.methods = [METHODS[key] for key in CONTESTANTS if key in {"map", *keys}]
         self.loaders, self._labels = {}, {}
         for name in (TEST, *pretrained.task.shifted):
@@ -101,7 +97,7 @@ class Trial:
     def measure(self) -> list[Row]:
         """Measure the trained model: a row per method, prior and link."""
         train = self.pretrained.data["train"]
-        if self.pretrained.options.whole:
+        if self.options.whole:
             return self._rows(self._first, Protocol(WHOLE, train))
         shuffled, held_out = list(train), max(1, round(VALIDATION_SHARE * len(train)))
         random.Random(self.seed).shuffle(shuffled)
@@ -160,7 +156,7 @@ class Trial:
         """Measure under one protocol: without validation data, or with them."""
         rows, map_classes = [], torch.empty(0)
         for method in (method for method in self.methods if method.key in keys):
-            say(self.pretrained.options, f"Seed {self.seed}, {protocol.title}: {method.title}")
+            say(self.options, f"Seed {self.seed}, {protocol.title}: {method.title}")
             for prediction, seconds in self._predictions(method, model, protocol):
                 if method.key == "map":
                     map_classes = prediction.probabilities[TEST].argmax(-1)
@@ -179,8 +175,8 @@ class Trial:
                 started = timer()
                 found = members.predict({TEST: test})
                 seconds["predict_seconds"] = timer() - started
-                if shifted := {name: self.loaders[name] for name in self.loaders if name != TEST}:
-                    found |= members.predict(shifted)
+                shifted = {name: self.loaders[name] for name in self.pretrained.task.shifted}
+                found |= members.predict(shifted)
                 yield Prediction(found, prior, chosen=members.temperature), seconds
         elif isinstance(method, Posterior):
             la = self._fitted(method, model, protocol.train)
@@ -189,12 +185,13 @@ class Trial:
             each = seconds_of(lambda: [la(batch, link_approx="probit") for batch in batches])
             seconds["predict_seconds"] = each * len(test) / len(batches)
             train = self._batches(protocol.train) if method.linearized else None
-            data = (train, self.loaders, self.samples)
             if protocol.validation:
-                found = priors.by_validation(la, self._batches(protocol.validation), *data)
+                validation = self._batches(protocol.validation)
+                choices = [*priors.by_validation(la, validation, train, self.options.samples)]
             else:
-                found = priors.by_training(la, *data, self._elsewhere(la, method, protocol))
-            yield from ((prediction, seconds) for prediction in found)
+                choices = [*priors.by_training(la, train), *self._elsewhere(la, method, protocol)]
+            for prediction in priors.predictions(la, choices, self.loaders, self.options.samples):
+                yield prediction, seconds
 
     def _members(
         self, method: PointMethod, model: AdaptedModel, protocol: Protocol
@@ -212,13 +209,12 @@ class Trial:
         """What texts that other trainings held out choose."""
         for link, value in protocol.validated_by(method, priors.GRID_SEARCH).items():
             yield Choice(priors.ELSEWHERE, torch.tensor([value]), {link: math.nan})
-        trainings = self.pretrained.options.trainings
-        if trainings > 1 and method.key == "lowrank_kron":
+        if self.options.trainings > 1 and method.key == "lowrank_kron":
             la.optimize_prior_precision(
                 method="second_training",
                 train=lambda data: fine_tune(self.pretrained, list(data), self.seed).model,
                 train_loader=self.pretrained.loader(protocol.train),
-                trainings=trainings,
+                trainings=self.options.trainings,
             )
             yield Choice(priors.SEVERAL, la.prior_precision.clone(), {"mean_field": math.nan})
 
@@ -227,7 +223,7 @@ class Trial:
 
     def _fitted(self, method: Posterior, model: AdaptedModel, records: Records) -> Any:
         la = method.build(model)
-        la.fit(self.pretrained.loader(records), progress_bar=self.pretrained.show_progress)
+        la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
         return la
 
     def _row(self, prediction: Prediction, map_classes: torch.Tensor) -> Row:

@@ -23,6 +23,8 @@ HEAD_SIZE = 64
 LARGEST_BATCH = 8
 WIDEST_WITH_LARGE_BATCHES = 1024
 HEADLINE = "predict 8"  # the prediction that is drawn
+PLACE = ("dtype", "hidden_size", "layers", "phase")
+FIGURES = ("seconds_of_a_batch", "in_bare_loops", "peak_megabytes", "posterior_megabytes")
 
 
 def run(options: Cost) -> Iterator[Result]:
@@ -155,32 +157,22 @@ def _fit_growth(measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
 
 def text_of(figures: Figures, options: Cost) -> list[str]:
     """All figures in words and tables."""
-    parts = [
-        "Random weights in the shape of Llama: they tell about shapes and speed only. The batches "
-        f"of a fit have {options.batch_size} texts of {options.length} tokens and "
-        f"{options.classes} classes; its seconds are per batch.\nBare loops are the model's "
-        "passes alone; bayesian-lora fits with one sampled label and one backward pass.\nSeconds "
-        f"are medians of {options.repetitions} warm calls unless a number is given; megabytes are "
-        "peaks over model and data."
+    rows = [
+        {**row, "seconds_of_a_batch": _spread(row, options.repetitions)}
+        for row in sorted(figures["measurements"], key=lambda row: [row[key] for key in PLACE])
     ]
-    shapes: dict[str, dict[str, Row]] = {}
-    for row in figures["measurements"]:
-        shape = f"Hidden size {row['hidden_size']}, layers: {row['layers']}, {row['dtype']}"
-        cells = shapes.setdefault(shape, {}).setdefault(row["name"], {"name": row["name"]})
-        phase = row["phase"]
-        cells[f"{phase} (s)"] = _spread(row, options.repetitions)
-        cells[f"{phase} (bare loops)"] = row["in_bare_loops"]
-        cells[f"{phase} (MB)"] = row["peak_megabytes"]
-        if phase == "fit":
-            cells["posterior_megabytes"] = row["posterior_megabytes"]
-    for shape, of_shape in shapes.items():
-        parts += [shape, table(list(of_shape.values()))]
     failures = [
         f"- {row['name']} ({row['hidden_size']}, {row['dtype']}), {row['what']}: {row['reason']}"
         for row in figures["failures"]
     ]
     return [
-        *parts,
+        "Random weights in the shape of Llama: they tell about shapes and speed only. The batches "
+        f"of a fit have {options.batch_size} texts of {options.length} tokens and "
+        f"{options.classes} classes.\nBare loops are the model's passes alone; bayesian-lora fits "
+        "with one sampled label and one backward pass.\nSeconds are medians of "
+        f"{options.repetitions} warm calls unless a number is given; megabytes are peaks over "
+        "model and data.",
+        table(rows, ["name", *PLACE, *FIGURES]),
         *(["\n".join(failures)] if failures else []),
         "Growth: exponents of least squares in logarithms. What a fit adds to the bare loop, for "
         "a batch and a layer; then the library's own part alone, and its stock counterpart.",
@@ -199,17 +191,12 @@ def _spread(row: Row, repetitions: int) -> str:
 
 def draw(measured: Sequence[Row], path: Path) -> None:
     """Draw time and memory against the hidden size for the first dtype, a line per method."""
-    first = [
-        {**row, "seconds": row["median"] / row["batches"]}
-        for row in measured
-        if row["dtype"] == measured[0]["dtype"]
-    ]
-    panels = {
-        f"{phase}, {unit}": lines([row for row in first if row["phase"] == phase], *axes)
-        for unit, axes in (
-            ("seconds a batch", ("hidden_size", "seconds")),
-            ("MB over model and data", ("hidden_size", "peak_megabytes")),
-        )
-        for phase in ("fit", HEADLINE)
-    }
+    rows = [{**row, "seconds": row["median"] / row["batches"]} for row in measured]
+    panels = {}
+    for key, unit in (("seconds", "seconds a batch"), ("peak_megabytes", "MB over model and data")):
+        for phase in ("fit", HEADLINE):
+            shown = [
+                row for row in rows if (row["phase"], row["dtype"]) == (phase, rows[0]["dtype"])
+            ]
+            panels[f"{phase}, {unit}"] = lines(shown, "hidden_size", key)
     draw_lines(path, panels, "Hidden size (random weights)", "log")

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from benchmarks.experiments import curvature_errors as exactly
-from benchmarks.experiments.fidelity_models import ARCHITECTURES, LORA, Architecture, SmallModel
+from benchmarks.experiments.fidelity_models import ANSWERING, ANSWERS, LORA, TARGETS, SmallModel
 from benchmarks.fine_tuning import fine_tune
 from benchmarks.methods import posterior
 from benchmarks.methods.method import Posterior, labels_of
@@ -64,27 +64,26 @@ def run(options: Fidelity) -> Iterator[Result]:
         sizes = Sizes(options.base_examples, options.train_examples, options.test_examples, 0)
         texts = docstrings.find(options, seed)
         task = draw_balanced("docstrings", texts, LIBRARIES, sizes, seed, SHIFTED_LIBRARY)
-        for architecture in ARCHITECTURES:
-            labels = {"model": architecture.name, "seed": seed}
-            facts, measured = _measure(architecture, task, seed, options)
+        for model in TARGETS:
+            labels = {"model": model, "seed": seed}
+            facts, measured = _measure(model, task, seed, options)
             models.append(labels | facts)
             rows += [labels | row for row in measured]
     figures = {"classes": list(LIBRARIES), "models": models, "curvatures": rows}
     figures |= {"means": means(rows)}
-    by_model = {
-        architecture.name: means([row for row in rows if row["model"] == architecture.name])
-        for architecture in ARCHITECTURES
-    }
+    by_model = {model: means([row for row in rows if row["model"] == model]) for model in TARGETS}
     yield figures, text_of(figures, by_model)
     draw({"mean of all": figures["means"], **by_model}, options.output / "fidelity.png")
 
 
-def _measure(kind: Architecture, task: Task, seed: int, options: Fidelity) -> tuple[Row, list[Row]]:
+def _measure(name: str, task: Task, seed: int, options: Fidelity) -> tuple[Row, list[Row]]:
     """Train one model; return facts about it, and each curvature's errors."""
     folder = encoder_folder()  # for its tokenizer, not its weights
-    settings = replace(LORA, model=kind.name, target_modules=kind.target_modules)
+    settings = replace(LORA, model=name, target_modules=TARGETS[name])
     settings = settings.for_epochs(options.epochs, len(task.validation), warmup=0)
-    small = SmallModel(task, settings, load_tokenizer(folder), folder, options, kind, seed)
+    if name == ANSWERING:
+        task = replace(task, classes=ANSWERS, is_prompt=True)
+    small = SmallModel(task, settings, load_tokenizer(folder), folder, options, seed)
     train, test = small.records(task.validation), small.records(task.test)
     model = fine_tune(small, train, seed)
     # A Llama's norms still compute in float32, for all curvatures alike.
@@ -105,7 +104,7 @@ def _measure(kind: Architecture, task: Task, seed: int, options: Fidelity) -> tu
     known = (curvature, full_covariance, test_Js, prior_precision)
     rows = []
     curvatures = list(all_curvatures(options.ranks, options.hidden_size))
-    for method, settings in tqdm(curvatures, desc=kind.name, disable=options.quiet):
+    for method, settings in tqdm(curvatures, desc=name, disable=options.quiet):
         la = method.build(model)
         la.fit(small.loader(train))
         la.optimize_prior_precision(method="marglik")

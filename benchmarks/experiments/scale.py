@@ -24,18 +24,15 @@ from laplace_lora_ext.linearized.storage import Collected
 BLOCKS = 24  # whose features the linearised model has
 AT_ONCE = 1000  # examples whose random features are drawn at once
 PRIOR_PRECISION = torch.tensor([1.0])
-COLUMNS = [
-    *("name", "size", "seconds", "bare_seconds", "in_bare_loops"),
-    *("megabytes", "bare_megabytes", "time_exponent", "memory_exponent"),
-]
 
 
 def run(options: Scale) -> Iterator[Result]:
     """Measure each series; then draw times."""
-    rows: list[Row] = []
+    series: dict[str, list[Row]] = {}
     for against, size, found in measured(options, device_of(options.device)):
         report.say(options, size, against)
-        rows += [{"against": against, "size": size, **row} for row in found]
+        rows = series.setdefault(against, [])
+        rows += [{"name": row["name"], "size": size} | row for row in found]
     parts = [
         "Random weights in the shape of Llama, and random features for the linearised methods. "
         "Bare loops are the model's passes alone; megabytes are peaks over model and data, and for "
@@ -43,18 +40,17 @@ def run(options: Scale) -> Iterator[Result]:
         "in logarithms."
     ]
     panels = {}
-    for against in dict.fromkeys(row["against"] for row in rows):
-        of_series = [row for row in rows if row["against"] == against]
-        _add_exponents(of_series)
-        columns = [column for column in COLUMNS if any(column in row for row in of_series)]
-        ordered = sorted(of_series, key=lambda row: row["name"])
-        parts += [f"Against the number of {against}:", report.table(ordered, columns)]
+    for against, rows in series.items():
+        _add_exponents(rows)
+        ordered = sorted(rows, key=lambda row: row["name"])
+        parts += [f"Against the number of {against}:", report.table(ordered)]
         bare = [
             {**row, "name": f"{row['name']}, bare loop", "seconds": row["bare_seconds"]}
-            for row in of_series
+            for row in rows
             if "bare_seconds" in row
         ]
-        panels[against] = report.lines([*of_series, *bare], "size", "seconds")
+        panels[against] = report.lines([*rows, *bare], "size", "seconds")
+    rows = [{"against": against, **row} for against, rows in series.items() for row in rows]
     yield {"weights": MEANING, "rows": rows}, parts
     report.draw_lines(options.output / "scale.png", panels, "Number", "log")
 

@@ -17,10 +17,10 @@ from benchmarks.fine_tuning import with_lora
 from benchmarks.gemma import gemma_folder
 from benchmarks.methods import free_text
 from benchmarks.methods.free_text import Predictor, posterior
-from benchmarks.models import device_of
+from benchmarks.models import device_of, load_tokenizer
 from benchmarks.options import Text
 from benchmarks.report import Figures, Result, Row, over_seeds, say, table
-from benchmarks.tasks.free_text import WritingTask, Written, by_length, collate, read
+from benchmarks.tasks.free_text import Written, by_length, collate, read
 from laplace_lora_ext.models.tokens_model import TokensModel
 
 LORA = ("q_proj", "v_proj")
@@ -28,14 +28,8 @@ FEW_TEXTS = 16  # training texts for methods that look at draws to choose
 GRID: Any = {"log_prior_prec_min": 0, "log_prior_prec_max": 4}
 METHOD = ["name", "chosen_by"]
 QUALITY = ["prior_precision", "token_accuracy", "nll", "ece", "seconds_a_token"]
-DETECTION = ["auroc", "aurc"]
 COSTS = ["wrong_answers", "predictive_seconds", "model_seconds", "changed_answers"]
 COSTS += ["fit_ratio", "score_ratio", "training_seconds", "seconds"]
-TITLES = {
-    **{"name": "Method", "chosen_by": "Chosen by", "nll": "Token NLL", "ece": "Token ECE"},
-    **{"score": "Score of an answer", "auroc": "AUROC", "aurc": "Area under risk-coverage"},
-    "seconds_a_token": "Seconds a token",
-}
 
 
 def run(options: Text) -> Iterator[Result]:
@@ -50,26 +44,27 @@ def run(options: Text) -> Iterator[Result]:
 def measure(options: Text, seed: int, device: str) -> dict[str, list[Row]]:
     """Fine-tune, fit, and measure every method."""
     started = time.perf_counter()
-    task = read(options, seed)
+    train, validation, test = read(options, seed)
     # Processor time does not depend on what else the processor does.
     clock = time.process_time if device == "cpu" else time.perf_counter
     folder = options.model or gemma_folder(options.cache)
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.pad_token, tokenizer.padding_side = tokenizer.pad_token or tokenizer.eos_token, "left"
+    tokenizer = load_tokenizer(folder)
+    tokenizer.padding_side = "left"
 
     def batches(texts: list[Written]) -> list[Any]:
         return [collate(tokenizer, part) for part in by_length(texts, options.batch_size)]
 
-    model = fine_tuned(options, seed, folder, task, tokenizer, device)
+    model = fine_tuned(options, seed, folder, train, tokenizer, device)
     trained = time.perf_counter() - started
     la: Any = laplace_lora_ext.Laplace(
         model, "language_modeling", subset_of_weights="lora", hessian_structure="lowrank_kron"
     )
     torch.manual_seed(seed)
-    la.fit(batches(task.train), progress_bar=not options.quiet)
-    written, wrong = measures.write_answers(la, tokenizer, task.test, options.batch_size)
-    of_test, answered, rows, detectors = batches(task.test), batches(written), [], []
-    for name, chosen_by, build in methods(la, options, seed, task, batches):
+    la.fit(batches(train), progress_bar=not options.quiet)
+    written, wrong = measures.write_answers(la, tokenizer, test, options.batch_size)
+    of_test, answered, rows, detectors = batches(test), batches(written), [], []
+    choosing = batches(train[:FEW_TEXTS]), batches(validation)
+    for name, chosen_by, build in methods(la, options, seed, *choosing):
         say(options, f"{name}, {chosen_by} ({time.perf_counter() - started:.0f} s)")
         method, predictor, begun = {"name": name, "chosen_by": chosen_by}, build(), clock()
         row = {**method, **measures.quality(predictor, of_test)}
@@ -77,11 +72,11 @@ def measure(options: Text, seed: int, device: str) -> dict[str, list[Row]]:
         chosen = la.prior_precision.mean().item() if predictor.is_posterior else None
         rows.append({**row, "prior_precision": chosen})
         detectors += [{**method, **x} for x in measures.detection(predictor, answered, wrong)]
-    few = task.test[: options.written_examples]
+    few = test[: options.written_examples]
     costs = {
         "wrong_answers": sum(wrong),
         **measures.speed(la, tokenizer, few, options.draws, clock),
-        **measures.relative_cost(la, batches(task.train)[-1], options.draws, clock),
+        **measures.relative_cost(la, batches(train)[-1], options.draws, clock),
         "training_seconds": trained,
         "seconds": time.perf_counter() - started,
     }
@@ -91,13 +86,12 @@ def measure(options: Text, seed: int, device: str) -> dict[str, list[Row]]:
 def text_of(figures: Figures, options: Text) -> list[str]:
     """All that has been measured so far, in words and tables."""
     seeds = ", ".join(str(row["seed"]) for row in figures["costs"])
-    scored = [*METHOD, "score"]
     return [
         f"Task {options.task}, {options.train_examples} training and {options.test_examples} test "
         f"texts, {options.draws} draws. Seeds: {seeds}; mean ± standard deviation of several.",
-        table(over_seeds(figures["methods"], METHOD, QUALITY), METHOD + QUALITY, TITLES),
+        table(over_seeds(figures["methods"], METHOD, QUALITY)),
         "How well scores detect the wrong ones among the model's own greedy answers:",
-        table(over_seeds(figures["detectors"], scored, DETECTION), scored + DETECTION, TITLES),
+        table(over_seeds(figures["detectors"], [*METHOD, "score"], ["auroc", "aurc"])),
         f"Wrong answers of {options.test_examples}; seconds to write a token under the predictive "
         f"and by the model itself; how many of {options.written_examples} answers that changes; a "
         "fit over forward and backward pass of the same texts, a score over its forward passes:",
@@ -106,7 +100,7 @@ def text_of(figures: Figures, options: Text) -> list[str]:
 
 
 def fine_tuned(
-    options: Text, seed: int, folder: Any, task: WritingTask, tokenizer: Any, device: str
+    options: Text, seed: int, folder: Any, train: list[Written], tokenizer: Any, device: str
 ) -> torch.nn.Module:
     """The language model with LoRA, trained on the answers."""
     transformers.set_seed(seed)
@@ -117,44 +111,38 @@ def fine_tuned(
         alpha=2 * options.rank,
         dropout=0.0,
         learning_rate=options.learning_rate,
-    ).for_epochs(options.epochs, len(task.train))
+    ).for_epochs(options.epochs, len(train))
     base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model = with_lora(base.to(device), settings, TaskType.CAUSAL_LM)
     loader = DataLoader(
-        task.train,  # pyright: ignore[reportArgumentType]
+        train,  # pyright: ignore[reportArgumentType]
         options.batch_size,
         shuffle=True,
         collate_fn=partial(collate, tokenizer),
         generator=torch.Generator().manual_seed(seed),
     )
     loss = partial(free_text.token_loss, TokensModel(model))
-    key = [seed, repr(settings), repr(task.train)]
+    key = [seed, repr(settings), repr(train)]
     how = (model, loader, loss, settings, not options.quiet)
     training.read_or_train(model, key, options.cache, lambda: training.train(*how))
     return model
 
 
 def methods(
-    la: Any,
-    options: Text,
-    seed: int,
-    task: WritingTask,
-    batches: Callable[[list[Written]], list[Any]],
+    la: Any, options: Text, seed: int, train: list[Any], validation: list[Any]
 ) -> Iterable[tuple[str, str, Callable[[], Predictor]]]:
     """Methods in turn; the prior precision is chosen before each posterior that uses it."""
-    validation, draws = batches(task.validation), options.draws
-    first = validation[0]
+    draws, first = options.draws, validation[0]
     yield "MAP", "", lambda: Predictor(la)
     yield "Temperature scaling", "validation", lambda: free_text.scaled(la, validation)
-    some = batches(task.train[:FEW_TEXTS])
-    yield "TFB", "training texts", lambda: free_text.training_free(la, draws, some)
+    yield "TFB", "training texts", lambda: free_text.training_free(la, draws, train)
     la.optimize_prior_precision("marglik")
     yield "Sampled weights", "evidence", lambda: posterior(la, draws, first, False)
     yield "Linearised", "evidence", lambda: posterior(la, draws, first, True)
     grid: Any = {**GRID, "n_samples": draws, "grid_size": options.grid_size}
     grid["progress_bar"] = not options.quiet
     generator = torch.Generator().manual_seed(seed)
-    la.optimize_prior_precision("agreement", train_loader=some, generator=generator, **grid)
+    la.optimize_prior_precision("agreement", train_loader=train, generator=generator, **grid)
     yield "Linearised", "agreement", lambda: posterior(la, draws, first, True)
     generator.manual_seed(seed)
     la.optimize_prior_precision("gridsearch", val_loader=validation, generator=generator, **grid)

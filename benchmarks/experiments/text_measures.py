@@ -1,14 +1,13 @@
 """Measures of free text: tokens, written answers, what scores tell about them, and costs."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
 from scipy.stats import mannwhitneyu
 from torchmetrics.functional.classification import binary_calibration_error
 
+from benchmarks.measuring import Clock, Job, repeated_seconds
 from benchmarks.methods.free_text import Predictor, token_loss
 from benchmarks.report import Row
 from benchmarks.tasks.free_text import Written, by_length
@@ -18,7 +17,6 @@ from laplace_lora_ext.text.scores import score
 OF_THE_MODEL = ("log-probability", "summed entropy")  # scores that need no draws
 LONGEST_ANSWER = 16  # tokens
 REPETITIONS = 3
-Clock = Callable[[], float]
 
 
 def quality(predictor: Predictor, texts: list[Any]) -> dict[str, Any]:
@@ -114,12 +112,8 @@ def relative_cost(la: Any, batch: Any, draws: int, clock: Clock) -> dict[str, fl
     weights = [block.weight for block in la.blocks]
     state = la.state_dict()
 
-    def seconds(job: Callable[[], object]) -> float:
-        times = [clock()]
-        for _ in range(1 + REPETITIONS):
-            job()
-            times.append(clock())
-        return min(after - before for before, after in pairwise(times[1:]))
+    def seconds(job: Job) -> float:
+        return repeated_seconds(job, REPETITIONS, clock=clock)["minimum"]
 
     with torch.no_grad():
         of_forward = seconds(lambda: la.model(batch))

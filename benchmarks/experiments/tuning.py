@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import report
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, fine_tune, prepare
@@ -17,27 +17,9 @@ from laplace_lora_ext import LinearizedModel, PredictiveStatistics
 from laplace_lora_ext.metrics import quality
 
 REPETITIONS = 3
+Searches = dict[str, dict[str, Any]]  # arguments of `optimize_prior_precision` by a name
 LINKS = ("probit", "mc", "mean_field")
 DRAWN = {"marglik": "Evidence, nats", "val_gd": "Validation loss, nats"}
-
-
-class Search(NamedTuple):
-    """A way to choose, in the words of `optimize_prior_precision`, with its options."""
-
-    method: str
-    structure: str
-    link: str
-    options: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return ", ".join(filter(None, self[:3]))
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The arguments of `optimize_prior_precision`."""
-        own = {"method": self.method, "prior_structure": self.structure, "link_approx": self.link}
-        return {key: value for key, value in own.items() if value} | self.options
 
 
 def run(options: Tuning) -> Iterator[Result]:
@@ -64,15 +46,16 @@ def run(options: Tuning) -> Iterator[Result]:
     timed("Predictive statistics, one pass", lambda: la.predictive_statistics(validation))
     linearized = la.linearize(train)
     timed("Linearised model, one pass over the training texts", lambda: la.linearize(train))
-    searches = list(searches_of(statistics, linearized, options))
-    (grid,) = (each.keywords for each in searches if each.name == "gridsearch, probit")
-    grid |= {"val_loader": validation}
+    searches = searches_of(statistics, linearized, options)
+    grid = searches["gridsearch, probit"] | {"val_loader": validation}
     timed("gridsearch, that pass included", lambda: la.optimize_prior_precision(**grid))
     test = la.predictive_statistics(pretrained.loader(TEST, PREDICTION_BATCH_SIZE))
-    choices, shares = _choices(la, searches, test, options)
-    for each in searches:
-        if each.link in ("", "probit"):  # other links would take as long
-            timed(each.name, lambda each=each: la.optimize_prior_precision(**each.keywords))
+    choices = list(_choices(la, searches, test, options))
+    la.optimize_prior_precision(**searches["marglik, layerwise"])
+    shares = la.variance_by_layer(test).by_block
+    for name, search in searches.items():
+        if search.get("link_approx") in (None, "probit"):  # other links would take as long
+            timed(name, lambda search=search: la.optimize_prior_precision(**search))
     # The host's class, for which one text at a time is cheapest.
     points, size = options.stock_grid_size, options.grid_size
     grid |= {"val_loader": pretrained.loader("validation", 1), "grid_size": points}
@@ -110,47 +93,49 @@ def run(options: Tuning) -> Iterator[Result]:
 
 def searches_of(
     validation: PredictiveStatistics, linearized: LinearizedModel, options: Tuning
-) -> Iterator[Search]:
+) -> Searches:
     """Every way to choose."""
+    found: Searches = {}
     for method in ("marglik", "linearized_marglik", "linearized_loo"):
-        data = {} if method == "marglik" else {"train_loader": linearized}
+        way = {"method": method} | ({} if method == "marglik" else {"train_loader": linearized})
         for structure in STRUCTURES:
-            yield Search(method, structure, "", data)
-    grid = {"val_loader": validation, "grid_size": options.grid_size, "n_samples": 1000}
-    descent = {"val_loader": validation, "n_steps": options.steps, "n_samples": 100}
+            found[f"{method}, {structure}"] = {**way, "prior_structure": structure}
+    grid = {"method": "gridsearch", "grid_size": options.grid_size, "n_samples": 1000}
+    descent = {"method": "val_gd", "n_steps": options.steps, "n_samples": 100}
     for link in LINKS:
-        yield Search("gridsearch", "", link, grid)
+        given = {"val_loader": validation, "link_approx": link}
+        found[f"gridsearch, {link}"] = grid | given
         for structure in STRUCTURES:
-            yield Search("val_gd", structure, link, descent)
+            found[f"val_gd, {structure}, {link}"] = descent | given | {"prior_structure": structure}
+    return found
 
 
 def _choices(
-    la: Any, searches: list[Search], test: PredictiveStatistics, options: Tuning
-) -> tuple[list[Row], dict[str, float]]:
-    """Measure every choice and MAP on the test texts; also the layers' shares of the variance."""
-    shares, rows = {}, []
-    for search in searches:
-        history = la.optimize_prior_precision(**search.keywords)
-        if search.name == "marglik, layerwise":
-            shares = la.variance_by_layer(test).by_block
-        row: Row = {
-            "name": search.name,
+    la: Any, searches: Searches, test: PredictiveStatistics, options: Tuning
+) -> Iterator[Row]:
+    """Measure every choice and MAP on the test texts."""
+    for name, search in searches.items():
+        history = la.optimize_prior_precision(**search)
+        moments = test.moments(la.prior_precision)
+        predicted = {
+            link: la(moments, link_approx=link, n_samples=options.samples).cpu() for link in LINKS
+        }
+        yield {
+            "name": name,
             "prior_precision": la.prior_precision.log().mean().exp().item(),
             "prior_precisions": la.prior_precision.tolist(),
             "objective": history.objective.tolist(),
             "step": history.step.tolist(),
+            **_qualities(predicted, test),
         }
-        moments = test.moments(la.prior_precision)
-        for link in LINKS:
-            found = la(moments, link_approx=link, n_samples=options.samples).cpu()
-            row |= _of_link(link, found, test)
-        rows.append(row)
-    without: Row = {"name": "MAP", "prior_precision": None}
-    for link in LINKS:
-        without |= _of_link(link, test.f_mu.softmax(-1), test)
-    return [*rows, without], shares
+    without = {link: test.f_mu.softmax(-1) for link in LINKS}
+    yield {"name": "MAP", "prior_precision": None, **_qualities(without, test)}
 
 
-def _of_link(link: str, probabilities: Any, test: PredictiveStatistics) -> Row:
+def _qualities(predicted: dict[str, Any], test: PredictiveStatistics) -> Row:
     labels: Any = test.targets
-    return {f"{link}_{key}": value for key, value in quality(probabilities, labels).items()}
+    return {
+        f"{link}_{key}": value
+        for link, probabilities in predicted.items()
+        for key, value in quality(probabilities, labels).items()
+    }

@@ -135,54 +135,46 @@ def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
     return la(x, pred_type="glm", n_samples=samples, **LINKS[link]).detach().cpu()
 
 
-def by_training(
-    la: Any, train: DataLoader | None, loaders: Loaders, samples: int, elsewhere: Iterable[Choice]
-) -> Iterator[Prediction]:
-    """Choose in every way that needs no validation data; without `train`, by the evidence alone.
-
-    `elsewhere` has what validation data chose for other trainings.
-    """
+def by_training(la: Any, train: DataLoader | None) -> Iterator[Choice]:
+    """Choose in every way that needs no validation data; without `train`, by the evidence alone."""
     data: dict[str, Any] = {"": None}
     if train is not None:
         data |= {"statistics": la.predictive_statistics(train), "linearized": la.linearize(train)}
-    choices = [
-        Choice(prior, prior.choose(la, data[prior.reads]), dict.fromkeys(LINKS, math.nan))
-        for prior in BY_TRAINING.values()
-        if prior.choose and prior.reads in data
-    ]
-    return _predictions(la, [*choices, *elsewhere], loaders, samples)
+    for prior in BY_TRAINING.values():
+        if prior.choose and prior.reads in data:
+            yield Choice(prior, prior.choose(la, data[prior.reads]), dict.fromkeys(LINKS, math.nan))
 
 
 def by_validation(
-    la: Any, validation: DataLoader, train: DataLoader | None, loaders: Loaders, samples: int
-) -> Iterator[Prediction]:
+    la: Any, validation: DataLoader, train: DataLoader | None, samples: int
+) -> Iterator[Choice]:
     """Choose by a grid, by a factor of the linearised evidence, and by the paper's algorithm 3."""
     beliefs, labels = Beliefs(la, validation), labels_of(validation)
+    is_stock = beliefs.statistics is None
 
-    def best_of(prior: Prior, grid: Sequence[torch.Tensor]) -> Iterator[Choice]:
-        """Try the prior precisions of a grid with every link."""
+    def grids() -> Iterator[tuple[Prior, list[torch.Tensor]]]:
+        yield GRID_SEARCH, list(COARSE_GRID if is_stock else GRID)
+        if train is not None:
+            start = by_method(la, train, method="linearized_marglik", prior_structure="layerwise")
+            yield SCALED, [factor * start for factor in FACTORS]
+
+    for prior, grid in grids():
         on_grid = beliefs.moments(grid)
         for link in LINKS:
             losses = torch.tensor(_losses(la, on_grid, link, samples, labels))
             yield Choice(prior, grid[int(losses.argmin())], {link: losses.min().item()})
-
-    grid = COARSE_GRID if beliefs.statistics is None else GRID
-    choices = list(best_of(GRID_SEARCH, list(grid)))
-    if train is not None:
-        start = by_method(la, train, method="linearized_marglik", prior_structure="layerwise")
-        choices += best_of(SCALED, [factor * start for factor in FACTORS])
-    if beliefs.statistics is not None:
+    if not is_stock:
         descent: Any = {"val_loader": beliefs.statistics, "prior_structure": "layerwise"}
         for link in LINKS_OF_DESCENT:
             history = la.optimize_prior_precision(method="val_gd", link_approx=link, **descent)
             losses = {link: history.objective.min().item()}
-            choices.append(Choice(DESCENT, la.prior_precision.clone(), losses))
-    return _predictions(la, choices, loaders, samples)
+            yield Choice(DESCENT, la.prior_precision.clone(), losses)
 
 
-def _predictions(
-    la: Any, choices: list[Choice], loaders: Loaders, samples: int
+def predictions(
+    la: Any, choices: Sequence[Choice], loaders: Loaders, samples: int
 ) -> Iterator[Prediction]:
+    """Predict data sets with every choice and each of its links."""
     beliefs = {name: Beliefs(la, loader) for name, loader in loaders.items()}
     chosen = [choice.prior_precision for choice in choices]
     moments = {name: of_set.moments(chosen) for name, of_set in beliefs.items()}

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from benchmarks.methods.method import LogitsOf, Members, as_it_is
@@ -27,15 +29,8 @@ def sampled(model: AdaptedModel, noise: Noise) -> Members:
         generator = torch.Generator().manual_seed(0)
         weights = dict(model.model.named_parameters())
         for _ in range(SAMPLES):
-            drawn = noise(generator)
-            before = {name: weights[name].detach().clone() for name in drawn}
-            try:
-                for name, change in drawn.items():
-                    weights[name].data += change
-                yield model.logits_model
-            finally:
-                for name, value in before.items():
-                    weights[name].data = value
+            drawn = {f"model.{name}": weights[name] + x for name, x in noise(generator).items()}
+            yield partial(functional_call, model.logits_model, drawn)
 
     return Members(draws)
 

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from benchmarks.models import encoder_folder
@@ -50,33 +51,31 @@ def draw_balanced(
     `shifted` is the class of texts from another distribution. Texts found in more than one class
     have no right answer and are left out.
     """
-    keys = [*classes, *([] if shifted is None else [shifted])]
-    by_class: dict[str, list[Text]] = {key: [] for key in keys}
+    by_class: dict[str | None, dict[Text, Text]] = {key: {} for key in (*classes, shifted)}
     for key, text in found:
-        by_class.get(key, []).append(text)
-    owners = Counter(text for texts in by_class.values() for text in {*map(_folded, texts)})
-    left = [
-        list({_folded(text): text for text in texts if owners[_folded(text)] == 1}.values())
-        for texts in by_class.values()
-    ]
+        if key in by_class:
+            by_class[key][_folded(text)] = text
+    owners = Counter(chain.from_iterable(by_class.values()))
+    left = {
+        key: [text for folded, text in texts.items() if owners[folded] == 1]
+        for key, texts in by_class.items()
+    }
     generator = random.Random(seed)
-    for texts in left:
+    for texts in left.values():
         generator.shuffle(texts)
 
     def draw(count: int) -> list[Example]:
-        examples = []
-        for place in range(count):
-            label = place % len(classes)
-            if not left[label]:
+        labels = [place % len(classes) for place in range(count)]
+        for label, asked in Counter(labels).items():
+            if asked > len(left[classes[label]]):
                 raise ValueError(f"{classes[label]} has too few texts; ask for fewer.")
-            examples.append(Example(left[label].pop(), label))
-        return examples
+        return [Example(left[classes[label]].pop(), label) for label in labels]
 
     others = {}
     if shifted is not None:
-        if len(left[-1]) < sizes.shifted:
-            raise ValueError(f"{shifted} has only {len(left[-1])} texts; ask for fewer.")
-        others[shifted] = [Example(text, None) for text in left[-1][: sizes.shifted]]
+        if len(left[shifted]) < sizes.shifted:
+            raise ValueError(f"{shifted} has only {len(left[shifted])} texts; ask for fewer.")
+        others[shifted] = [Example(text, None) for text in left[shifted][: sizes.shifted]]
     train, validation, test = (draw(size) for size in sizes[:3])
     return Task(name, classes, False, train, test, others, validation)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from benchmarks.options import Reading
 from benchmarks.tasks.balanced import PAIRS, balanced
 from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY, masked
-from benchmarks.tasks.sources import drawn_files, syntax_trees
+from benchmarks.tasks.sources import drawn_files, in_each
 from benchmarks.tasks.task import Sizes
 
 MINIMUM_WORDS = 4
@@ -18,12 +18,6 @@ VERDICTS = ("another line", "this line")
 COMMENTED = re.compile(
     r"^(?P<indent>[ ]*)# (?P<comment>[A-Z].*)\n(?P=indent)(?P<line>[^#\s].*)", re.M
 )
-
-
-def find_raised(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield exception and message."""
-    for tree in syntax_trees((*LIBRARIES, SHIFTED_LIBRARY), options, seed):
-        yield from raised(tree)
 
 
 def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -66,5 +60,6 @@ def commented(source: str) -> Iterator[tuple[str, str]]:
             yield comment, line
 
 
-EXCEPTIONS = balanced("exceptions", KINDS, Sizes(100, 0, 500, 0), find_raised)
+RAISED = in_each((*LIBRARIES, SHIFTED_LIBRARY), raised)
+EXCEPTIONS = balanced("exceptions", KINDS, Sizes(100, 0, 500, 0), RAISED)
 COMMENTS = balanced("comments", VERDICTS, Sizes(600, 0, 500, 0), find_commented, settings=PAIRS)

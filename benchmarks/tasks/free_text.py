@@ -1,8 +1,4 @@
-"""The tasks of free text: a language model reads a description and writes a name or a type.
-
-The texts are real and come from installed sources: first paragraphs of docstrings, for which
-the function is to be named, and descriptions of parameters.
-"""
+"""The tasks of free text: a language model reads what a parameter is, and writes name or type."""
 
 import random
 from collections.abc import Iterator
@@ -11,7 +7,6 @@ from typing import Any, NamedTuple
 import transformers
 
 from benchmarks.options import Text
-from benchmarks.tasks.docstrings import LIBRARIES, read_library
 from benchmarks.tasks.numpydoc import TYPES, read_parameters
 
 LONGEST = 14  # words of a description
@@ -25,21 +20,8 @@ class Written(NamedTuple):
     answer: str
 
 
-class WritingTask(NamedTuple):
-    """Disjoint sets of texts."""
-
-    train: list[Written]
-    validation: list[Written]
-    test: list[Written]
-
-
 def find(options: Text, seed: int) -> Iterator[Written]:
-    """Ask for the function or parameter of a description, or for a type such as "callable"."""
-    if options.task == "functions":
-        for library in LIBRARIES:
-            for one in read_library(library, options, seed):
-                yield Written(f"{one.summary}\nFunction:", f" {one.name}")
-        return
+    """Ask for the parameter of a description, or for its type such as "callable"."""
     for one in read_parameters(options, seed):
         if options.task == "parameters":
             yield Written(f"{one.description}\nParameter:", f" {one.name}")
@@ -47,8 +29,8 @@ def find(options: Text, seed: int) -> Iterator[Written]:
             yield Written(f"{one.description}\nType:", f" {one.type}")
 
 
-def read(options: Text, seed: int) -> WritingTask:
-    """Draw short descriptions, each of them once.
+def read(options: Text, seed: int) -> list[list[Written]]:
+    """Draw short descriptions for training, validation and test, each of them once.
 
     Raises
     ------
@@ -61,7 +43,7 @@ def read(options: Text, seed: int) -> WritingTask:
     sizes = (options.train_examples, options.validation_examples, options.test_examples)
     if sum(sizes) > len(texts):
         raise ValueError(f"{options.task} has only {len(texts)} short texts; ask for fewer.")
-    return WritingTask(*([texts.pop() for _ in range(size)] for size in sizes))
+    return [[texts.pop() for _ in range(size)] for size in sizes]
 
 
 def collate(tokenizer: Any, texts: list[Written]) -> Any:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from benchmarks.options import Reading
 from benchmarks.tasks.balanced import PAIRS, balanced
 from benchmarks.tasks.docstrings import masked
-from benchmarks.tasks.sources import syntax_trees
+from benchmarks.tasks.sources import in_each, syntax_trees
 from benchmarks.tasks.task import Sizes
 
 LIBRARIES = ("numpy", "scipy", "networkx", "matplotlib", "pandas")
@@ -110,14 +110,7 @@ def pairs(
             yield VERDICTS[place % 2], (summary, parameter.description)
 
 
-def find_flags(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield default and description."""
-    for tree in syntax_trees((*LIBRARIES, "sympy", "torch"), options, seed):
-        for value, text in flags(tree):
-            yield str(value), text
-
-
-def flags(tree: ast.AST) -> Iterator[tuple[bool, str]]:
+def flags(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield default and description of parameters that are on or off by default."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
@@ -126,7 +119,7 @@ def flags(tree: ast.AST) -> Iterator[tuple[bool, str]]:
         for name, value in default_values(node.args):
             text = masked(TOLD.sub(" ", texts.get(name, "")))
             if isinstance(value, bool) and len(text.split()) >= MINIMUM_WORDS:
-                yield value, text
+                yield str(value), text
 
 
 def default_values(arguments: ast.arguments) -> Iterator[tuple[str, object]]:
@@ -137,12 +130,6 @@ def default_values(arguments: ast.arguments) -> Iterator[tuple[str, object]]:
     for parameter, default in zip(parameters, defaults, strict=False):
         if isinstance(default, ast.Constant):
             yield parameter.arg, default.value
-
-
-def find_paragraphs(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield section and paragraph."""
-    for tree in syntax_trees(LIBRARIES, options, seed):
-        yield from paragraphs(tree)
 
 
 def paragraphs(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -163,5 +150,7 @@ def paragraphs(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 TYPE_OF = balanced("types", CLASSES, Sizes(480, 0, 480, 0), find_types)
 BELONGS = balanced("belongs", VERDICTS, Sizes(800, 0, 500, 0), find_pairs, settings=PAIRS)
-DEFAULTS = balanced("defaults", ("False", "True"), Sizes(150, 0, 300, 0), find_flags)
-SECTION_OF = balanced("sections", SECTIONS, Sizes(480, 0, 480, 0), find_paragraphs)
+FLAGS = in_each((*LIBRARIES, "sympy", "torch"), flags)
+DEFAULTS = balanced("defaults", ("False", "True"), Sizes(150, 0, 300, 0), FLAGS)
+PARAGRAPHS = in_each(LIBRARIES, paragraphs)
+SECTION_OF = balanced("sections", SECTIONS, Sizes(480, 0, 480, 0), PARAGRAPHS)

@@ -49,15 +49,13 @@ class Source(NamedTuple):
 
 def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]]:
     """Read the rows of several splits; if any is missing, say in one line what to download."""
-    rows = []
     try:
-        for source in sources:
-            rows.append(source.rows(data))
+        return [source.rows(data) for source in sources]
     # Without access datasets raises the first error; the second if it has cached another
     # configuration of the same data set.
     except (OSError, ValueError) as error:
-        missing = sources[len(rows) :]  # asking the hub for more would take as long each
         folder, beginning, end = "FOLDER", "The hub is out of reach", ", and give --data FOLDER"
+        missing = sources
         if data is not None:
             folder, beginning, end = data, f"The data in {data} are incomplete", ""
             missing = [source for source in sources if not source.file_in(data).is_file()]
@@ -66,7 +64,6 @@ def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]
             f"{beginning}: download from https://huggingface.co/datasets, and save as JSON lines, "
             f"{'; '.join(files)}{end}."
         ) from error
-    return rows
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 import ast
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from benchmarks.models import package_folder
 from benchmarks.options import Reading
 
+Found = TypeVar("Found")
 TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
 
 
@@ -41,3 +43,12 @@ def syntax_tree(path: Path) -> ast.AST:
 def syntax_trees(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[ast.AST]:
     """Yield the parsed sources of installed packages."""
     return map(syntax_tree, drawn_files(libraries, options, seed))
+
+
+def in_each(
+    libraries: Sequence[str], find: Callable[[ast.AST], Iterator[Found]]
+) -> Callable[[Reading, int], Iterator[Found]]:
+    """A function of options and seed that yields what `find` finds in each source."""
+    return lambda options, seed: (
+        found for tree in syntax_trees(libraries, options, seed) for found in find(tree)
+    )

@@ -172,7 +172,7 @@ def test_paragraphs_are_of_their_section_without_the_names_of_entries():
 
 
 def test_a_flags_description_does_not_tell_its_default():
-    assert list(flags(ast.parse(SECTIONED))) == [(False, "Whether all columns are to be copied.")]
+    assert list(flags(ast.parse(SECTIONED))) == [("False", "Whether all columns are to be copied.")]
 
 
 def test_comments_are_paired_with_the_line_below_them():

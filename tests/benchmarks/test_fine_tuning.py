@@ -8,7 +8,7 @@ import torch
 
 import benchmarks.fine_tuning as fine_tuning_module
 from benchmarks.fine_tuning import TEST, fine_tune, prepare
-from benchmarks.methods import METHODS, posterior
+from benchmarks.methods import METHODS, posterior, priors
 from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.methods.posteriors import over_lora
 from benchmarks.methods.priors import GRID, Beliefs, by_tfb_rule, by_training
@@ -38,7 +38,8 @@ def test_every_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
     predictions = [METHODS["map"].fit(model, loaders[TEST]).predict(loaders)]
     la = posterior("lowrank_kron").build(model)
     la.fit(loaders[TEST])
-    predictions += [found.probabilities for found in by_training(la, None, loaders, 10, {})]
+    choices = list(by_training(la, None))
+    predictions += [found.probabilities for found in priors.predictions(la, choices, loaders, 10)]
     texts = len(pretrained.task.train)
     for found in predictions:
         assert found[TEST].shape == (texts, len(PAPER_TASKS[name].classes))
