@@ -112,7 +112,9 @@ class Text(Reading):
     """Free text by a pretrained language model (extra llm): half an hour a seed."""
 
     task: str = option(
-        "parameters", "a parameter's name or its type", choices=("parameters", "types")
+        "parameters",
+        "name of a function or a parameter, or type of a parameter",
+        choices=("functions", "parameters", "types"),
     )
     train_examples: int = option(120, "texts to fine-tune on")
     validation_examples: int = option(16, "texts that choose temperature and prior precision")

@@ -1,4 +1,4 @@
-"""The tasks of free text: a language model reads what a parameter is, and writes name or type."""
+"""The tasks of free text: a language model reads a description, and writes a name or a type."""
 
 import random
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import transformers
 
 from benchmarks.options import Text
+from benchmarks.tasks.docstrings import LIBRARIES, read_library
 from benchmarks.tasks.numpydoc import TYPES, read_parameters
 
 LONGEST = 14  # words of a description
@@ -21,7 +22,12 @@ class Written(NamedTuple):
 
 
 def find(options: Text, seed: int) -> Iterator[Written]:
-    """Ask for the parameter of a description, or for its type such as "callable"."""
+    """Ask for the function or parameter of a description, or for a type such as "callable"."""
+    if options.task == "functions":
+        for library in LIBRARIES:
+            for one in read_library(library, options, seed):
+                yield Written(f"{one.summary}\nFunction:", f" {one.name}")
+        return
     for one in read_parameters(options, seed):
         if options.task == "parameters":
             yield Written(f"{one.description}\nParameter:", f" {one.name}")

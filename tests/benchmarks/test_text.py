@@ -57,7 +57,7 @@ def test_a_run_measures_every_method(capsys, tmp_path, tiny_models):
     assert "Area under risk-coverage" in printed
 
 
-@pytest.mark.parametrize("task", ["parameters", "types"])
+@pytest.mark.parametrize("task", ["functions", "parameters", "types"])
 def test_tasks_have_short_texts_of_their_own(task):
     sets = read(parsed("text --quiet", task=task, **SMALL), 0)
     texts = [one for part in sets for one in part]
