@@ -234,8 +234,8 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         return self.products
 
     def _way(self, method: str, batch: Any, n_samples: int) -> Perturbation:
-        if n_samples < 0:
-            raise ValueError(f"n_samples must not be negative, and is {n_samples}.")
+        if not isinstance(n_samples, int) or n_samples < 0:
+            raise ValueError(f"n_samples must be a whole number, 0 or more, and is {n_samples}.")
         if method not in ("linearized", "adapters"):
             raise ValueError(f'method {method!r} is neither "linearized" nor "adapters".')
         return SampledWeights() if method == "adapters" or not n_samples else self.way(batch)
@@ -265,7 +265,8 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
             as for `score`
         **generation_kwargs
             for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them, padded on
-            the left unless an encoder reads them, `max_new_tokens` and so on
+            the left unless an encoder reads them, images or sounds as a processor makes them,
+            `max_new_tokens` and so on
 
         Returns
         -------
@@ -275,9 +276,10 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         ------
         NotImplementedError
             For beam search if the model returns no `Cache`, for `past_key_values` that hold a text
-            already, and without `use_cache=False` for a model that keeps something else.
+            already, without `use_cache=False` for a model that keeps something else, for several
+            texts a prompt beside images, and for models with a `generate` of their own.
         ValueError
-            If there are no `input_ids`.
+            If there are no prompts, or if they are padded on the wrong side.
         """
         self._check_H_init()
         self._check_model()

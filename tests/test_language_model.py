@@ -314,8 +314,9 @@ def test_what_can_not_be_scored_is_refused():
     batch = text_batches()[0]
     with pytest.raises(ValueError, match="neither"):
         la.score(batch, method="mc")
-    with pytest.raises(ValueError, match="not be negative"):
-        la.score(batch, n_samples=-1)
+    for n_samples in (-1, 2.5):
+        with pytest.raises(ValueError, match="whole number, 0 or more"):
+            la.score(batch, n_samples=n_samples)
     with pytest.raises(ValueError, match="no token is labelled"):
         la.score(batch | {"labels": torch.full((3, 7), -100)})
     la.blocks[0].weight.data += 1

@@ -101,7 +101,7 @@ class Prompt:
         mask = others.pop("attention_mask", None)
         if mask is None:
             mask = (~settings.is_padding(tokens)).long()
-        if tokens.ndim != 2 or mask.shape != tokens.shape:
+        if tokens.ndim != 2 or mask.shape != tokens.shape or not tokens.numel():
             raise ValueError(
                 "Pass whole texts, input_ids and attention_mask of shape (texts, positions), not "
                 f"{tuple(tokens.shape)} and {tuple(mask.shape)}."

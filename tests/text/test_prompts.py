@@ -222,7 +222,7 @@ def test_what_can_not_be_continued_is_refused():
         la.generate(inputs_embeds=torch.zeros(1, 2, 12))
     with pytest.raises(ValueError, match="without inputs_embeds"):
         la.generate(**prompts(), inputs_embeds=torch.zeros(3, 4, 12))
-    for tokens, mask in (((3,), (3,)), ((1, 3), (1, 5))):
+    for tokens, mask in (((3,), (3,)), ((1, 3), (1, 5)), ((1, 0), (1, 0))):
         given = torch.ones(tokens).long(), torch.ones(mask).long()
         with pytest.raises(ValueError, match="Pass whole texts"):
             la.generate(input_ids=given[0], attention_mask=given[1])
