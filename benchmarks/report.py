@@ -35,6 +35,7 @@ TITLES = {
 }
 UNITS = {"seconds": "s", "gigabytes": "GB", "megabytes": "MB", "kilobytes": "kB", "percent": "%"}
 NOTHING = "-"
+WIDTH = 5  # panels beside each other
 TITLE_WIDTH = 36  # letters
 PANELS_PER_ROW = 4
 
@@ -180,8 +181,10 @@ def lines(rows: Sequence[Row], x: str, y: str, by: str = "name") -> Lines:
 
 def draw_lines(path: Path, panels: Mapping[str, Lines], xlabel: str, scale: str = "linear") -> None:
     """Draw panels side by side, by title; one legend explains their lines."""
-    figure = Figure(figsize=(4.2 * len(panels) + 3.2, 4), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    height = math.ceil(len(panels) / WIDTH)
+    width = math.ceil(len(panels) / height)
+    figure = Figure(figsize=(4.2 * width + 3.2, 4 * height), layout="constrained")
+    axes = figure.subplots(height, width, squeeze=False).flatten()
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     for panel, (title, lines) in zip(axes, panels.items(), strict=True):
         for name, (x, y) in lines.items():

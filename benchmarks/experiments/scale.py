@@ -1,5 +1,6 @@
 """How time and memory grow with the number of examples, classes, tokens and processes."""
 
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ PRIOR_PRECISION = torch.tensor([1.0])
 
 
 def run(options: Scale) -> Iterator[Result]:
-    """Measure each series; then draw times."""
+    """Measure each series; then draw times and memory."""
     series: dict[str, list[Row]] = {}
     for against, size, found in measured(options, device_of(options.device)):
         report.say(options, size, against)
@@ -44,12 +45,14 @@ def run(options: Scale) -> Iterator[Result]:
         _add_exponents(rows)
         ordered = sorted(rows, key=lambda row: row["name"])
         parts += [f"Against the number of {against}:", report.table(ordered)]
-        bare = [
-            {**row, "name": f"{row['name']}, bare loop", "seconds": row["bare_seconds"]}
-            for row in rows
-            if "bare_seconds" in row
-        ]
-        panels[against] = report.lines([*rows, *bare], "size", "seconds")
+    for key, title in (("seconds", "seconds"), ("megabytes", "MB")):
+        for against, rows in series.items():
+            bare = [
+                {**row, "name": f"{row['name']}, bare loop", key: row[f"bare_{key}"]}
+                for row in rows
+                if f"bare_{key}" in row
+            ]
+            panels[f"{against}, {title}"] = report.lines([*rows, *bare], "size", key)
     rows = [{"against": against, **row} for against, rows in series.items() for row in rows]
     yield {"weights": MEANING, "rows": rows}, parts
     report.draw_lines(options.output / "scale.png", panels, "Number", "log")
@@ -91,17 +94,18 @@ def _beside(shape: Shape, options: Scale, device: str) -> list[Row]:
                 print(f"{key}: {figures['reason']}", file=sys.stderr)
             else:
                 found.setdefault(kind, {})[key] = figures
-    return [
-        {
-            "name": kind,
-            "seconds": ours["median"],
-            "bare_seconds": bare["median"],
-            "in_bare_loops": ours["median"] / bare["median"],
-            "megabytes": ours["peak_megabytes"],
-            "bare_megabytes": bare["peak_megabytes"],
-        }
-        for kind, (bare, ours) in ((k, f.values()) for k, f in found.items() if len(f) == 2)
-    ]
+    return [_row(kind, *of.values()) for kind, of in found.items() if len(of) == 2]
+
+
+def _row(name: str, bare: Row, ours: Row) -> Row:
+    return {
+        "name": name,
+        "seconds": ours["median"],
+        "bare_seconds": bare["median"],
+        "in_bare_loops": ours["median"] / bare["median"],
+        "megabytes": ours["peak_megabytes"],
+        "bare_megabytes": bare["peak_megabytes"],
+    }
 
 
 def _measure_examples(method: str, n: int, options: Scale, device: str) -> Row:
@@ -129,16 +133,18 @@ def _measure_examples(method: str, n: int, options: Scale, device: str) -> Row:
 
 def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:
     """Fit the same texts with several processes, which share the cores of one machine."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world) as pool:
-        fit = partial(measuring.run_alone, _fit_shard, world, f"{folder}/meeting", shape, options)
-        times = list(pool.map(fit, range(world)))
-    return {"name": "fit", **{key: max(each[key] for each in times) for key in times[0]}}
+    slowest = []
+    for key in ("bare", "lowrank_kron"):
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world) as pool:
+            alone = partial(measuring.run_alone, _fit_shard, key, f"{folder}/meeting")
+            shards = list(pool.map(partial(alone, shape, options, world), range(world)))
+        slowest.append({figure: max(each[figure] for each in shards) for figure in shards[0]})
+    return _row("fit", *slowest)
 
 
-def _fit_shard(world: int, meeting: str, shape: Shape, options: Scale, rank: int) -> Row:
+def _fit_shard(key: str, meeting: str, shape: Shape, options: Scale, world: int, rank: int) -> Row:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world)
-    model = random_llama(shape, "cpu", options.seed)
     whole = random_loader(shape, 4 * options.batches, "cpu", options.seed)
     shard = DataLoader(
         whole.dataset,
@@ -146,14 +152,15 @@ def _fit_shard(world: int, meeting: str, shape: Shape, options: Scale, rank: int
         sampler=DistributedSampler(whole.dataset, shuffle=False),
         collate_fn=whole.collate_fn,
     )
-    row: Row = {}
-    for key, name in (("bare", "bare_seconds"), ("lowrank_kron", "seconds")):
-        la = posterior(key).build(model)
-        la.fit(shard)  # a first time, while PyTorch loads its parts
+    la = posterior(key).build(random_llama(shape, "cpu", options.seed))
+    with measuring.peak_memory("cpu") as memory:  # a first fit, while PyTorch loads its parts
+        la.fit(shard)
+    times = []
+    for _ in range(options.repetitions):
         dist.barrier()
-        row[name] = measuring.seconds_of(partial(la.fit, shard))
+        times.append(measuring.seconds_of(partial(la.fit, shard)))
     dist.destroy_process_group()
-    return {**row, "in_bare_loops": row["seconds"] / row["bare_seconds"]}
+    return {"median": statistics.median(times), "peak_megabytes": memory["megabytes"]}
 
 
 def _add_exponents(rows: Sequence[Row]) -> None:
