@@ -90,11 +90,16 @@ class Tuning(OneModel):
 
 
 @dataclass(frozen=True)
-class Calibration(TextRun):
-    """Calibration of every method on one task: a quarter of an hour to an hour per seed."""
-
+class SeveralSeeds(TextRun):
     steps: int | None = option(None, "training steps; the task's own number by default")
     checkpoints: int | None = option(None, "checkpoints to keep; the task's own number by default")
+    seeds: tuple[int, ...] = option((0,), "seeds of texts and fine-tuning", type=int)
+
+
+@dataclass(frozen=True)
+class Calibration(SeveralSeeds):
+    """Calibration of every method on one task: a quarter of an hour to an hour per seed."""
+
     methods: tuple[str, ...] | None = option(
         None, "methods to measure beside MAP, by key or by name in the table; all by default"
     )
@@ -104,7 +109,11 @@ class Calibration(TextRun):
     trainings: int = option(
         1, "others that hold out a fifth of the texts each and choose lowrank_kron's prior together"
     )
-    seeds: tuple[int, ...] = option((0,), "seeds of texts and fine-tuning", type=int)
+
+
+@dataclass(frozen=True)
+class Cures(SeveralSeeds):
+    """What could calibrate beyond one prior precision: a few minutes per seed."""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,13 @@ def chosen_methods(names: Collection[str] | None) -> list[str]:
     return [key for key, title in titles.items() if asked & {key, title}]
 
 
+def held_out(records: Records, seed: int) -> tuple[Records, Records]:
+    """A fifth of the training texts for validation, and the others."""
+    shuffled, count = list(records), max(1, round(VALIDATION_SHARE * len(records)))
+    random.Random(seed).shuffle(shuffled)
+    return shuffled[:count], shuffled[count:]
+
+
 @dataclass(frozen=True)
 class Protocol:
     """What to train on, what to choose with, and the rows of a training that chose with some."""
@@ -99,9 +106,7 @@ class Trial:
         train = self.pretrained.data["train"]
         if self.options.whole:
             return self._rows(self._first, Protocol(WHOLE, train))
-        shuffled, held_out = list(train), max(1, round(VALIDATION_SHARE * len(train)))
-        random.Random(self.seed).shuffle(shuffled)
-        validation, rest = shuffled[:held_out], shuffled[held_out:]
+        validation, rest = held_out(train, self.seed)
         split = Protocol(SPLIT, rest, validation)
         validated = self._rows(fine_tune(self.pretrained, rest, self.seed), split)
         return self._rows(self._first, Protocol(WHOLE, train, validated=validated)) + validated
