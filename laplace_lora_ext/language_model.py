@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
@@ -234,7 +235,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         return self.products
 
     def _way(self, method: str, batch: Any, n_samples: int) -> Perturbation:
-        if not isinstance(n_samples, int) or n_samples < 0:
+        if not isinstance(n_samples, Integral) or n_samples < 0:
             raise ValueError(f"n_samples must be a whole number, 0 or more, and is {n_samples}.")
         if method not in ("linearized", "adapters"):
             raise ValueError(f'method {method!r} is neither "linearized" nor "adapters".')

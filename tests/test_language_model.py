@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -317,6 +318,7 @@ def test_what_can_not_be_scored_is_refused():
     for n_samples in (-1, 2.5):
         with pytest.raises(ValueError, match="whole number, 0 or more"):
             la.score(batch, n_samples=n_samples)
+    assert la.score(batch, n_samples=np.int64(1)).log_prob.isfinite().all()
     with pytest.raises(ValueError, match="no token is labelled"):
         la.score(batch | {"labels": torch.full((3, 7), -100)})
     la.blocks[0].weight.data += 1

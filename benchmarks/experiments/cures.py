@@ -148,7 +148,7 @@ def _logits(
 
 
 def proportions(la: Any, statistics: PredictiveStatistics) -> torch.Tensor:
-    """Prior precisions by how much a weight of each block moves the logits; geometric mean 1."""
+    """Prior precisions by how much a weight of each block moves these logits; geometric mean 1."""
     moved = statistics.variance_by_block(torch.tensor([FIRM])).mean(0)
     sizes = torch.tensor([block.weight.numel() for block in la.blocks])
     scale = (moved / sizes).log()

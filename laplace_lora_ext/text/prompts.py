@@ -73,8 +73,11 @@ def given(
             f"{kind.__name__} has a generate of its own, whose texts the posterior "
             "can't follow: let the model write, and score what it wrote with la.score(batch)."
         )
-    form = Source if transformer.config.is_encoder_decoder else Prompt
-    return form.of(transformer, generation_kwargs, settings, device)
+    inputs = _model_inputs(generation_kwargs, device)
+    if not transformer.config.is_encoder_decoder:
+        return Prompt.of(inputs, settings)
+    encoder: Any = transformer.get_encoder()
+    return Source.of(encoder.main_input_name, inputs, settings)
 
 
 @dataclass(frozen=True)
@@ -86,15 +89,9 @@ class Prompt:
     others: Inputs = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        transformer: PreTrainedModel,
-        generation_kwargs: Mapping[str, Any],
-        settings: Settings,
-        device: torch.device,
-    ) -> Prompt:
+    def of(cls, inputs: Inputs, settings: Settings) -> Prompt:
         """The prompts, with the mask that `generate` takes or makes."""
-        others = _model_inputs(generation_kwargs, device)
+        others = dict(inputs)
         tokens = others.pop("input_ids", None)
         if tokens is None or "inputs_embeds" in others:
             raise ValueError("Pass input_ids, as a tokenizer makes them, without inputs_embeds.")
@@ -198,17 +195,9 @@ class Source:
     can_join = True
 
     @classmethod
-    def of(
-        cls,
-        transformer: PreTrainedModel,
-        generation_kwargs: Mapping[str, Any],
-        settings: Settings,
-        device: torch.device,
-    ) -> Source:
+    def of(cls, main: str, inputs: Inputs, settings: Settings) -> Source:
         """The sources; of texts with the mask that `generate` takes or makes."""
-        encoder: Any = transformer.get_encoder()
-        main = encoder.main_input_name
-        inputs = _model_inputs(generation_kwargs, device)
+        inputs = dict(inputs)
         begun = inputs.pop("decoder_input_ids", None)
         of_decoder = [name for name in inputs if name.startswith("decoder_")]
         if of_decoder:
