@@ -58,7 +58,7 @@ def peak_memory(device: str) -> Iterator[dict[str, float]]:
     process inherits it from its parent.
     """
     on_cuda, process = torch.device(device).type == "cuda", psutil.Process()
-    before = torch.cuda.memory_allocated() if on_cuda else process.memory_info().rss
+    before = megabytes_in_use(device) * BYTES_PER_MEGABYTE
     done, found, peak = threading.Event(), {}, before
 
     def watch() -> None:

@@ -40,7 +40,7 @@ def linearize(
         block.small_side_first(part.reshape(block.shape))
         for block, part in zip(blocks, parts, strict=True)
     ]
-    collected, results = Collected(), []
+    collected, results = (Collected(), Collected()), []
     places, shard = [torch.empty(0, dtype=torch.long)], Shard(loader)
     for name, batch in named_batches(loader, "[Linearizing]", progress_bar):
         with naming(name):
@@ -49,24 +49,26 @@ def linearize(
             for part, chosen in parts_of(X, model.output_size):
                 f_mu, features, own, moved = _features(model, blocks, part, basis, distances)
                 labels = likelihood.check_targets(y[chosen], f_mu)
-                collected.append(features)
-                results.append((f_mu.to(moved).cpu(), own, moved.cpu(), labels.cpu()))
-    f_mu, features, own, moved, y = _of_all_ranks(torch.cat(places), collected, results)
+                collected[0].append(features)
+                collected[1].append(own)
+                results.append((f_mu.to(moved).cpu(), moved.cpu(), labels.cpu()))
+    f_mu, moved, y, features, own = _of_all_ranks(torch.cat(places), collected, results)
     fitted = f_mu, features, basis.feature_block, f_mu - moved, y
     return LinearizedModel(*fitted, likelihood.name, own)
 
 
 def _of_all_ranks(
-    places: torch.Tensor, collected: Collected, results: list[tuple[torch.Tensor, ...]]
+    places: torch.Tensor,
+    collected: Iterable[Collected],
+    results: Sequence[tuple[torch.Tensor, ...]],
 ) -> tuple[Any, ...]:
-    """Logits, features, own products, moves and labels in the data's order."""
+    """Results, and what was collected, in the data's order."""
     columns: tuple[Any, ...] | None = None
     if results:
-        f_mu, *others = (torch.cat(part) for part in zip(*results, strict=True))
-        features = collected.result()
+        kept = [each.result() for each in collected]
         if count() > 1 or not is_new(places).all():  # what is sent or sorted has to be in memory
-            features = features[:]
-        columns = f_mu, features, *others
+            kept = [each[:] for each in kept]
+        columns = *(torch.cat(part) for part in zip(*results, strict=True)), *kept
     columns = joined(places, columns)
     if columns is None:
         raise ValueError("The training loader has no data.")

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 
 from laplace_lora_ext.linearized.gram import Gram
+from laplace_lora_ext.linearized.storage import Stored
 
 _ROWS = 1024  # of all outputs of some examples, which are in double precision at once
-
-
-class Stored(Protocol):
-    """A tensor `(N, C, F)`, or what gives slices of its first dimension."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def __getitem__(self, part: slice, /) -> torch.Tensor: ...
 
 
 class Features:
@@ -29,19 +17,23 @@ class Features:
 
     Parameters
     ----------
-    stored : torch.Tensor or Stored
+    stored : Stored
         `(N, C, F)`
     """
 
-    def __init__(self, stored: torch.Tensor | Stored) -> None:
+    def __init__(self, stored: Stored) -> None:
         self._stored = stored
         self.n_examples, self.n_outputs, self.n_features = stored.shape
 
-    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Some examples at a time, and which they are."""
+    def some_at_a_time(self) -> Iterator[slice]:
+        """Which examples fit into memory together."""
         size = max(1, _ROWS // self.n_outputs)
         for start in range(0, self.n_examples, size):
-            part = slice(start, min(start + size, self.n_examples))
+            yield slice(start, min(start + size, self.n_examples))
+
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some examples at a time, and which they are."""
+        for part in self.some_at_a_time():
             yield part, self._stored[part]
 
     def times(self, weights: torch.Tensor) -> torch.Tensor:

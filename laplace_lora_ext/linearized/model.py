@@ -7,12 +7,11 @@ from typing import NamedTuple
 import torch
 
 from laplace_lora_ext.likelihoods import LIKELIHOODS
-from laplace_lora_ext.linearized.features import Features, Stored
+from laplace_lora_ext.linearized.features import Features
 from laplace_lora_ext.linearized.mode import ModeFinder, whitener
+from laplace_lora_ext.linearized.storage import Stored
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import from_triangle
-
-_ROWS = 1024  # examples whose own products are in double precision at once
 
 
 class EvidenceAtMode(NamedTuple):
@@ -91,12 +90,12 @@ class LinearizedModel:
     def __init__(
         self,
         f_mu: torch.Tensor,
-        features: torch.Tensor | Stored,
+        features: Stored,
         feature_block: torch.Tensor,
         offset: torch.Tensor,
         targets: torch.Tensor,
         likelihood: str,
-        own: torch.Tensor | None = None,
+        own: Stored | None = None,
     ) -> None:
         self.n_blocks = int(feature_block.max()) + 1
         self._f_mu = f_mu
@@ -106,7 +105,8 @@ class LinearizedModel:
         self.targets = targets
         self._likelihood = LIKELIHOODS[likelihood]
         n_pairs = self._n_outputs * (self._n_outputs + 1) // 2
-        self._own = torch.zeros(len(f_mu), self.n_blocks, n_pairs) if own is None else own
+        none = torch.zeros(self.n_blocks, n_pairs).expand(len(f_mu), -1, -1)
+        self._own = none if own is None else own
         self.loss = self._likelihood.loss(f_mu, targets).item()
         self._mode = ModeFinder(self._features, offset.double(), targets, self._likelihood)
 
@@ -204,8 +204,10 @@ class LinearizedModel:
         """λ of each block, deviations `(F,)` of the features' weights, own covariance `Σ R / λ`."""
         by_block = prior_precision.detach().double().cpu().expand(self.n_blocks)
         weights = by_block.reciprocal()
-        sums = (torch.einsum("nbt,b->nt", p.double(), weights) for p in self._own.split(_ROWS))
-        own = torch.cat([from_triangle(triangles, self._n_outputs) for triangles in sums])
+        own = torch.empty(len(self), self._n_outputs, self._n_outputs, dtype=torch.float64)
+        for part in self._features.some_at_a_time():
+            sums = torch.einsum("nbt,b->nt", self._own[part].double(), weights)
+            own[part] = from_triangle(sums, self._n_outputs)
         return by_block, by_block[self._block].rsqrt(), own
 
     def _sum_by_block(self, values: torch.Tensor) -> torch.Tensor:

@@ -36,8 +36,8 @@ def linearize(
     n_features : int, optional
         about how many directions to compare the Jacobians of different examples along; by
         default the eigenvectors that the curvature keeps. N examples with C outputs take
-        `4 N C n_features` bytes, in a temporary file where these are more than half a
-        gigabyte. As many as there are LoRA weights are exact
+        `4 N C n_features` bytes, in a temporary file where these are more than 64 MB. As many
+        as there are LoRA weights are exact
     generator : torch.Generator, optional
         of directions beside the eigenvectors
     progress_bar : bool, default=False

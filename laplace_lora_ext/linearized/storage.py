@@ -1,36 +1,49 @@
-"""Where features of a data set are kept: in memory, or in a temporary file where they are many."""
+"""Where numbers of many examples are kept: in memory, or in a temporary file."""
 
 from __future__ import annotations
 
 import tempfile
+from typing import Protocol
 
 import torch
 
-_LARGEST_IN_MEMORY = 2**29  # bytes
+_LARGEST_IN_MEMORY = 2**26  # bytes; passes over a file cost little beside the products
+
+
+class Stored(Protocol):
+    """A tensor `(N, ...)`, or what gives slices of its first dimension."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, part: slice, /) -> torch.Tensor: ...
 
 
 class Collected:
-    """Features of a data set, batch by batch."""
+    """Numbers of a data set's examples, batch by batch."""
 
     def __init__(self) -> None:
         self._parts: list[torch.Tensor] = []
         self._nbytes = 0
-        self._file: FeatureFile | None = None
+        self._file: RowFile | None = None
 
     def append(self, part: torch.Tensor) -> None:
-        """Add features of some examples, `(b, C, F)`."""
+        """Add those of some examples, `(b, ...)`."""
         if self._file is not None:
             self._file.append(part)
             return
         self._parts.append(part)
         self._nbytes += part.nbytes
         if self._nbytes > _LARGEST_IN_MEMORY:
-            self._file = FeatureFile(part.shape[1:], part.dtype)
+            self._file = RowFile(part.shape[1:], part.dtype)
             while self._parts:
                 self._file.append(self._parts.pop(0))
 
-    def result(self) -> torch.Tensor | FeatureFile:
-        """Features of all examples, `(N, C, F)`; nothing is left here."""
+    def result(self) -> Stored:
+        """Those of all examples, `(N, ...)`; nothing is left here."""
         if self._file is not None:
             return self._file
         shape = sum(map(len, self._parts)), *self._parts[0].shape[1:]
@@ -43,7 +56,7 @@ class Collected:
         return result
 
 
-class FeatureFile:
+class RowFile:
     """A tensor `(N, ...)` in a temporary file, which goes when nobody needs it any more.
 
     Its slices are read from there, so that no more than one of them is in memory. The folder is
@@ -91,7 +104,7 @@ class FeatureFile:
     def __getitem__(self, part: slice) -> torch.Tensor:
         start, stop, step = part.indices(self._length)
         if step != 1:
-            raise IndexError("A FeatureFile is read without steps.")
+            raise IndexError("A RowFile is read without steps.")
         rows = torch.empty(max(0, stop - start), *self._row_shape, dtype=self.dtype)
         self._file.seek(start * self._row_bytes)
         self._file.readinto(rows.numpy())  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Features in memory, and in a temporary file."""
+"""Numbers of examples in memory, and in a temporary file."""
 
 import errno
 import tempfile
@@ -8,7 +8,7 @@ import torch
 
 from laplace_lora_ext import LinearizedModel
 from laplace_lora_ext.linearized import storage
-from laplace_lora_ext.linearized.storage import Collected, FeatureFile
+from laplace_lora_ext.linearized.storage import Collected, RowFile
 from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted, linearized
 
@@ -22,7 +22,7 @@ def test_what_is_collected_comes_back_in_order(monkeypatch, limit, dtype):
     for part in parts:
         collected.append(part)
     result = collected.result()
-    assert isinstance(result, FeatureFile) == (limit < 10**9)
+    assert isinstance(result, RowFile) == (limit < 10**9)
     assert result.shape == (7, 2, 3)
     assert result.dtype == dtype
     whole = torch.cat(parts)
@@ -38,7 +38,7 @@ def test_batches_that_are_kept_are_let_go_of_as_they_are_joined():
 
 
 def test_a_file_is_not_read_in_steps():
-    rows = FeatureFile(torch.Size([1]), torch.float32)
+    rows = RowFile(torch.Size([1]), torch.float32)
     rows.append(torch.zeros(4, 1))
     with pytest.raises(IndexError, match="without steps"):
         rows[::2]
@@ -53,7 +53,7 @@ def test_a_full_disk_says_what_to_do(monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", Full)
-    rows = FeatureFile(torch.Size([3]), torch.float32)
+    rows = RowFile(torch.Size([3]), torch.float32)
     with pytest.raises(OSError, match=r"12 bytes each.*TMPDIR.*n_features") as caught:
         rows.append(torch.zeros(4, 3))
     assert caught.value.errno == errno.ENOSPC
@@ -65,7 +65,8 @@ def test_features_on_disk_give_the_same_evidence_and_moments(monkeypatch):
     in_memory = linearized(la, ragged_batches())
     monkeypatch.setattr(storage, "_LARGEST_IN_MEMORY", 100)
     on_disk = linearized(la, ragged_batches())
-    assert isinstance(on_disk._features._stored, FeatureFile)
+    assert isinstance(on_disk._features._stored, RowFile)
+    assert isinstance(on_disk._own, RowFile)
     for model in (in_memory, on_disk):
         assert isinstance(model, LinearizedModel)
     expected, found = (model.evidence(precision) for model in (in_memory, on_disk))
