@@ -59,7 +59,9 @@ def run(options: Fidelity) -> Iterator[Result]:
     transformers.logging.set_verbosity_error()
     models, rows = [], []
     for seed in options.seeds:
-        sizes = Sizes(options.base_examples, options.train_examples, options.test_examples, 0)
+        sizes = Sizes(
+            options.base_examples, options.test_examples, validation=options.train_examples
+        )
         task = DOCSTRINGS.draw(options, seed, sizes)
         for model in TARGETS:
             labels = {"model": model, "seed": seed}

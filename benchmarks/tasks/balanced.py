@@ -70,5 +70,6 @@ class Balanced:
             if len(found) < sizes.shifted:
                 raise ValueError(f"{self.shifted} has only {len(found)} texts; ask for fewer.")
             others[self.shifted] = [Example(text, None) for text in found[: sizes.shifted]]
-        train, validation, test = (draw(size) for size in sizes[:3])
+        counts = (sizes.train, sizes.validation, sizes.test)
+        train, validation, test = map(draw, counts)
         return Task(self.name, self.classes, False, train, test, others, validation)

@@ -61,5 +61,5 @@ def commented(source: str) -> Iterator[tuple[str, str]]:
 
 
 RAISED = in_each((*LIBRARIES, SHIFTED_LIBRARY), raised)
-EXCEPTIONS = Balanced("exceptions", KINDS, Sizes(100, 0, 500, 0), RAISED)
-COMMENTS = Balanced("comments", VERDICTS, Sizes(600, 0, 500, 0), find_commented, PAIRS)
+EXCEPTIONS = Balanced("exceptions", KINDS, Sizes(100, 500), RAISED)
+COMMENTS = Balanced("comments", VERDICTS, Sizes(600, 500), find_commented, PAIRS)

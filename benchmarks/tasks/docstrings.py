@@ -102,7 +102,6 @@ def find_verbs(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
             yield first.lower().removesuffix("s"), rest
 
 
-SIZES = Sizes(300, 0, 500, 200)
-DOCSTRINGS = Balanced("docstrings", LIBRARIES, SIZES, find, shifted=SHIFTED_LIBRARY)
-SUBMODULES = Balanced("submodules", PARTS, Sizes(360, 0, 480, 0), find_parts)
-VERBS_LEFT_OUT = Balanced("verbs", VERBS, Sizes(200, 0, 500, 0), find_verbs)
+DOCSTRINGS = Balanced("docstrings", LIBRARIES, Sizes(300, 500, 200), find, shifted=SHIFTED_LIBRARY)
+SUBMODULES = Balanced("submodules", PARTS, Sizes(360, 480), find_parts)
+VERBS_LEFT_OUT = Balanced("verbs", VERBS, Sizes(200, 500), find_verbs)

@@ -99,7 +99,7 @@ class OfNames:
 # Two classes need more texts than many, as in the comparisons of links, and twice the texts need
 # longer until a model is as sure of them.
 LONGER = replace(ENCODER, steps=630)
-NAMES = OfNames("names", VERDICTS, False, asked_for_match, Sizes(1000, 0, 500, 200), LONGER)
+NAMES = OfNames("names", VERDICTS, False, asked_for_match, Sizes(1000, 500, 200), LONGER)
 GEMMA = replace(
     CAUSAL_HYPERPARAMETERS,
     model="gemma-3-270m",
@@ -110,4 +110,4 @@ GEMMA = replace(
     checkpoints=4,
     warmup_steps=20,
 )
-CHOICES = OfNames("choices", LETTERS, True, asked_for_choice, Sizes(200, 0, 500, 50), GEMMA)
+CHOICES = OfNames("choices", LETTERS, True, asked_for_choice, Sizes(200, 500, 50), GEMMA)

@@ -149,9 +149,9 @@ def paragraphs(tree: ast.AST) -> Iterator[tuple[str, str]]:
                     yield section, text
 
 
-TYPE_OF = Balanced("types", CLASSES, Sizes(480, 0, 480, 0), find_types)
-BELONGS = Balanced("belongs", VERDICTS, Sizes(800, 0, 500, 0), find_pairs, PAIRS)
+TYPE_OF = Balanced("types", CLASSES, Sizes(480, 480), find_types)
+BELONGS = Balanced("belongs", VERDICTS, Sizes(800, 500), find_pairs, PAIRS)
 FLAGS = in_each((*LIBRARIES, "sympy", "torch"), flags)
-DEFAULTS = Balanced("defaults", ("False", "True"), Sizes(150, 0, 300, 0), FLAGS)
+DEFAULTS = Balanced("defaults", ("False", "True"), Sizes(150, 300), FLAGS)
 PARAGRAPHS = in_each(LIBRARIES, paragraphs)
-SECTION_OF = Balanced("sections", SECTIONS, Sizes(480, 0, 480, 0), PARAGRAPHS)
+SECTION_OF = Balanced("sections", SECTIONS, Sizes(480, 480), PARAGRAPHS)

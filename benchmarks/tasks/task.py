@@ -32,11 +32,11 @@ class Sizes(NamedTuple):
     """Numbers of texts."""
 
     train: int
-    validation: int
     test: int
-    shifted: int
+    shifted: int = 0
+    validation: int = 0
 
     def asked(self, options: TextRun, validation: int) -> "Sizes":
         """The numbers that the options ask for; these where they ask for none."""
         train, test = options.train_examples or self.train, options.test_examples or self.test
-        return Sizes(train, validation, test, options.shifted_examples or self.shifted)
+        return Sizes(train, test, options.shifted_examples or self.shifted, validation)
