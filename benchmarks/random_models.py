@@ -51,10 +51,8 @@ def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
         intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
         vocab_size=shape.vocabulary,
         max_position_embeddings=max(2048, shape.length),
-        tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=0,
     )

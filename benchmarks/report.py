@@ -117,16 +117,14 @@ def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
 
 def over_seeds(rows: Any, identity: Sequence[str], figures: Sequence[str]) -> list[Row]:
     """Rows of the same identity as one, with the mean ± standard deviation of their figures."""
-    found, frame = [], pd.DataFrame(rows)
-    groups: Any = frame.groupby(list(identity), sort=False)
-    for key, of_key in groups:
-        numbers: Any = of_key[list(figures)].astype(float).agg(["mean", "std"])
-        cells = {
-            name: cell(mean) if math.isnan(deviation) else f"{cell(mean)} ± {cell(deviation)}"
-            for name, (mean, deviation) in numbers.items()
-        }
-        found.append({**dict(zip(identity, key, strict=True)), **cells})
-    return found
+
+    def spread(of_key: Any) -> str:
+        mean, deviation = of_key.mean(), of_key.std()
+        return cell(mean) if math.isnan(deviation) else f"{cell(mean)} ± {cell(deviation)}"
+
+    frame: Any = pd.DataFrame(rows).astype(dict.fromkeys(figures, float))
+    groups = frame.groupby(list(identity), sort=False, as_index=False)
+    return groups[list(figures)].agg(spread).to_dict("records")
 
 
 def records(frame: Any) -> list[Row]:

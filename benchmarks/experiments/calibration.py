@@ -17,7 +17,8 @@ from benchmarks.experiments.calibration_report import ENSEMBLES, SPLIT, WHOLE, d
 from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
 from benchmarks.measuring import seconds_of
 from benchmarks.methods import METHODS, posterior, priors
-from benchmarks.methods.method import Members, Method, PointMethod, Posterior, at_temperature
+from benchmarks.methods import method as points
+from benchmarks.methods.method import Method, PointMethod, Posterior
 from benchmarks.methods.priors import Choice, Prediction, Prior
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Calibration
@@ -29,7 +30,6 @@ POINTS = ("map", *ENSEMBLES, "temperature_scaling")
 CURVATURES = ("diag", "kron", "lowrank_kron_paper", "lowrank_kron", "drawn_labels", "mean_at_start")
 CONTESTANTS = (*POINTS, "last_layer", "first_half", *CURVATURES)
 ALONG_TRAINING = (*POINTS, "lowrank_kron_paper", "lowrank_kron")
-NO_CLASS = -1  # label of a text for which no class is right
 VALIDATION_SHARE = 0.2
 FIRM = 1e12  # a prior precision that outweighs any curvature
 GROUPS = 8  # of texts by their margins
@@ -95,11 +95,8 @@ class Trial:
     def __init__(self, pretrained: Pretrained, seed: int, keys: Collection[str]) -> None:
         self.pretrained, self.options, self.seed = pretrained, pretrained.options, seed
         self.methods = [METHODS[key] for key in CONTESTANTS if key in {"map", *keys}]
-        self.loaders, self._labels = {}, {}
-        for name in (TEST, *pretrained.task.shifted):
-            self.loaders[name] = self._batches(name)
-            labels = [record.get("labels", NO_CLASS) for record in pretrained.data[name]]
-            self._labels[name] = torch.tensor(labels)
+        self.loaders = {name: self._batches(name) for name in (TEST, *pretrained.task.shifted)}
+        self._labels = {name: points.labels_of(loader) for name, loader in self.loaders.items()}
 
     def measure(self) -> list[Row]:
         """Measure the trained model: a row per method, prior and link."""
@@ -200,11 +197,11 @@ class Trial:
 
     def _members(
         self, method: PointMethod, model: AdaptedModel, protocol: Protocol
-    ) -> Iterator[tuple[Prior, Members]]:
+    ) -> Iterator[tuple[Prior, points.Members]]:
         """What a method without a posterior comes to under a protocol, if anything."""
         if method.needs_validation and not protocol.validation:
             for temperature in protocol.validated_by(method, priors.TEMPERATURE).values():
-                yield priors.ELSEWHERE, at_temperature(model, temperature)
+                yield priors.ELSEWHERE, points.at_temperature(model, temperature)
         elif method.needs_validation == bool(protocol.validation) or method.key == "map":
             data = (self._batches(protocol.train), self._batches(protocol.validation))
             prior = priors.TEMPERATURE if method.needs_validation else priors.NO_PRIOR

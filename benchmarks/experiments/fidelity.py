@@ -25,9 +25,7 @@ from benchmarks.methods.posteriors import over_lora
 from benchmarks.models import encoder_folder, load_tokenizer
 from benchmarks.options import Fidelity
 from benchmarks.report import Figures, Result, Row, records, save, table
-from benchmarks.tasks import docstrings
-from benchmarks.tasks.balanced import draw_balanced
-from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY
+from benchmarks.tasks.docstrings import DOCSTRINGS, LIBRARIES
 from benchmarks.tasks.task import Sizes, Task
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.statistics import KFAC_APPROX
@@ -61,9 +59,10 @@ def run(options: Fidelity) -> Iterator[Result]:
     transformers.logging.set_verbosity_error()
     models, rows = [], []
     for seed in options.seeds:
-        sizes = Sizes(options.base_examples, options.train_examples, options.test_examples, 0)
-        texts = docstrings.find(options, seed)
-        task = draw_balanced("docstrings", texts, LIBRARIES, sizes, seed, SHIFTED_LIBRARY)
+        sizes = Sizes(
+            options.base_examples, options.test_examples, validation=options.train_examples
+        )
+        task = DOCSTRINGS.draw(options, seed, sizes)
         for model in TARGETS:
             labels = {"model": model, "seed": seed}
             facts, measured = _measure(model, task, seed, options)

@@ -14,10 +14,9 @@ import laplace_lora_ext
 from benchmarks import training
 from benchmarks.experiments import text_measures as measures
 from benchmarks.fine_tuning import with_lora
-from benchmarks.gemma import gemma_folder
 from benchmarks.methods import free_text
 from benchmarks.methods.free_text import Predictor, posterior
-from benchmarks.models import device_of, load_tokenizer
+from benchmarks.models import device_of, gemma_folder, load_tokenizer
 from benchmarks.options import Text
 from benchmarks.report import Figures, Result, Row, over_seeds, say, table
 from benchmarks.tasks.free_text import Written, by_length, collate, read

@@ -13,6 +13,7 @@ from benchmarks.models import AdaptedModel
 DROPOUT_PASSES = 10
 CHECKPOINTS_IN_ENSEMBLE = 3
 ENSEMBLE_SIZE = 3
+NO_CLASS = -1  # label of a text for which no class is right
 
 Loaders = dict[str, DataLoader]  # data sets by their names
 Probabilities = dict[str, torch.Tensor]  # (texts, classes) by the data set's name
@@ -64,7 +65,7 @@ class Posterior(Method):
 def labels_of(loader: DataLoader) -> torch.Tensor:
     """Labels `(texts,)` of a loader's records, without a pass, which would draw random numbers."""
     records: Any = loader.dataset
-    return torch.tensor([record["labels"] for record in records])
+    return torch.tensor([record.get("labels", NO_CLASS) for record in records])
 
 
 def as_it_is(model: AdaptedModel, *_: DataLoader) -> Members:

@@ -1,7 +1,7 @@
 """Rivals that predict with sampled weights: TFB, BLoB and IVON-LoRA."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
@@ -19,20 +19,20 @@ from benchmarks.training import Hyperparameters, Recipe, Weights
 SAMPLES = 10
 DEVIATION = ".deviation"  # after a weight's name: its standard deviation
 
-Noise = Callable[[torch.Generator], dict[Any, torch.Tensor]]
+Noise = Callable[[torch.Generator], Weights]
 
 
-def sampled(model: AdaptedModel, noise: Noise) -> Members:
-    """The model with noise on its weights, as many times as the papers' tables sample."""
+def sampled(model: AdaptedModel, noise: Noise, draws: int = SAMPLES) -> Members:
+    """The model with noise on its weights, drawn as many times as for the papers' tables."""
 
-    def draws() -> Iterator[LogitsOf]:
+    def drawn() -> Iterator[LogitsOf]:
         generator = torch.Generator().manual_seed(0)
         weights = dict(model.model.named_parameters())
-        for _ in range(SAMPLES):
-            drawn = {f"model.{name}": weights[name] + x for name, x in noise(generator).items()}
-            yield partial(functional_call, model.logits_model, drawn)
+        for _ in range(draws):
+            moved = {f"model.{name}": weights[name] + x for name, x in noise(generator).items()}
+            yield partial(functional_call, model.logits_model, moved)
 
-    return Members(draws)
+    return Members(drawn)
 
 
 # --- Training-Free Bayesianization (Shi et al., arXiv:2412.05723) -----------------------------
@@ -43,7 +43,9 @@ BISECTIONS = 10
 MOST_TEXTS = 500
 
 
-def training_free(model: AdaptedModel, train: DataLoader, *_: DataLoader) -> Members:
+def training_free(
+    model: AdaptedModel, train: DataLoader | list[Any], *_: DataLoader, draws: int = SAMPLES
+) -> Members:
     """TFB by its label-free rule: the most noise that changes next to no predicted class."""
     weights = dict(model.model.named_parameters())
     bases = {
@@ -51,38 +53,26 @@ def training_free(model: AdaptedModel, train: DataLoader, *_: DataLoader) -> Mem
         for name in weights
         if "lora_A" in name
     }
-
-    texts = {"train": list(islice(train, MOST_TEXTS // (train.batch_size or 1)))}
+    texts = {"train": list(islice(train, MOST_TEXTS // (getattr(train, "batch_size", 0) or 1)))}
     classes = as_it_is(model).predict(texts)["train"].argmax(-1)
 
-    def changed(sigma: float) -> float:
-        found = sampled(model, noise_of(sigma, bases, weights)).predict(texts)["train"].argmax(-1)
-        return (found != classes).double().mean().item()
+    def with_noise(log_sigma: float) -> Members:
+        def noise(generator: torch.Generator) -> Weights:
+            drawn = {}
+            for name, basis in bases.items():
+                standard = torch.randn(basis.shape[1], weights[name].shape[1], generator=generator)
+                drawn[name] = math.exp(log_sigma) * basis @ standard.to(basis)
+            return drawn
 
-    return sampled(model, noise_of(most_noise(changed), bases, weights))
+        return sampled(model, noise, draws)
 
-
-def most_noise(changed: Callable[[float], float]) -> float:
-    """The largest sigma at which at most 1 % of the classes change, by bisection."""
     lower, upper = map(math.log, REACH_OF_NOISE)
     for _step in range(BISECTIONS):
         middle = (lower + upper) / 2
-        within = changed(math.exp(middle)) <= MOST_CHANGED
+        found = with_noise(middle).predict(texts)["train"].argmax(-1)
+        within = (found != classes).double().mean() <= MOST_CHANGED
         lower, upper = (middle, upper) if within else (lower, middle)
-    return math.exp(lower)
-
-
-def noise_of(sigma: float, bases: Mapping[Any, torch.Tensor], weights: Any) -> Noise:
-    """A function that draws noise of each lora_A, by the keys of `bases` and `weights`."""
-
-    def noise(generator: torch.Generator) -> dict[Any, torch.Tensor]:
-        drawn = {}
-        for key, basis in bases.items():
-            shape = (basis.shape[1], weights[key].shape[1])
-            drawn[key] = sigma * basis @ torch.randn(shape, generator=generator).to(basis)
-        return drawn
-
-    return noise
+    return with_noise(lower)
 
 
 def noise_basis(B: torch.Tensor) -> torch.Tensor:

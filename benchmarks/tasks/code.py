@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from benchmarks.options import Reading
-from benchmarks.tasks.balanced import PAIRS, balanced
+from benchmarks.tasks.balanced import PAIRS, Balanced
 from benchmarks.tasks.docstrings import LIBRARIES, SHIFTED_LIBRARY, masked
 from benchmarks.tasks.sources import drawn_files, in_each
 from benchmarks.tasks.task import Sizes
@@ -61,5 +61,5 @@ def commented(source: str) -> Iterator[tuple[str, str]]:
 
 
 RAISED = in_each((*LIBRARIES, SHIFTED_LIBRARY), raised)
-EXCEPTIONS = balanced("exceptions", KINDS, Sizes(100, 0, 500, 0), RAISED)
-COMMENTS = balanced("comments", VERDICTS, Sizes(600, 0, 500, 0), find_commented, settings=PAIRS)
+EXCEPTIONS = Balanced("exceptions", KINDS, Sizes(100, 500), RAISED)
+COMMENTS = Balanced("comments", VERDICTS, Sizes(600, 500), find_commented, PAIRS)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from benchmarks.models import package_folder
 from benchmarks.options import Reading
-from benchmarks.tasks.balanced import balanced
-from benchmarks.tasks.sources import drawn_files, syntax_tree
+from benchmarks.tasks.balanced import Balanced
+from benchmarks.tasks.sources import parsed_files
 from benchmarks.tasks.task import Sizes
 
 LIBRARIES = ("numpy", "scipy", "networkx", "sympy", "torch")
@@ -66,8 +66,8 @@ def docstring_summaries(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 def documented(library: str, options: Reading, seed: int) -> Iterator[Documented]:
     """Yield all that an installed library documents, with masked summaries."""
-    for path in drawn_files([library], options, seed):
-        for name, summary in docstring_summaries(syntax_tree(path)):
+    for path, tree in parsed_files([library], options, seed):
+        for name, summary in docstring_summaries(tree):
             if len(summary.split()) >= MINIMUM_WORDS:
                 yield Documented(name, summary, path)
 
@@ -102,6 +102,6 @@ def find_verbs(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
             yield first.lower().removesuffix("s"), rest
 
 
-DOCSTRINGS = balanced("docstrings", LIBRARIES, Sizes(300, 0, 500, 200), find, SHIFTED_LIBRARY)
-SUBMODULES = balanced("submodules", PARTS, Sizes(360, 0, 480, 0), find_parts)
-VERBS_LEFT_OUT = balanced("verbs", VERBS, Sizes(200, 0, 500, 0), find_verbs)
+DOCSTRINGS = Balanced("docstrings", LIBRARIES, Sizes(300, 500, 200), find, shifted=SHIFTED_LIBRARY)
+SUBMODULES = Balanced("submodules", PARTS, Sizes(360, 480), find_parts)
+VERBS_LEFT_OUT = Balanced("verbs", VERBS, Sizes(200, 500), find_verbs)

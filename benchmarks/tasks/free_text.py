@@ -9,9 +9,9 @@ import transformers
 from benchmarks.options import Text
 from benchmarks.tasks.docstrings import LIBRARIES, read_library
 from benchmarks.tasks.numpydoc import TYPES, read_parameters
+from laplace_lora_ext.likelihoods import IGNORED
 
 LONGEST = 14  # words of a description
-IGNORED = -100  # label of a token that is no part of an answer
 
 
 class Written(NamedTuple):
@@ -36,13 +36,7 @@ def find(options: Text, seed: int) -> Iterator[Written]:
 
 
 def read(options: Text, seed: int) -> list[list[Written]]:
-    """Draw short descriptions for training, validation and test, each of them once.
-
-    Raises
-    ------
-    ValueError
-        If there are too few.
-    """
+    """Draw short descriptions for training, validation and test, each of them once."""
     short = (one for one in find(options, seed) if len(one.prompt.split()) <= LONGEST)
     texts = list({one.prompt.casefold(): one for one in short}.values())
     random.Random(seed).shuffle(texts)

@@ -4,11 +4,10 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.gemma import gemma_folder
-from benchmarks.models import encoder_folder
+from benchmarks.models import encoder_folder, gemma_folder
 from benchmarks.options import TextRun
 from benchmarks.tasks.balanced import ENCODER
 from benchmarks.tasks.docstrings import (
@@ -20,13 +19,12 @@ from benchmarks.tasks.docstrings import (
 )
 from benchmarks.tasks.paper import CAUSAL_HYPERPARAMETERS
 from benchmarks.tasks.paper_prompts import LETTERS, four_choices
-from benchmarks.tasks.task import Example, Sizes, Task, TaskSource
+from benchmarks.tasks.task import Example, Sizes, Task
+from benchmarks.training import Hyperparameters
 
 MAXIMUM_WORDS = 40
 VERDICTS = ("another name", "its name")
 QUESTION = "Which name does this summary describe?"
-
-Ask = Callable[[Sequence[Documented], random.Random], Iterator[Example]]
 
 
 def spoken(name: str) -> str:
@@ -61,59 +59,55 @@ def asked_for_choice(pool: Sequence[Documented], rng: random.Random) -> Iterator
         yield example
 
 
-def reader(sizes: Sizes, ask: Ask, empty: Task) -> Callable[[TextRun, int, int], Task]:
-    """A function that fills a task with questions about all libraries' functions and classes."""
+@dataclass(frozen=True)
+class OfNames:
+    """A task of questions about the functions and classes of all libraries."""
 
-    def read(options: TextRun, seed: int, validation: int) -> Task:
-        rng, asked = random.Random(seed), sizes.asked(options, validation)
+    name: str
+    classes: Sequence[str]
+    is_prompt: bool
+    ask: Callable[[Sequence[Documented], random.Random], Iterator[Example]]
+    sizes: Sizes
+    hyperparameters: Hyperparameters
+
+    def model(self, options: TextRun) -> str | Path:
+        if self.is_prompt:
+            return options.model or gemma_folder(options.cache)
+        return encoder_folder()
+
+    def read(self, options: TextRun, seed: int, validation: int) -> Task:
+        rng, asked = random.Random(seed), self.sizes.asked(options, validation)
         examples = {}
         for library in (*LIBRARIES, SHIFTED_LIBRARY):
             found = read_library(library, options, seed)
             named = [one._replace(name=spoken(one.name)) for one in found]
             pool = [x for x in named if len(x.summary.split()) <= MAXIMUM_WORDS and x.name]
             rng.shuffle(pool)
-            examples[library] = list(ask(pool, rng))
+            examples[library] = list(self.ask(pool, rng))
         shifted = examples.pop(SHIFTED_LIBRARY)[: asked.shifted]
         drawn = [one for of_library in examples.values() for one in of_library]
         rng.shuffle(drawn)
         tested = asked.train + asked.test
         if len(drawn) < tested + validation:
-            raise ValueError(f"The task {empty.name} has only {len(drawn)} texts; ask for fewer.")
-        return replace(
-            empty,
-            train=drawn[: asked.train],
-            test=drawn[asked.train : tested],
-            validation=drawn[tested : tested + validation],
-            shifted={SHIFTED_LIBRARY: shifted},
-        )
-
-    return read
+            raise ValueError(f"The task {self.name} has only {len(drawn)} texts; ask for fewer.")
+        train, test = drawn[: asked.train], drawn[asked.train : tested]
+        sets = (train, test, {SHIFTED_LIBRARY: shifted}, drawn[tested : tested + validation])
+        side = "left" if self.is_prompt else "right"
+        return Task(self.name, self.classes, self.is_prompt, *sets, truncation_side=side)
 
 
 # Two classes need more texts than many, as in the comparisons of links, and twice the texts need
 # longer until a model is as sure of them.
-NAMES = TaskSource(
-    "names",
-    reader(Sizes(1000, 0, 500, 200), asked_for_match, Task("names", VERDICTS, False, (), ())),
-    lambda _: encoder_folder(),
-    replace(ENCODER, steps=630),
+LONGER = replace(ENCODER, steps=630)
+NAMES = OfNames("names", VERDICTS, False, asked_for_match, Sizes(1000, 500, 200), LONGER)
+GEMMA = replace(
+    CAUSAL_HYPERPARAMETERS,
+    model="gemma-3-270m",
+    target_modules=("q_proj", "v_proj"),
+    batch_size=8,
+    learning_rate=1e-3,
+    steps=200,
+    checkpoints=4,
+    warmup_steps=20,
 )
-CHOICES = TaskSource(
-    "choices",
-    reader(
-        Sizes(200, 0, 500, 50),
-        asked_for_choice,
-        Task("choices", LETTERS, True, (), (), truncation_side="left"),
-    ),
-    lambda options: options.model or gemma_folder(options.cache),
-    replace(
-        CAUSAL_HYPERPARAMETERS,
-        model="gemma-3-270m",
-        target_modules=("q_proj", "v_proj"),
-        batch_size=8,
-        learning_rate=1e-3,
-        steps=200,
-        checkpoints=4,
-        warmup_steps=20,
-    ),
-)
+CHOICES = OfNames("choices", LETTERS, True, asked_for_choice, Sizes(200, 500, 50), GEMMA)

@@ -10,12 +10,13 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.options import Reading
-from benchmarks.tasks.balanced import PAIRS, balanced
+from benchmarks.tasks.balanced import PAIRS, Balanced
 from benchmarks.tasks.docstrings import masked
-from benchmarks.tasks.sources import in_each, syntax_trees
+from benchmarks.tasks.sources import in_each, parsed_files
 from benchmarks.tasks.task import Sizes
 
 LIBRARIES = ("numpy", "scipy", "networkx", "matplotlib", "pandas")
@@ -50,7 +51,7 @@ class Parameter(NamedTuple):
     type: str
     description: str
     summary: str
-    file: int  # number of the source file
+    file: Path
 
 
 def entries(docstring: str) -> list[tuple[str, str, str]]:
@@ -61,11 +62,11 @@ def entries(docstring: str) -> list[tuple[str, str, str]]:
 
 def read_parameters(options: Reading, seed: int) -> list[Parameter]:
     """Collect all parameters that are described, in the order of the sources."""
-    trees = enumerate(syntax_trees(LIBRARIES, options, seed))
-    return [parameter for number, tree in trees for parameter in described(tree, number)]
+    files = parsed_files(LIBRARIES, options, seed)
+    return [parameter for path, tree in files for parameter in described(tree, path)]
 
 
-def described(tree: ast.AST, number: int) -> Iterator[Parameter]:
+def described(tree: ast.AST, file: Path) -> Iterator[Parameter]:
     """Yield the parameters that a source's public docstrings describe."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
@@ -76,7 +77,7 @@ def described(tree: ast.AST, number: int) -> Iterator[Parameter]:
             description = masked(text.split("\n\n", maxsplit=1)[0])
             if len(description.split()) >= MINIMUM_WORDS <= len(summary.split()):
                 first = re.split(r"[,;\s]", kind)[0].strip("`")
-                yield Parameter(name, first, description, summary, number)
+                yield Parameter(name, first, description, summary, file)
 
 
 def find_types(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
@@ -96,7 +97,7 @@ def pairs(
 ) -> Iterator[tuple[str, tuple[str, str]]]:
     """Pair summaries and descriptions; in wrong pairs, by turns, both come from one file."""
     first: dict[str, Parameter] = {}
-    summaries: dict[int, set[str]] = defaultdict(set)
+    summaries: dict[Path, set[str]] = defaultdict(set)
     owners: dict[str, set[str]] = defaultdict(set)
     for parameter in parameters:
         description = parameter.description.casefold()
@@ -148,9 +149,9 @@ def paragraphs(tree: ast.AST) -> Iterator[tuple[str, str]]:
                     yield section, text
 
 
-TYPE_OF = balanced("types", CLASSES, Sizes(480, 0, 480, 0), find_types)
-BELONGS = balanced("belongs", VERDICTS, Sizes(800, 0, 500, 0), find_pairs, settings=PAIRS)
+TYPE_OF = Balanced("types", CLASSES, Sizes(480, 480), find_types)
+BELONGS = Balanced("belongs", VERDICTS, Sizes(800, 500), find_pairs, PAIRS)
 FLAGS = in_each((*LIBRARIES, "sympy", "torch"), flags)
-DEFAULTS = balanced("defaults", ("False", "True"), Sizes(150, 0, 300, 0), FLAGS)
+DEFAULTS = Balanced("defaults", ("False", "True"), Sizes(150, 300), FLAGS)
 PARAGRAPHS = in_each(LIBRARIES, paragraphs)
-SECTION_OF = balanced("sections", SECTIONS, Sizes(480, 0, 480, 0), PARAGRAPHS)
+SECTION_OF = Balanced("sections", SECTIONS, Sizes(480, 480), PARAGRAPHS)

@@ -11,7 +11,7 @@ from benchmarks.models import MissingDataError
 from benchmarks.options import TextRun
 from benchmarks.tasks import paper_prompts as prompts
 from benchmarks.tasks.paper_prompts import LETTERS, Row
-from benchmarks.tasks.task import Example, Task, TaskSource
+from benchmarks.tasks.task import Example, Task
 from benchmarks.training import Hyperparameters
 
 CAUSAL_HYPERPARAMETERS = Hyperparameters(
@@ -87,6 +87,21 @@ class PaperTask:
         names = (self.dataset, self.configuration)
         return Source(*names, "train"), Source(*names, "validation")
 
+    def model(self, options: TextRun) -> str:
+        return options.model or self.hyperparameters.model
+
+    def read(self, options: TextRun, seed: int, validation: int) -> Task:
+        """Read the task, and keep the first texts, as many as the options ask for."""
+        task = read_paper_task(options.task, options.data, options.shifted)
+        rest, count = len(task.train) - validation, options.shifted_examples
+        return replace(
+            task,
+            train=task.train[:rest][: options.train_examples],
+            validation=task.train[rest:],
+            test=task.test[: options.test_examples],
+            shifted={name: found[:count] for name, found in task.shifted.items()},
+        )
+
 
 LETTERED = partial(PaperTask, classes=LETTERS, is_prompt=True, truncation_side="left")
 GLUE = partial(PaperTask, "nyu-mll/glue")
@@ -151,35 +166,8 @@ def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] 
             where = f"{source.dataset} ({source.configuration}), split {source.split}"
             raise ValueError(f"A row of {where}, has no field {error}.") from error
         examples[source] = [example for example in kept if example is not None]
-    return Task(
-        name,
-        task.classes,
-        task.is_prompt,
-        train=examples[train],
-        test=examples[test],
-        shifted={
-            shift: [example for source in PAPER_SHIFTS[shift][0] for example in examples[source]]
-            for shift in shifted
-        },
-        truncation_side=task.truncation_side,
-    )
-
-
-def read(options: TextRun, seed: int, validation: int) -> Task:
-    """Read a task, and keep the first texts, as many as the options ask for."""
-    task = read_paper_task(options.task, options.data, options.shifted)
-    rest = len(task.train) - validation
-    return replace(
-        task,
-        train=task.train[:rest][: options.train_examples],
-        validation=task.train[rest:],
-        test=task.test[: options.test_examples],
-        shifted={name: found[: options.shifted_examples] for name, found in task.shifted.items()},
-    )
-
-
-def _source(name: str, settings: Hyperparameters) -> TaskSource:
-    return TaskSource(name, read, lambda options: options.model or settings.model, settings)
-
-
-TASKS = [_source(name, task.hyperparameters) for name, task in PAPER_TASKS.items()]
+    others = {
+        x: [one for source in PAPER_SHIFTS[x][0] for one in examples[source]] for x in shifted
+    }
+    sets = (examples[train], examples[test], others)
+    return Task(name, task.classes, task.is_prompt, *sets, truncation_side=task.truncation_side)

@@ -33,16 +33,15 @@ def drawn_files(libraries: Sequence[str], options: Reading, seed: int) -> Iterat
         yield from tqdm(files, desc=f"Reading {library}", disable=options.quiet, unit="file")
 
 
-def syntax_tree(path: Path) -> ast.AST:
-    """Parse a source, without warnings of its invalid escapes."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def syntax_trees(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[ast.AST]:
-    """Yield the parsed sources of installed packages."""
-    return map(syntax_tree, drawn_files(libraries, options, seed))
+def parsed_files(
+    libraries: Sequence[str], options: Reading, seed: int
+) -> Iterator[tuple[Path, ast.AST]]:
+    """Yield the sources of installed packages, parsed without warnings of invalid escapes."""
+    for path in drawn_files(libraries, options, seed):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        yield path, tree
 
 
 def in_each(
@@ -50,5 +49,5 @@ def in_each(
 ) -> Callable[[Reading, int], Iterator[Found]]:
     """A function of options and seed that yields what `find` finds in each source."""
     return lambda options, seed: (
-        found for tree in syntax_trees(libraries, options, seed) for found in find(tree)
+        found for _, tree in parsed_files(libraries, options, seed) for found in find(tree)
     )

@@ -1,12 +1,10 @@
 """What a task is: texts and labels, before any tokenizer or model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from benchmarks.options import TextRun
-from benchmarks.training import Hyperparameters
 
 
 class Example(NamedTuple):
@@ -34,21 +32,11 @@ class Sizes(NamedTuple):
     """Numbers of texts."""
 
     train: int
-    validation: int
     test: int
-    shifted: int
+    shifted: int = 0
+    validation: int = 0
 
     def asked(self, options: TextRun, validation: int) -> "Sizes":
         """The numbers that the options ask for; these where they ask for none."""
         train, test = options.train_examples or self.train, options.test_examples or self.test
-        return Sizes(train, validation, test, options.shifted_examples or self.shifted)
-
-
-@dataclass(frozen=True)
-class TaskSource:
-    """A task by its name: how to read it, and which model to fine-tune on it and how."""
-
-    name: str
-    read: Callable[[TextRun, int, int], Task]  # takes a seed, and the number of validation texts
-    model: Callable[[TextRun], str | Path]  # our model's folder, or the name that the user gave
-    hyperparameters: Hyperparameters
+        return Sizes(train, test, options.shifted_examples or self.shifted, validation)

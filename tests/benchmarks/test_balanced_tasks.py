@@ -6,7 +6,7 @@ import random
 import pytest
 
 from benchmarks.tasks import TASKS
-from benchmarks.tasks.balanced import draw_balanced
+from benchmarks.tasks.balanced import Balanced
 from benchmarks.tasks.code import commented, raised
 from benchmarks.tasks.numpydoc import VERDICTS, Parameter, described, flags, pairs, paragraphs
 from benchmarks.tasks.task import Example, Sizes
@@ -94,13 +94,14 @@ def test_the_sets_of_another_seed_are_others():
 def test_a_text_of_two_classes_is_left_out():
     texts = {"a": ["One.", "Both.", "one."], "b": [("Pair", "a"), "both."], "c": ["Out.", "Both."]}
     found = [(key, text) for key, of_class in texts.items() for text in of_class]
-    task = draw_balanced("t", found, ("a", "b"), Sizes(2, 0, 0, 1), 0, "c")
+    source = Balanced("t", ("a", "b"), Sizes(0, 0), lambda *_: found, shifted="c")
+    task = source.draw(None, 0, Sizes(2, 0, 1))
     assert task.train == [Example("one.", 0), Example(("Pair", "a"), 1)]
     assert task.shifted == {"c": [Example("Out.", None)]}
     with pytest.raises(ValueError, match="a has too few texts; ask for fewer"):
-        draw_balanced("t", found, ("a", "b"), Sizes(2, 0, 1, 1), 0, "c")
+        source.draw(None, 0, Sizes(2, 1, 1))
     with pytest.raises(ValueError, match="c has only 1 texts; ask for fewer"):
-        draw_balanced("t", found, ("a", "b"), Sizes(2, 0, 0, 2), 0, "c")
+        source.draw(None, 0, Sizes(2, 0, 2))
 
 
 def test_messages_are_those_that_are_raised_and_do_not_name_their_exception():

@@ -14,7 +14,6 @@ from benchmarks.tasks.paper import (
     MMLU_SUBJECTS,
     PAPER_SHIFTS,
     PAPER_TASKS,
-    read,
     read_paper_task,
 )
 from tests.benchmarks.support import (
@@ -84,7 +83,7 @@ def test_so_many_texts_are_kept_as_asked_for(tmp_path):
     write_task("mrpc", tmp_path)
     write_rows(PAPER_TASKS["mrpc"].sources[0], tmp_path, ROWS["mrpc"][0] * 3)
     options = parsed("--quiet", task="mrpc", data=tmp_path, train_examples=3)
-    task = read(options, 0, 2)
+    task = PAPER_TASKS["mrpc"].read(options, 0, 2)
     assert [len(part) for part in (task.train, task.validation, task.test)] == [3, 2, 1]
 
 

