@@ -50,13 +50,17 @@ def whitener(
     With the curvature `H = R Rᵀ` and the own covariance K that is `R (I + Rᵀ K R)⁻¹ Rᵀ`, or
     `(I + H K)⁻¹ H`. Also half of the log-determinants of `I + Rᵀ K R`, summed.
     """
-    roots, half_logdet = [], torch.zeros((), dtype=torch.float64)
-    for some, K in zip(f_mu.split(_ROWS), own.split(_ROWS), strict=True):
-        R = scale**0.5 * likelihood.exact_seeds(some.double()).dense().permute(1, 2, 0)
-        cholesky = torch.linalg.cholesky(torch.eye(R.shape[2]).to(R) + R.mT @ K @ R)
-        roots.append(torch.linalg.solve_triangular(cholesky, R.mT, upper=False))
+    roots, half_logdet = torch.empty(0), torch.zeros((), dtype=torch.float64)
+    for start in range(0, len(f_mu), _ROWS):
+        part = slice(start, start + _ROWS)
+        R = scale**0.5 * likelihood.exact_seeds(f_mu[part].double()).dense().permute(1, 2, 0)
+        cholesky = torch.linalg.cholesky(torch.eye(R.shape[2]).to(R) + R.mT @ own[part] @ R)
+        found = torch.linalg.solve_triangular(cholesky, R.mT, upper=False)
+        if not start:  # in one piece from the beginning: joining parts would hold all of them twice
+            roots = found.new_empty(len(f_mu), *found.shape[1:])
+        roots[part] = found
         half_logdet += cholesky.diagonal(dim1=1, dim2=2).log().sum()
-    return torch.cat(roots), half_logdet
+    return roots, half_logdet
 
 
 class ModeFinder:
