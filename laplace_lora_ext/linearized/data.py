@@ -46,7 +46,7 @@ def linearize(
         with naming(name):
             X, y = model.split(batch)
             places.append(shard.places(len(y)))
-            for part, chosen in parts_of(X, model.output_size):
+            for part, chosen in parts_of(X, model.output_size, len(y)):
                 f_mu, features, own, moved = _features(model, blocks, part, basis, distances)
                 labels = likelihood.check_targets(y[chosen], f_mu)
                 collected.append(features)

@@ -91,7 +91,7 @@ class Assignment:
         self._positions = positions
         self._known = known
         n_examples = positions.n_examples
-        self._in_order = n_examples == 1 or not graph.reorders(n_examples)
+        self._in_order = n_examples == 1 or not graph.reorders(positions)
         self._sites = [
             [
                 _Site(block.lora_layer, place, len(calls), call.rows)
