@@ -131,7 +131,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
         if joint:
             return moments(X, slice(None))
-        f_mu, f_var = zip(*in_parts(X, self.n_outputs, moments), strict=True)
+        f_mu, f_var = zip(*in_parts(self.model, X, self.n_outputs, moments), strict=True)
         return torch.cat(f_mu), torch.cat(f_var)
 
     @property
@@ -229,7 +229,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             labels = None if y is None else y[place]
             return statistics_of_batch(*fitted, (part, labels), device, dtype)
 
-        parts = in_parts(X, self.n_outputs, statistics, None if y is None else len(y))
+        n_examples = None if y is None else len(y)
+        parts = in_parts(self.model, X, self.n_outputs, statistics, n_examples)
         return parts[0] if len(parts) == 1 else PredictiveStatistics.concatenate(parts)
 
     def _settings(self) -> dict[str, Any]:

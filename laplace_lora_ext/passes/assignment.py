@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,6 +55,11 @@ class _Site(NamedTuple):
     def key(self) -> tuple[Any, ...]:
         """What stays the same in a batch of other sizes."""
         return self.layer, self.place, self.n_calls, len(self.shape)
+
+
+def any_shared(known: Mapping[Any, Any]) -> bool:
+    """Whether passes have learnt of rows that several examples share."""
+    return any(value is _Known.SHARED for value in known.values())
 
 
 class Assignment:

@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.passes.assignment import any_shared
 from laplace_lora_ext.processes.shards import rows
 
 # Rows that go through a layer in one backward pass of all outputs, unless a single example has
@@ -26,15 +28,20 @@ Result = TypeVar("Result", bound=Evaluated)
 
 
 def in_parts(
-    x: Any, n_outputs: int, evaluate: Callable[[Any, slice], Result], n_examples: int | None = None
+    model: LogitsModel,
+    x: Any,
+    n_outputs: int,
+    evaluate: Callable[[Any, slice], Result],
+    n_examples: int | None = None,
 ) -> list[Result]:
-    """What a function makes of each part, or of the whole batch where its rows are no examples.
+    """What a function makes of each part, or of the whole batch where parts are something else.
 
-    Windows of texts, say, lie in rows of their own. Parts then have another number of logits than
-    of rows.
+    Windows of texts, say, lie in rows of their own: parts then have another number of logits than
+    of rows. Logits may also depend on the other examples, as where a model normalises a batch.
 
     Parameters
     ----------
+    model : LogitsModel
     x, n_outputs, n_examples
         as for `parts_of`
     evaluate : callable
@@ -45,6 +52,11 @@ def in_parts(
     for part, place in parts:
         results.append(evaluate(part, place))
         if len(parts) > 1 and len(results[-1].f_mu) != len(range(place.stop)[place]):
+            return [evaluate(x, slice(None))]
+    if len(parts) > 1 and any_shared(model.layouts):
+        with model.prepared(), torch.no_grad():
+            whole = model(x)
+        if not model.agree(whole, torch.cat([result.f_mu for result in results]).to(whole)):
             return [evaluate(x, slice(None))]
     return results
 
