@@ -17,8 +17,9 @@ from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.passes import visit_jacobians
-from laplace_lora_ext.passes.parts import parts_of
+from laplace_lora_ext.passes.parts import in_parts
 from laplace_lora_ext.precision import without_autocast
+from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import (
     PredictiveStatistics,
     of_all_ranks,
@@ -123,11 +124,14 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             covariance = precision.blocks[index].inv_square_form(jacobian, precision.deltas[index])
             covariances.append(covariance)
 
-        f_mu, f_var = [], []
-        for part, _ in [(X, slice(None))] if joint else parts_of(X, self.n_outputs):
+        def moments(part: Any, _: slice) -> Moments:
             covariances.clear()
-            f_mu.append(visit_jacobians(self.model, self.blocks, part, add, self.enable_backprop))
-            f_var.append(torch.stack(covariances).sum(0))
+            f_mu = visit_jacobians(self.model, self.blocks, part, add, self.enable_backprop)
+            return Moments(f_mu, torch.stack(covariances).sum(0))
+
+        if joint:
+            return moments(X, slice(None))
+        f_mu, f_var = zip(*in_parts(self.model, X, self.n_outputs, moments), strict=True)
         return torch.cat(f_mu), torch.cat(f_var)
 
     @property
@@ -220,10 +224,13 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         self._check_model()
         fitted = self.model, self.blocks, self.trained_likelihood, self.H, self._H_factor.detach()
         X, y = batch
-        parts = [
-            statistics_of_batch(*fitted, (part, None if y is None else y[chosen]), device, dtype)
-            for part, chosen in parts_of(X, self.n_outputs)
-        ]
+
+        def statistics(part: Any, place: slice) -> PredictiveStatistics:
+            labels = None if y is None else y[place]
+            return statistics_of_batch(*fitted, (part, labels), device, dtype)
+
+        n_examples = None if y is None else len(y)
+        parts = in_parts(self.model, X, self.n_outputs, statistics, n_examples)
         return parts[0] if len(parts) == 1 else PredictiveStatistics.concatenate(parts)
 
     def _settings(self) -> dict[str, Any]:

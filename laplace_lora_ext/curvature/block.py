@@ -187,6 +187,8 @@ class DecomposedBlock:
         """
         rotated = self.small.vectors.mT @ weights
         leading = rotated @ self.large.vectors
+        if not self.n_left_out:  # rounding is no remainder
+            return leading, torch.zeros_like(rotated)
         return leading, rotated - leading @ self.large.vectors.mT
 
     def bmm(self, weights: torch.Tensor, delta: torch.Tensor, exponent: float) -> torch.Tensor:
@@ -214,7 +216,8 @@ class DecomposedBlock:
         on_leading, on_remainder = (e.pow(exponent) for e in self.eigenvalues(delta))
         small, large = self.small.vectors.square(), self.large.vectors.square()
         diagonal = small @ on_leading @ large.mT
-        diagonal = diagonal + torch.outer(small @ on_remainder, 1 - large.sum(1))
+        if self.n_left_out:
+            diagonal = diagonal + torch.outer(small @ on_remainder, 1 - large.sum(1))
         return self.small_side_first(diagonal).flatten()
 
     def to_matrix(self, delta: torch.Tensor, exponent: float) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +16,19 @@ from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes import visit_jacobians
-from laplace_lora_ext.passes.parts import parts_of
+from laplace_lora_ext.passes.parts import in_parts
 from laplace_lora_ext.processes.exchange import count
 from laplace_lora_ext.processes.shards import Shard, is_new, joined
+
+
+class _Part(NamedTuple):
+    """Of some examples: logits, what the distance adds, labels, features and own products."""
+
+    f_mu: torch.Tensor
+    moved: torch.Tensor
+    labels: torch.Tensor
+    features: torch.Tensor
+    own: torch.Tensor
 
 
 def linearize(
@@ -46,12 +56,16 @@ def linearize(
         with naming(name):
             X, y = model.split(batch)
             places.append(shard.places(len(y)))
-            for part, chosen in parts_of(X, model.output_size):
+
+            def evaluate(part: Any, place: slice, y: torch.Tensor = y) -> _Part:
                 f_mu, features, own, moved = _features(model, blocks, part, basis, distances)
-                labels = likelihood.check_targets(y[chosen], f_mu)
-                collected[0].append(features)
-                collected[1].append(own)
-                results.append((f_mu.to(moved).cpu(), moved.cpu(), labels.cpu()))
+                labels = likelihood.check_targets(y[place], f_mu)
+                return _Part(f_mu.to(moved).cpu(), moved.cpu(), labels.cpu(), features, own)
+
+            for found in in_parts(model, X, model.output_size, evaluate, len(y)):
+                collected[0].append(found.features)
+                collected[1].append(found.own)
+                results.append(found[:3])
     f_mu, moved, y, features, own = _of_all_ranks(torch.cat(places), collected, results)
     fitted = f_mu, features, basis.feature_block, f_mu - moved, y
     return LinearizedModel(*fitted, likelihood.name, own)

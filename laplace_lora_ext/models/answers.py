@@ -238,6 +238,7 @@ def last_real_position(inputs: Any) -> torch.Tensor:
             "Pass an attention_mask of shape (texts, positions), not "
             f"{tuple(mask.shape)}: it shows where each text ends."
         )
+    mask = mask.bool()
     empty = ~mask.any(-1)
     if empty.any():
         row = int(empty.int().argmax())

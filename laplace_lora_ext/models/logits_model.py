@@ -141,7 +141,7 @@ class LogitsModel(nn.Module):
                 self._left_padding.settle(inputs, self._logits)
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """Inputs and labels of a training batch, a mapping or a pair `(X, y)`.
+        """Inputs and a copy of the labels of a training batch, a mapping or a pair `(X, y)`.
 
         Raises
         ------
@@ -173,7 +173,7 @@ class LogitsModel(nn.Module):
                 f"A batch has one label for each example, not the single number {labels.item():g}: "
                 "give examples as batches of one."
             )
-        return X, labels.to(self.device)
+        return X, labels.to(self.device, copy=True)  # the loader may write its next batch there
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
         """As `split`, but a bare tensor or a mapping without labels gives the inputs and None."""

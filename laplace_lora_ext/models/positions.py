@@ -19,7 +19,7 @@ class Positions(NamedTuple):
     n_rows : int
         rows of the model's input: B, or a multiple where an example is several sequences
     length : int or None
-        T, positions of a row, where known
+        T, positions of a row, where known; None where the rows are not those of examples
     mask : torch.Tensor or None
         `(B, n_rows / B * T)` booleans, false at padding; None where nothing is padded
     mixed : bool
@@ -83,9 +83,12 @@ def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Position
         return Positions(n_examples, n_examples, None, None, mixed)
     n_rows = prod(shape[:-1])
     if mask is not None:
-        mask = mask.to(device).bool().reshape(n_examples, -1)
+        # Rows that are no examples, as windows of texts, may not be shared out equally.
+        n_equal = 1 if n_rows % n_examples else n_examples
+        mask = mask.to(device).bool().reshape(n_equal, -1)
         mask = None if mask.all() else mask
-    return Positions(n_examples, n_rows, shape[-1], mask, mixed)
+    lie_by_example = shape[0] == n_examples
+    return Positions(n_examples, n_rows, shape[-1] if lie_by_example else None, mask, mixed)
 
 
 def _n_positions(inputs: Any) -> int | None:

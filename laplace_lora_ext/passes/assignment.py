@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,6 +57,11 @@ class _Site(NamedTuple):
         return self.layer, self.place, self.n_calls, len(self.shape)
 
 
+def any_shared(known: Mapping[Any, Any]) -> bool:
+    """Whether passes have learnt of rows that several examples share."""
+    return any(value is _Known.SHARED for value in known.values())
+
+
 class Assignment:
     """Which rows of each call in a pass belong to which example.
 
@@ -91,7 +96,7 @@ class Assignment:
         self._positions = positions
         self._known = known
         n_examples = positions.n_examples
-        self._in_order = n_examples == 1 or not graph.reorders(n_examples)
+        self._in_order = n_examples == 1 or not graph.reorders(positions)
         self._sites = [
             [
                 _Site(block.lora_layer, place, len(calls), call.rows)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
 
+from laplace_lora_ext.models.positions import Positions
 from laplace_lora_ext.passes.calls import Call
-from laplace_lora_ext.passes.order import picks_rows, reorders
+from laplace_lora_ext.passes.order import Sizes, follows_numbers, reorders
 from laplace_lora_ext.passes.unbatched import Unbatched
 
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
@@ -41,7 +44,7 @@ class Graph:
     def __init__(self, logits: torch.Tensor, calls: Sequence[Sequence[Call]]) -> None:
         nodes = _nodes_behind(logits)
         self.logits = logits
-        self._picking = [node for node in nodes if picks_rows(node)]
+        self._following = [node for node in nodes if follows_numbers(node)]
         self._leaves = [node.variable for node in nodes if hasattr(node, "variable")]
         self.calls = [[call for call in of_layer if call.edge.node in nodes] for of_layer in calls]
 
@@ -50,10 +53,13 @@ class Graph:
         """Whether backward passes compute parts of the model again."""
         return any(call.is_recomputed for calls in self.calls for call in calls)
 
-    def reorders(self, n_examples: int) -> bool:
-        """Whether the batch's contents may have put examples in another order between layers."""
-        first = {call.rows[0] for calls in self.calls for call in calls if call.rows}
-        return any(reorders(node, {n_examples} | first) for node in self._picking)
+    def reorders(self, positions: Positions) -> bool:
+        """Whether the batch's contents may have given examples other rows than another batch's."""
+        rows = {positions.n_examples, positions.n_rows}
+        seen = [call.rows for calls in self.calls for call in calls if call.rows]
+        parts = {n for shape in seen for n in _parts(shape, rows)} - {*rows, positions.n_tokens}
+        sizes = Sizes(rows | {shape[0] for shape in seen}, parts)
+        return any(reorders(node, sizes) for node in self._following)
 
     @property
     def seeds_at_once(self) -> int:
@@ -127,6 +133,12 @@ def _release(calls: Sequence[Call]) -> None:
     """Let go of inputs that can be computed again."""
     for call in calls:
         call.release()
+
+
+def _parts(shape: torch.Size, rows: Collection[int]) -> Iterator[int]:
+    """How many windows, and how many positions of all of them, rows of a shape may have."""
+    if len(shape) > 1 and (shape[0] in rows or shape[1] not in rows):  # else positions come first
+        yield from accumulate(shape, mul)
 
 
 def _nodes_behind(result: torch.Tensor) -> dict[Any, None]:

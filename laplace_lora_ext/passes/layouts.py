@@ -62,7 +62,9 @@ class PositionsFirst(FixedLayout):
     def allows(self, shape: torch.Size, positions: Positions) -> bool:
         if len(shape) == 1:
             return shape[0] == positions.n_tokens
-        return len(shape) > 1 and shape[1] in (positions.n_examples, positions.n_rows)
+        if len(shape) < 2 or shape[1] % positions.n_examples:
+            return False
+        return shape[1] in (positions.n_examples, positions.n_rows)
 
     def arrange(self, rows: torch.Tensor, positions: Positions, n_leading: int = 0) -> torch.Tensor:
         if rows.ndim == n_leading + 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace_lora_ext.curvature.block import KroneckerBlock
+from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from tests.support.dense import matrix_of
 from tests.support.rows import decaying_rows
@@ -54,6 +54,22 @@ def test_a_rank_that_leaves_nothing_out_has_no_tail():
     leading, remaining = some_block(True, rank=7).decompose().eigenvalues(torch.zeros(()))
     assert leading.shape == (3, 7)
     assert remaining.log().eq(0).all()
+
+
+@ORIENTATIONS
+def test_rounding_is_no_remainder_where_nothing_is_left_out(small_output):
+    decomposed, delta = some_block(small_output, rank=7).decompose(), torch.tensor(1e8)
+    small, large = (
+        type(factor)(*(numbers.float() for numbers in factor))
+        for factor in (decomposed.small, decomposed.large)
+    )
+    single = DecomposedBlock(small, large, small_output)
+    for exponent in (-1, -0.5):
+        expected = decomposed.diag(delta.double(), exponent).float()
+        torch.testing.assert_close(single.diag(delta, exponent), expected, rtol=1e-5, atol=0)
+        expected = decomposed.to_matrix(delta.double(), exponent).diagonal().float()
+        found = single.to_matrix(delta, exponent).diagonal()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
 @ORIENTATIONS

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.support.models import pairs
+from tests.support.models import pairs, plain_model
+from tests.support.posteriors import make
 
 
 @pytest.mark.parametrize("loader", [[], iter(()), DataLoader(TensorDataset(torch.zeros(0, 5)))])
@@ -74,3 +75,20 @@ def test_an_iterable_data_set_is_counted(la):
 def test_a_generator_of_batches_is_counted(la):
     la.fit(pairs(n=n)[0] for n in (4, 2))
     assert la.n_data == 6
+
+
+class Overwriting:
+    """Gives every batch in the same tensors, with the labels 0, 1 and 2."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        X, y = torch.zeros(4, 5).double(), torch.zeros(4).long()
+        for label in range(3):
+            yield X.fill_(label), y.fill_(label)
+
+
+def test_a_loader_may_overwrite_its_last_batch():
+    la = make(plain_model())
+    la.fit(Overwriting())
+    expected = torch.arange(3).repeat_interleave(4)
+    assert torch.equal(la.predictive_statistics(Overwriting()).targets, expected)
+    assert torch.equal(la.linearize(Overwriting()).targets, expected)

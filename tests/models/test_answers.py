@@ -74,7 +74,7 @@ def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(kin
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.int32, torch.uint8])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_type_of_the_mask_does_not_matter(side, dtype):
     model = causal_model("gpt2")

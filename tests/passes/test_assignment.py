@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.support.dense import gradient_curvature, jacobians, softmax_fisher
 from tests.support.models import (
@@ -390,10 +391,21 @@ class Sorting(nn.Module):
         return self.pick(self.inner(x[order]).tanh().mean(1), order.argsort())
 
 
+def reassigned(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    result = torch.zeros_like(rows)
+    for row, place in zip(rows, index.argsort(), strict=True):
+        result[place] = row
+    return result
+
+
 RESTORING: dict[str, Callable] = {
     "x[index]": lambda rows, index: rows[index],
     "index_select": lambda rows, index: rows.index_select(0, index),
     "gather": lambda rows, index: rows.gather(0, index[:, None].expand_as(rows)),
+    "a matrix": lambda rows, index: nn.functional.one_hot(index).to(rows) @ rows,
+    "assigned in place": lambda rows, index: reassigned(rows, index),
+    "joined slices": lambda rows, index: torch.cat([rows[i : i + 1] for i in index.tolist()]),
+    "stacked sums": lambda rows, index: torch.stack([2 * rows[i] + 1 for i in index.tolist()]),
     "stacked": lambda rows, index: torch.stack([rows[i] for i in index.tolist()]),
     "stacked parts": lambda rows, index: torch.stack([list(rows)[i] for i in index.tolist()]),
     "joined": lambda rows, index: torch.cat([rows.split(1)[i] for i in index.tolist()]),
@@ -412,6 +424,84 @@ def test_examples_that_a_model_sorts_are_told_apart_though_the_first_batch_was_s
     (X, y), (others, _) = batches_of((4, 3), (4, 3))
     X = X[X[:, 0, 0].argsort()]
     assert_exact(model, [(X, y), (others.flip(0), y), (X, y), (X[[2, 0, 1]], y[:3])])
+
+
+class OfWindows(nn.Module):
+    """Runs its first layer on windows of two positions, as many as a text has, and joins them."""
+
+    def __init__(self, join: Callable) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.join = join
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = ((x[..., 0] != 0).sum(1) + 1) // 2
+        windows = torch.cat(
+            [text.unflatten(0, (-1, 2))[:n] for text, n in zip(x, numbers, strict=True)]
+        )
+        rows = self.first(windows).tanh().mean(1)
+        return self.second(self.join(rows, numbers))
+
+
+def owners_of(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(numbers)).repeat_interleave(numbers)
+
+
+def assigned(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    result = rows.new_zeros(len(numbers), rows.shape[1])
+    for place, part in enumerate(rows.split(numbers.tolist())):
+        result[place] = part.mean(0)
+    return result
+
+
+JOINING: dict[str, Callable] = {
+    "index_add": lambda rows, n: rows.new_zeros(len(n), 6).index_add(0, owners_of(n), rows),
+    "scatter_reduce": lambda rows, n: rows.new_zeros(len(n), 6).scatter_reduce(
+        0, owners_of(n)[:, None].expand_as(rows), rows, "sum"
+    ),
+    "split": lambda rows, n: torch.stack([part.mean(0) for part in rows.split(n.tolist())]),
+    "masks": lambda rows, n: torch.stack([rows[owners_of(n) == i].mean(0) for i in range(len(n))]),
+    "assigned in place": assigned,
+    "segments": lambda rows, n: torch.segment_reduce(rows, "mean", lengths=n),
+    "a matrix": lambda rows, n: nn.functional.one_hot(owners_of(n)).to(rows).T @ rows,
+    "padded": lambda rows, n: pad_sequence(rows.split(n.tolist()), batch_first=True).sum(1),
+    "the first of each": lambda rows, n: rows[n.cumsum(0) - n],
+}
+
+
+@pytest.mark.parametrize("join", JOINING.values(), ids=list(JOINING))
+def test_texts_may_have_unequal_numbers_of_windows_though_those_of_the_first_batch_had_not(join):
+    batches = batches_of((2, 4), (2, 6), (2, 4))
+    for (X, _), lengths in zip(batches, ((4, 4), (2, 6), (4, 4)), strict=True):
+        for text, length in zip(X, lengths, strict=True):
+            text[length:] = 0
+    assert_exact(with_lora(OfWindows(join), "first", "second"), batches)
+
+
+class WindowsOfBatch(nn.Module):
+    """Windows come as rows of the batch, beside the number of the text that each belongs to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, batch: Mapping) -> torch.Tensor:
+        rows, owners = self.first(batch["x"]).tanh().mean(1), batch["text"]
+        return self.second(nn.functional.one_hot(owners).to(rows).T @ rows)
+
+
+@pytest.mark.parametrize("numbers", [[(2, 2), (1, 3), (2, 2)], [(1, 2), (3, 1, 1), (1, 3, 2)]])
+def test_windows_may_come_as_rows_of_the_batch(numbers, monkeypatch):
+    model = OfMapping(with_lora(WindowsOfBatch(), "first", "second"))
+    batches = []
+    for place, of_batch in enumerate(numbers):
+        X, _ = sequences(sum(of_batch), 4 + place % 2)
+        text = owners_of(torch.tensor(of_batch))
+        batches.append(({"x": X, "attention_mask": X[..., 0].bool(), "text": text}, len(of_batch)))
+    batches = [(X, torch.arange(n) % 3) for X, n in batches]
+    assert_exact(model, batches, make(model, backend_kwargs=FULL_RANK))
+    monkeypatch.setattr("laplace_lora_ext.passes.parts._AT_ONCE", 1)
+    assert_exact(model, batches, make(model, backend_kwargs=FULL_RANK))
 
 
 def test_a_layout_that_has_changed_is_proven_in_every_batch():

@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from laplace_lora_ext.passes.parts import parts_of
-from tests.support.models import ragged_batches
-from tests.support.posteriors import count_forward_passes, features_of, fitted, linearized
+from tests.support.models import TwoLinear, ragged_batches, with_lora
+from tests.support.posteriors import (
+    count_forward_passes,
+    features_of,
+    fitted,
+    generator,
+    linearized,
+    make,
+)
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -48,6 +55,26 @@ def test_what_joins_examples_is_not_divided(small):
     _, f_var = la.predictive_moments(batch, joint=True)
     assert f_var.shape == (24, 24)
     assert len(calls) == 1
+
+
+class Normalized(TwoLinear):
+    """Its logits depend on the batch's mean."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        return self.second(hidden - hidden.mean(0))
+
+
+def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
+    X, y = torch.randn(8, 5, generator=generator()).double(), torch.arange(8) % 3
+    la = make(with_lora(Normalized(), "first", "second"))
+    la.fit([(X, y)])
+    whole, features = la.predictive_moments(X), features_of(la.linearize([(X, y)]))
+    monkeypatch.setattr("laplace_lora_ext.passes.parts._AT_ONCE", 2 * 3)
+    torch.testing.assert_close(la.predictive_moments(X), whole, **EXACT)
+    statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)
+    torch.testing.assert_close(statistics.f_mu, whole.f_mu, **EXACT)
+    torch.testing.assert_close(features_of(la.linearize([(X, y)])), features, **EXACT)
 
 
 def test_labels_that_do_not_fit_are_named_as_before(small):
