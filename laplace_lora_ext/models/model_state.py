@@ -17,6 +17,7 @@ from laplace_lora_ext.models.locks import lock_of
 from laplace_lora_ext.models.logits_model import LogitsModel, find_transformer
 from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
 from laplace_lora_ext.models.placement import come_and_go
+from laplace_lora_ext.undoing import undoing
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _ROUNDING = 2**-6  # between two precisions of which one is bfloat16
@@ -97,14 +98,16 @@ class ModelState:
         weights = {name: weight for name, weight in model.named_parameters() if ".lora_" in name}
         with lock_of(find_transformer(model) or model):
             before = {name: weight.requires_grad for name, weight in weights.items()}
-            try:
+
+            def restore() -> None:
+                for name, weight in weights.items():
+                    weight.requires_grad_(before[name])
+
+            with undoing(restore):
                 for name, weight in weights.items():
                     bare = _OF_ADAPTER.sub(r".\1", strip_wrappers(name))
                     weight.requires_grad_(bare in self.blocks)
                 yield
-            finally:
-                for name, weight in weights.items():
-                    weight.requires_grad_(before[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Names, numbers and tensors, ready for `torch.save`."""

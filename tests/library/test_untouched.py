@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import laplace_lora_ext.lora_laplace
 from tests.support.models import laplace_keywords, lora_model, pairs, plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, make
 
@@ -291,6 +292,25 @@ def test_a_failing_refit_leaves_the_fit_before_it(structure, failure, override):
     before.assert_equal(model)
     for now, then in zip(state(), expected, strict=True):
         assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("step", ["flattened", "FittedModel", "MapAgreement"])
+def test_an_interrupt_after_the_pass_leaves_the_fit_before_it(structure, step, monkeypatch):
+    la, (X, _) = make(plain_model(), structure), pairs()[0]
+    la.fit(pairs(2))
+    before = {name: getattr(la, name) for name in ("n_data", "loss", "H", "mean", "_fitted")}
+    expected = la.log_marginal_likelihood(), la(X)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(laplace_lora_ext.lora_laplace, step, interrupt)
+        la.fit(pairs(3), override=False)
+    assert all(getattr(la, name) is value for name, value in before.items())
+    assert torch.equal(la.log_marginal_likelihood(), expected[0])
+    assert torch.equal(la(X), expected[1])
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
