@@ -10,6 +10,7 @@ import huggingface_hub
 import torch
 
 from laplace_lora_ext.files import write_posterior
+from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.networks import drawn_weights
@@ -48,6 +49,7 @@ def push_to_hub(la: Posterior, repo_id: str, **kwargs: Any) -> Any:
     -------
     huggingface_hub.CommitInfo
     """
+    la._check_model()
     with TemporaryDirectory() as folder:
         save_pretrained(la, folder)
         find_peft_model(la.model).save_pretrained(folder)
@@ -89,7 +91,11 @@ def sample_adapters(
         If one of the folders exists; nothing is written then.
     ValueError
         If the model holds no `PeftModel`.
+    RuntimeError
+        If the model is not the fitted one any more.
     """
+    check_counts(n_samples=n_samples)
+    la._check_model()
     model, adapter = find_peft_model(la.model), la.blocks[0].adapter
     written = []
     for folder in new_folders(directory, n_samples):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from laplace_lora_ext.undoing import removing_hooks, undoing
-from tests.library.test_untouched import Snapshot, half_trained
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import generator, make
+from tests.support.snapshots import Snapshot, half_trained
 from tests.support.texts import fitted_text, text_batches
 
 
@@ -53,12 +53,17 @@ def test_it_is_undone_once_more():
 
 def test_hooks_are_removed_by_whatever_is_raised():
     layer = torch.nn.Linear(1, 1)
-    for error in (ValueError, KeyboardInterrupt):
-        with pytest.raises(error), removing_hooks() as handles:
+
+    def use(error: BaseException) -> None:
+        with removing_hooks() as handles:
             handles.append(layer.register_forward_hook(lambda *_: None))
             raise error
-    with pytest.raises(KeyboardInterrupt), interrupted("remove", 1), removing_hooks() as handles:
-        handles.append(layer.register_forward_hook(lambda *_: None))
+
+    for error in (ValueError(), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            use(error)
+        with pytest.raises(KeyboardInterrupt), interrupted("remove", 1):
+            use(error)
     assert not layer._forward_hooks
 
 

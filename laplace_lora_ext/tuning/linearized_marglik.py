@@ -63,6 +63,7 @@ class LinearizedMarglik(TuningMethod):
     pooling: float = 3.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_pooling(self.pooling)
 
     def _search(self, la: Posterior) -> TuningHistory:

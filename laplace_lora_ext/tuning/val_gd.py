@@ -60,6 +60,7 @@ class ValGD(TuningMethod):
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_link(self.link_approx)
 
     def _search(self, la: Posterior) -> TuningHistory:
