@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from peft.tuners import lora
+from torch import nn
 
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -60,6 +61,15 @@ def scalings(blocks: Sequence[Block]) -> list[float | None]:
         None if block.owner is None else float(block.owner.scaling[block.adapter])
         for block in blocks
     ]
+
+
+def scalings_in(model: nn.Module, adapter: str) -> dict[str, float]:
+    """That of every LoRA layer of an adapter, by the layer's name, in the posterior or not."""
+    return {
+        strip_wrappers(name): float(layer.scaling[adapter])
+        for name, layer in model.named_modules()
+        if isinstance(layer, lora.LoraLayer) and adapter in layer.scaling
+    }
 
 
 def fingerprint(blocks: Sequence[Block]) -> str:

@@ -93,7 +93,7 @@ def test_numbers_of_things_are_at_least_1(name, option):
     method = METHODS[name]
     if option not in {field.name for field in fields(method)}:
         return
-    data = dict.fromkeys(required_data(name), [])
+    data = dict.fromkeys(required_data(name), ())
     with pytest.raises(ValueError, match=f"{option} must be at least 1"):
         method(**data, **{option: 0})
 
@@ -101,4 +101,4 @@ def test_numbers_of_things_are_at_least_1(name, option):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_structure_that_does_not_exist_is_refused(name):
     with pytest.raises(ValueError, match="prior_structure 'layers' is none of"):
-        METHODS[name](**dict.fromkeys(required_data(name), []), prior_structure="layers")
+        METHODS[name](**dict.fromkeys(required_data(name), ()), prior_structure="layers")
