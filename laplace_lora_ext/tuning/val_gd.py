@@ -72,15 +72,16 @@ class ValGD(TuningMethod):
             raise NotImplementedError(
                 'method="val_gd" needs hessian_structure="lowrank_kron": use "gridsearch" instead.'
             )
-        history = minimize_validation_loss(
-            statistics,
-            logarithm,
-            predictive_loss(la, self.link_approx, self.n_samples),
-            self.n_steps,
-            self.lr,
-            self.batch_size,
-            self.generator,
-            self.progress_bar,
-        )
+        with torch.autocast(statistics.f_mu.device.type, enabled=False):  # of the backward pass
+            history = minimize_validation_loss(
+                statistics,
+                logarithm,
+                predictive_loss(la, self.link_approx, self.n_samples),
+                self.n_steps,
+                self.lr,
+                self.batch_size,
+                self.generator,
+                self.progress_bar,
+            )
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
