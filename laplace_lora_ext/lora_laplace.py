@@ -388,6 +388,7 @@ class LoRALaplace(ParametricLaplace):
     def square_norm(self, value: torch.Tensor) -> torch.Tensor:
         return super().square_norm(value)
 
+    @exclusive
     @without_autocast
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None

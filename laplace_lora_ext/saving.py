@@ -12,10 +12,12 @@ import torch
 from laplace_lora_ext.files import write_posterior
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
+from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.networks import drawn_weights
 
 
+@exclusive
 def save_pretrained(la: Posterior, folder: str | Path) -> None:
     """Write the posterior into a folder, such as that of the adapter.
 
@@ -35,6 +37,7 @@ def save_pretrained(la: Posterior, folder: str | Path) -> None:
     write_posterior(folder, la.state_dict(), summary)
 
 
+@exclusive
 def push_to_hub(la: Posterior, repo_id: str, **kwargs: Any) -> Any:
     """Upload the adapter and the posterior to the Hugging Face hub.
 
@@ -57,6 +60,7 @@ def push_to_hub(la: Posterior, repo_id: str, **kwargs: Any) -> Any:
         return huggingface_hub.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
 
 
+@exclusive
 def sample_adapters(
     la: Posterior,
     n_samples: int,
