@@ -99,5 +99,6 @@ def linearized(
         raise ValueError('Linearised methods know the structures "scalar" and "layerwise".')
     if isinstance(train_loader, LinearizedModel):
         train_loader.check_training_data(la.n_data, float(la.loss))
+        train_loader.check_prior_mean(la.prior_mean)
         return train_loader
     return la.linearize(train_loader, progress_bar=progress_bar)
