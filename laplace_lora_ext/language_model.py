@@ -215,6 +215,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
 
     def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The trained model's logits `(N, V)` for the labelled tokens, and the tokens, `(N,)`."""
+        self._check_model()
         with self.model.prepared():
             f = self.model(batch)
         check_logits(f)

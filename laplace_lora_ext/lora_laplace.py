@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from laplace_lora_ext.fitting.sums import sums_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.linearized import of_posterior
 from laplace_lora_ext.linearized.basis import eigenbasis
+from laplace_lora_ext.models.adapter_state import check_runs
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
@@ -268,22 +270,29 @@ class LoRALaplace(ParametricLaplace):
         RuntimeError
             If some LoRA layers are never called, or another rank has failed.
         """
-        if not override:
-            self._check_model()
-        follow(self)
         with together():
+            if override:
+                check_runs(self.model, self.blocks)
+            else:
+                self._check_model()
+            follow(self)
             keeper = keeper_in(checkpoint, every, self)
             H, loss, n_data, called = sums_of(self, train_loader, keeper, progress_bar)
-        if override or not self.n_data:
-            check_called(self.blocks, called)
-        if self.n_data and not override:
-            H, loss, n_data = self._sums() + H, loss + self.loss, n_data + self.n_data
-        self._adopt(H, n_data)
-        self.loss, self.n_data = loss, n_data
-        self.n_outputs = self.model.output_size
-        self.mean, self._fitted = flattened(self.blocks), FittedModel(self.model, self.blocks)
-        self._posterior_scale = None
-        self._agreement = MapAgreement()
+            if override or not self.n_data:
+                check_called(self.blocks, called)
+            if self.n_data and not override:
+                H, loss, n_data = self._sums() + H, loss + self.loss, n_data + self.n_data
+            fitted = copy(self)  # which an error leaves behind
+            fitted._adopt(H, n_data)
+            fitted.loss, fitted.n_data = loss, n_data
+            fitted.n_outputs = self.model.output_size
+            fitted.mean, fitted._fitted = (
+                flattened(self.blocks),
+                FittedModel(self.model, self.blocks),
+            )
+            fitted._posterior_scale = None
+            fitted._agreement = MapAgreement()
+        vars(self).update(vars(fitted))
         keeper.remove()
 
     _check_model = check_model
@@ -379,6 +388,7 @@ class LoRALaplace(ParametricLaplace):
     def square_norm(self, value: torch.Tensor) -> torch.Tensor:
         return super().square_norm(value)
 
+    @exclusive
     @without_autocast
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -213,7 +214,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             return self.predictive_statistics(loader, progress_bar)
         self._check_H_init()
         loader.check_fit(self.H.spectrum)
-        return loader
+        # `sigma_noise` and `temperature` may have changed since.
+        return replace(loader, scale=self._H_factor.detach())
 
     def _statistics(
         self,

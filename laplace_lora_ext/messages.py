@@ -1,4 +1,4 @@
-"""Errors that say where, and warnings that point at the user's own line."""
+"""Errors that say where or which number, and warnings that point at the user's own line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
+from typing import Any
 
 _OURS = ("laplace_lora_ext", "laplace", "torch", "contextlib")
 
@@ -33,6 +35,13 @@ def warn(message: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def check_counts(**counts: Any) -> None:
+    """Refuse numbers of things, by their names, that are not whole or below 1."""
+    for name, number in counts.items():
+        if not isinstance(number, Integral) or number < 1:
+            raise ValueError(f"{name} must be at least 1, and whole, not {number!r}.")
 
 
 def listed(names: Sequence[str]) -> str:

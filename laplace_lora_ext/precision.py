@@ -12,7 +12,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def without_autocast(method: Method) -> Method:
-    """Shield a method of a Laplace approximation from the user's `torch.autocast`."""
+    """Shield a method of an object with a `_device` from the user's `torch.autocast`."""
 
     @wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,11 +10,14 @@ import huggingface_hub
 import torch
 
 from laplace_lora_ext.files import write_posterior
+from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
+from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.networks import drawn_weights
 
 
+@exclusive
 def save_pretrained(la: Posterior, folder: str | Path) -> None:
     """Write the posterior into a folder, such as that of the adapter.
 
@@ -34,6 +37,7 @@ def save_pretrained(la: Posterior, folder: str | Path) -> None:
     write_posterior(folder, la.state_dict(), summary)
 
 
+@exclusive
 def push_to_hub(la: Posterior, repo_id: str, **kwargs: Any) -> Any:
     """Upload the adapter and the posterior to the Hugging Face hub.
 
@@ -48,6 +52,7 @@ def push_to_hub(la: Posterior, repo_id: str, **kwargs: Any) -> Any:
     -------
     huggingface_hub.CommitInfo
     """
+    la._check_model()
     with TemporaryDirectory() as folder:
         save_pretrained(la, folder)
         find_peft_model(la.model).save_pretrained(folder)
@@ -55,6 +60,7 @@ def push_to_hub(la: Posterior, repo_id: str, **kwargs: Any) -> Any:
         return huggingface_hub.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
 
 
+@exclusive
 def sample_adapters(
     la: Posterior,
     n_samples: int,
@@ -89,7 +95,11 @@ def sample_adapters(
         If one of the folders exists; nothing is written then.
     ValueError
         If the model holds no `PeftModel`.
+    RuntimeError
+        If the model is not the fitted one any more.
     """
+    check_counts(n_samples=n_samples)
+    la._check_model()
     model, adapter = find_peft_model(la.model), la.blocks[0].adapter
     written = []
     for folder in new_folders(directory, n_samples):

@@ -9,11 +9,13 @@ from laplace.baselaplace import ParametricLaplace
 
 from laplace_lora_ext.fitting.identity import check_state
 from laplace_lora_ext.fitting.moving import follow
+from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.model_state import FittedModel
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.map_agreement import MapAgreement
 
 
+@exclusive
 def state_dict(la: Posterior) -> dict[str, Any]:
     """The host's state, with settings and a description of the model.
 
@@ -25,6 +27,7 @@ def state_dict(la: Posterior) -> dict[str, Any]:
     return state | {"H": la._packed(la._kept), "settings": la._settings(), "model": model}
 
 
+@exclusive
 def load_state_dict(la: Posterior, state_dict: dict[str, Any]) -> None:
     """Restore a posterior that was fitted around the model's present weights.
 

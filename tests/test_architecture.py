@@ -15,7 +15,7 @@ FOLDERS = [
     *("fitting", "predictive", "linearized", "tuning", "text"),
 ]
 FLOORS = [
-    {"messages", "precision", "files", "metrics", "likelihoods"},
+    {"messages", "undoing", "precision", "files", "metrics", "likelihoods"},
     *({folder} for folder in FOLDERS),
     {"saving", "state"},
     {"lora_laplace"},

@@ -341,3 +341,21 @@ def test_settings_that_do_not_fit_are_refused():
         make(model, likelihood="language_modeling", class_token_ids=[1, 2])
     with pytest.raises(ValueError, match="'linearized_loo' is none of"):
         fitted_text().optimize_prior_precision(method="linearized_loo", train_loader=[])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda la, texts: la.score(texts[0], n_samples=2),
+        lambda la, texts: la.optimize_prior_precision(method="agreement", train_loader=texts),
+        lambda la, texts: la.optimize_prior_precision(method="gridsearch", val_loader=texts),
+        lambda la, texts: la.optimize_prior_precision(method="val_gd", val_loader=texts, n_steps=1),
+    ],
+    ids=["score", "agreement", "gridsearch", "val_gd"],
+)
+def test_a_model_that_has_changed_is_refused(use):
+    la = fitted_text()
+    la.blocks[1].weight.data.mul_(1.01)
+    with pytest.raises(RuntimeError, match="have changed since the fit"):
+        use(la, text_batches())
+    assert la.prior_precision.item() == 1

@@ -8,7 +8,7 @@ from laplace.curvature.curvlinops import CurvlinopsGGN
 
 from laplace_lora_ext.curvature.factors import LowRankFactor
 from tests.support.models import plain_model, ragged_batches
-from tests.support.posteriors import count_forward_passes, fitted, make
+from tests.support.posteriors import count_forward_passes, fitted, generator, make
 
 
 def test_refuses_a_diagonal_prior():
@@ -72,3 +72,19 @@ def test_statistics_of_a_posterior_that_is_not_fitted_are_refused():
     for ask in (la.predictive_statistics, la.variance_by_layer):
         with pytest.raises(AttributeError, match=r"fit\(\)"):
             ask(ragged_batches())
+
+
+@pytest.mark.parametrize("method", ["agreement", "val_gd", "gridsearch"])
+def test_statistics_of_another_temperature_choose_as_the_data_do(method):
+    la = fitted()
+    data = {"batches": ragged_batches(), "statistics": la.predictive_statistics(ragged_batches())}
+    la.temperature = 0.01
+    options = {"agreement": {}, "val_gd": {"n_steps": 20, "generator": generator()}}
+    name = "train_loader" if method == "agreement" else "val_loader"
+    chosen = {}
+    for kind, given in data.items():
+        if "generator" in options.get(method, {}):
+            options[method]["generator"] = generator()
+        la.optimize_prior_precision(method=method, **{name: given}, **options.get(method, {}))
+        chosen[kind] = la.prior_precision
+    torch.testing.assert_close(chosen["statistics"], chosen["batches"], rtol=1e-6, atol=0)

@@ -6,11 +6,12 @@ import inspect
 import textwrap
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_lora_ext.messages import listed, naming, warn
+from laplace_lora_ext.messages import check_counts, listed, naming, warn
 from tests.support.models import pairs, plain_model
 from tests.support.posteriors import make
 
@@ -107,3 +108,9 @@ def test_of_many_names_eight_are_listed(n, end):
     names = listed("abcdefghijk"[:n])
     assert names.endswith(end)
     assert names.count(", ") == min(n, 8) - 1
+
+
+@pytest.mark.parametrize("number", [0, -3, 2.5, "5", None, torch.tensor(3.0)])
+def test_a_number_of_things_is_whole_and_at_least_1(number):
+    with pytest.raises(ValueError, match=r"n_samples must be at least 1, and whole, not "):
+        check_counts(n_steps=np.int64(1), n_samples=number)

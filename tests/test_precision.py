@@ -271,3 +271,21 @@ def test_the_variance_of_given_jacobians_under_autocast_is_that_without(structur
     with autocast():
         actual = la.functional_variance(Js)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["agreement", "val_gd", "gridsearch"])
+def test_what_statistics_say_is_the_same_under_autocast(method):
+    la = fitted(dtype=torch.float32)
+    statistics = la.predictive_statistics(ragged_batches())
+    name = "train_loader" if method == "agreement" else "val_loader"
+    found = []
+    for enabled in (False, True):
+        options: dict[str, Any] = {name: statistics}
+        if method == "val_gd":
+            options |= {"n_steps": 10, "generator": torch.Generator().manual_seed(0)}
+        with autocast(enabled):
+            history = la.optimize_prior_precision(method=method, **options)
+            moments = statistics.moments(0.1)
+            shares = la.variance_by_layer(statistics).by_block
+        found.append((history.objective, history.prior_precision, moments.f_var, shares))
+    torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -68,3 +68,13 @@ def test_the_hub_gets_adapter_and_posterior(monkeypatch):
     files, kwargs = seen["me/posterior"]
     assert {DESCRIPTION, TENSORS, "adapter_config.json", "adapter_model.safetensors"} <= files
     assert kwargs == {"commit_message": "fitted"}
+
+
+def test_draws_of_a_model_that_has_changed_are_not_written(tmp_path, monkeypatch):
+    la = fitted()
+    la.blocks[2].weight.data.mul_(1.01)
+    with pytest.raises(RuntimeError, match="have changed since the fit"):
+        la.sample_adapters(2, tmp_path / "draws")
+    assert not (tmp_path / "draws").exists()
+    with pytest.raises(RuntimeError, match="have changed since the fit"):
+        la.push_to_hub("user/nothing")

@@ -11,7 +11,8 @@ import torch
 class Positive:
     """An attribute of a posterior that must be positive and finite.
 
-    Other numbers make no Gaussian of a curvature. What is no number at all, the host refuses.
+    Other numbers make no Gaussian of a curvature. What is no number at all, the host refuses where
+    it has such a property.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -32,5 +33,14 @@ class Positive:
         if isinstance(host, property):
             host.__set__(la, value)
         else:
-            setattr(la, f"_{self._name}", value)
+            setattr(la, f"_{self._name}", _one_number(self._name, value))
         la._posterior_scale = None  # that the host has made with the old value
+
+
+def _one_number(name: str, value: Any) -> float | torch.Tensor:
+    """A number that can be saved, or a tensor without dimensions, which may have a graph."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.reshape(())
+    if isinstance(value, Real):
+        return float(value)
+    raise ValueError(f"{name} must be one number, not {value!r}.")

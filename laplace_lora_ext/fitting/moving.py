@@ -10,7 +10,7 @@ from laplace_lora_ext.models.posterior import Posterior
 
 def check_model(la: Posterior) -> None:
     """Refuse a model that has changed since the fit, and follow it where it has gone."""
-    check_runs(la.blocks)
+    check_runs(la.model, la.blocks)
     if la._fitted is not None:
         check_unchanged(la.blocks, la.mean)
         la._fitted.check()

@@ -76,6 +76,8 @@ class LinearizedModel:
     targets : torch.Tensor
     loss : float
         of the training set at the trained weights
+    prior_mean : torch.Tensor
+        of the posterior that it is of, `()`, `(1,)` or `(parameters,)`
 
     References
     ----------
@@ -108,6 +110,7 @@ class LinearizedModel:
         none = torch.zeros(self.n_blocks, n_pairs).expand(len(f_mu), -1, -1)
         self._own = none if own is None else own
         self.loss = self._likelihood.loss(f_mu, targets).item()
+        self.prior_mean = torch.zeros((), dtype=torch.float64)
         self._mode = ModeFinder(self._features, offset.double(), targets, self._likelihood)
 
     def __len__(self) -> int:
@@ -158,6 +161,13 @@ class LinearizedModel:
             f"The posterior was fitted on {n_data} examples with a loss of {loss:.4g}; these "
             f"are {len(self)} with {self.loss:.4g}: pass the training data of this fit."
         )
+
+    def check_prior_mean(self, prior_mean: float | torch.Tensor) -> None:
+        """Refuse another prior mean than that of the offset."""
+        if (torch.as_tensor(prior_mean).detach().cpu().double() - self.prior_mean).any():
+            raise ValueError(
+                "The linearised model was made with another prior_mean: call linearize again."
+            )
 
     def leave_one_out(self, prior_precision: torch.Tensor, scale: float = 1.0) -> Moments:
         """Gaussian logits of each example under the posterior of all the others.

@@ -56,5 +56,6 @@ def linearize(
     basis = Basis(la._eigenbasis(train_loader), n_features, one_generator(generator))
     distance = la.mean - la.prior_mean
     model = data.linearize(*fitted, distance, train_loader, basis, progress_bar)
+    model.prior_mean = torch.as_tensor(la.prior_mean).detach().cpu().double()
     model.check_training_data(la.n_data, float(la.loss))
     return model

@@ -6,30 +6,53 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from peft.tuners import lora
+from torch import nn
 
-from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.messages import listed
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
+from laplace_lora_ext.models.selection import adapters_of
 
 
-def check_runs(blocks: Sequence[Block]) -> None:
-    """Refuse a model whose adapter is merged, disabled or not active (`RuntimeError`)."""
-    for block in blocks:
-        owner = block.owner
-        if owner is None:
-            continue
-        if owner.merged:
-            raise RuntimeError(
-                f"LoRA layer {block.name} is merged into the base model: call "
-                "model.unmerge_adapter() first."
-            )
-        if owner.disable_adapters:
-            raise RuntimeError(
-                f"LoRA layer {block.name} is disabled: call model.enable_adapter_layers()."
-            )
-        if block.adapter not in owner.active_adapters:
-            raise RuntimeError(
-                f"The posterior is over the adapter {block.adapter!r}, which is not active in "
-                f"LoRA layer {block.name}: call model.set_adapter({block.adapter!r})."
-            )
+def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
+    """Refuse a model that does not run with the blocks' adapter, and with it alone.
+
+    A `RuntimeError` if LoRA layers are merged, disabled or gone, the adapter is not active
+    somewhere, or another one is.
+    """
+    adapter = blocks[0].adapter
+    for name, layer in model.model.named_modules():
+        if isinstance(layer, lora.LoraLayer):
+            _check_layer(strip_wrappers(name), layer, adapter)
+    present = {id(parameter) for parameter in model.parameters()}
+    gone = [block.name for block in blocks if id(block.weight) not in present]
+    if gone:
+        raise RuntimeError(
+            f"LoRA weights that the posterior is over are no longer in the model: {listed(gone)}. "
+            "Make a new posterior of the model as it is now."
+        )
+
+
+def _check_layer(name: str, layer: lora.LoraLayer, adapter: str) -> None:
+    if layer.merged:
+        raise RuntimeError(
+            f"LoRA layer {name} is merged into the base model: call model.unmerge_adapter() first."
+        )
+    if layer.disable_adapters:
+        raise RuntimeError(f"LoRA layer {name} is disabled: call model.enable_adapter_layers().")
+    here = adapters_of(layer)
+    active = here & set(layer.active_adapters)
+    if adapter in here - active:
+        raise RuntimeError(
+            f"The posterior is over the adapter {adapter!r}, which is not active in LoRA layer "
+            f"{name}: call model.set_adapter({adapter!r})."
+        )
+    if active - {adapter}:
+        raise RuntimeError(
+            f"The posterior is over the adapter {adapter!r} alone, but in LoRA layer {name} "
+            f"{listed(sorted(active - {adapter}))} is active: call model.set_adapter({adapter!r})."
+        )
 
 
 def scalings(blocks: Sequence[Block]) -> list[float | None]:
@@ -38,6 +61,15 @@ def scalings(blocks: Sequence[Block]) -> list[float | None]:
         None if block.owner is None else float(block.owner.scaling[block.adapter])
         for block in blocks
     ]
+
+
+def scalings_in(model: nn.Module, adapter: str) -> dict[str, float]:
+    """That of every LoRA layer of an adapter, by the layer's name, in the posterior or not."""
+    return {
+        strip_wrappers(name): float(layer.scaling[adapter])
+        for name, layer in model.named_modules()
+        if isinstance(layer, lora.LoraLayer) and adapter in layer.scaling
+    }
 
 
 def fingerprint(blocks: Sequence[Block]) -> str:

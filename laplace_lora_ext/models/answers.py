@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import text_config
+from laplace_lora_ext.undoing import removing_hooks
 
 
 class AnswerTokens:
@@ -96,11 +97,9 @@ class AnswerTokens:
         def check(_: Any, __: Any, output: Any) -> None:
             check_positions(output[0], n_positions(inputs))
 
-        handle = base.register_forward_hook(check)
-        try:
+        with removing_hooks() as handles:
+            handles.append(base.register_forward_hook(check))
             yield
-        finally:
-            handle.remove()
 
     def select(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Logits `(B, T, V)` of the vocabulary to `(B, C)` of the answers."""

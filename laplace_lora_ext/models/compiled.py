@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.undoing import undoing
 
 
 def warn_if_compiled(model: nn.Module) -> None:
@@ -25,14 +26,16 @@ def running_eagerly(model: nn.Module) -> Iterator[None]:
     """Within, compiled modules run their original code."""
     compiled = [(module, name) for module in model.modules() for name in _compiled_call(module)]
     before = [vars(module)[name] for module, name in compiled]
-    try:
+
+    def restore() -> None:
+        for (module, name), call in zip(compiled, before, strict=True):
+            vars(module)[name] = call
+
+    with undoing(restore):
         for module, name in compiled:
             inner: Any = module._modules.get("_orig_mod")
             vars(module)[name] = None if inner is None else inner.__call__
         yield
-    finally:
-        for (module, name), call in zip(compiled, before, strict=True):
-            vars(module)[name] = call
 
 
 def _compiled_call(module: nn.Module) -> list[str]:

@@ -21,6 +21,7 @@ from laplace_lora_ext.models.locks import lock_of
 from laplace_lora_ext.models.padding import LeftPadding, rounding_of
 from laplace_lora_ext.models.placement import device_of
 from laplace_lora_ext.models.positions import Positions, positions_of
+from laplace_lora_ext.undoing import undoing
 
 _LABEL_KEYS = ("label", "labels")
 
@@ -224,21 +225,24 @@ class LogitsModel(nn.Module):
         named = self.named_parameters(remove_duplicate=False)
         parameters = {name: (p, p.requires_grad, p.grad) for name, p in named}
         wanted = {id(parameter) for parameter in trainable}
-        try:
+
+        def restore() -> None:
+            for module, mode in modes:
+                module.training = mode
+            # Hooks that offload weights may have replaced parameters.
+            for name, parameter in self.named_parameters(remove_duplicate=False):
+                if name in parameters:  # a model may make others as it runs
+                    _, requires_grad, grad = parameters[name]
+                    parameter.requires_grad_(requires_grad)
+                    parameter.grad = grad
+
+        with undoing(restore):
             self.eval()
             for parameter, _, _ in parameters.values():
                 if parameter.requires_grad != (id(parameter) in wanted):
                     parameter.requires_grad_(id(parameter) in wanted)
                 parameter.grad = None
             yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            # Hooks that offload weights may have replaced parameters.
-            for name, parameter in self.named_parameters(remove_duplicate=False):
-                _, requires_grad, grad = parameters[name]
-                parameter.requires_grad_(requires_grad)
-                parameter.grad = grad
 
     def _inputs(self, batch: Any) -> Any:
         """The batch without its labels on the model's device, of the same type as before."""

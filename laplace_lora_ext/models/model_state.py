@@ -6,17 +6,19 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from laplace_lora_ext.models.adapter_state import scalings
+from laplace_lora_ext.models.adapter_state import scalings, scalings_in
 from laplace_lora_ext.models.locks import lock_of
 from laplace_lora_ext.models.logits_model import LogitsModel, find_transformer
 from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
 from laplace_lora_ext.models.placement import come_and_go
+from laplace_lora_ext.undoing import undoing
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _ROUNDING = 2**-6  # between two precisions of which one is bfloat16
@@ -59,14 +61,18 @@ class ModelState:
     class_token_ids, mask_token_id
         of the `LogitsModel`
     weights : dict
-        a `Weight` for each floating-point weight of the base model and the head, by name. Names
-        leave out the adapter's, and other adapters are left out altogether
+        a `Weight` for each floating-point weight of the base model and the head, by name, and for
+        each buffer that is saved with them. Names leave out the adapter's, and other adapters are
+        left out altogether
+    scalings : dict
+        of every LoRA layer of the adapter, also outside the posterior, by name
     """
 
     blocks: dict[str, tuple[list[int], float | None]]
     class_token_ids: list[int] | None
     mask_token_id: int | None
     weights: dict[str, Weight]
+    scalings: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: LogitsModel, blocks: Sequence[Block]) -> ModelState:
@@ -79,6 +85,7 @@ class ModelState:
             model.class_token_ids,
             model.mask_token_id,
             {name: Weight.of(weight) for name, weight in other_weights(model, blocks)},
+            scalings_in(model, blocks[0].adapter),
         )
 
     @classmethod
@@ -86,7 +93,8 @@ class ModelState:
         """Rebuild what `state_dict` has returned."""
         weights = {name: Weight(*weight) for name, weight in state["weights"].items()}
         blocks = {name: (shape, scaling) for name, (shape, scaling) in state["blocks"].items()}
-        return cls(blocks, state["class_token_ids"], state["mask_token_id"], weights)
+        answers = state["class_token_ids"], state["mask_token_id"]
+        return cls(blocks, *answers, weights, dict(state.get("scalings", {})))
 
     @contextmanager
     def taking_part(self, model: nn.Module) -> Iterator[None]:
@@ -97,14 +105,16 @@ class ModelState:
         weights = {name: weight for name, weight in model.named_parameters() if ".lora_" in name}
         with lock_of(find_transformer(model) or model):
             before = {name: weight.requires_grad for name, weight in weights.items()}
-            try:
+
+            def restore() -> None:
+                for name, weight in weights.items():
+                    weight.requires_grad_(before[name])
+
+            with undoing(restore):
                 for name, weight in weights.items():
                     bare = _OF_ADAPTER.sub(r".\1", strip_wrappers(name))
                     weight.requires_grad_(bare in self.blocks)
                 yield
-            finally:
-                for name, weight in weights.items():
-                    weight.requires_grad_(before[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Names, numbers and tensors, ready for `torch.save`."""
@@ -112,7 +122,7 @@ class ModelState:
 
     def digest(self) -> str:
         """A hash of the whole state."""
-        rest = self.blocks, self.class_token_ids, self.mask_token_id
+        rest = self.blocks, self.class_token_ids, self.mask_token_id, self.scalings
         digest = hashlib.sha256(repr(rest).encode())
         for name, weight in self.weights.items():
             digest.update(repr((name, weight.dtype, weight.shape)).encode())
@@ -134,6 +144,10 @@ class ModelState:
                 return (
                     f"The scaling of {name} was {scaling:g} at the fit, and now is {new_scaling:g}"
                 )
+        for name, scaling in self.scalings.items():
+            new_scaling = now.scalings.get(name)
+            if scaling != new_scaling:
+                return f"The scaling of {name} was {scaling} at the fit, and now is {new_scaling}"
         for name in ("class_token_ids", "mask_token_id"):
             before, after = getattr(self, name), getattr(now, name)
             if before != after:
@@ -174,7 +188,7 @@ class FittedModel:
 
     def _look(self) -> tuple[list[Any], list[torch.Tensor]]:
         """Marks, which change with a weight or a scaling, and samples by device and dtype."""
-        marks: list[Any] = list(scalings(self._blocks))
+        marks: list[Any] = [scalings_in(self._model, self._blocks[0].adapter)]
         samples: dict[Any, list[torch.Tensor]] = {}
         for _, weight in other_weights(self._model, self._blocks):
             marks.append((weight.data_ptr(), 0 if weight.is_inference() else weight._version))
@@ -186,6 +200,7 @@ class FittedModel:
 def other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[str, torch.Tensor]]:
     """Floating-point weights of the base model, the head and other LoRA layers, by name.
 
+    Buffers that belong to a state, such as the running averages of batch norms, are weights too.
     Left out are weights of other adapters, of modules that an adapter replaces by its own, weights
     that are not in memory, other kinds of tensors such as quantized ones, and all weights of a
     model that FSDP2 shards.
@@ -193,12 +208,19 @@ def other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[s
     if come_and_go(model):
         return
     adapter, ours = blocks[0].adapter, {id(block.weight) for block in blocks}
-    for name, weight in model.named_parameters():
+    for name, weight in chain(model.named_parameters(), _saved_buffers(model)):
         is_plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
         if id(weight) in ours or weight.is_meta or not is_plain or ".original_module." in name:
             continue
         if {owner for _, owner in _OF_ADAPTER.findall(name)} <= {adapter}:
             yield _without_adapter(strip_wrappers(name), adapter), weight
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from laplace_lora_ext.models.answers import (
 )
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
 from laplace_lora_ext.models.positions import Positions
+from laplace_lora_ext.undoing import removing_hooks
 
 _DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
@@ -170,12 +171,10 @@ class TokensModel(LogitsModel):
 
         calls: list[torch.Size] = []
         layer = self.transformer.get_output_embeddings()
-        handle = layer.register_forward_pre_hook(select) if isinstance(layer, nn.Module) else None
-        try:
+        with removing_hooks() as handles:
+            if isinstance(layer, nn.Module):
+                handles.append(layer.register_forward_pre_hook(select))
             yield calls
-        finally:
-            if handle is not None:
-                handle.remove()
 
     def _takes_positions(self) -> bool:
         return takes_positions(self.transformer)

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from laplace_lora_ext.models.checkpointed import checkpointed
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes.unbatched import Unbatched
+from laplace_lora_ext.undoing import removing_hooks
 
 
 class Call:
@@ -158,16 +159,12 @@ class Listener:
         Hooks of the user's, which may change what a layer returns, come later. With `recomputes`,
         layers with gradient checkpointing on are regions.
         """
-        handles = [
-            block.layer.register_forward_hook(partial(self._hear, index), prepend=True)
-            for index, block in enumerate(self._blocks)
-        ]
-        try:
+        with removing_hooks() as handles:
+            for index, block in enumerate(self._blocks):
+                hear = partial(self._hear, index)
+                handles.append(block.layer.register_forward_hook(hear, prepend=True))
             with checkpointed(model, self._as_region) if recomputes else nullcontext():
                 yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def recording(self, copied: Collection[str]) -> Iterator[Heard]:

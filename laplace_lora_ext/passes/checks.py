@@ -15,6 +15,7 @@ from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.undoing import removing_hooks
 
 
 @contextmanager
@@ -24,15 +25,10 @@ def noting_calls(blocks: Sequence[Block], called: set[int]) -> Iterator[None]:
     def note(index: int, *_: Any) -> None:
         called.add(index)
 
-    handles = [
-        block.layer.register_forward_hook(partial(note, index))
-        for index, block in enumerate(blocks)
-    ]
-    try:
+    with removing_hooks() as handles:
+        for index, block in enumerate(blocks):
+            handles.append(block.layer.register_forward_hook(partial(note, index)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check_called(blocks: Sequence[Block], called: Collection[int]) -> None:
@@ -142,16 +138,13 @@ def _checking(
         # A pass for functional derivatives, of which there may be others, has no graph of its own.
         differentiable.append(logits.requires_grad)
 
-    handles = [model.register_forward_hook(finished)]
-    for index, block in enumerate(blocks):
-        handles.append(block.layer.register_forward_hook(partial(finished_layer, index)))
-    try:
+    with removing_hooks() as handles:
+        handles.append(model.register_forward_hook(finished))
+        for index, block in enumerate(blocks):
+            handles.append(block.layer.register_forward_hook(partial(finished_layer, index)))
         yield used
         if called:
             check_differentiable(*differentiable)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _remember_hooks(model: nn.Module) -> Callable[[], None]:

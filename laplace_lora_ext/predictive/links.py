@@ -7,6 +7,7 @@ import math
 import torch
 
 from laplace_lora_ext.likelihoods import Link
+from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
 
 # At 0 a logistic function is as steep as the normal distribution function of variance 8 / π.
@@ -86,4 +87,5 @@ def shared_noise(
     f_mu: torch.Tensor, n_samples: int, generator: torch.Generator | None
 ) -> torch.Tensor:
     """`(S, 1, C)` standard normal numbers, in the host's order."""
+    check_counts(n_samples=n_samples)
     return standard_normal((f_mu.shape[-1], n_samples), f_mu, generator).T[:, None]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.placement import check_in_place
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import LoRAWeights, Values, shaped
@@ -55,6 +56,7 @@ def _logits(
     """Logits `(B, C)` of one draw at a time."""
     if isinstance(X, Moments):
         raise ValueError('Moments hold no inputs: pass these for pred_type="nn".')
+    check_counts(n_samples=n_samples)
     la._check_model()
     for _ in range(n_samples):
         drawn = drawn_weights(la, generator)

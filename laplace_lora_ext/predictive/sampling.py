@@ -58,9 +58,10 @@ def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tenso
     `noise` holds standard normal numbers: `(S, B, C)`, or `(S, 1, C)` for all examples alike.
     """
     root, noise = square_root(f_var), noise.to(f_mu.device)
-    if noise.shape[1] == 1:  # one product an example for all samples
-        return f_mu + torch.einsum("bck,ks->sbc", root, noise[:, 0].T)
-    return f_mu + (root @ noise[..., None]).squeeze(-1)
+    with torch.autocast(f_mu.device.type, enabled=False):
+        if noise.shape[1] == 1:  # one product an example for all samples
+            return f_mu + torch.einsum("bck,ks->sbc", root, noise[:, 0].T)
+        return f_mu + (root @ noise[..., None]).squeeze(-1)
 
 
 def standard_normal(

@@ -15,6 +15,7 @@ from laplace_lora_ext.models.default_device import set_aside
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes import visit_jacobians
+from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.processes.shards import joined
@@ -133,7 +134,12 @@ class PredictiveStatistics:
             f"{self.nbytes / 1e6:.1f} MB on {self.f_mu.device} in {self.f_mu.dtype})"
         )
 
+    @property
+    def _device(self) -> torch.device:
+        return self.f_mu.device
+
     @set_aside()
+    @without_autocast
     def moments(
         self, prior_precision: float | torch.Tensor, scale: float | torch.Tensor | None = None
     ) -> Moments:
@@ -171,6 +177,7 @@ class PredictiveStatistics:
         return Moments(self.f_mu, f_var)
 
     @set_aside()
+    @without_autocast
     def variance_by_block(
         self, prior_precision: float | torch.Tensor, scale: float | torch.Tensor | None = None
     ) -> torch.Tensor:

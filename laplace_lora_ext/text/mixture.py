@@ -18,6 +18,7 @@ from laplace_lora_ext.models.weights import LoRAWeights, Values
 from laplace_lora_ext.text import joined
 from laplace_lora_ext.text.perturbations import Draw, combined
 from laplace_lora_ext.text.prompts import Given
+from laplace_lora_ext.undoing import removing_hooks, undoing
 
 # Methods that change a cache's rows or length between two passes; the first two are given rows.
 _CHANGES_OF_ROWS = ("reorder_cache", "batch_select_indices")
@@ -55,16 +56,10 @@ def predictive(
         yield
         return
     mixture = _Mixture(weights, draws, prompt, beams, known)
-    handles = [
-        transformer.register_forward_pre_hook(mixture.before, with_kwargs=True),
-        transformer.register_forward_hook(mixture.after, with_kwargs=True),
-    ]
-    try:
+    with undoing(mixture.let_go), removing_hooks() as handles:
+        handles.append(transformer.register_forward_pre_hook(mixture.before, with_kwargs=True))
+        handles.append(transformer.register_forward_hook(mixture.after, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        mixture.let_go()
     if not mixture.n_calls:
         raise RuntimeError(
             "generate did not call the model's forward pass: pass a model that is not compiled."
@@ -271,13 +266,13 @@ class _Mixture:
 
         for name in _CHANGES:
             if hasattr(cache, name):
-                setattr(cache, name, following(name))
                 self._followed.append((cache, name))
+                setattr(cache, name, following(name))
 
     def let_go(self) -> None:
         """Leave caches, which `generate` may return, as they are without draws."""
         for cache, name in self._followed:
-            delattr(cache, name)
+            vars(cache).pop(name, None)
 
 
 def _identity(cache: Any) -> Any:

@@ -67,10 +67,6 @@ class OnGrid(TuningMethod):
     grid_size: int = 25
     log_prior_prec_base: float = 10.0
 
-    def __post_init__(self) -> None:
-        if self.n_samples < 1 or self.grid_size < 1:
-            raise ValueError("n_samples and grid_size must be at least 1.")
-
     def _of_batch(
         self, f: torch.Tensor, tokens: torch.Tensor, drawn: Iterable[Drawn]
     ) -> torch.Tensor:

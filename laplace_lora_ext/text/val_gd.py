@@ -61,10 +61,6 @@ class TokenValGD(TuningMethod):
     lr: float = 0.3
     generator: torch.Generator | None = None
 
-    def __post_init__(self) -> None:
-        if self.n_samples < 1 or self.n_steps < 1:
-            raise ValueError("n_samples and n_steps must be at least 1.")
-
     def _search(self, la: TextPosterior) -> TuningHistory:  # pyright: ignore[reportIncompatibleMethodOverride]
         logarithm = self._start(la).log().requires_grad_()
         noise = Noise.seeded(self.n_samples, one_generator(self.generator))

@@ -84,6 +84,7 @@ class Agreement(TuningMethod):
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.max_change < 1:
             raise ValueError(f"max_change must be between 0 and 1, not {self.max_change}.")
         check_max_examples(self.max_examples)

@@ -72,6 +72,7 @@ class LinearizedLOO(TuningMethod):
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_pooling(self.pooling)
         check_link(self.link_approx)
 

@@ -63,6 +63,7 @@ class LinearizedMarglik(TuningMethod):
     pooling: float = 3.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_pooling(self.pooling)
 
     def _search(self, la: Posterior) -> TuningHistory:
@@ -98,5 +99,6 @@ def linearized(
         raise ValueError('Linearised methods know the structures "scalar" and "layerwise".')
     if isinstance(train_loader, LinearizedModel):
         train_loader.check_training_data(la.n_data, float(la.loss))
+        train_loader.check_prior_mean(la.prior_mean)
         return train_loader
     return la.linearize(train_loader, progress_bar=progress_bar)

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from laplace.utils import fix_prior_prec_structure
 
+from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 from laplace_lora_ext.tuning.history import TuningHistory
+
+_COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size")  # options of some methods
+_STRUCTURES = ["scalar", "layerwise", "diag"]
 
 
 def check_max_examples(max_examples: int) -> None:
@@ -35,6 +39,11 @@ class TuningMethod:
     init_prior_prec: float | torch.Tensor = 1.0
     prior_structure: str = "scalar"
     progress_bar: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts(**{name: getattr(self, name) for name in _COUNTS if hasattr(self, name)})
+        if self.prior_structure not in _STRUCTURES:
+            raise ValueError(f"prior_structure {self.prior_structure!r} is none of {_STRUCTURES}.")
 
     def __call__(self, la: Posterior) -> TuningHistory:
         """Choose the prior precision of a fitted `LoRALaplace`; an error restores the old one."""

@@ -75,6 +75,7 @@ class SecondTraining(TuningMethod):
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out must be between 0 and 1, not {self.held_out}.")
         if not 1 <= self.trainings <= 1 / self.held_out:

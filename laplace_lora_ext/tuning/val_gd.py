@@ -60,6 +60,7 @@ class ValGD(TuningMethod):
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_link(self.link_approx)
 
     def _search(self, la: Posterior) -> TuningHistory:
@@ -71,15 +72,16 @@ class ValGD(TuningMethod):
             raise NotImplementedError(
                 'method="val_gd" needs hessian_structure="lowrank_kron": use "gridsearch" instead.'
             )
-        history = minimize_validation_loss(
-            statistics,
-            logarithm,
-            predictive_loss(la, self.link_approx, self.n_samples),
-            self.n_steps,
-            self.lr,
-            self.batch_size,
-            self.generator,
-            self.progress_bar,
-        )
+        with torch.autocast(statistics.f_mu.device.type, enabled=False):  # of the backward pass
+            history = minimize_validation_loss(
+                statistics,
+                logarithm,
+                predictive_loss(la, self.link_approx, self.n_samples),
+                self.n_steps,
+                self.lr,
+                self.batch_size,
+                self.generator,
+                self.progress_bar,
+            )
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from laplace_lora_ext import from_pretrained
 from tests.support.models import ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted
 
@@ -43,3 +44,23 @@ def test_a_new_temperature_is_that_of_a_posterior_made_with_it(structure):
         la.predictive_moments(batch).f_var, other.predictive_moments(batch).f_var
     )
     assert la.log_marginal_likelihood() == other.log_marginal_likelihood()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("value", [torch.ones(8), torch.ones(0), np.array([2.0]), "2", None, [2.0]])
+def test_a_temperature_is_one_number(value, structure):
+    la = fitted(structure=structure)
+    with pytest.raises(ValueError, match="temperature must be one number, not "):
+        la.temperature = value
+    assert la.temperature == 1.0
+
+
+@pytest.mark.parametrize("value", [2, np.float32(2), np.int64(2), torch.tensor([[2.0]])])
+def test_a_temperature_of_any_type_can_be_saved(value, tmp_path):
+    la, (batch, *_) = fitted(), ragged_batches()
+    la.temperature = value
+    la.save_pretrained(tmp_path)
+    loaded = from_pretrained(la.model.model, tmp_path)
+    assert torch.equal(la(batch), loaded(batch))
+    la.temperature = 2.0
+    assert torch.equal(la(batch), loaded(batch))

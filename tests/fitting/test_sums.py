@@ -113,6 +113,26 @@ def test_a_rank_that_fails_stops_all_and_nothing_is_lost(where):
     assert third == first
 
 
+def test_a_rank_whose_model_has_changed_stops_all():
+    def job(rank):
+        la = posterior()
+        la.fit(strided_loader())
+        if rank == 1:
+            la.blocks[0].weight.data.mul_(2)
+        try:
+            la.fit(strided_loader(), override=False)
+        except Exception as error:
+            return error
+        return None
+
+    started = time.perf_counter()
+    first, second, third = failures(on_ranks(job, 3))
+    assert "have changed since the fit" in second
+    assert first.startswith(f"Rank 1 failed. RuntimeError: {second}")
+    assert third == first
+    assert time.perf_counter() - started < 30
+
+
 def test_a_rank_that_is_killed_leaves_no_other_waiting():
     def job(rank):
         la = posterior()

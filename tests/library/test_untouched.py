@@ -7,83 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+import laplace_lora_ext.lora_laplace
 from tests.support.models import laplace_keywords, lora_model, pairs, plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, make
-
-HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
-
-
-class Snapshot:
-    """All of a model and of torch's global state that a user could see changed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = {
-            name: (p, p.detach().clone(), p.requires_grad, p.grad)
-            for name, p in model.named_parameters()
-        }
-        self.gradients = {
-            name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
-        }
-        self.buffers = {name: b.clone() for name, b in model.named_buffers()}
-        modules = dict(model.named_modules())
-        self.training = {name: module.training for name, module in modules.items()}
-        self.attributes = {name: set(vars(module)) for name, module in modules.items()}
-        self.hooks = {
-            (name, kind): dict(getattr(module, kind) or {})
-            for name, module in modules.items()
-            for kind in HOOKS
-        }
-        self.config = model.config.to_dict() if hasattr(model, "config") else None
-        self.torch = {
-            "grad mode": torch.is_grad_enabled(),
-            "inference mode": torch.is_inference_mode_enabled(),
-            "default dtype": torch.get_default_dtype(),
-            "autocast": (torch.ones(1, 1) @ torch.ones(1, 1)).dtype,
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "threads": torch.get_num_threads(),
-        }
-        self.random_state = torch.get_rng_state()
-
-    def assert_equal(self, model: nn.Module, random_state: bool = True) -> None:
-        now = Snapshot(model)
-        assert now.torch == self.torch
-        assert now.training == self.training
-        assert now.hooks == self.hooks
-        assert now.attributes == self.attributes
-        assert now.config == self.config
-        assert list(now.parameters) == list(self.parameters)
-        for name, (parameter, value, requires_grad, grad) in self.parameters.items():
-            assert now.parameters[name][0] is parameter, name
-            assert torch.equal(now.parameters[name][1], value), name
-            assert now.parameters[name][2] == requires_grad, name
-            assert now.parameters[name][3] is grad, name
-            if grad is not None:
-                assert torch.equal(grad, self.gradients[name]), name
-        for name, value in self.buffers.items():
-            assert torch.equal(now.buffers[name], value), name
-        if random_state:
-            assert torch.equal(now.random_state, self.random_state)
-
-
-def half_trained(model: nn.Module) -> nn.Module:
-    """Unlike any default: mixed modes, some gradients, odd flags, and hooks of the user's."""
-    generator = torch.Generator().manual_seed(3)
-    model.train()
-    for index, module in enumerate(model.modules()):
-        if index % 3 == 1:
-            module.training = False
-        if type(module) is nn.Linear:
-            module.register_forward_hook(lambda *args: None)
-            module.register_forward_pre_hook(lambda *args: None)
-    for index, parameter in enumerate(model.parameters()):
-        if index % 2:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = noise.to(parameter)
-        if index % 5 == 0:
-            parameter.requires_grad_(not parameter.requires_grad)
-    return model
+from tests.support.snapshots import Snapshot, half_trained
 
 
 @pytest.fixture(params=["bert", "gpt2"])
@@ -291,6 +219,26 @@ def test_a_failing_refit_leaves_the_fit_before_it(structure, failure, override):
     before.assert_equal(model)
     for now, then in zip(state(), expected, strict=True):
         assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("step", ["flattened", "FittedModel", "MapAgreement"])
+def test_an_interrupt_after_the_pass_leaves_the_fit_before_it(structure, step, monkeypatch):
+    la, (X, _) = make(plain_model(), structure), pairs()[0]
+    la.fit(pairs(2))
+    before = {name: getattr(la, name) for name in ("n_data", "loss", "H", "mean", "_fitted")}
+    expected = la.log_marginal_likelihood(), la(X)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(laplace_lora_ext.lora_laplace, step, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            la.fit(pairs(3), override=False)
+    assert all(getattr(la, name) is value for name, value in before.items())
+    assert torch.equal(la.log_marginal_likelihood(), expected[0])
+    assert torch.equal(la(X), expected[1])
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

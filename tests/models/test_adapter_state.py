@@ -67,6 +67,53 @@ def test_an_adapter_that_plays_no_part_is_refused(use):
     USES[use](la, ragged_batches())
 
 
+@pytest.mark.parametrize("target", ["c_attn", "mlp.c_fc"])  # in the posterior's layers, or not
+@pytest.mark.parametrize("use", USES)
+def test_another_adapter_that_is_active_too_is_refused(use, target):
+    model = lora_model("gpt2")
+    config = LoraConfig(r=2, target_modules=[target], fan_in_fan_out=True, init_lora_weights=False)
+    model.add_adapter("other", config)
+    la = fitted("gpt2", model=model)
+    model.base_model.set_adapter(["default", "other"])
+    for refused in (USES[use], lambda la, batches: la.fit(batches)):
+        with pytest.raises(RuntimeError, match=r"'default' alone, but in .*other is active"):
+            refused(la, ragged_batches())
+    model.set_adapter("default")
+    USES[use](la, ragged_batches())
+
+
+def unload(model):
+    model.unload()
+
+
+def replace(model):
+    config = model.peft_config["default"]
+    model.delete_adapter("default")
+    model.add_adapter("default", config)
+    model.set_adapter("default")
+
+
+@pytest.mark.parametrize("change", [unload, replace])
+@pytest.mark.parametrize("use", USES)
+def test_weights_that_the_model_has_no_more_are_named(use, change):
+    model = lora_model("gpt2")
+    la = fitted("gpt2", model=model)
+    change(model)
+    for refused in (USES[use], lambda la, batches: la.fit(batches)):
+        with pytest.raises(RuntimeError, match=rf"no longer in the model: {la.blocks[0].name}"):
+            refused(la, ragged_batches())
+
+
+def test_a_fit_says_why_an_adapter_plays_no_part():
+    model = lora_model("bert")
+    la = fitted(model=model)
+    with model.disable_adapter(), pytest.raises(RuntimeError, match=r"is disabled: call"):
+        la.fit(ragged_batches())
+    model.merge_adapter()
+    with pytest.raises(RuntimeError, match=r"is merged into the base model: call"):
+        la.fit(ragged_batches())
+
+
 def test_weights_in_half_precision_are_compared_as_they_are_kept():
     la = fitted(dtype=torch.bfloat16)
     assert torch.isfinite(la(ragged_batches()[0])).all()

@@ -3,9 +3,10 @@
 import copy
 import gc
 import pickle
-from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Event, Thread
 
+import pytest
 import torch
 from torch import nn
 
@@ -57,6 +58,40 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
         for future in [pool.submit(use) for use in uses * 6]:
             future.result()
     torch.testing.assert_close(la.log_marginal_likelihood(), expected[1], rtol=1e-6, atol=0)
+
+
+USES = {
+    "state": lambda la, folder: la.state_dict()["prior_precision"],
+    "save": lambda la, folder: la.save_pretrained(folder),
+    "samples": lambda la, folder: la.sample(1, torch.Generator()),
+    "adapters": lambda la, folder: la.sample_adapters(1, folder),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_nothing_of_a_prior_precision_that_is_only_tried_gets_out(use, tmp_path):
+    la = fitted()
+    trying, go_on = Event(), Event()
+
+    def loss(*_: torch.Tensor) -> torch.Tensor:
+        trying.set()
+        assert go_on.wait(30)
+        return torch.zeros(())
+
+    def tune() -> None:
+        la.optimize_prior_precision(
+            method="gridsearch", val_loader=ragged_batches(), loss=loss, grid_size=2
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        tuning = pool.submit(tune)
+        assert trying.wait(30)
+        using = pool.submit(USES[use], la, tmp_path)
+        done, _ = wait([using], timeout=0.5)
+        go_on.set()
+        tuning.result()
+        using.result()
+    assert not done
 
 
 def test_a_model_has_one_lock_and_another_model_another():

@@ -9,8 +9,16 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
+from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.models.model_state import FittedModel, ModelState, Weight
-from tests.support.models import CLASS_TOKEN_IDS, lora_model, plain_model, ragged_batches
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    lora_model,
+    pairs,
+    plain_model,
+    ragged_batches,
+    with_lora,
+)
 from tests.support.posteriors import STRUCTURES, fitted, make
 
 RANK = {"backend_kwargs": {"rank": 3}}
@@ -235,3 +243,48 @@ def test_weights_of_another_kind_of_tensor_are_passed_over():
     layer = model.base_model.model.bert.pooler.dense
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantized), requires_grad=False)
     assert torch.isfinite(fitted(model=model)(ragged_batches()[0])).all()
+
+
+def test_a_scaling_outside_the_posterior_counts_as_well(tmp_path):
+    model = lora_model("bert")
+    la = fitted(model=model, target_modules=["value"])
+    la.save_pretrained(tmp_path)
+    changed_scaling(model)
+    with pytest.raises(RuntimeError, match=r"self\.query was 2\.0 at the fit, and now is 6\.0"):
+        la(ragged_batches()[0])
+    with pytest.raises(ValueError, match=r"self\.query was 2\.0 at the fit, and now is 6\.0"):
+        from_pretrained(model, tmp_path)
+    la.fit(ragged_batches())
+    la(ragged_batches()[0])
+
+
+class Normed(nn.Module):
+    """Has running averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 6), nn.BatchNorm1d(6)
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)).tanh())
+
+
+def test_running_averages_that_move_after_the_fit_are_named(tmp_path):
+    model, batches = with_lora(Normed(), "first", "second"), pairs(2)
+    la = make(model)
+    la.fit(batches)
+    la(batches[0][0])
+    la.save_pretrained(tmp_path)
+    model.train()(batches[0][0])
+    with pytest.raises(RuntimeError, match=r"norm\.running_mean differs from that of the fit"):
+        la(batches[0][0])
+    with pytest.raises(ValueError, match=r"norm\.running_mean differs from that of the fit"):
+        from_pretrained(model, tmp_path)
+
+
+def test_a_state_from_before_scalings_were_kept_is_loaded():
+    la = fitted()
+    state = la.state_dict()
+    del state["model"]["scalings"]
+    la.load_state_dict(state)

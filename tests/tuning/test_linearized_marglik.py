@@ -181,3 +181,15 @@ def test_pairs_of_a_loader_do():
     la.fit(loader)
     history = la.optimize_prior_precision(method=METHOD, train_loader=loader)
     assert history.objective[-1] >= history.objective[0]
+
+
+@pytest.mark.parametrize("method", ["linearized_marglik", "linearized_loo"])
+def test_a_model_linearised_with_another_prior_mean_is_refused(method):
+    la = fitted()
+    model = la.linearize(ragged_batches())
+    la.prior_mean = 0.5
+    with pytest.raises(ValueError, match=r"another prior_mean: call linearize again"):
+        la.optimize_prior_precision(method=method, train_loader=model)
+    model = la.linearize(ragged_batches())
+    la.prior_mean = torch.tensor([0.5])
+    la.optimize_prior_precision(method=method, train_loader=model, n_steps=2)

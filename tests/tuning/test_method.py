@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
 
 from laplace_lora_ext import GridSearch, LinearizedLOO, Marglik, TuningHistory, ValGD
+from laplace_lora_ext.tuning import METHODS, required_data
 from tests.support.models import ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted
 
@@ -84,3 +85,20 @@ def test_a_loo_that_fails_leaves_the_prior_precision():
         with pytest.raises(ValueError, match=message):
             LinearizedLOO(train_loader=data, init_prior_prec=7.0)(la)
         assert la.prior_precision.tolist() == [0.4]
+
+
+@pytest.mark.parametrize("option", ["n_samples", "n_steps", "grid_size", "batch_size"])
+@pytest.mark.parametrize("name", METHODS)
+def test_numbers_of_things_are_at_least_1(name, option):
+    method = METHODS[name]
+    if option not in {field.name for field in fields(method)}:
+        return
+    data = dict.fromkeys(required_data(name), ())
+    with pytest.raises(ValueError, match=f"{option} must be at least 1"):
+        method(**data, **{option: 0})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_structure_that_does_not_exist_is_refused(name):
+    with pytest.raises(ValueError, match="prior_structure 'layers' is none of"):
+        METHODS[name](**dict.fromkeys(required_data(name), ()), prior_structure="layers")
