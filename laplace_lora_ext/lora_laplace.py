@@ -286,10 +286,8 @@ class LoRALaplace(ParametricLaplace):
             fitted._adopt(H, n_data)
             fitted.loss, fitted.n_data = loss, n_data
             fitted.n_outputs = self.model.output_size
-            fitted.mean, fitted._fitted = (
-                flattened(self.blocks),
-                FittedModel(self.model, self.blocks),
-            )
+            fitted.mean = flattened(self.blocks)
+            fitted._fitted = FittedModel(self.model, self.blocks)
             fitted._posterior_scale = None
             fitted._agreement = MapAgreement()
         vars(self).update(vars(fitted))
