@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
-from pathlib import Path
 from typing import Any
 
 import torch
 from laplace.baselaplace import ParametricLaplace
 from laplace.curvature import CurvatureInterface
 from torch import nn
-from torch.utils.data import DataLoader
 
+import laplace_lora_ext.fit as data_fit
 import laplace_lora_ext.saving as saving
 import laplace_lora_ext.state as state
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.fitting import kind
-from laplace_lora_ext.fitting.checkpoint import keeper_in
 from laplace_lora_ext.fitting.hosts_pass import curvature_of
 from laplace_lora_ext.fitting.hyperparameters import Positive
 from laplace_lora_ext.fitting.moving import check_model, follow
-from laplace_lora_ext.fitting.sums import sums_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.linearized import of_posterior
 from laplace_lora_ext.linearized.basis import eigenbasis
-from laplace_lora_ext.models.adapter_state import check_runs
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
@@ -40,9 +35,8 @@ from laplace_lora_ext.models.lora_layers import (
 )
 from laplace_lora_ext.models.model_state import FittedModel
 from laplace_lora_ext.models.preference_model import PreferenceModel
-from laplace_lora_ext.models.weights import flattened, held
+from laplace_lora_ext.models.weights import held
 from laplace_lora_ext.passes import jacobians
-from laplace_lora_ext.passes.checks import check_called
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive import decisions, networks, posterior_predictive
 from laplace_lora_ext.predictive.links import shared_noise
@@ -50,7 +44,6 @@ from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.predictive.moments import Moments, uncorrelated
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.tuning import by_name, prior
 
 
@@ -227,71 +220,7 @@ class LoRALaplace(ParametricLaplace):
         with self._prepared():
             return super().backend
 
-    @exclusive
-    @torch.inference_mode(False)  # what is kept must not be inference tensors
-    def fit(
-        self,
-        train_loader: DataLoader | Iterable[Any],
-        override: bool = True,
-        progress_bar: bool = False,
-        *,
-        checkpoint: str | Path | None = None,
-        every: int = 100,
-    ) -> None:
-        """Fit the posterior around the model's present weights.
-
-        If an error occurs, the model and the previous fit stay as they were.
-
-        In a `torch.distributed` process group, call this on every rank, each with its own shard of
-        the data (a `DistributedSampler`, or a loader that Accelerate prepared): all ranks end with
-        the posterior of all data. The same goes for `predictive_statistics`, `linearize` and
-        `optimize_prior_precision`. Each rank makes its own predictions.
-
-        Parameters
-        ----------
-        train_loader : DataLoader or iterable
-            of mappings with labels, or of pairs `(X, y)`; read once
-        override : bool, default=True
-            False adds the data to those of the previous fit
-        progress_bar : bool, default=False
-        checkpoint : str or Path, optional
-            a folder for the sums so far. After an interruption the same call continues from there,
-            provided that the loader gives the same batches again (seed it if it shuffles). A
-            completed fit deletes its file
-        every : int, default=100
-            number of batches between two writes of the checkpoint
-
-        Raises
-        ------
-        ValueError
-            If the loader is empty, labels don't fit, a number is not finite, two processes differ
-            in weights or settings or have the same data, or the checkpoint is damaged or of
-            another fit. The message names the batch and the layer.
-        RuntimeError
-            If some LoRA layers are never called, or another rank has failed.
-        """
-        with together():
-            if override:
-                check_runs(self.model, self.blocks)
-            else:
-                self._check_model()
-            follow(self)
-            keeper = keeper_in(checkpoint, every, self)
-            H, loss, n_data, called = sums_of(self, train_loader, keeper, progress_bar)
-            if override or not self.n_data:
-                check_called(self.blocks, called)
-            if self.n_data and not override:
-                H, loss, n_data = self._sums() + H, loss + self.loss, n_data + self.n_data
-            fitted = copy(self)  # which an error leaves behind
-            fitted._adopt(H, n_data)
-            fitted.loss, fitted.n_data = loss, n_data
-            fitted.n_outputs = self.model.output_size
-            fitted.mean = flattened(self.blocks)
-            fitted._fitted = FittedModel(self.model, self.blocks)
-            fitted._posterior_scale = None
-            fitted._agreement = MapAgreement()
-        vars(self).update(vars(fitted))
-        keeper.remove()
+    fit: Any = data_fit.fit
 
     _check_model = check_model
 

@@ -17,7 +17,7 @@ FOLDERS = [
 FLOORS = [
     {"messages", "undoing", "precision", "files", "metrics", "likelihoods"},
     *({folder} for folder in FOLDERS),
-    {"saving", "state"},
+    {"fit", "saving", "state"},
     {"lora_laplace"},
     {"lowrank_kron", "structures"},
     {"language_model"},

@@ -15,6 +15,7 @@ from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.passes import visit_jacobians
 from laplace_lora_ext.passes.parts import in_parts
 from laplace_lora_ext.processes.exchange import count
@@ -35,16 +36,17 @@ def linearize(
     model: LogitsModel,
     blocks: Sequence[Block],
     likelihood: Likelihood,
-    distance: torch.Tensor,
+    prior_mean: float | torch.Tensor,
     loader: Iterable[Any],
     basis: Basis,
     progress_bar: bool,
 ) -> LinearizedModel:
     """Features of the Jacobians at the trained weights, and the logits there.
 
-    `distance`, `(parameters,)`, is that of the trained weights from the prior mean; the other
-    arguments, and what is raised, are those of `LoRALaplace.linearize`.
+    `prior_mean` and the other arguments, and what is raised, are those of `LoRALaplace.linearize`
+    and of its posterior.
     """
+    distance = flattened(blocks) - prior_mean
     parts = distance.split([block.weight.numel() for block in blocks])
     distances = [
         block.small_side_first(part.reshape(block.shape))
@@ -68,7 +70,7 @@ def linearize(
                 results.append(found[:3])
     f_mu, moved, y, features, own = _of_all_ranks(torch.cat(places), collected, results)
     fitted = f_mu, features, basis.feature_block, f_mu - moved, y
-    return LinearizedModel(*fitted, likelihood.name, own)
+    return LinearizedModel(*fitted, likelihood.name, own, prior_mean)
 
 
 def _of_all_ranks(

@@ -69,6 +69,8 @@ class LinearizedModel:
     likelihood : {"classification", "regression"}
     own : torch.Tensor, optional
         `(N, blocks, C (C + 1) / 2)`, upper triangles of R, of each block; 0 if omitted
+    prior_mean : float or torch.Tensor, default=0.0
+        θ₀, a number for all weights or `(parameters,)`
 
     Attributes
     ----------
@@ -76,8 +78,6 @@ class LinearizedModel:
     targets : torch.Tensor
     loss : float
         of the training set at the trained weights
-    prior_mean : torch.Tensor
-        of the posterior that it is of, `()`, `(1,)` or `(parameters,)`
 
     References
     ----------
@@ -98,6 +98,7 @@ class LinearizedModel:
         targets: torch.Tensor,
         likelihood: str,
         own: Stored | None = None,
+        prior_mean: float | torch.Tensor = 0.0,
     ) -> None:
         self.n_blocks = int(feature_block.max()) + 1
         self._f_mu = f_mu
@@ -110,7 +111,7 @@ class LinearizedModel:
         none = torch.zeros(self.n_blocks, n_pairs).expand(len(f_mu), -1, -1)
         self._own = none if own is None else own
         self.loss = self._likelihood.loss(f_mu, targets).item()
-        self.prior_mean = torch.zeros((), dtype=torch.float64)
+        self._prior_mean = torch.as_tensor(prior_mean).detach().cpu().double()
         self._mode = ModeFinder(self._features, offset.double(), targets, self._likelihood)
 
     def __len__(self) -> int:
@@ -164,7 +165,7 @@ class LinearizedModel:
 
     def check_prior_mean(self, prior_mean: float | torch.Tensor) -> None:
         """Refuse another prior mean than that of the offset."""
-        if (torch.as_tensor(prior_mean).detach().cpu().double() - self.prior_mean).any():
+        if (torch.as_tensor(prior_mean).detach().cpu().double() - self._prior_mean).any():
             raise ValueError(
                 "The linearised model was made with another prior_mean: call linearize again."
             )

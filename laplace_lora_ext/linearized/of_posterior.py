@@ -54,8 +54,6 @@ def linearize(
     la._check_model()
     fitted = la.model, la.blocks, la.trained_likelihood
     basis = Basis(la._eigenbasis(train_loader), n_features, one_generator(generator))
-    distance = la.mean - la.prior_mean
-    model = data.linearize(*fitted, distance, train_loader, basis, progress_bar)
-    model.prior_mean = torch.as_tensor(la.prior_mean).detach().cpu().double()
+    model = data.linearize(*fitted, la.prior_mean, train_loader, basis, progress_bar)
     model.check_training_data(la.n_data, float(la.loss))
     return model

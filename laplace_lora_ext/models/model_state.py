@@ -65,7 +65,7 @@ class ModelState:
         each buffer that is saved with them. Names leave out the adapter's, and other adapters are
         left out altogether
     scalings : dict
-        of every LoRA layer of the adapter, also outside the posterior, by name
+        of the LoRA layers of the adapter that are not in the posterior, by name
     """
 
     blocks: dict[str, tuple[list[int], float | None]]
@@ -77,6 +77,7 @@ class ModelState:
     @classmethod
     def of(cls, model: LogitsModel, blocks: Sequence[Block]) -> ModelState:
         """The state of a model as it is now."""
+        everywhere, ours = scalings_in(model, blocks[0].adapter), {b.lora_layer for b in blocks}
         return cls(
             {
                 _without_adapter(block.name, block.adapter): (list(block.weight.shape), scaling)
@@ -85,7 +86,7 @@ class ModelState:
             model.class_token_ids,
             model.mask_token_id,
             {name: Weight.of(weight) for name, weight in other_weights(model, blocks)},
-            scalings_in(model, blocks[0].adapter),
+            {name: scaling for name, scaling in everywhere.items() if name not in ours},
         )
 
     @classmethod

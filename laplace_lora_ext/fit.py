@@ -1,0 +1,90 @@
+"""Fits a posterior to training data, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from laplace_lora_ext.fitting.checkpoint import keeper_in
+from laplace_lora_ext.fitting.moving import follow
+from laplace_lora_ext.fitting.sums import sums_of
+from laplace_lora_ext.models.adapter_state import check_runs
+from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.model_state import FittedModel
+from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.weights import flattened
+from laplace_lora_ext.passes.checks import check_called
+from laplace_lora_ext.predictive.map_agreement import MapAgreement
+from laplace_lora_ext.processes.exchange import together
+
+
+@exclusive
+@torch.inference_mode(False)  # what is kept must not be inference tensors
+def fit(
+    la: Posterior,
+    train_loader: DataLoader | Iterable[Any],
+    override: bool = True,
+    progress_bar: bool = False,
+    *,
+    checkpoint: str | Path | None = None,
+    every: int = 100,
+) -> None:
+    """Fit the posterior around the model's present weights.
+
+    If an error occurs, the model and the previous fit stay as they were.
+
+    In a `torch.distributed` process group, call this on every rank, each with its own shard of
+    the data (a `DistributedSampler`, or a loader that Accelerate prepared): all ranks end with
+    the posterior of all data. The same goes for `predictive_statistics`, `linearize` and
+    `optimize_prior_precision`. Each rank makes its own predictions.
+
+    Parameters
+    ----------
+    train_loader : DataLoader or iterable
+        of mappings with labels, or of pairs `(X, y)`; read once
+    override : bool, default=True
+        False adds the data to those of the previous fit
+    progress_bar : bool, default=False
+    checkpoint : str or Path, optional
+        a folder for the sums so far. After an interruption the same call continues from there,
+        provided that the loader gives the same batches again (seed it if it shuffles). A
+        completed fit deletes its file
+    every : int, default=100
+        number of batches between two writes of the checkpoint
+
+    Raises
+    ------
+    ValueError
+        If the loader is empty, labels don't fit, a number is not finite, two processes differ
+        in weights or settings or have the same data, or the checkpoint is damaged or of
+        another fit. The message names the batch and the layer.
+    RuntimeError
+        If some LoRA layers are never called, or another rank has failed.
+    """
+    with together():
+        if override:
+            check_runs(la.model, la.blocks)
+        else:
+            la._check_model()
+        follow(la)
+        keeper = keeper_in(checkpoint, every, la)
+        H, loss, n_data, called = sums_of(la, train_loader, keeper, progress_bar)
+        if override or not la.n_data:
+            check_called(la.blocks, called)
+        if la.n_data and not override:
+            H, loss, n_data = la._sums() + H, loss + la.loss, n_data + la.n_data
+        fitted = copy(la)  # which an error leaves behind
+        fitted._adopt(H, n_data)
+        fitted.loss, fitted.n_data = loss, n_data
+        fitted.n_outputs = la.model.output_size
+        fitted.mean = flattened(la.blocks)
+        fitted._fitted = FittedModel(la.model, la.blocks)
+        fitted._posterior_scale = None
+        fitted._agreement = MapAgreement()
+    vars(la).update(vars(fitted))
+    keeper.remove()
