@@ -79,12 +79,10 @@ def test_statistics_of_another_temperature_choose_as_the_data_do(method):
     la = fitted()
     data = {"batches": ragged_batches(), "statistics": la.predictive_statistics(ragged_batches())}
     la.temperature = 0.01
-    options = {"agreement": {}, "val_gd": {"n_steps": 20, "generator": generator()}}
     name = "train_loader" if method == "agreement" else "val_loader"
     chosen = {}
     for kind, given in data.items():
-        if "generator" in options.get(method, {}):
-            options[method]["generator"] = generator()
-        la.optimize_prior_precision(method=method, **{name: given}, **options.get(method, {}))
+        options = {"n_steps": 20, "generator": generator()} if method == "val_gd" else {}
+        la.optimize_prior_precision(method=method, **{name: given}, **options)
         chosen[kind] = la.prior_precision
     torch.testing.assert_close(chosen["statistics"], chosen["batches"], rtol=1e-6, atol=0)
