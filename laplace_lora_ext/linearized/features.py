@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -63,13 +63,14 @@ class Features:
             result += values.flatten() @ features.flatten(0, 1)
         return result
 
-    def gram(self, roots: torch.Tensor) -> Gram:
-        """`Σ_n Φ_nᵀ A_nᵀ A_n Φ_n` of `(N, S, C)` roots A."""
+    def gram(self, roots: Callable[[slice], torch.Tensor]) -> Gram:
+        """`Σ_n Φ_nᵀ A_nᵀ A_n Φ_n` of A, of which a function gives those of some examples."""
 
         def parts() -> Iterator[torch.Tensor]:
             return (
-                (roots[part].to(features) @ features).flatten(0, 1)
+                (roots(part).to(features) @ features).flatten(0, 1)
                 for part, features in self.parts()
             )
 
-        return Gram(parts, roots.shape[0] * roots.shape[1], self.n_features)
+        n_rows = self.n_examples * roots(slice(0, 1)).shape[1]
+        return Gram(parts, n_rows, self.n_features)

@@ -10,7 +10,6 @@ from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.linearized.features import Features
 from laplace_lora_ext.linearized.gram import Gram, Precision
 
-_ROWS = 1024  # examples whose roots are computed at once
 _MOST_STEPS = 100
 _SUFFICIENT_GAIN = 1e-7  # nats that a step is expected to gain, after which no other follows
 _SUFFICIENT_SHARE = 1e-4  # of the expected gain, which a step must have
@@ -50,17 +49,10 @@ def whitener(
     With the curvature `H = R Rᵀ` and the own covariance K that is `R (I + Rᵀ K R)⁻¹ Rᵀ`, or
     `(I + H K)⁻¹ H`. Also half of the log-determinants of `I + Rᵀ K R`, summed.
     """
-    roots, half_logdet = torch.empty(0), torch.zeros((), dtype=torch.float64)
-    for start in range(0, len(f_mu), _ROWS):
-        part = slice(start, start + _ROWS)
-        R = scale**0.5 * likelihood.exact_seeds(f_mu[part].double()).dense().permute(1, 2, 0)
-        cholesky = torch.linalg.cholesky(torch.eye(R.shape[2]).to(R) + R.mT @ own[part] @ R)
-        found = torch.linalg.solve_triangular(cholesky, R.mT, upper=False)
-        if not start:  # in one piece from the beginning: joining parts would hold all of them twice
-            roots = found.new_empty(len(f_mu), *found.shape[1:])
-        roots[part] = found
-        half_logdet += cholesky.diagonal(dim1=1, dim2=2).log().sum()
-    return roots, half_logdet
+    R = scale**0.5 * likelihood.exact_seeds(f_mu.double()).dense().permute(1, 2, 0)
+    cholesky = torch.linalg.cholesky(torch.eye(R.shape[2]).to(R) + R.mT @ own @ R)
+    half_logdet = cholesky.diagonal(dim1=1, dim2=2).log().sum()
+    return torch.linalg.solve_triangular(cholesky, R.mT, upper=False), half_logdet
 
 
 class ModeFinder:
@@ -111,9 +103,7 @@ class ModeFinder:
             of the loss
         """
         solver = _Solver(self._features, deviation, self._gram)
-        v, dual, added = self._weights / deviation, self._dual, _times(own, self._dual)
-        f_mu = self._offset + self._features.times(deviation * v) + added
-        here = _Point(f_mu, v, dual, added)
+        here = self._last_mode(deviation, own)
         for _ in range(_MOST_STEPS):
             step, gain = self._step(here, own, scale, solver)
             size = self._size(here, step, gain, scale)
@@ -130,6 +120,11 @@ class ModeFinder:
         loss = self._likelihood.loss(here.f_mu, self._targets)
         return Mode(here.f_mu, here.v, here.energy(), loss, error.item())
 
+    def _last_mode(self, deviation: torch.Tensor, own: torch.Tensor) -> _Point:
+        added = _times(own, self._dual)
+        f_mu = self._features.times(self._weights).add_(self._offset).add_(added)
+        return _Point(f_mu, self._weights / deviation, self._dual, added)
+
     def _step(
         self, here: _Point, own: torch.Tensor, scale: float, solver: _Solver
     ) -> tuple[_Point, float]:
@@ -139,19 +134,30 @@ class ModeFinder:
         leaves `I + D Φᵀ B Φ D` for these.
         """
         deviation = solver.deviation
-        slope = scale * self._likelihood.slope(here.f_mu, self._targets)
+        roots = self._roots(here.f_mu, own, scale)
+        both = torch.empty(2, *here.f_mu.shape, dtype=torch.float64)
+        slope, left = both
+        torch.mul(self._likelihood.slope(here.f_mu, self._targets), scale, out=slope)
         pull = here.dual + slope
-        root, _ = whitener(self._likelihood, here.f_mu, own, scale)
-        left = _normal(root, _times(own, pull))
-        both = torch.stack([slope, left])
+        left.copy_(_normal(roots, _times(own, pull)))
         of_slope, of_left = deviation * self._features.transposed_times(both)
         gradient = here.v + of_slope
-        v = solver.solve(root, of_left - gradient)
+        v = solver.solve(roots, of_left - gradient)
         along = self._features.times(deviation * v)
-        dual = left - pull - _normal(root, along)
+        dual = left.sub_(pull).sub_(_normal(roots, along))
         added = _times(own, dual)
         gain = -(gradient @ v + (pull * added).sum()).item() / 2
-        return _Point(along + added, v, dual, added), gain
+        return _Point(along.add_(added), v, dual, added), gain
+
+    def _roots(self, f_mu: torch.Tensor, own: torch.Tensor, scale: float) -> torch.Tensor:
+        """Of all examples, in one piece: joining parts would hold all of them twice."""
+        roots = torch.empty(0)
+        for part in self._features.some_at_a_time():
+            found, _ = whitener(self._likelihood, f_mu[part], own[part], scale)
+            if not len(roots):
+                roots = found.new_empty(len(f_mu), *found.shape[1:])
+            roots[part] = found
+        return roots
 
     def _size(self, here: _Point, step: _Point, gain: float, scale: float) -> float | None:
         """What share of a step is made, so that it gains; None if none does."""
@@ -213,7 +219,7 @@ class _Solver:
             solution = self._conjugate_gradients(root, x, near)
             if solution is not None:
                 return solution
-        self.gram = self._features.gram(root)
+        self.gram = self._features.gram(root.__getitem__)
         return self.gram.precision(self.deviation).solve(x)
 
     def _conjugate_gradients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -132,21 +133,22 @@ class LinearizedModel:
             what the log-likelihood has beside the loss: regression's normalisation
         """
         by_block, deviation, own = self._prior(prior_precision)
-        root, half_logdet = whitener(self._likelihood, self._f_mu, own, scale)
-        gram = self._features.gram(root)
+        whitened = self._whitened(self._f_mu, own, scale)
+        gram = self._features.gram(lambda part: whitened(part)[0])
         self._mode.precondition(gram)
         precision = gram.precision(deviation)
         mode = self._mode(deviation, own, scale)
         evidence = constant - scale * mode.loss - mode.energy - precision.half_logdet()
-        evidence = evidence - half_logdet
         dimension = self._sum_by_block(precision.determined())
         scatter = self._sum_by_block(mode.coordinates.square()) / by_block
         # At the mode the prior's pull on what an example adds itself is the slope of its loss.
         slope = scale * self._likelihood.slope(mode.f_mu, self.targets)
         for part, features in self._features.parts():
-            whitened = (root[part].to(features) @ features).double() * deviation
-            identity = torch.eye(whitened.shape[1]).to(whitened)
-            sensitivity = root[part].mT @ (identity - precision.quadratic(whitened)) @ root[part]
+            root, half_logdet = whitened(part)
+            evidence -= half_logdet
+            rows = (root.to(features) @ features).double() * deviation
+            left = torch.eye(rows.shape[1]).to(rows) - precision.quadratic(rows)
+            sensitivity = root.mT @ left @ root
             own_blocks = from_triangle(self._own[part].double(), self._n_outputs)
             dimension += torch.einsum("ncd,nbcd->b", sensitivity, own_blocks) / by_block
             pull = torch.einsum("nc,nbcd,nd->b", slope[part], own_blocks, slope[part])
@@ -195,8 +197,8 @@ class LinearizedModel:
         """
         _, deviation, own = self._prior(prior_precision)
         f_mu = self._mode(deviation, own, scale).f_mu
-        root, _ = whitener(self._likelihood, f_mu, own, scale)
-        gram = self._features.gram(root)
+        whitened = self._whitened(f_mu, own, scale)
+        gram = self._features.gram(lambda part: whitened(part)[0])
         self._mode.precondition(gram)
         precision = gram.precision(deviation)
         identity = torch.eye(f_mu.shape[1]).to(f_mu)
@@ -204,7 +206,8 @@ class LinearizedModel:
         for part, features in self._features.parts():
             # Of the features alone: an example's own part is left out with it, and adds its prior.
             V = precision.quadratic(features.double() * deviation)
-            cavity = torch.linalg.solve(identity - V @ root[part].mT @ root[part], V)
+            root, _ = whitened(part)
+            cavity = torch.linalg.solve(identity - V @ root.mT @ root, V)
             f_var[part] = (cavity + cavity.mT) / 2 + own[part]
         slope = scale * self._likelihood.slope(f_mu, self.targets)
         return Moments(f_mu + (f_var @ slope[..., None]).squeeze(-1), f_var)
@@ -220,6 +223,12 @@ class LinearizedModel:
             sums = torch.einsum("nbt,b->nt", self._own[part].double(), weights)
             own[part] = from_triangle(sums, self._n_outputs)
         return by_block, by_block[self._block].rsqrt(), own
+
+    def _whitened(
+        self, f_mu: torch.Tensor, own: torch.Tensor, scale: float
+    ) -> Callable[[slice], tuple[torch.Tensor, torch.Tensor]]:
+        """`whitener` of some examples: made again where needed, for all together are large."""
+        return lambda part: whitener(self._likelihood, f_mu[part], own[part], scale)
 
     def _sum_by_block(self, values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(self.n_blocks).index_add(0, self._block, values)

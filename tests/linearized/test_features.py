@@ -25,7 +25,7 @@ def test_products_in_parts_are_those_of_the_whole(monkeypatch, rows):
     curvature = torch.einsum("ncf,ncd,ndg->fg", Phi, B, Phi)
     torch.testing.assert_close(features.normal_product(roots, w), curvature @ w)
     deviation = torch.rand(5).double()
-    precision = features.gram(roots).precision(deviation)
+    precision = features.gram(roots.__getitem__).precision(deviation)
     M = torch.eye(5).double() + deviation[:, None] * curvature * deviation
     torch.testing.assert_close(precision.solve(w), M.inverse() @ w)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from laplace_lora_ext import LinearizedModel
+from laplace_lora_ext.linearized import features
 from laplace_lora_ext.predictive.statistics import upper_triangle
 from tests.support.dense import LinearizedClassifier
 from tests.support.models import ragged_batches
@@ -18,6 +19,11 @@ from tests.support.posteriors import (
     sizes,
     some_precision,
 )
+
+
+@pytest.fixture(autouse=True)
+def several_parts(monkeypatch):
+    monkeypatch.setattr(features, "_ROWS", 6)  # of outputs
 
 
 @pytest.mark.parametrize("structure", PRIORS)
