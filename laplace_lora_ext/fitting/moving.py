@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged
+from laplace_lora_ext.models.placement import check_float64
 from laplace_lora_ext.models.posterior import Posterior
 
 
@@ -23,6 +24,8 @@ def follow(posterior: Posterior) -> None:
     now = [block.place for block in posterior.blocks]
     if now == posterior._places:
         return
+    for device, _ in now:
+        check_float64(device)
     if posterior.n_data:
         sums = posterior._packed(posterior._sums())
         posterior._adopt(posterior._unpacked(sums), posterior.n_data)

@@ -17,6 +17,7 @@ from laplace_lora_ext.messages import listed, warn
 from laplace_lora_ext.models.convolutions import PatchRows
 from laplace_lora_ext.models.embeddings import EmbeddingHalf, halves, is_embedding
 from laplace_lora_ext.models.placement import (
+    check_float64,
     check_in_place,
     check_reachable,
     device_of,
@@ -172,7 +173,8 @@ def find_blocks(
         one, if its weights are on the meta device, or if nothing matches the selection.
     NotImplementedError
         If LoRA layers of the adapter are not two linear maps, or share weights or compute them, or
-        if those of an embedding are sharded or offloaded; for X-LoRA, FSDP1 and DeepSpeed ZeRO-3.
+        if those of an embedding are sharded or offloaded; for X-LoRA, FSDP1, DeepSpeed ZeRO-3 and
+        devices that lack float64, such as MPS.
     """
     check_tuner(model)
     check_reachable(model)
@@ -198,6 +200,8 @@ def find_blocks(
     on_meta = [block.name for block in blocks if is_absent(block.layer)]
     if on_meta:
         raise ValueError(f"On the meta device are {listed(on_meta)}: load these weights first.")
+    for device in {block.device for block in blocks}:
+        check_float64(device)
     of_embeddings = [b.layer for b in blocks if isinstance(b.layer, EmbeddingHalf)]
     check_in_place(of_embeddings, "LoRA of an embedding")
     return blocks

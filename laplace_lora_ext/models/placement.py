@@ -1,4 +1,4 @@
-"""Reads weights that FSDP2 has sharded or Accelerate offloaded, and refuses what hides them."""
+"""Where weights are: reads sharded and offloaded ones, and refuses what can't be reached."""
 
 from __future__ import annotations
 
@@ -62,6 +62,17 @@ def check_reachable(model: nn.Module) -> None:
             "DeepSpeed ZeRO-3 hides LoRA weights from their modules: load the adapter without "
             "DeepSpeed, or shard with fully_shard (FSDP2)."
         )
+
+
+def check_float64(device: torch.device) -> None:
+    """Refuse a device that lacks float64, in which the posterior keeps its sums."""
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except TypeError as error:  # as of MPS
+        raise NotImplementedError(
+            f"The posterior keeps its sums in float64, which the device {device} lacks: move the "
+            'model with model.to("cpu").'
+        ) from error
 
 
 def check_in_place(layers: Sequence[Any], purpose: str) -> None:
