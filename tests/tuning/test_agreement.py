@@ -128,22 +128,22 @@ def test_what_cannot_be_compared_is_refused():
         regression.optimize_prior_precision(method=METHOD, train_loader=[X])
 
 
-def many(n: int = 60) -> DataLoader:
-    """Texts that are put together in batches of five."""
+def many(n: int = 60, batch_size: int = 5) -> DataLoader:
+    """Texts that are put together in batches."""
     texts = Texts(n)
-    return DataLoader(texts, batch_size=5)
+    return DataLoader(texts, batch_size=batch_size)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
 def test_of_many_examples_some_are_drawn(structure):
     la = fitted(structure=structure)
     options = {"method": METHOD, "n_samples": 2000}
-    whole = la.optimize_prior_precision(train_loader=many(300), **options)
+    whole = la.optimize_prior_precision(train_loader=many(300, 60), **options)
     assert whole.n_examples == 300
     chosen = []
     for seed in range(8):
         history = la.optimize_prior_precision(
-            train_loader=many(300), max_examples=150, generator=generator(seed), **options
+            train_loader=many(300, 60), max_examples=150, generator=generator(seed), **options
         )
         assert 110 < history.n_examples < 190
         chosen.append((la.prior_precision / whole.prior_precision[-1]).log().item())

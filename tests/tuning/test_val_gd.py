@@ -21,7 +21,8 @@ from tests.support.posteriors import (
 def test_val_gd_finds_the_best_scalar(dtype, tail):
     la, validation = overconfident(dtype=dtype, tail=tail)
     grid = torch.logspace(-3, 3, 61)
-    losses = [validation_loss(la, point, validation, link_approx="probit") for point in grid]
+    whole = [{key: torch.cat([batch[key] for batch in validation]) for key in validation[0]}]
+    losses = [validation_loss(la, point, whole, link_approx="probit") for point in grid]
     best = grid[losses.index(min(losses))].item()
     assert grid[0] < best < grid[-1]
     history = la.optimize_prior_precision(
@@ -29,7 +30,7 @@ def test_val_gd_finds_the_best_scalar(dtype, tail):
     )
     assert history.objective.min().item() <= min(losses) + 1e-5
     assert la.prior_precision.log().item() == pytest.approx(math.log(best), abs=0.15)
-    here = validation_loss(la, la.prior_precision, validation, link_approx="probit")
+    here = validation_loss(la, la.prior_precision, whole, link_approx="probit")
     assert history.objective.min().item() == pytest.approx(here, rel=1e-5)
 
 
