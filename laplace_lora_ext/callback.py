@@ -194,7 +194,7 @@ def _figures(la: Any, loader: DataLoader | None) -> dict[str, float]:
     """
     figures = {
         "laplace_evidence": la.log_marginal_likelihood().item(),
-        "laplace_prior_precision": torch.as_tensor(la.prior_precision).mean().item(),
+        "laplace_prior_precision": la.prior_precision.mean().item(),
     }
     if loader is None or la.trained_likelihood.is_gaussian:
         return figures

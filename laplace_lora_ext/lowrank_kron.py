@@ -16,6 +16,7 @@ from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.default_device import as_tensor
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.passes import visit_jacobians
 from laplace_lora_ext.passes.parts import in_parts
@@ -205,7 +206,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             statistics = x
         else:
             statistics = self._statistics((x, None), self._device, self._dtype)
-        prior_precision = torch.as_tensor(self.prior_precision)
+        prior_precision = as_tensor(self.prior_precision)
         variances = statistics.variance_by_block(prior_precision, self._H_factor)
         return VarianceShares.of(self.blocks, variances.mean(0))
 

@@ -31,7 +31,7 @@ def save_pretrained(la: Posterior, folder: str | Path) -> None:
     """
     summary = {
         "evidence": la.log_marginal_likelihood().item(),
-        "mean_prior_precision": torch.as_tensor(la.prior_precision).mean().item(),
+        "mean_prior_precision": la.prior_precision.mean().item(),
         "n_data": la.n_data,
     }
     write_posterior(folder, la.state_dict(), summary)

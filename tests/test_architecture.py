@@ -15,7 +15,7 @@ FOLDERS = [
     *("fitting", "predictive", "linearized", "tuning", "text"),
 ]
 FLOORS = [
-    {"messages", "undoing", "precision", "files", "metrics", "likelihoods"},
+    {"messages", "readings", "undoing", "precision", "files", "metrics", "likelihoods"},
     *({folder} for folder in FOLDERS),
     {"fit", "saving", "state"},
     {"lora_laplace"},
@@ -109,6 +109,14 @@ def test_every_source_file_has_its_tests_and_every_folder_of_tests_its_sources()
         for test in (TESTS / folder).glob("test_*.py"):
             subject = test.stem.removeprefix("test_")
             assert subject == folder or f"{folder}.{subject}" in MODULES, test
+
+
+def test_tensors_stay_where_they_are():
+    """Within `set_aside`, torch's own function moves them to the CPU."""
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.as"):
+                assert "device" in {keyword.arg for keyword in node.keywords}, name
 
 
 def test_no_test_imports_from_another():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from laplace_lora_ext.likelihoods import LIKELIHOODS, Seeds
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block, find_blocks
 from laplace_lora_ext.passes import jacobians, record
+from laplace_lora_ext.readings import read
 
 PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
 """`backend_kwargs` of Yang et al. (ICLR 2024): KFAC-expand, rank 10, no tail."""
@@ -113,6 +115,8 @@ class LowRankKronInterface(CurvatureInterface):
     def accumulate(self, H: LowRankKron, x: Any, y: torch.Tensor) -> torch.Tensor:
         """Add the curvature of a batch to `H`, and return the batch's negative log-likelihood.
 
+        An error leaves sums that are of no use.
+
         Raises
         ------
         ValueError
@@ -133,7 +137,15 @@ class LowRankKronInterface(CurvatureInterface):
             recording.backward(self.seeds(logits, y), statistics.add_gradients)
             with torch.autocast(logits.device.type, enabled=False):
                 updates.finish()
+            self._check_finite(H)
             return self._likelihood.loss(logits, y)
+
+    def _check_finite(self, H: LowRankKron) -> None:
+        """Refuse sums that are not finite, and name the last such layer: gradients run backward."""
+        traces = read([block.output_factor.trace + block.input_factor.trace for block in H.blocks])
+        odd = [b.name for b, trace in zip(self.blocks, traces, strict=True) if not isfinite(trace)]
+        if odd:
+            raise ValueError(f"LoRA layer {odd[-1]}: non-finite numbers")
 
     def kron(
         self, x: Any, y: torch.Tensor, N: int | None = None, **kwargs: Any

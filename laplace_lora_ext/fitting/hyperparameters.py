@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from laplace_lora_ext.models.default_device import as_tensor
+
 
 class Positive:
     """An attribute of a posterior that must be positive and finite.
@@ -23,8 +25,7 @@ class Positive:
 
     def __set__(self, la: Any, value: Any) -> None:
         if isinstance(value, Real | torch.Tensor):
-            place = value.device if isinstance(value, torch.Tensor) else "cpu"
-            numbers = torch.as_tensor(value, device=place).detach()
+            numbers = as_tensor(value).detach()
             if not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
                 raise ValueError(
                     f"{self._name} must be positive and finite, not {numbers.tolist()}."

@@ -107,7 +107,10 @@ def _features(
         nonlocal moved
         jacobian = jacobian.to(moved)
         moved = moved + (jacobian * distances[index]).sum((-2, -1))
-        features[index], own[index] = (part.cpu() for part in basis(index, jacobian))
+        features[index], own[index] = basis(index, jacobian)
 
     f_mu = visit_jacobians(model, blocks, X, visit)
-    return f_mu, torch.cat(features, dim=2), torch.stack(own, dim=1), moved
+    # All blocks together: each copy from an accelerator waits for the work there.
+    of_all = torch.cat([part.to(f_mu.device) for part in features], dim=2)
+    own_of_all = torch.stack([part.to(f_mu.device) for part in own], dim=1)
+    return f_mu, of_all.cpu(), own_of_all.cpu(), moved

@@ -11,6 +11,7 @@ from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.linearized.features import Features
 from laplace_lora_ext.linearized.mode import ModeFinder, whitener
 from laplace_lora_ext.linearized.storage import Stored
+from laplace_lora_ext.models.default_device import as_tensor
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import from_triangle
 
@@ -112,7 +113,7 @@ class LinearizedModel:
         none = torch.zeros(self.n_blocks, n_pairs).expand(len(f_mu), -1, -1)
         self._own = none if own is None else own
         self.loss = self._likelihood.loss(f_mu, targets).item()
-        self._prior_mean = torch.as_tensor(prior_mean).detach().cpu().double()
+        self._prior_mean = as_tensor(prior_mean).detach().cpu().double()
         self._mode = ModeFinder(self._features, offset.double(), targets, self._likelihood)
 
     def __len__(self) -> int:
@@ -167,7 +168,7 @@ class LinearizedModel:
 
     def check_prior_mean(self, prior_mean: float | torch.Tensor) -> None:
         """Refuse another prior mean than that of the offset."""
-        if (torch.as_tensor(prior_mean).detach().cpu().double() - self._prior_mean).any():
+        if (as_tensor(prior_mean).detach().cpu().double() - self._prior_mean).any():
             raise ValueError(
                 "The linearised model was made with another prior_mean: call linearize again."
             )

@@ -13,6 +13,7 @@ from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
 from laplace_lora_ext.models.selection import adapters_of
+from laplace_lora_ext.readings import read
 
 
 def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
@@ -94,10 +95,10 @@ def check_unchanged(blocks: Sequence[Block], mean: torch.Tensor) -> None:
     `RuntimeError` names the first layer that differs.
     """
     parts = mean.split([block.weight.numel() for block in blocks])
-    for block, part in zip(blocks, parts, strict=True):
-        values = block.values.flatten()
-        if not torch.equal(values, part.to(values)):
-            raise RuntimeError(
-                f"The weights of LoRA layer {block.name} have changed since the fit: fit again, or "
-                "load the weights of the fit."
-            )
+    pairs = zip((block.values.flatten() for block in blocks), parts, strict=True)
+    differ = read([(values != part.to(values)).any() for values, part in pairs])
+    if any(differ):
+        raise RuntimeError(
+            f"The weights of LoRA layer {blocks[differ.index(True)].name} have changed since the "
+            "fit: fit again, or load the weights of the fit."
+        )

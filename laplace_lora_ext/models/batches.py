@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.default_device import as_tensor
 from laplace_lora_ext.processes.exchange import rank
 
 _PACKED = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "seq_idx")
@@ -79,7 +80,7 @@ def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) ->
     """
     for key, value in inputs.items():
         if isinstance(value, np.ndarray) or _is_nested_numbers(value):
-            inputs[key] = torch.as_tensor(np.asarray(value)).to(device)
+            inputs[key] = as_tensor(np.asarray(value)).to(device)
     _check_meaning(inputs)
     tokens, padding = inputs.get("input_ids"), pad_token(transformer)
     if tokens is not None and not tokens.shape[-1]:

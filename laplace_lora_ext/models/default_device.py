@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -25,6 +26,14 @@ def set_aside() -> Iterator[None]:
             yield
     finally:
         _USERS.reset(token)
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """A tensor where it is, and other numbers as one on the CPU.
+
+    Within `set_aside`, `torch.as_tensor` would move tensors from an accelerator to the CPU.
+    """
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def restored() -> AbstractContextManager[object]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from laplace_lora_ext.models.answers import AnswerTokens, takes_positions
 from laplace_lora_ext.models.batches import complete, examples_of, moved
 from laplace_lora_ext.models.compiled import running_eagerly, warn_if_compiled
-from laplace_lora_ext.models.default_device import restored, set_aside
+from laplace_lora_ext.models.default_device import as_tensor, restored, set_aside
 from laplace_lora_ext.models.locks import lock_of
 from laplace_lora_ext.models.padding import LeftPadding, rounding_of
 from laplace_lora_ext.models.placement import device_of
@@ -166,7 +166,7 @@ class LogitsModel(nn.Module):
                 f"{type(batch).__name__}."
             )
         try:
-            labels = torch.as_tensor(y)
+            labels = as_tensor(y)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"Labels must be numbers, not {type(y).__name__}: {error}.") from error
         if not labels.ndim:
@@ -248,7 +248,7 @@ class LogitsModel(nn.Module):
         """The batch without its labels on the model's device, of the same type as before."""
         transformer = self.transformer
         if isinstance(batch, np.ndarray):
-            batch = torch.as_tensor(batch)
+            batch = as_tensor(batch)
         if isinstance(batch, torch.Tensor):
             batch = batch.to(self.device)
             is_tokens = batch.ndim == 2 and not batch.is_floating_point()

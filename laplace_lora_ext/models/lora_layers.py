@@ -200,10 +200,10 @@ def find_blocks(
     on_meta = [block.name for block in blocks if is_absent(block.layer)]
     if on_meta:
         raise ValueError(f"On the meta device are {listed(on_meta)}: load these weights first.")
-    for device in {block.device for block in blocks}:
-        check_float64(device)
     of_embeddings = [b.layer for b in blocks if isinstance(b.layer, EmbeddingHalf)]
     check_in_place(of_embeddings, "LoRA of an embedding")
+    for device in {block.device for block in blocks}:
+        check_float64(device)
     return blocks
 
 

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import pad_token
+from laplace_lora_ext.models.default_device import as_tensor
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
 
 _NAMES = "input_ids", "attention_mask"
@@ -84,7 +85,7 @@ def _apart(batch: Mapping[str, Any], name: str) -> tuple[torch.Tensor, torch.Ten
     for pattern in (f"{name}_{{}}", f"{{}}_{name}"):
         chosen, rejected = pattern.format(_CHOSEN), pattern.format(_REJECTED)
         if chosen in batch and rejected in batch:
-            return torch.as_tensor(batch[chosen]), torch.as_tensor(batch[rejected])
+            return as_tensor(batch[chosen]), as_tensor(batch[rejected])
     return None
 
 

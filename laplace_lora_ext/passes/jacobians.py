@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes.record import record
 from laplace_lora_ext.passes.recording import Rows
+from laplace_lora_ext.readings import read
 
 
 def visit_jacobians(
@@ -23,12 +25,14 @@ def visit_jacobians(
     """One forward and one batched backward pass that give Jacobians block by block.
 
     `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where the
-    logits don't depend on the block. Only one is held at a time, unless examples share rows. The
-    function returns the logits `(B, C)`. With `enable_backprop`, Jacobians and logits are
-    differentiable in the inputs. Errors are those of `record`.
+    logits don't depend on the block. Only one is held at a time, unless examples share rows; that
+    all are finite is known at the end. The function returns the logits `(B, C)`. With
+    `enable_backprop`, Jacobians and logits are differentiable in the inputs. Errors are those of
+    `record`.
     """
     unreached = set(range(len(blocks)))
     of_examples: dict[int, list[torch.Tensor]] = {}  # where they come one at a time
+    sums: dict[int, torch.Tensor] = {}
 
     def take(rows: Rows) -> None:
         parts = of_examples.setdefault(rows.index, [])
@@ -38,12 +42,14 @@ def visit_jacobians(
         unreached.discard(rows.index)
         del of_examples[rows.index]
         jacobian = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if not torch.isfinite(jacobian.sum()):
-            raise ValueError("non-finite gradients")
+        sums[rows.index] = jacobian.detach().sum()
         visit(rows.index, blocks[rows.index].small_side_first(jacobian))
 
     with record(model, blocks, x, enable_backprop) as recording:
         recording.backward_every_output(take, enable_backprop)
+        for index, total in zip(sums, read(list(sums.values())), strict=True):
+            if not isfinite(total):
+                raise ValueError(f"LoRA layer {blocks[index].name}: non-finite gradients")
         for index in unreached:
             block = blocks[index]
             zeros = block.values.new_zeros(

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from laplace_lora_ext.models.default_device import as_tensor
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.passes.assignment import any_shared
 from laplace_lora_ext.processes.shards import rows
@@ -77,7 +78,7 @@ def parts_of(x: Any, n_outputs: int, n_examples: int | None = None) -> Iterator[
         B, where labels tell; inputs with other rows stay undivided
     """
     if isinstance(x, np.ndarray):
-        x = torch.as_tensor(x)
+        x = as_tensor(x)
     shapes = [value.shape for value in _tensors(x)]
     n_rows = len(x) if isinstance(x, torch.Tensor) else _common_length(shapes)
     size = max(1, _AT_ONCE // max(1, n_outputs * _n_positions(x)))

@@ -11,7 +11,7 @@ import torch
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.curvature.spectrum import Spectrum
 from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.models.default_device import set_aside
+from laplace_lora_ext.models.default_device import as_tensor, set_aside
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes import visit_jacobians
@@ -209,13 +209,13 @@ class PredictiveStatistics:
         self, prior_precision: float | torch.Tensor, scale: float | torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Posterior variances `(E,)` and `(F,)`: the inverses of the eigenvalues."""
-        deltas = torch.as_tensor(prior_precision).to(self.spectrum.leading)
+        deltas = as_tensor(prior_precision).to(self.spectrum.leading)
         n_blocks = self.spectrum.n_blocks
         if deltas.shape not in {(), (1,), (n_blocks,)}:
             raise ValueError(f"Give one prior precision, or one for each of {n_blocks} blocks.")
         if not (deltas > 0).all():
             raise ValueError("A prior precision must be above 0.")
-        scale = self.scale if scale is None else torch.as_tensor(scale).to(deltas)
+        scale = self.scale if scale is None else as_tensor(scale).to(deltas)
         leading, remaining = self.spectrum.shifted(scale, deltas)
         return leading.reciprocal().to(self.f_mu), remaining.reciprocal().to(self.f_mu)
 
@@ -254,17 +254,20 @@ def statistics_of_batch(
         block = H.blocks[index]
         leading, remainder = block.project(jacobian)
         remainder = remainder.transpose(1, 2)[:, : None if block.n_left_out else 0]
-        projections[index] = leading.flatten(2).to(device, dtype)
-        inner_products[index] = upper_triangle(remainder @ remainder.mT).to(device, dtype)
+        projections[index] = leading.flatten(2)
+        inner_products[index] = upper_triangle(remainder @ remainder.mT)
 
     with torch.autocast(blocks[0].device.type, enabled=False):
         f_mu = visit_jacobians(model, blocks, X, project)
     if y is not None:
         y = likelihood.check_targets(y, f_mu).to(device)
+    # All blocks together: each copy from an accelerator waits for the work there.
+    projections = torch.cat([part.to(f_mu.device) for part in projections], dim=2)
+    inner_products = torch.cat([part.to(f_mu.device) for part in inner_products], dim=1)
     return PredictiveStatistics(
         f_mu.to(device, dtype),
-        torch.cat(projections, dim=2),
-        torch.cat(inner_products, dim=1),
+        projections.to(device, dtype),
+        inner_products.to(device, dtype),
         H.spectrum,
         scale,
         y,
@@ -311,13 +314,14 @@ def of_all_ranks(
 
 def upper_triangle(matrices: torch.Tensor) -> torch.Tensor:
     """`(..., C, C)` symmetric matrices as `(..., C (C + 1) / 2)` numbers, row by row."""
-    rows, columns = torch.triu_indices(*matrices.shape[-2:])
+    rows, columns = torch.triu_indices(*matrices.shape[-2:], device=matrices.device)
     return matrices[..., rows, columns]
 
 
 def from_triangle(triangles: torch.Tensor, size: int) -> torch.Tensor:
     """`(..., C, C)` symmetric matrices from what `upper_triangle` returned."""
-    rows, columns = torch.triu_indices(size, size)
-    position = torch.empty(size, size, dtype=torch.long)
-    position[rows, columns] = position[columns, rows] = torch.arange(len(rows))
+    place = triangles.device
+    rows, columns = torch.triu_indices(size, size, device=place)
+    position = torch.empty(size, size, dtype=torch.long, device=place)
+    position[rows, columns] = position[columns, rows] = torch.arange(len(rows), device=place)
     return triangles[..., position]

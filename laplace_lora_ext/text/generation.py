@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import MaxTimeCriteria, PreTrainedModel
 
+from laplace_lora_ext.models.default_device import as_tensor
 from laplace_lora_ext.text.scores import TextScores
 
 Stop = Callable[[torch.Tensor, Any], Any]
@@ -66,7 +67,7 @@ class Settings:
             return next((value for value in found if value is not None), None)
 
         end = setting("eos_token_id")
-        endings = [] if end is None else torch.as_tensor(end).flatten().tolist()
+        endings = [] if end is None else as_tensor(end).flatten().tolist()
         criteria = generation_kwargs.get("stopping_criteria") or ()
         stops = [stop for stop in criteria if not isinstance(stop, MaxTimeCriteria)]
         tokenizer = generation_kwargs.get("tokenizer")

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from laplace_lora_ext.models.default_device import as_tensor
 from laplace_lora_ext.models.weights import LoRAWeights, Values
 from laplace_lora_ext.text import joined
 from laplace_lora_ext.text.perturbations import Draw, combined
@@ -120,7 +121,7 @@ class _Passes:
         """Change the cache as that of the model's own passes, which has `n_rows` rows."""
         if name in _CHANGES_OF_ROWS:
             (rows,) = (*args, *kwargs.values())
-            rows = torch.cat([torch.as_tensor(rows) + n_rows * place for place in range(self._n)])
+            rows = torch.cat([as_tensor(rows) + n_rows * place for place in range(self._n)])
             args, kwargs = (rows,), {}
         getattr(self._kept["past_key_values"], name)(*args, **kwargs)
 

@@ -113,7 +113,7 @@ class GridSearch(TuningMethod):
         targets = statistics.required_targets()
 
         def batches() -> Iterable[Any]:
-            moments = statistics.moments(torch.as_tensor(la.prior_precision), la._H_factor)
+            moments = statistics.moments(la.prior_precision, la._H_factor)
             sizes = statistics.batch_sizes
             return zip(moments.split(sizes), targets.split(sizes), strict=True)
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.tuning.evidence_search import maximize_linearized_evidence
@@ -95,7 +93,7 @@ def linearized(
     progress_bar: bool,
 ) -> LinearizedModel:
     """The linearised model of the data of the fit, whether or not it is made already."""
-    if len(torch.as_tensor(la.prior_precision)) == la.n_params:
+    if len(la.prior_precision) == la.n_params:
         raise ValueError('Linearised methods know the structures "scalar" and "layerwise".')
     if isinstance(train_loader, LinearizedModel):
         train_loader.check_training_data(la.n_data, float(la.loss))

@@ -54,7 +54,7 @@ class Marglik(TuningMethod):
     def _search(self, la: Posterior) -> TuningHistory:
         logarithms = [self._start(la).log().requires_grad_()]
         if self.optimize_sigma_noise:
-            logarithms.append(torch.as_tensor(la.sigma_noise).detach().log().requires_grad_())
+            logarithms.append(la.sigma_noise.detach().log().requires_grad_())
         history = maximize_evidence(
             la.log_marginal_likelihood,
             logarithms,

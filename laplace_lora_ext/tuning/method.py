@@ -9,6 +9,7 @@ import torch
 from laplace.utils import fix_prior_prec_structure
 
 from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.models.default_device import as_tensor
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 from laplace_lora_ext.tuning.history import TuningHistory
@@ -53,7 +54,7 @@ class TuningMethod:
             if count() > 1:  # ranks may differ in the last digit
                 chosen = of_first((la.prior_precision, la.sigma_noise))
                 la.prior_precision, la.sigma_noise = (
-                    torch.as_tensor(value).to(la._device) for value in chosen
+                    as_tensor(value).to(la._device) for value in chosen
                 )
                 history = TuningHistory(*of_first(tuple(vars(history).values())))
             return history
@@ -64,11 +65,11 @@ class TuningMethod:
     @property
     def _is_base(self) -> bool:
         """Whether the user gave several numbers to start from."""
-        return torch.as_tensor(self.init_prior_prec).numel() > 1
+        return as_tensor(self.init_prior_prec).numel() > 1
 
     def _start(self, la: Posterior) -> torch.Tensor:
         """Where the search starts: `(1,)`, `(blocks,)` or `(parameters,)`, in float64."""
-        start: Any = torch.as_tensor(self.init_prior_prec).detach()
+        start: Any = as_tensor(self.init_prior_prec).detach()
         if start.numel() == 1 and self.prior_structure != "scalar":
             sizes = la.n_layers, la.n_params, la._device, la._dtype
             start = fix_prior_prec_structure(start, self.prior_structure, *sizes)

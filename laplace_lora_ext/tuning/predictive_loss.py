@@ -25,12 +25,11 @@ def check_link(link_approx: str) -> None:
 
 def predictive_loss(la: Posterior, link_approx: str, n_samples: int) -> NegativeLogLikelihood:
     """Negative log-density of each target under Gaussian logits and, for classes, a link."""
-    sigma_noise = torch.as_tensor(la.sigma_noise)
 
     def loss(
         moments: Moments, targets: torch.Tensor, generator: torch.Generator | None
     ) -> torch.Tensor:
         link = _SMOOTH.get(link_approx) or sampled(n_samples, generator)
-        return la.trained_likelihood.predictive_loss(link, moments, targets, sigma_noise)
+        return la.trained_likelihood.predictive_loss(link, moments, targets, la.sigma_noise)
 
     return loss

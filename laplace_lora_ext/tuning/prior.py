@@ -14,7 +14,7 @@ from laplace_lora_ext.predictive.map_agreement import MapAgreement
 
 def log_determinant(la: Posterior) -> torch.Tensor:
     """Log-determinant of the prior precision, in float64."""
-    log_precision = torch.as_tensor(la.prior_precision).double().log()
+    log_precision = la.prior_precision.double().log()
     if len(log_precision) == la.n_params:
         return log_precision.sum()
     return (torch.tensor(la._sizes, device=la._device) * log_precision).sum()
@@ -23,7 +23,7 @@ def log_determinant(la: Posterior) -> torch.Tensor:
 def squared_distance(la: Posterior) -> torch.Tensor:
     """Squared distance of the weights from the prior mean under the prior, in float64."""
     squares = (la.mean - la.prior_mean).double().square()
-    precision = torch.as_tensor(la.prior_precision).double()
+    precision = la.prior_precision.double()
     if len(precision) == la.n_params:
         return squares @ precision
     by_block = torch.stack([part.sum() for part in squares.split(la._sizes)])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, SubsetRandomSampler
 
-from laplace_lora_ext.models.default_device import restored
+from laplace_lora_ext.models.default_device import as_tensor, restored
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, of_first
 from laplace_lora_ext.processes.shards import Shard
@@ -137,7 +137,7 @@ class SecondTraining(TuningMethod):
         # Other examples of the data set may be validation or test data.
         sampler = self.train_loader.sampler
         is_part = isinstance(sampler, SubsetRandomSampler)
-        places = torch.as_tensor(sampler.indices if is_part else range(len(data)))
+        places = as_tensor(sampler.indices if is_part else range(len(data)))
         ends = [round(n * self.held_out * len(places)) for n in range(self.trainings + 1)]
         sizes = [end - start for start, end in pairwise(ends)]
         if not 0 < min(sizes) <= max(sizes) < len(places):

@@ -77,23 +77,6 @@ def test_scaling_scales_the_matrix(kind):
     torch.testing.assert_close((factor * 3.0).to_matrix(), 3 * factor.to_matrix())
 
 
-@pytest.mark.parametrize("kind", ["dense", "low-rank"])
-def test_refuses_rows_that_are_not_finite_and_stays_as_it_was(kind):
-    device = torch.device("cpu")
-    factor = (
-        DenseFactor.zeros(5, device, torch.float32)
-        if kind == "dense"
-        else LowRankFactor.zeros(5, 2, device, torch.float32)
-    )
-    rows = torch.ones(3, 5)
-    factor.update(rows)
-    before = factor.to_matrix().clone()
-    rows[1, 2] = torch.nan
-    with pytest.raises(ValueError, match="non-finite"):
-        factor.update(rows)
-    torch.testing.assert_close(factor.to_matrix(), before, rtol=0, atol=0)
-
-
 def test_factors_of_all_shapes_take_rows_together_as_they_do_alone():
     sizes = [(30, 12), (30, 12), (30, 12), (17, 12), (30, 50), (500, 12), (0, 12)]
     waiting, alone = {}, []

@@ -25,3 +25,18 @@ def test_rows_wait_no_longer_than_the_limit_allows(monkeypatch):
     assert [list(group) for group in groups] == [large[:2], large[2:]]
     updates.finish()
     assert not groups[2]
+
+
+def test_rows_that_are_not_finite_show_in_the_trace_and_are_not_decomposed():
+    small = DenseFactor.zeros(12, torch.device("cpu"), torch.float64)
+    large = LowRankFactor.zeros(12, 2, torch.device("cpu"), torch.float64)
+    updates, rows = StreamingUpdates(limit=1), decaying_rows(9, 12)
+    for factor in (small, large):
+        updates.add(factor, rows)
+        assert factor.trace.isfinite()
+    columns, rows = large.columns.clone(), rows.clone()
+    rows[3, 5] = torch.nan
+    for factor in (small, large):
+        updates.add(factor, rows)
+        assert not factor.trace.isfinite()
+    assert torch.equal(large.columns, columns)

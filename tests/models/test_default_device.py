@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_lora_ext.models.default_device import restored, set_aside
+from laplace_lora_ext.models.default_device import as_tensor, restored, set_aside
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make
 from tests.support.texts import fitted_text, text_batches
@@ -104,3 +104,11 @@ def test_it_comes_back_after_an_error(elsewhere):
     assert torch.ones(1).is_meta
     with restored():
         assert torch.ones(1).is_meta
+
+
+def test_a_tensor_stays_where_it_is_and_numbers_are_on_the_cpu():
+    tensor = torch.ones(2, requires_grad=True)
+    with torch.device("meta"):
+        assert as_tensor(tensor) is tensor
+        assert as_tensor([1.0, 2.0]).device.type == "cpu"
+        assert as_tensor(3).item() == 3

@@ -1,0 +1,47 @@
+"""Numbers that are read together."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from laplace_lora_ext.readings import read
+from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import make
+
+READING = ("_local_scalar_dense", "equal", "nonzero")  # wait for an accelerator
+
+
+class Readings(TorchDispatchMode):
+    """Counts how often a program asks for a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in READING
+        return func(*args, **(kwargs or {}))
+
+
+def test_numbers_come_in_their_order_whatever_their_types():
+    numbers = [torch.tensor(2), torch.tensor(torch.nan), torch.tensor(True), torch.tensor(0.5)]
+    first, second, third, fourth = read(numbers)
+    assert (first, third, fourth) == (2, 1, 0.5)
+    assert second != second
+    assert read([]) == []
+    assert read([torch.ones((), requires_grad=True)]) == [1]
+
+
+def test_a_batch_is_read_as_often_whatever_the_number_of_layers():
+    counts, batches = [], ragged_batches()
+    for layers in ([0], None):
+        la = make(lora_model("bert"), layers_to_transform=layers)
+        la.fit(batches)  # the first pass proves more
+        with Readings() as fitting:
+            la.fit(batches)
+        with Readings() as predicting:
+            la(batches[0], link_approx="mean_field")
+        with Readings() as passing:
+            la.predictive_statistics(batches)
+        counts.append([each.count for each in (fitting, predicting, passing)])
+    assert counts[0] == counts[1]
+    assert min(counts[0]) > 0
