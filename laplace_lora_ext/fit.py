@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from laplace_lora_ext.fitting.checkpoint import keeper_in
 from laplace_lora_ext.fitting.moving import follow
 from laplace_lora_ext.fitting.sums import sums_of
-from laplace_lora_ext.models.adapter_state import check_runs
+from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.model_state import FittedModel
 from laplace_lora_ext.models.posterior import Posterior
@@ -64,7 +64,8 @@ def fit(
         in weights or settings or have the same data, or the checkpoint is damaged or of
         another fit. The message names the batch and the layer.
     RuntimeError
-        If some LoRA layers are never called, or another rank has failed.
+        If some LoRA layers are never called, the weights change while the data are read, or
+        another rank has failed.
     """
     with together():
         if override:
@@ -73,7 +74,9 @@ def fit(
             la._check_model()
         follow(la)
         keeper = keeper_in(checkpoint, every, la)
+        fitted_model, mean = FittedModel(la.model, la.blocks), flattened(la.blocks)
         H, loss, n_data, called = sums_of(la, train_loader, keeper, progress_bar)
+        _check_still(la, fitted_model, mean)
         if override or not la.n_data:
             check_called(la.blocks, called)
         if la.n_data and not override:
@@ -82,9 +85,20 @@ def fit(
         fitted._adopt(H, n_data)
         fitted.loss, fitted.n_data = loss, n_data
         fitted.n_outputs = la.model.output_size
-        fitted.mean = flattened(la.blocks)
-        fitted._fitted = FittedModel(la.model, la.blocks)
+        fitted.mean = mean
+        fitted._fitted = fitted_model
         fitted._posterior_scale = None
         fitted._agreement = MapAgreement()
     vars(la).update(vars(fitted))
     keeper.remove()
+
+
+def _check_still(la: Posterior, before: FittedModel, mean: torch.Tensor) -> None:
+    """Refuse sums of a model that has changed on the way, as by an optimizer in the loader."""
+    try:
+        check_unchanged(la.blocks, mean)
+        before.check()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"The model has changed while its training data were read. {error}"
+        ) from None

@@ -106,9 +106,12 @@ class Classification:
         """Negative log-density of each target under Gaussian logits, `(B,)`."""
         return nll_loss(link(*moments), y, reduction="none")
 
-    def metric(self, n_outputs: int) -> torchmetrics.Metric:
-        """The host's default loss of a grid search."""
-        return RunningNLLMetric()
+    def metric(self, sigma_noise: torch.Tensor) -> torchmetrics.Metric:
+        """Mean negative log-likelihood of predictions, the default loss of a grid search.
+
+        Sums are in float64, whatever the default type is.
+        """
+        return RunningNLLMetric().set_dtype(torch.float64)
 
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Targets in the shape and type that the losses take, unchecked."""
@@ -177,13 +180,11 @@ class Regression:
     def predictive_loss(
         self, link: Link, moments: Moments, y: torch.Tensor, sigma_noise: torch.Tensor
     ) -> torch.Tensor:
-        f_mu, f_var = moments
-        noise = sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
-        predictive = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
-        return -predictive.log_prob(y.to(f_mu))
+        return _gaussian_nll(*moments, y, sigma_noise)
 
-    def metric(self, n_outputs: int) -> torchmetrics.Metric:
-        return torchmetrics.MeanSquaredError(num_outputs=n_outputs)
+    def metric(self, sigma_noise: torch.Tensor) -> torchmetrics.Metric:
+        # The host's, the squared error of the mean, is the same under every prior.
+        return _GaussianNLL(sigma_noise)
 
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return (y[:, None] if y.ndim == 1 else y).to(dtype)
@@ -195,6 +196,36 @@ class Regression:
         if not torch.isfinite(targets).all():
             raise ValueError("non-finite targets")
         return targets
+
+
+def _gaussian_nll(
+    f_mu: torch.Tensor, f_var: torch.Tensor, y: torch.Tensor, sigma_noise: torch.Tensor
+) -> torch.Tensor:
+    """`(B,)`, of targets under Gaussian outputs and noise."""
+    noise = sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
+    return -torch.distributions.MultivariateNormal(f_mu, f_var + noise).log_prob(y.to(f_mu))
+
+
+class _GaussianNLL(torchmetrics.Metric):
+    """Mean negative log-density of targets under Gaussian outputs `(B, C)` and noise."""
+
+    def __init__(self, sigma_noise: torch.Tensor) -> None:
+        super().__init__()
+        self._sigma_noise = sigma_noise
+        for name in ("total", "n_examples"):
+            zero = torch.zeros((), dtype=torch.float64)
+            self.add_state(name, zero, dist_reduce_fx="sum")
+
+    def update(self, f_mu: torch.Tensor, f_var: torch.Tensor, y: torch.Tensor) -> None:
+        """Add examples with covariances `(B, C, C)`, or with variances `(B, C)`."""
+        f_var = torch.diag_embed(f_var) if f_var.ndim == f_mu.ndim else f_var
+        losses = _gaussian_nll(f_mu, f_var, y, self._sigma_noise)
+        self.total = self.total + losses.double().sum()
+        self.n_examples = self.n_examples + len(y)
+
+    def compute(self) -> torch.Tensor:
+        """`()`, in nats."""
+        return self.total / self.n_examples
 
 
 class LanguageModeling(Classification):

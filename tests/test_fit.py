@@ -116,3 +116,21 @@ def test_data_may_be_added_after_a_failing_refit(structure):
         assert la.n_data == 12
         evidences.append(la.log_marginal_likelihood())
     assert torch.equal(*evidences)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("which", ["lora", "base"])
+def test_weights_that_change_while_the_data_are_read_are_refused(structure, which):
+    la = make(plain_model(), structure)
+    la.fit(pairs(3))
+    before = la.log_marginal_likelihood()
+    weight = la.blocks[0].weight if which == "lora" else la.blocks[0].owner.base_layer.weight
+
+    def trained_on():
+        for batch in pairs(3):
+            yield batch
+            weight.data.mul_(1.5)
+
+    with pytest.raises(RuntimeError, match=r"while its training data were read\. The .*first"):
+        la.fit(trained_on())
+    assert torch.equal(la.log_marginal_likelihood(), before)

@@ -18,6 +18,7 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.default_device import as_tensor
 from laplace_lora_ext.processes.exchange import rank
 
+_OF_TEXTS = ("input_ids", "attention_mask")
 _PACKED = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "seq_idx")
 _LOGITS_TO_KEEP = ("logits_to_keep", "num_logits_to_keep")
 
@@ -80,7 +81,9 @@ def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) ->
     """
     for key, value in inputs.items():
         if isinstance(value, np.ndarray) or _is_nested_numbers(value):
-            inputs[key] = as_tensor(np.asarray(value)).to(device)
+            inputs[key] = as_tensor(_array(key, value)).to(device)
+    for key in _OF_TEXTS:
+        _check_rows(key, inputs.get(key))
     _check_meaning(inputs)
     tokens, padding = inputs.get("input_ids"), pad_token(transformer)
     if tokens is not None and not tokens.shape[-1]:
@@ -127,6 +130,29 @@ def pad_token(transformer: PreTrainedModel | None) -> int | None:
     config = None if transformer is None else text_config(transformer)
     pad_token_id = getattr(config, "pad_token_id", None)
     return pad_token_id if isinstance(pad_token_id, int) else None
+
+
+def _array(key: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError as error:  # lists of unequal lengths
+        raise ValueError(
+            f"The rows of {key} are not equally long: pad them, as the tokenizer's pad does."
+        ) from error
+
+
+def _check_rows(key: str, value: Any) -> None:
+    """Refuse tokens or a mask in a form that no model reads, and name it."""
+    form = None
+    if isinstance(value, (list, tuple)):
+        form = f"a {type(value).__name__} of {type(value[0]).__name__}" if value else "empty"
+    elif isinstance(value, torch.Tensor):
+        if value.is_nested or value.layout != torch.strided:
+            form = "a nested tensor" if value.is_nested else f"of layout {value.layout}"
+        elif value.ndim < 2:
+            form = f"of shape {tuple(value.shape)}"
+    if form is not None:
+        raise ValueError(f"{key} must be a dense tensor (texts, positions), not {form}.")
 
 
 def _check_meaning(inputs: Mapping[str, Any]) -> None:

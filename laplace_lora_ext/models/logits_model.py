@@ -221,17 +221,17 @@ class LogitsModel(nn.Module):
 
     @contextmanager
     def _prepared(self, trainable: Sequence[torch.Tensor]) -> Iterator[None]:
-        modes = [(module, module.training) for module in self.modules()]
+        modes, mode = {module: module.training for module in self.modules()}, self.model.training
         named = self.named_parameters(remove_duplicate=False)
         parameters = {name: (p, p.requires_grad, p.grad) for name, p in named}
         wanted = {id(parameter) for parameter in trainable}
 
         def restore() -> None:
-            for module, mode in modes:
-                module.training = mode
+            for module in self.modules():  # a model may make others as it runs
+                module.training = modes.get(module, mode)
             # Hooks that offload weights may have replaced parameters.
             for name, parameter in self.named_parameters(remove_duplicate=False):
-                if name in parameters:  # a model may make others as it runs
+                if name in parameters:
                     _, requires_grad, grad = parameters[name]
                     parameter.requires_grad_(requires_grad)
                     parameter.grad = grad

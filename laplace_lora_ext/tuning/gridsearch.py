@@ -41,7 +41,8 @@ class GridSearch(TuningMethod):
         by default "probit", or "mc" with `pred_type="nn"`
     n_samples : int, default=100
     loss : torchmetrics.Metric or callable, optional
-        takes outputs and targets; by default the host's loss
+        takes outputs and targets, and of a regression means, variances and targets; by default
+        the negative log-likelihood
     log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
         the grid
 
@@ -65,7 +66,7 @@ class GridSearch(TuningMethod):
     def _search(self, la: Posterior) -> TuningHistory:
         grid = self._grid(la)
         batches = self._batches(la)
-        loss = self.loss or la.trained_likelihood.metric(la.n_outputs).to(la._device)
+        loss = self.loss or la.trained_likelihood.metric(la.sigma_noise).to(la._device)
 
         def score(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
@@ -97,6 +98,7 @@ class GridSearch(TuningMethod):
             self.log_prior_prec_max,
             self.grid_size,
             base=self.log_prior_prec_base,
+            dtype=torch.float32,  # whatever the default is
         )
         if not self._is_base:
             return grid

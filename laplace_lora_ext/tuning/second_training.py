@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Su
 
 from laplace_lora_ext.models.default_device import as_tensor, restored
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.processes.exchange import count, of_first
 from laplace_lora_ext.processes.shards import Shard
 from laplace_lora_ext.tuning.gridsearch import GridSearch
@@ -43,7 +45,7 @@ class SecondTraining(TuningMethod):
         data set is a `torch.utils.data.Subset`, or what the `select` of a `datasets.Dataset`
         returns
     train_loader : DataLoader
-        the data of the fit; those that a `SubsetRandomSampler` leaves out are not used
+        the data of the fit; examples that its sampler leaves out are not used
     held_out : float, default=0.2
         the share of the examples to hold out, between 0 and 1
     trainings : int, default=1
@@ -62,7 +64,8 @@ class SecondTraining(TuningMethod):
     ValueError
         If `held_out` is not between 0 and 1, `trainings` below 1 or more than there are shares of
         that size, `train_loader` has no data set with a length or too few examples, the models
-        share LoRA weights, or the searches of several trainings tried other prior precisions.
+        share LoRA weights or have the same, differ in their number of outputs, or the searches of
+        several trainings tried other prior precisions.
     TypeError
         If `train` returns no model.
     """
@@ -111,14 +114,20 @@ class SecondTraining(TuningMethod):
             model = self.train(part)
         if not isinstance(model, nn.Module):
             raise TypeError(f"train must return the model it has trained, not {model!r}.")
-        if {id(block.weight) for block in la.blocks} & {id(p) for p in model.parameters()}:
+        if _places(block.weight for block in la.blocks) & _places(model.parameters()):
             raise ValueError(
                 "train has trained the fitted model again, or shares LoRA weights with it: make "
                 "another model in each call, base model included."
             )
         la._check_model()
         other = la.around(model)
+        _check_other(la, other)
         other.fit(self._loader(part), progress_bar=self.progress_bar)
+        if other.n_outputs != la.n_outputs:
+            raise ValueError(
+                f"train has returned a model of {other.n_outputs} outputs, and the fitted one has "
+                f"{la.n_outputs}."
+            )
         return other
 
     def _splits(self) -> Iterator[tuple[Any, Any]]:
@@ -134,10 +143,7 @@ class SecondTraining(TuningMethod):
                 "A second training splits the examples of all ranks: pass a loader with a "
                 "DistributedSampler, or accelerator.prepare(loader)."
             )
-        # Other examples of the data set may be validation or test data.
-        sampler = self.train_loader.sampler
-        is_part = isinstance(sampler, SubsetRandomSampler)
-        places = as_tensor(sampler.indices if is_part else range(len(data)))
+        places = self._given(len(data))
         ends = [round(n * self.held_out * len(places)) for n in range(self.trainings + 1)]
         sizes = [end - start for start, end in pairwise(ends)]
         if not 0 < min(sizes) <= max(sizes) < len(places):
@@ -149,6 +155,17 @@ class SecondTraining(TuningMethod):
         for start, end in pairwise(ends):
             yield _chosen(data, order[:start] + order[end:]), _chosen(data, order[start:end])
 
+    def _given(self, n_examples: int) -> torch.Tensor:
+        """Places of the examples that the loader gives: others may be validation or test data."""
+        sampler, batches = self.train_loader.sampler, self.train_loader.batch_sampler
+        if isinstance(sampler, SubsetRandomSampler):
+            return as_tensor(sampler.indices)
+        if count() == 1 and not _is_torchs(batches):
+            return _in_order(chain.from_iterable(copy(batches)))  # pyright: ignore[reportArgumentType]
+        if count() == 1 and not _is_torchs(sampler):
+            return _in_order(copy(sampler))
+        return torch.arange(n_examples)
+
     def _loader(self, examples: Any) -> DataLoader:
         """Batches of examples, once and in order; each process gets its share."""
         makes_batches = self.train_loader.batch_sampler is not None  # else the data set does
@@ -157,6 +174,30 @@ class SecondTraining(TuningMethod):
             batch_size=self.train_loader.batch_size or (_BATCH_SIZE if makes_batches else None),
             sampler=DistributedSampler(examples, shuffle=False) if count() > 1 else None,
             collate_fn=self.train_loader.collate_fn,
+        )
+
+
+def _is_torchs(sampler: Any) -> bool:
+    """Whether a sampler is none of a user's own: PyTorch's give all examples, or draw from all."""
+    return sampler is None or type(sampler).__module__.startswith("torch.utils.data")
+
+
+def _in_order(places: Iterable[Any]) -> torch.Tensor:
+    return torch.tensor(sorted({int(place) for place in places}))
+
+
+def _places(weights: Iterable[torch.Tensor]) -> set[int]:
+    """Where weights lie in memory."""
+    return {weight.data_ptr() for weight in weights} - {0}
+
+
+def _check_other(la: Posterior, other: Any) -> None:
+    """Refuse a copy of the fitted model, which has learnt the held-out examples as well."""
+    fitted, found = la.mean, flattened(other.blocks)
+    if fitted.shape == found.shape and torch.equal(fitted, found.to(fitted)):
+        raise ValueError(
+            "train has returned the fitted model's own LoRA weights: train another adapter on the "
+            "given examples alone."
         )
 
 

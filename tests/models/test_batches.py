@@ -15,7 +15,7 @@ from transformers.utils.generic import ModelOutput
 from laplace_lora_ext.models.batches import find_padding, named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import CLASS_TOKEN_IDS, lora_model, plain_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted
+from tests.support.posteriors import STRUCTURES, fitted, make
 
 PAD = 3
 
@@ -215,3 +215,28 @@ def test_a_batch_may_be_an_output_of_a_model():
     la, expected = fitted(batches=[Output(**batch) for batch in batches]), fitted(batches=batches)
     assert la.log_marginal_likelihood() == expected.log_marginal_likelihood()
     assert torch.equal(la(Output(**batches[0])), expected(batches[0]))
+
+
+@pytest.mark.parametrize("key", ["input_ids", "attention_mask"])
+@pytest.mark.parametrize(
+    ("convert", "form"),
+    [
+        (list, "a list of Tensor"),
+        (lambda ids: [row.numpy() for row in ids], "a list of ndarray"),
+        (lambda ids: ("a b", "c", "d"), "a tuple of str"),
+        (lambda ids: [], "empty"),
+        (lambda ids: ids.to_sparse(), "of layout torch.sparse_coo"),
+        (lambda ids: torch.nested.nested_tensor(list(ids), layout=torch.jagged), "a nested tensor"),
+        (lambda ids: ids[0], r"of shape \(7,\)"),
+    ],
+)
+def test_rows_that_no_model_reads_are_named(convert, form, key):
+    la, (batch, *_) = make(lora_model("bert")), ragged_batches()
+    with pytest.raises(ValueError, match=f"^batch 0: {key} must be a dense tensor .* not {form}"):
+        la.fit([batch | {key: convert(batch[key])}])
+
+
+def test_rows_of_unequal_lengths_are_named():
+    la = make(lora_model("bert"))
+    with pytest.raises(ValueError, match=r"^batch 0: The rows of input_ids are not equally long"):
+        la.fit([{"input_ids": [[5, 6, 7], [8]], "labels": torch.tensor([0, 1])}])

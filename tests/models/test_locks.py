@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import os
 import pickle
+import signal
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event, Thread
 
@@ -115,3 +117,33 @@ def test_a_lock_is_neither_copied_nor_kept():
     del module
     gc.collect()
     assert len(_LOCKS) < before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_process_that_was_forked_while_a_thread_ran_the_model_says_so():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    held, done = Event(), Event()
+
+    def hold():
+        with lock_of(model):
+            held.set()
+            done.wait()
+
+    thread = Thread(target=hold)
+    thread.start()
+    held.wait()
+    with lock_of(other):  # of the thread that forks
+        child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # where it waits for ever
+        try:
+            with lock_of(other), pytest.raises(RuntimeError, match="was forked while another"):
+                lock_of(model)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    done.set()
+    thread.join()
+    with lock_of(model):
+        pass

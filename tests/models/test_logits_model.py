@@ -21,8 +21,10 @@ from tests.support.models import (
     TwoLinear,
     base_model,
     lora_model,
+    pairs,
     ragged_batches,
     record_calls,
+    with_lora,
 )
 from tests.support.posteriors import STRUCTURES, make
 
@@ -318,3 +320,19 @@ def test_a_mixed_model_is_refused():
     model = PeftMixedModel(base_model("bert"), LoraConfig(r=2, target_modules=["query"]))
     with pytest.raises(NotImplementedError, match=r"PeftMixedModel.*as a PeftModel"):
         make(model)
+
+
+class Late(TwoLinear):
+    """Makes a module in its first pass."""
+
+    def forward(self, x):
+        if not hasattr(self, "late"):
+            self.late = nn.Dropout().train(self.training)
+        return super().forward(self.late(x))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_modules_that_a_model_makes_as_it_runs_get_its_mode(mode):
+    model = with_lora(Late(), "first", "second").train(mode)
+    make(model).fit(pairs())
+    assert {module.training for module in model.modules()} == {mode}

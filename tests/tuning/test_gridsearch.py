@@ -130,7 +130,30 @@ def test_a_loss_without_the_variance_says_so():
     la, X = plain_regression()
     loader = DataLoader(TensorDataset(X, X[:, :2]), batch_size=5)
     with pytest.warns(UserWarning, match="predictive variance"):
-        la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=3)
+        la.optimize_prior_precision(
+            method="gridsearch",
+            val_loader=loader,
+            grid_size=3,
+            loss=torchmetrics.MeanSquaredError(num_outputs=2),
+        )
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_regression_is_chosen_by_the_density_of_its_targets(structure):
+    la, X = plain_regression()
+    posterior = make(la.model.model, structure, likelihood="regression", sigma_noise=0.5)
+    y = torch.randn(12, 2, generator=generator(3)).double()
+    posterior.fit([(X, y)])
+    history = posterior.optimize_prior_precision(
+        method="gridsearch", val_loader=[(X[:5], y[:5]), (X[5:], y[5:])], grid_size=7
+    )
+    for point, objective in zip(history.prior_precision, history.objective, strict=True):
+        posterior.prior_precision = point
+        f_mu, f_var = posterior(X)
+        noise = 0.25 * torch.eye(2).double()
+        density = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
+        assert objective.item() == pytest.approx(-density.log_prob(y).mean().item(), rel=1e-6)
+    assert len(set(history.objective.tolist())) == 7
 
 
 def test_a_loss_that_is_finite_nowhere_or_no_number_is_refused(validation):

@@ -1,10 +1,11 @@
 """The prior precision that held-out examples choose for another training."""
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
 
 from laplace_lora_ext import GridSearch, SecondTraining, ValGD
 from tests.support.models import lora_model, ragged_batches
@@ -232,3 +233,55 @@ def test_two_processes_choose_as_one():
         assert places == taken
     own = on_ranks(lambda rank: chosen(of=lambda n: loader(Texts(n + rank))), 2)
     assert all("DistributedSampler" in message for message in failures(own))
+
+
+def test_a_copy_of_the_fitted_model_and_another_number_of_classes_are_refused():
+    la = fitted()
+    options = {"method": "second_training", "train_loader": loader()}
+    with pytest.raises(ValueError, match="the fitted model's own LoRA weights"):
+        la.optimize_prior_precision(train=lambda _: deepcopy(la.model.model), **options)
+    larger = lora_model("bert", n_labels=4)
+    with pytest.raises(ValueError, match="a model of 4 outputs, and the fitted one has 3"):
+        la.optimize_prior_precision(train=lambda _: larger, **options)
+    assert la.prior_precision == 1
+
+
+def test_weights_in_the_same_place_are_shared():
+    la, other = fitted(), another()
+    named = dict(other.named_parameters())
+    of_fitted = dict(la.model.model.named_parameters())
+    name = next(name for name in named if "lora_A" in name)
+    named[name].data = of_fitted[name].data
+    with pytest.raises(ValueError, match="shares LoRA weights with it"):
+        la.optimize_prior_precision(
+            method="second_training", train=lambda _: other, train_loader=loader()
+        )
+
+
+class Every2nd(Sampler):
+    """A user's own sampler."""
+
+    def __init__(self, n):
+        self.n, self.calls = n, 0
+
+    def __iter__(self):
+        self.calls += 1
+        return iter(range(0, self.n, 2))
+
+    def __len__(self):
+        return (self.n + 1) // 2
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
+def test_examples_that_a_users_sampler_leaves_out_take_no_part(kind):
+    la, train = fitted(), Training()
+    sampler = Every2nd(N)
+    batches = [[0, 4], [2, 6, 8], [10]]
+    options = {"sampler": sampler} if kind == "sampler" else {"batch_sampler": batches}
+    data = DataLoader(Texts(N), **options)
+    method = SecondTraining(train=train, train_loader=data, held_out=0.3)
+    ((part, rest),) = method._splits()
+    assert sorted([*part.indices, *rest.indices]) == list(range(0, N, 2))
+    assert len(rest) == 2
+    assert sampler.calls == 0  # a copy was asked
+    assert la.n_data
