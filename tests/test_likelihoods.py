@@ -165,8 +165,9 @@ def test_metrics_are_exact_whatever_the_default_type(bfloat16_by_default):
     normal = torch.distributions.Normal(f_mu, torch.full_like(f_mu, 11**0.5))
     expected = -normal.log_prob(y).item()
     assert metric.compute().item() == pytest.approx(expected, rel=1e-12)
-    metric.update(f_mu, torch.full((1, 1), 2.0).double(), y)  # of sampled networks
-    assert metric.compute().item() == pytest.approx(expected, rel=1e-12)
+    metric.reset()
+    metric.update(f_mu.expand(1, 2), torch.full((1, 2), 2.0).double(), y.expand(1, 2))  # variances
+    assert metric.compute().item() == pytest.approx(2 * expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

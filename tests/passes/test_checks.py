@@ -88,10 +88,11 @@ class RootOfZero(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = TwoLinear()
+        self.is_broken = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.inner(x)
-        return logits + (logits * 0).square().sqrt()
+        return logits + (logits * 0).square().sqrt() if self.is_broken else logits
 
 
 def root_of_zero(structure: str = "lowrank_kron", **kwargs: Any):
@@ -106,6 +107,25 @@ def test_every_approximation_names_the_layer_of_a_gradient_that_is_not_finite(kf
         ValueError, match=r"batch 0: LoRA layer inner\.second\.lora_B\S*: non-finite"
     ):
         la.fit([(X, y)])
+
+
+@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
+def test_a_gradient_that_is_not_finite_later_on_names_its_layer(kfac_approx):
+    la = root_of_zero(backend_kwargs={"kfac_approx": kfac_approx})
+    model, (X, y) = la.model.model, pairs()[0]
+
+    def batches():
+        for model.is_broken in (False, True):
+            yield X, y
+
+    named = r"LoRA layer inner\.second\.lora_B\S*: non-finite"
+    with pytest.raises(ValueError, match=rf"batch 1: {named}"):
+        la.fit(batches())
+    model.is_broken = False
+    la.fit([(X, y)])
+    model.is_broken = True
+    with pytest.raises(ValueError, match=r"^LoRA layer inner\.\S*: non-finite gradients"):
+        la(X)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
