@@ -201,9 +201,13 @@ class Regression:
 def _gaussian_nll(
     f_mu: torch.Tensor, f_var: torch.Tensor, y: torch.Tensor, sigma_noise: torch.Tensor
 ) -> torch.Tensor:
-    """`(B,)`, of targets under Gaussian outputs and noise."""
+    """`(B,)`, of targets under Gaussian outputs and noise.
+
+    A `torch.linalg.LinAlgError` if rounding has left no covariance.
+    """
     noise = sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
-    return -torch.distributions.MultivariateNormal(f_mu, f_var + noise).log_prob(y.to(f_mu))
+    predictive = torch.distributions.MultivariateNormal(f_mu, f_var + noise, validate_args=False)
+    return -predictive.log_prob(y.to(f_mu))
 
 
 class _GaussianNLL(torchmetrics.Metric):
@@ -219,8 +223,8 @@ class _GaussianNLL(torchmetrics.Metric):
     def update(self, f_mu: torch.Tensor, f_var: torch.Tensor, y: torch.Tensor) -> None:
         """Add examples with covariances `(B, C, C)`, or with variances `(B, C)`."""
         f_var = torch.diag_embed(f_var) if f_var.ndim == f_mu.ndim else f_var
-        losses = _gaussian_nll(f_mu, f_var, y, self._sigma_noise)
-        self.total = self.total + losses.double().sum()
+        losses = _gaussian_nll(f_mu.double(), f_var.double(), y, self._sigma_noise)
+        self.total = self.total + losses.sum()
         self.n_examples = self.n_examples + len(y)
 
     def compute(self) -> torch.Tensor:

@@ -141,6 +141,12 @@ def test_a_likelihood_knows_its_name_and_its_kind(name, gaussian):
     assert likelihood.is_gaussian == gaussian
 
 
+def test_what_is_no_covariance_says_so_as_the_search_expects():
+    metric = LIKELIHOODS["regression"].metric(torch.ones(()))
+    with pytest.raises(torch.linalg.LinAlgError):
+        metric.update(torch.zeros(1, 2), -2 * torch.eye(2)[None], torch.zeros(1, 2))
+
+
 @pytest.fixture
 def bfloat16_by_default():
     torch.set_default_dtype(torch.bfloat16)

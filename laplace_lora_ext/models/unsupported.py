@@ -65,7 +65,8 @@ def check_apart(layers: Mapping[str, lora.LoraLayer], adapter: str) -> None:
     shared = [" = ".join(names) for names in owners.values() if len(names) > 1]
     if shared:
         raise NotImplementedError(
-            f"LoRA weights share their storage: {listed(shared)}. Give each its own parameter."
+            f"LoRA weights share their storage: {listed(shared)}. Give each its own parameter, "
+            "without PEFT's ensure_weight_tying."
         )
 
 
