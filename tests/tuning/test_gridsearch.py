@@ -138,6 +138,21 @@ def test_a_loss_without_the_variance_says_so():
         )
 
 
+def test_a_point_at_which_there_is_no_covariance_is_not_chosen(validation):
+    la = fitted()
+
+    def loss(predictions, targets):
+        if la.prior_precision < 1:
+            raise torch.linalg.LinAlgError
+        return la.prior_precision.sum()
+
+    history = la.optimize_prior_precision(
+        method="gridsearch", val_loader=validation, loss=loss, grid_size=9
+    )
+    assert torch.equal(history.objective.isinf(), history.prior_precision.flatten() < 1)
+    assert la.prior_precision == 1
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_regression_is_chosen_by_the_density_of_its_targets(structure):
     la, X = plain_regression()
