@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, SubsetRandomSampler
 
+from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.default_device import as_tensor, restored
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import flattened
@@ -64,10 +65,15 @@ class SecondTraining(TuningMethod):
     ValueError
         If `held_out` is not between 0 and 1, `trainings` below 1 or more than there are shares of
         that size, `train_loader` has no data set with a length or too few examples, the models
-        share LoRA weights or have the same, differ in their number of outputs, or the searches of
-        several trainings tried other prior precisions.
+        share LoRA weights or differ in their number of outputs, or the searches of several
+        trainings tried other prior precisions.
     TypeError
         If `train` returns no model.
+
+    Warns
+    -----
+    UserWarning
+        If its LoRA weights equal those of the fitted model.
     """
 
     train: Callable[[Dataset], nn.Module]
@@ -121,7 +127,7 @@ class SecondTraining(TuningMethod):
             )
         la._check_model()
         other = la.around(model)
-        _check_other(la, other)
+        _warn_of_copy(la, other)
         other.fit(self._loader(part), progress_bar=self.progress_bar)
         if other.n_outputs != la.n_outputs:
             raise ValueError(
@@ -191,13 +197,13 @@ def _places(weights: Iterable[torch.Tensor]) -> set[int]:
     return {weight.data_ptr() for weight in weights} - {0}
 
 
-def _check_other(la: Posterior, other: Any) -> None:
-    """Refuse a copy of the fitted model, which has learnt the held-out examples as well."""
+def _warn_of_copy(la: Posterior, other: Any) -> None:
+    """Warn of a copy of the fitted model, which has learnt the held-out examples as well."""
     fitted, found = la.mean, flattened(other.blocks)
     if fitted.shape == found.shape and torch.equal(fitted, found.to(fitted)):
-        raise ValueError(
-            "train has returned the fitted model's own LoRA weights: train another adapter on the "
-            "given examples alone."
+        warn(
+            "train has returned LoRA weights that equal those of the fitted model, which has seen "
+            "the held-out examples: train another adapter on the given examples alone."
         )
 
 

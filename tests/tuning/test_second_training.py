@@ -235,15 +235,23 @@ def test_two_processes_choose_as_one():
     assert all("DistributedSampler" in message for message in failures(own))
 
 
-def test_a_copy_of_the_fitted_model_and_another_number_of_classes_are_refused():
+def test_another_number_of_classes_is_refused():
     la = fitted()
     options = {"method": "second_training", "train_loader": loader()}
-    with pytest.raises(ValueError, match="the fitted model's own LoRA weights"):
-        la.optimize_prior_precision(train=lambda _: deepcopy(la.model.model), **options)
     larger = lora_model("bert", n_labels=4)
     with pytest.raises(ValueError, match="a model of 4 outputs, and the fitted one has 3"):
         la.optimize_prior_precision(train=lambda _: larger, **options)
     assert la.prior_precision == 1
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_copy_of_the_fitted_model_is_warned_of(is_copy, recwarn):
+    la = fitted()
+    model = deepcopy(la.model.model) if is_copy else another()
+    la.optimize_prior_precision(
+        method="second_training", train=lambda _: model, train_loader=loader()
+    )
+    assert is_copy == any("equal those of the fitted" in str(w.message) for w in recwarn)
 
 
 def test_weights_in_the_same_place_are_shared():
