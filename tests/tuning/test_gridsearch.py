@@ -138,6 +138,22 @@ def test_a_loss_without_the_variance_says_so():
         )
 
 
+def test_the_default_type_changes_nothing(validation):
+    la = fitted()
+    statistics = la.predictive_statistics(validation)
+
+    def search():
+        return la.optimize_prior_precision(method="gridsearch", val_loader=statistics, grid_size=9)
+
+    expected = search()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = search()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(vars(found), vars(expected), rtol=0, atol=0)
+
+
 def test_a_point_at_which_there_is_no_covariance_is_not_chosen(validation):
     la = fitted()
 
