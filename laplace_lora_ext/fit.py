@@ -74,7 +74,7 @@ def fit(
             la._check_model()
         follow(la)
         keeper = keeper_in(checkpoint, every, la)
-        fitted_model, mean = FittedModel(la.model, la.blocks), flattened(la.blocks)
+        fitted_model, mean = FittedModel(la.model, la.blocks), flattened(la.blocks, la._device)
         H, loss, n_data, called = sums_of(la, train_loader, keeper, progress_bar)
         _check_still(la, fitted_model, mean)
         if override or not la.n_data:

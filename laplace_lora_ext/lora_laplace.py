@@ -19,7 +19,7 @@ from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.fitting import kind
 from laplace_lora_ext.fitting.hosts_pass import curvature_of
 from laplace_lora_ext.fitting.hyperparameters import Positive
-from laplace_lora_ext.fitting.moving import check_model, follow
+from laplace_lora_ext.fitting.moving import check_model, follow, places_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.linearized import of_posterior
 from laplace_lora_ext.linearized.basis import eigenbasis
@@ -144,7 +144,7 @@ class LoRALaplace(ParametricLaplace):
                 backend_kwargs=backend_kwargs,
                 **kwargs,
             )
-        self._places = [block.place for block in self.blocks]
+        self._places = places_of(self)
 
     around = kind.around
 
@@ -198,7 +198,7 @@ class LoRALaplace(ParametricLaplace):
 
     @property
     def _device(self) -> torch.device:
-        return self.blocks[0].device
+        return self.model.device
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -320,7 +320,8 @@ class LoRALaplace(ParametricLaplace):
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        return torch.where(held(self.blocks), self.mean, super().sample(n_samples, generator))
+        fixed = held(self.blocks, self._device)
+        return torch.where(fixed, self.mean, super().sample(n_samples, generator))
 
     @exclusive
     @without_autocast

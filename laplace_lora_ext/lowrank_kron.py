@@ -16,7 +16,6 @@ from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.models.default_device import as_tensor
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.passes import visit_jacobians
 from laplace_lora_ext.passes.parts import in_parts
@@ -111,7 +110,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     @without_autocast
     def _keep(self, H: LowRankKron) -> None:
         sums = H.cut()
-        self.H_facs, self.H = sums, sums.decompose()
+        self.H_facs, self.H = sums, sums.decompose(self._device)
 
     def _eigenbasis(self, loader: Iterable[Any]) -> LowRankKronDecomposed:
         return self.H
@@ -129,7 +128,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         def moments(part: Any, _: slice) -> Moments:
             covariances.clear()
             f_mu = visit_jacobians(self.model, self.blocks, part, add, self.enable_backprop)
-            return Moments(f_mu, torch.stack(covariances).sum(0))
+            of_blocks = [covariance.to(f_mu.device) for covariance in covariances]
+            return Moments(f_mu, torch.stack(of_blocks).sum(0))
 
         if joint:
             return moments(X, slice(None))
@@ -206,8 +206,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             statistics = x
         else:
             statistics = self._statistics((x, None), self._device, self._dtype)
-        prior_precision = as_tensor(self.prior_precision)
-        variances = statistics.variance_by_block(prior_precision, self._H_factor)
+        variances = statistics.variance_by_block(self.prior_precision, self._H_factor)
         return VarianceShares.of(self.blocks, variances.mean(0))
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics:

@@ -47,7 +47,7 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
 
     def _unpacked(self, state: Any) -> Kron:
         kfacs = [
-            [factor.to(*block.place) for factor in factors]
+            [factor.to(self._device, block.statistics_dtype) for factor in factors]
             for factors, block in zip(state, self.blocks, strict=True)
         ]
         return Kron(kfacs)  # pyright: ignore[reportArgumentType]

@@ -150,6 +150,10 @@ class DecomposedBlock:
         return (small, large) if self.small_output else (large, small)
 
     @property
+    def device(self) -> torch.device:
+        return self.small.values.device
+
+    @property
     def n_params(self) -> int:
         return self.shape[0] * self.shape[1]
 
@@ -159,6 +163,7 @@ class DecomposedBlock:
         return len(self.large.vectors) - len(self.large.values)
 
     def __mul__(self, scalar: float | torch.Tensor) -> DecomposedBlock:
+        scalar = scalar.to(self.device) if isinstance(scalar, torch.Tensor) else scalar
         small = self.small._replace(values=self.small.values * scalar)
         return DecomposedBlock(small, self.large, self.small_output)
 
@@ -167,6 +172,7 @@ class DecomposedBlock:
 
         Their precision is the higher of `delta`'s and the block's.
         """
+        delta = delta.to(self.device)
         small, large, tail = (
             numbers.to(torch.promote_types(numbers.dtype, delta.dtype))
             for numbers in (self.small.values, self.large.values, self.large.tail)

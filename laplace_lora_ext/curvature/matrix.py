@@ -79,9 +79,14 @@ class LowRankKron:
         """The same curvature without columns beyond the rank, which only more data would use."""
         return LowRankKron([block.cut() for block in self.blocks])
 
-    def decompose(self) -> LowRankKronDecomposed:
-        """Eigendecompose every factor, in float64."""
-        return LowRankKronDecomposed([block.decompose() for block in self.blocks])
+    def decompose(self, device: torch.device | None = None) -> LowRankKronDecomposed:
+        """Eigendecompose every factor, in float64.
+
+        `device` is for the numbers of all blocks together; by default it is the first block's.
+        """
+        blocks = [block.decompose() for block in self.blocks]
+        deltas = blocks[0].small.values.new_zeros(len(blocks), device=device)
+        return LowRankKronDecomposed(blocks, deltas)
 
     def logdet(self) -> torch.Tensor:
         """Log-determinant; `-inf` where a direction has no curvature."""
@@ -110,16 +115,12 @@ class LowRankKronDecomposed:
     Parameters
     ----------
     blocks : sequence of DecomposedBlock
-    deltas : torch.Tensor, optional
-        `(blocks,)`, the multiple of the identity to add to each block; by default 0
+    deltas : torch.Tensor
+        `(blocks,)`, the multiple of the identity to add to each block
     """
 
-    def __init__(
-        self, blocks: Sequence[DecomposedBlock], deltas: torch.Tensor | None = None
-    ) -> None:
-        self.blocks = list(blocks)
-        values = self.blocks[0].small.values
-        self.deltas = values.new_zeros(len(self.blocks)) if deltas is None else deltas
+    def __init__(self, blocks: Sequence[DecomposedBlock], deltas: torch.Tensor) -> None:
+        self.blocks, self.deltas = list(blocks), deltas
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -198,7 +199,7 @@ class LowRankKronDecomposed:
         """
         self._check_invertible(exponent)
         products = [
-            block.small_side_first(block.bmm(part, delta, exponent)).flatten(-2)
+            block.small_side_first(block.bmm(part, delta, exponent)).flatten(-2).to(W.device)
             for block, delta, part in self._split(W)
         ]
         return torch.cat(products, dim=-1)
@@ -212,14 +213,17 @@ class LowRankKronDecomposed:
             `(batch, outputs, outputs)`
         """
         self._check_invertible(-1)
-        forms = [block.inv_square_form(part, delta) for block, delta, part in self._split(W)]
+        forms = [
+            block.inv_square_form(part, delta).to(W.device) for block, delta, part in self._split(W)
+        ]
         return torch.stack(forms).sum(0)
 
     def diag(self, exponent: float = 1) -> torch.Tensor:
         """Diagonal of `self ** exponent`, `(parameters,)`."""
         self._check_invertible(exponent)
         pairs = zip(self.blocks, self.deltas, strict=True)
-        return torch.cat([block.diag(delta, exponent) for block, delta in pairs])
+        device = self.deltas.device
+        return torch.cat([block.diag(delta, exponent).to(device) for block, delta in pairs])
 
     def to_matrix(self, exponent: float = 1) -> torch.Tensor:
         """Dense matrix of `self ** exponent`. For tests."""
@@ -237,12 +241,12 @@ class LowRankKronDecomposed:
             raise ValueError("The matrix is singular: add a positive prior precision first.")
 
     def _split(self, W: torch.Tensor) -> list[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
-        """Each block with its delta and its part of `W`, `(..., r, d)`."""
+        """Each block with its delta and its part of `W`, `(..., r, d)`, on the block's device."""
         sizes = [block.n_params for block in self.blocks]
         if W.shape[-1] != sum(sizes):
             raise ValueError(f"The last dimension of W must have {sum(sizes)} parameters.")
         parts = W.split(sizes, dim=-1)
         return [
-            (block, delta, block.small_side_first(part.unflatten(-1, block.shape)))
+            (block, delta, block.small_side_first(part.unflatten(-1, block.shape)).to(block.device))
             for block, delta, part in zip(self.blocks, self.deltas, parts, strict=True)
         ]

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from laplace_lora_ext.curvature.backend import LowRankKronInterface
+from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.passes.checks import inspected
 
 
 def curvature_of(la: Posterior, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Loss and curvature of a batch; labels that don't fit and non-finite numbers are refused."""
+    _check_on_one_device(la)
     targets = la.trained_likelihood.as_targets(y.clone(), la._dtype)
     check = partial(la.trained_likelihood.check_targets, y)
     with la._prepared(), torch.enable_grad(), inspected(la.model, la.blocks, X, check):
@@ -22,3 +25,13 @@ def curvature_of(la: Posterior, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, 
         if not torch.isfinite(part).all():
             raise ValueError(f"LoRA layer {block.name}: non-finite curvature")
     return loss, H
+
+
+def _check_on_one_device(la: Posterior) -> None:
+    """Refuse layers on several devices to the host's backends."""
+    places = {str(place) for place in (la._device, *(block.device for block in la.blocks))}
+    if len(places) > 1 and not issubclass(la._backend_cls, LowRankKronInterface):
+        raise NotImplementedError(
+            f"{la._backend_cls.__name__} needs the model on one device, not on "
+            f'{listed(sorted(places))}: move it, or use hessian_structure="lowrank_kron".'
+        )

@@ -47,7 +47,7 @@ def check_state(la: Posterior, state: Mapping[str, Any]) -> None:
                 f"The posterior was fitted with {name}={before!r}, not {value!r}: pass the "
                 "same setting."
             )
-    mean, weights = state["mean"], flattened(la.blocks)
+    mean, weights = state["mean"], flattened(la.blocks, la._device)
     if mean.dtype != weights.dtype:
         raise ValueError(
             f"The posterior is in {mean.dtype}, but the model's LoRA weights need "

@@ -18,19 +18,24 @@ def check_model(la: Posterior) -> None:
         follow(la)
 
 
+def places_of(la: Posterior) -> list[tuple[torch.device, torch.dtype]]:
+    """Device and precision of what is over all blocks, and of each block."""
+    return [(la._device, la._dtype), *(block.place for block in la.blocks)]
+
+
 @torch.inference_mode(False)  # what is kept must not be inference tensors
 def follow(posterior: Posterior) -> None:
     """Move a posterior and its prior to where the model's LoRA weights are now."""
-    now = [block.place for block in posterior.blocks]
+    now = places_of(posterior)
     if now == posterior._places:
         return
-    for device, _ in now:
+    for device in {device for device, _ in now}:
         check_float64(device)
     if posterior.n_data:
         sums = posterior._packed(posterior._sums())
         posterior._adopt(posterior._unpacked(sums), posterior.n_data)
         posterior.mean = posterior.mean.to(*now[0])
-        posterior.loss = posterior.loss.to(now[0][0])
+        posterior.loss = posterior.loss.to(posterior._device)
     for name in ("prior_precision", "prior_mean", "sigma_noise"):
         setattr(posterior, name, getattr(posterior, name))  # the host moves what it is given
     posterior._backend = None  # the host's keeps buffers that the model has replaced

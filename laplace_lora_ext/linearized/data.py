@@ -46,10 +46,10 @@ def linearize(
     `prior_mean` and the other arguments, and what is raised, are those of `LoRALaplace.linearize`
     and of its posterior.
     """
-    distance = flattened(blocks) - prior_mean
+    distance = flattened(blocks, model.device) - prior_mean
     parts = distance.split([block.weight.numel() for block in blocks])
     distances = [
-        block.small_side_first(part.reshape(block.shape))
+        block.small_side_first(part.reshape(block.shape)).to(block.device)
         for block, part in zip(blocks, parts, strict=True)
     ]
     collected, results = (Collected(), Collected()), []
@@ -101,12 +101,12 @@ def _features(
     """Logits `(B, C)`, features `(B, C, F)`, own products, and what the distance adds, `(B, C)`."""
     features = [torch.empty(0)] * len(blocks)
     own = [torch.empty(0)] * len(blocks)
-    moved = torch.zeros((), device=distances[0].device, dtype=distances[0].dtype)
+    moved = torch.zeros((), device=model.device, dtype=distances[0].dtype)
 
     def visit(index: int, jacobian: torch.Tensor) -> None:
         nonlocal moved
-        jacobian = jacobian.to(moved)
-        moved = moved + (jacobian * distances[index]).sum((-2, -1))
+        jacobian = jacobian.to(distances[index])
+        moved = moved + (jacobian * distances[index]).sum((-2, -1)).to(moved)
         features[index], own[index] = basis(index, jacobian)
 
     f_mu = visit_jacobians(model, blocks, X, visit)

@@ -99,7 +99,7 @@ class LogitsModel(nn.Module):
         return None if self._answers is None else self._answers.mask_token_id
 
     def forward(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
-        """Logits `(B, C)` of a batch, which is moved to the model's device, without its labels.
+        """Logits `(B, C)` of a batch, without its labels, both on the model's device.
 
         Raises
         ------
@@ -122,7 +122,7 @@ class LogitsModel(nn.Module):
                 f"{tuple(logits.shape)}: wrap it in a module that returns one row for each example."
             )
         self.output_size = logits.shape[-1]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
     def settle(self, batch: Any) -> None:
         """Find out on the first left-padded batch how the model numbers positions.
@@ -201,7 +201,7 @@ class LogitsModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where batches go: the device of the model's first parameter."""
+        """Where batches go, and logits come: the device of the model's first parameter."""
         return device_of(self.model)
 
     @property

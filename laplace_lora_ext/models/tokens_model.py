@@ -70,7 +70,7 @@ class TokensModel(LogitsModel):
         counts_positions = self._left_padding.passes(inputs)
         logits = self._at(labelled, inputs, counts_positions, **model_kwargs)
         self.output_size = logits.shape[-1]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """The batch, and the tokens `(B, T)` that the logits at each place predict."""

@@ -16,9 +16,9 @@ Values = list[torch.Tensor]
 """One tensor for each LoRA weight, in the order and shapes of the blocks."""
 
 
-def flattened(blocks: Sequence[Block]) -> torch.Tensor:
-    """A copy of the weights as one vector, `(parameters,)`, on the first block's device."""
-    device, dtype = blocks[0].device, blocks[0].statistics_dtype
+def flattened(blocks: Sequence[Block], device: torch.device) -> torch.Tensor:
+    """A copy of the weights as one vector, `(parameters,)`."""
+    dtype = blocks[0].statistics_dtype
     return torch.cat([block.values.flatten().to(device, dtype) for block in blocks])
 
 
@@ -31,14 +31,14 @@ def shaped(vector: torch.Tensor, blocks: Sequence[Block]) -> Values:
     ]
 
 
-def held(blocks: Sequence[Block]) -> torch.Tensor:
-    """`(parameters,)` booleans where the first block is: weights that no gradient comes to.
+def held(blocks: Sequence[Block], device: torch.device) -> torch.Tensor:
+    """Weights that no gradient comes to, `(parameters,)` booleans.
 
     They are no part of what was trained, and stay at their values in every draw.
     """
     masks = []
     for block in blocks:
-        mask = torch.zeros(block.shape, dtype=torch.bool, device=blocks[0].device)
+        mask = torch.zeros(block.shape, dtype=torch.bool, device=device)
         if block.rows.held_column is not None:
             mask[:, block.rows.held_column] = True
         masks.append(mask.flatten())

@@ -64,7 +64,7 @@ def jacobians(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Jacobians `(B, C, parameters)` of the logits in all blocks' weights, and the logits."""
     parts: dict[int, torch.Tensor] = {}
-    device = blocks[0].device
+    device = model.device
 
     def keep(index: int, jacobian: torch.Tensor) -> None:
         parts[index] = blocks[index].small_side_first(jacobian).flatten(-2).to(device)

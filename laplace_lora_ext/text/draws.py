@@ -37,7 +37,7 @@ class Noise:
         z = torch.randn(n_params, generator=generator, dtype=like.dtype).to(like.device)
         with torch.autocast(like.device.type, enabled=False):
             direction = precision.bmm(z, exponent=-0.5)
-            return shaped(direction.masked_fill(held(blocks), 0), blocks)
+            return shaped(direction.masked_fill(held(blocks, like.device), 0), blocks)
 
     def directions(
         self, precision: LowRankKronDecomposed, blocks: Sequence[Block]

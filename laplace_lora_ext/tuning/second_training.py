@@ -184,7 +184,7 @@ class SecondTraining(TuningMethod):
 
 
 def _is_torchs(sampler: Any) -> bool:
-    """Whether a sampler is none of a user's own: PyTorch's give all examples, or draw from all."""
+    """Whether a sampler is PyTorch's own: those give all examples, or draw from all."""
     return sampler is None or type(sampler).__module__.startswith("torch.utils.data")
 
 
@@ -199,8 +199,8 @@ def _places(weights: Iterable[torch.Tensor]) -> set[int]:
 
 def _warn_of_copy(la: Posterior, other: Any) -> None:
     """Warn of a copy of the fitted model, which has learnt the held-out examples as well."""
-    fitted, found = la.mean, flattened(other.blocks)
-    if fitted.shape == found.shape and torch.equal(fitted, found.to(fitted)):
+    fitted, found = la.mean, flattened(other.blocks, la._device)
+    if fitted.shape == found.shape and torch.equal(fitted, found.to(fitted.dtype)):
         warn(
             "train has returned LoRA weights that equal those of the fitted model, which has seen "
             "the held-out examples: train another adapter on the given examples alone."

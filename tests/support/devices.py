@@ -1,0 +1,124 @@
+"""An accelerator that is made of Python: tensors of main memory that mix with no others.
+
+`install` is for a process of its own, since PyTorch knows one such kind of device for good.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.backend_registration as registration
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+NAME = "pretended"
+_MADE = {
+    "empty.memory_format": torch.empty,
+    "empty_strided": torch.empty_strided,
+    "triu_indices": torch.triu_indices,
+}
+_kept: list[Any] = []
+
+
+class Pretended(torch.Tensor):
+    """A tensor of an accelerator, of which `inner` holds the numbers."""
+
+    inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, device: torch.device) -> Pretended:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=device,
+        )
+
+    def __init__(self, inner: torch.Tensor, device: torch.device) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return f"{self.inner} on {self.device}"
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError(f"NumPy has no numbers of {self.device}: call .cpu() first.")
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None):
+        kwargs = kwargs or {}
+        ours = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Pretended)]
+        device = _device_of(function, args, kwargs, ours)
+        if kwargs.get("device") is not None:
+            device, kwargs = torch.device(kwargs["device"]), kwargs | {"device": "cpu"}
+        args, kwargs = tree_map_only(Pretended, lambda tensor: tensor.inner, (args, kwargs))
+        known = {id(tensor.inner): tensor for tensor in ours}  # of operations in place
+
+        def wrapped(result: torch.Tensor) -> torch.Tensor:
+            if id(result) in known:
+                return known[id(result)]
+            return result if device.type == "cpu" else cls(result, device)
+
+        return tree_map_only(torch.Tensor, wrapped, function(*args, **kwargs))
+
+
+def install() -> None:
+    """Make PyTorch know the device "pretended"."""
+
+    class Module:
+        is_available = is_initialized = staticmethod(lambda: True)
+        device_count = staticmethod(lambda: 1)
+        current_device = staticmethod(lambda: 0)
+        manual_seed_all = staticmethod(lambda seed: None)
+        get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
+        _is_in_bad_fork = staticmethod(lambda: False)
+
+    hook, guard = registration._DummyPrivateUse1Hook(), registration._DummyDeviceGuard()
+    registration._setup_privateuseone_for_python_backend(NAME, Module(), hook, guard)
+    library = torch.library.Library("aten", "IMPL")
+    for name, make in _MADE.items():
+        library.impl(name, partial(_made, make), "PrivateUse1")
+    library.impl("_copy_from", _copy, "PrivateUse1")
+    torch.__future__.set_swap_module_params_on_conversion(True)  # `to` keeps the parameters
+    _kept.extend([library, hook, guard])
+    run = torch.autograd._engine_run_backward
+
+    def in_this_thread(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return run(*args, **kwargs)
+
+    # Threads for backward passes are for devices that PyTorch can count.
+    torch.autograd._engine_run_backward = in_this_thread
+
+
+def _made(make: Any, *args: Any, dtype: Any = None, device: Any = None, **_: Any) -> Pretended:
+    return Pretended(make(*args, dtype=dtype, device="cpu"), torch.device(device))
+
+
+def _copy(source: Any, target: Pretended, non_blocking: bool = False) -> Pretended:
+    target.inner.copy_(source.inner if isinstance(source, Pretended) else source)
+    return target
+
+
+def _device_of(function: Any, args: Any, kwargs: Any, ours: list[Pretended]) -> torch.device:
+    """Where an operation runs; a `RuntimeError` if its tensors are on several devices."""
+    name = function._schema.name.removeprefix("aten::")
+    if name == "copy_":
+        return args[0].device
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
+    if name.lstrip("_").startswith("index"):  # as on CUDA, indices may be on the CPU
+        accelerators = {device for device in devices if device.type != "cpu"}
+        devices = accelerators | {tensors[0].device}
+    if len(devices) > 1:
+        raise RuntimeError(f"{name}: all tensors must be on one device, not {devices}.")
+    return devices.pop() if devices else ours[0].device
