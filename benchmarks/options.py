@@ -190,7 +190,7 @@ class Cost(Run):
 
 @dataclass(frozen=True)
 class Scale(Run):
-    """Time and memory by the number of examples, classes, tokens and processes: ten minutes."""
+    """Time and memory by the number of examples, classes, tokens and processes: 12 minutes."""
 
     examples: tuple[int, ...] = option((1000, 10_000, 100_000), "for the linearised methods")
     classes: tuple[int, ...] = option((4, 20, 77), "answers")

@@ -135,6 +135,7 @@ class ModeFinder:
         """
         deviation = solver.deviation
         roots = self._roots(here.f_mu, own, scale)
+        # In place, since each of these is as large as all logits.
         both = torch.empty(2, *here.f_mu.shape, dtype=torch.float64)
         slope, left = both
         torch.mul(self._likelihood.slope(here.f_mu, self._targets), scale, out=slope)
