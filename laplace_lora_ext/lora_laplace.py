@@ -38,11 +38,8 @@ from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.models.weights import held
 from laplace_lora_ext.passes import jacobians
 from laplace_lora_ext.precision import without_autocast
-from laplace_lora_ext.predictive import decisions, networks, posterior_predictive
-from laplace_lora_ext.predictive.links import shared_noise
+from laplace_lora_ext.predictive import decisions, glm, networks, posterior_predictive
 from laplace_lora_ext.predictive.map_agreement import MapAgreement
-from laplace_lora_ext.predictive.moments import Moments, uncorrelated
-from laplace_lora_ext.predictive.sampling import gaussian_samples
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning import by_name, prior
 
@@ -265,38 +262,9 @@ class LoRALaplace(ParametricLaplace):
     predict = decisions.predict
     predict_proba = decisions.predict_proba
     lower_bound = decisions.lower_bound
-
-    @exclusive
-    def predictive_moments(
-        self, x: Any, *, joint: bool = False
-    ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
-        """Mean `(B, C)` and covariance `(B, C, C)` of a batch's logits, without link or noise.
-
-        With `joint` a pair of tensors, `(B * C,)` and `(B * C, B * C)`.
-        """
-        moments = self._glm_predictive_distribution(x, joint)
-        return moments if joint else Moments(*moments)
-
-    def _glm_predictive_distribution(
-        self, X: Any, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(X, Moments):
-            if joint:
-                raise ValueError("Moments hold no covariance between examples: pass the inputs.")
-            # Some links change them in place.
-            f_mu, f_var = X.to(self._device, self._dtype, copy=True)
-        else:
-            self._check_model()
-            with torch.set_grad_enabled(self.enable_backprop):
-                f_mu, f_var = self._moments(X, joint)
-        if not torch.isfinite(f_var).all():
-            raise ValueError("The predictive covariance is not finite: check the prior precision.")
-        self._agreement.expect(f_mu)
-        if joint:
-            f_mu = f_mu.flatten()
-        elif diagonal_output:
-            f_var = f_var.diagonal(dim1=-2, dim2=-1)
-        return f_mu, f_var
+    predictive_moments = glm.predictive_moments
+    _glm_predictive_distribution: Any = glm.predictive_distribution
+    _glm_functional_samples: Any = glm.functional_samples
 
     def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean `(B, C)`, and covariance `(B, C, C)` or, joint, `(B * C, B * C)`."""
@@ -322,21 +290,6 @@ class LoRALaplace(ParametricLaplace):
     ) -> torch.Tensor:
         fixed = held(self.blocks, self._device)
         return torch.where(fixed, self.mean, super().sample(n_samples, generator))
-
-    @exclusive
-    @without_autocast
-    def _glm_functional_samples(
-        self,
-        f_mu: torch.Tensor,
-        f_var: torch.Tensor,
-        n_samples: int,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        if diagonal_output:
-            f_var = uncorrelated(f_var)
-        # Unlike the host's Cholesky factor, a symmetric root of a singular covariance exists.
-        return gaussian_samples(f_mu, f_var, shared_noise(f_mu, n_samples, generator))
 
     @exclusive
     def _glm_predictive_samples(

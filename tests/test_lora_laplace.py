@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
-from laplace.baselaplace import ParametricLaplace
 
-from laplace_lora_ext import LowRankKronLoRALaplace, Moments
 from tests.support.dense import jacobian, jacobians, unpadded
 from tests.support.models import (
     TwoLinear,
@@ -46,42 +42,6 @@ def test_evidence_is_differentiable_in_the_prior_precision(la):
         assert torch.autograd.gradcheck(lambda p: la.log_marginal_likelihood(p), (precision,))
 
 
-def test_diagonal_output_ignores_covariances(la, batches):
-    samples = la.functional_samples(
-        batches[0], n_samples=50_000, diagonal_output=True, generator=generator()
-    )
-    f_mu, f_var = la.predictive_moments(batches[0])
-    covariance = torch.stack([samples[:, i].T.cov() for i in range(3)])
-    expected = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
-    scale = expected.amax().item()
-    torch.testing.assert_close(covariance, expected, rtol=0, atol=0.05 * scale)
-    torch.testing.assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
-    mean_field = [
-        la(batches[0], link_approx="mean_field", diagonal_output=own) for own in (True, False)
-    ]
-    assert torch.equal(*mean_field)  # as in the host, samples alone know of it
-
-
-def test_functional_samples_have_the_predictive_moments(la, batches):
-    samples = la.functional_samples(batches[0], n_samples=50_000, generator=generator())
-    f_mu, f_var = la.predictive_moments(batches[0])
-    scale = f_var.amax().item()
-    covariance = torch.stack([samples[:, i].T.cov() for i in range(3)])
-    torch.testing.assert_close(covariance, f_var, rtol=0, atol=0.05 * scale)
-    torch.testing.assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
-
-
-def test_singular_covariances_are_sampled(la):
-    root = torch.randn(4, 3, 1, generator=generator()).double()
-    f_mu, f_var = torch.zeros(4, 3).double(), root @ root.mT
-    samples = la.functional_samples(Moments(f_mu, f_var), n_samples=1000, generator=generator())
-    # All draws lie on the line that the covariance spans.
-    direction = root[..., 0] / root[..., 0].norm(dim=1, keepdim=True)
-    across = samples - (samples * direction).sum(-1, keepdim=True) * direction
-    assert across.abs().max() < 1e-6
-    assert samples.abs().max() > 1
-
-
 def test_samples_have_the_posterior_covariance(la):
     samples = la.sample(20_000, generator())
     covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
@@ -98,22 +58,6 @@ def test_log_prob_is_that_of_the_gaussian(la):
     torch.testing.assert_close(la.log_prob(value), gaussian.log_prob(value))
     expected = -0.5 * (value - la.mean) @ la.posterior_precision.to_matrix() @ (value - la.mean)
     torch.testing.assert_close(la.log_prob(value, normalized=False), expected)
-
-
-@pytest.mark.parametrize("n_outputs", [1, 2])
-def test_joint_regression_covariance(n_outputs):
-    la, X = plain_regression(n_outputs)
-    f_mu, covariance = la(X[:4], joint=True)
-    Js, _ = la.backend.jacobians(X[:4])
-    flat = Js.flatten(0, 1)
-    expected = flat @ torch.linalg.inv(la.posterior_precision.to_matrix()) @ flat.T
-    torch.testing.assert_close(covariance, expected)
-    torch.testing.assert_close(la.functional_covariance(Js), expected)
-    assert f_mu.shape == (4 * n_outputs,)
-    _, f_var = la(X[:4])
-    for i in range(4):
-        here = slice(i * n_outputs, (i + 1) * n_outputs)
-        torch.testing.assert_close(f_var[i], expected[here, here])
 
 
 def test_noise_of_a_regression_scales_the_curvature():
@@ -192,45 +136,6 @@ def test_inputs_that_require_a_gradient_change_nothing():
         curvatures.append(la.H.to_matrix())
     torch.testing.assert_close(*curvatures)
     assert curvatures[0].any()
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_predictive_moments_are_the_hosts_predictive_distribution(structure):
-    la, batch = fitted(structure=structure), ragged_batches()[0]
-    moments = la.predictive_moments(batch)
-    assert isinstance(moments, Moments)
-    f_mu, f_var = la._glm_predictive_distribution(batch)
-    assert torch.equal(moments.f_mu, f_mu)
-    assert torch.equal(moments.f_var, f_var)
-    joint_mu, joint_var = la.predictive_moments(batch, joint=True)
-    expected_mu, expected_var = la._glm_predictive_distribution(batch, joint=True)
-    assert torch.equal(joint_mu, expected_mu)
-    assert torch.equal(joint_var, expected_var)
-    assert joint_mu.shape == (9,)
-    assert joint_var.shape == (9, 9)
-    torch.testing.assert_close(joint_mu, f_mu.flatten())
-    for i in range(3):
-        here = slice(3 * i, 3 * i + 3)
-        torch.testing.assert_close(joint_var[here, here], f_var[i])
-    _, variances = la._glm_predictive_distribution(batch, diagonal_output=True)
-    torch.testing.assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
-
-
-def test_the_hosts_predictive_distribution_is_called_as_by_the_host():
-    ours, hosts = (
-        inspect.signature(cls._glm_predictive_distribution).parameters
-        for cls in (LowRankKronLoRALaplace, ParametricLaplace)
-    )
-    assert {name: p.default for name, p in ours.items()} == {
-        name: p.default for name, p in hosts.items()
-    }
-
-
-def test_a_single_example_has_a_batch_of_one_covariance():
-    la = fitted()
-    batch = {key: value[:1] for key, value in ragged_batches()[0].items()}
-    f_mu, f_var = la.predictive_moments(batch)
-    assert (f_mu.shape, f_var.shape) == ((1, 3), (1, 3, 3))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
