@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import text_config
-from laplace_lora_ext.undoing import removing_hooks
+from laplace_lora_ext.models.output_layer import selecting
 
 
 class AnswerTokens:
@@ -73,32 +73,19 @@ class AnswerTokens:
         """
         if self._transformer is None:
             return {}
-        accepted = _parameters(self._transformer)
         options = decoder_options(self._transformer, inputs, counts_positions)
-        given = inputs if isinstance(inputs, Mapping) else {}
-        mask = given.get("attention_mask")
         if self._transformer.config.is_encoder_decoder:
-            options |= self._start(given)
-        # Newer decoders compute logits at one position of each row, older ones at the last few.
-        elif hasattr(inspect.getmodule(self._transformer.forward), "slice_logits_to_keep"):
-            options["logits_to_keep"] = self._position(inputs)[:, None]
-        elif self.mask_token_id is None and (mask is None or mask[:, -1].all()):
-            options["logits_to_keep"] = options["num_logits_to_keep"] = 1
-        return {key: v for key, v in options.items() if key in accepted and key not in given}
+            options |= self._start(inputs if isinstance(inputs, Mapping) else {})
+        return options
 
     @contextmanager
     def reading(self, inputs: Any, options: Mapping[str, Any]) -> Iterator[None]:
-        """Within, refuse hidden states at other positions than the text's, as of an image."""
-        base: Any = None if self._transformer is None else self._transformer.base_model
-        if base is self._transformer or not isinstance(options.get("logits_to_keep"), torch.Tensor):
+        """Within, the output layer sees only the positions at which answers are read."""
+        if self._transformer is None or "decoder_input_ids" in options:  # which is one token
             yield
             return
-
-        def check(_: Any, __: Any, output: Any) -> None:
-            check_positions(output[0], n_positions(inputs))
-
-        with removing_hooks() as handles:
-            handles.append(base.register_forward_hook(check))
+        index = self._position(inputs)[:, None]
+        with selecting(self._transformer, index, n_positions(self._read(inputs))):
             yield
 
     def select(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
@@ -111,7 +98,7 @@ class AnswerTokens:
         if logits.shape[1] > 1:
             position = self._position(inputs)[:, None, None]
             check_positions(logits, n_positions(self._read(inputs)))
-            logits = logits.take_along_dim(position, dim=1)
+            logits = logits.take_along_dim(position.to(logits.device), dim=1)
         return logits[:, 0, self.ids]
 
     def warn_if_answered(self, inputs: Any) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from laplace_lora_ext.models.answers import (
     takes_positions,
 )
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
+from laplace_lora_ext.models.output_layer import selecting
 from laplace_lora_ext.models.positions import Positions
-from laplace_lora_ext.undoing import removing_hooks
 
 _DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
@@ -146,35 +145,12 @@ class TokensModel(LogitsModel):
         index = places.int().argsort(dim=1, descending=True, stable=True)[:, :most]
         kept = places.take_along_dim(index, dim=1)
         options = decoder_options(self.transformer, inputs, counts_positions) | kwargs
-        with self._selecting(index, places.shape) as calls:
+        with selecting(self.transformer, index, places.shape[1]) as calls:
             logits = logits_of(self._call(inputs, **options))
         if not calls:  # there is no output layer, or it sees something else
             check_positions(logits, places.shape[1])
             logits = logits.take_along_dim(index.to(logits.device)[..., None], dim=1)
         return logits.flatten(0, 1) if kept.all() else logits[kept.to(logits.device)]
-
-    @contextmanager
-    def _selecting(self, index: torch.Tensor, shape: torch.Size) -> Iterator[list[torch.Size]]:
-        """Within, the output layer sees only the `(B, K)` places of an index, of `(B, T)`.
-
-        The list that is yielded gets an entry whenever it did. A hook does this, since not every
-        model and version has an option for it, and since the layer may have LoRA, whose rows must
-        still lie by text.
-        """
-
-        def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-            # An output layer that is also the embedding sees tokens as well.
-            if not args or args[0].shape[:-1] != shape:
-                return None
-            calls.append(args[0].shape)
-            return args[0].take_along_dim(index.to(args[0].device)[..., None], dim=1), *args[1:]
-
-        calls: list[torch.Size] = []
-        layer = self.transformer.get_output_embeddings()
-        with removing_hooks() as handles:
-            if isinstance(layer, nn.Module):
-                handles.append(layer.register_forward_pre_hook(select))
-            yield calls
 
     def _takes_positions(self) -> bool:
         return takes_positions(self.transformer)

@@ -16,7 +16,7 @@ from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import nn
 
 from tests.support.devices import NAME, install
-from tests.support.models import lora_model, pairs, ragged_batches, with_lora
+from tests.support.models import CLASS_TOKEN_IDS, lora_model, pairs, ragged_batches, with_lora
 from tests.support.posteriors import generator, make
 
 CPU, FIRST, SECOND = "cpu", f"{NAME}:0", f"{NAME}:1"
@@ -186,3 +186,19 @@ def test_texts_are_as_on_one_device():
     found = texts(dispatched(CPU, FIRST))
     assert {value.device.type for value in found.values()} == {CPU}
     assert_equal(found, texts(lora_model("gpt2")))
+
+
+@pytest.mark.parametrize("has_output_layer", [True, False])
+def test_answers_are_as_on_one_device(has_output_layer, monkeypatch):
+    batches = ragged_batches()
+
+    def found(model: nn.Module) -> dict[str, torch.Tensor]:
+        if not has_output_layer:
+            monkeypatch.setattr(
+                type(model.get_base_model()), "get_output_embeddings", lambda _: None
+            )
+        la = make(model, class_token_ids=CLASS_TOKEN_IDS)
+        la.fit(batches)
+        return {"evidence": la.log_marginal_likelihood(), "probit": la(batches[0])}
+
+    assert_equal(found(dispatched(CPU, FIRST)), found(lora_model("gpt2")))
