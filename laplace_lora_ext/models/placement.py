@@ -83,8 +83,7 @@ def check_in_place(layers: Sequence[Any], purpose: str) -> None:
     if any(is_elsewhere(layer.weight) for layer in layers):
         raise NotImplementedError(
             f"{purpose} needs whole LoRA weights in memory, but these are sharded or offloaded. "
-            "Pass them to fully_shard as ignored_params, or add the adapter after Accelerate has "
-            "dispatched the base model."
+            "Pass them to fully_shard as ignored_params, or offload modules without LoRA alone."
         )
 
 

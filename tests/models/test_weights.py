@@ -11,7 +11,7 @@ from tests.support.texts import fitted_text, text_batches
 
 def test_a_vector_of_all_weights_and_back():
     blocks = find_blocks(lora_model("bert"))
-    vector = flattened(blocks)
+    vector = flattened(blocks, torch.device("cpu"))
     assert torch.equal(vector, torch.cat([block.weight.detach().flatten() for block in blocks]))
     for block, values in zip(blocks, shaped(vector, blocks), strict=True):
         assert torch.equal(values, block.weight)
