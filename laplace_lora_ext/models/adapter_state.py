@@ -22,11 +22,11 @@ def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
     A `RuntimeError` if LoRA layers are merged, disabled or gone, the adapter is not active
     somewhere, or another one is.
     """
-    adapter = blocks[0].adapter
-    for name, layer in model.model.named_modules():
-        if isinstance(layer, lora.LoraLayer):
-            _check_layer(strip_wrappers(name), layer, adapter)
-    present = {id(parameter) for parameter in model.parameters()}
+    adapter, present = blocks[0].adapter, set()
+    for name, module in model.model.named_modules():
+        present.update(map(id, module._parameters.values()))
+        if isinstance(module, lora.LoraLayer):
+            _check_layer(strip_wrappers(name), module, adapter)
     gone = [block.name for block in blocks if id(block.weight) not in present]
     if gone:
         raise RuntimeError(

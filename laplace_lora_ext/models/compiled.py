@@ -21,6 +21,9 @@ def warn_if_compiled(model: nn.Module) -> None:
         )
 
 
+_COMPILED = ("_compiled_call_impl",)
+
+
 @contextmanager
 def running_eagerly(model: nn.Module) -> Iterator[None]:
     """Within, compiled modules run their original code."""
@@ -40,5 +43,5 @@ def running_eagerly(model: nn.Module) -> Iterator[None]:
 
 def _compiled_call(module: nn.Module) -> list[str]:
     """Names of the attributes that make a module run compiled code; none if it does not."""
-    names = ["_compiled_call_impl", *(["forward"] if "_orig_mod" in module._modules else [])]
+    names = ("_compiled_call_impl", "forward") if "_orig_mod" in module._modules else _COMPILED
     return [name for name in names if vars(module).get(name) is not None]

@@ -222,23 +222,28 @@ class LogitsModel(nn.Module):
     @contextmanager
     def _prepared(self, trainable: Sequence[torch.Tensor]) -> Iterator[None]:
         modes, mode = {module: module.training for module in self.modules()}, self.model.training
-        named = self.named_parameters(remove_duplicate=False)
-        parameters = {name: (p, p.requires_grad, p.grad) for name, p in named}
+        parameters = [
+            (module, name, parameter, parameter.requires_grad, parameter.grad)
+            for module in modes
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
         wanted = {id(parameter) for parameter in trainable}
 
         def restore() -> None:
             for module in self.modules():  # a model may make others as it runs
-                module.training = modes.get(module, mode)
-            # Hooks that offload weights may have replaced parameters.
-            for name, parameter in self.named_parameters(remove_duplicate=False):
-                if name in parameters:
-                    _, requires_grad, grad = parameters[name]
+                if module.training != modes.get(module, mode):
+                    module.training = modes.get(module, mode)
+            for module, name, _, requires_grad, grad in parameters:
+                # Hooks that offload weights may have replaced parameters.
+                parameter = module._parameters.get(name)
+                if parameter is not None:
                     parameter.requires_grad_(requires_grad)
                     parameter.grad = grad
 
         with undoing(restore):
             self.eval()
-            for parameter, _, _ in parameters.values():
+            for _, _, parameter, _, _ in parameters:
                 if parameter.requires_grad != (id(parameter) in wanted):
                     parameter.requires_grad_(id(parameter) in wanted)
                 parameter.grad = None

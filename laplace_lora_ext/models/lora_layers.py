@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -265,6 +265,7 @@ def warn_of_frozen(blocks: Sequence[Block]) -> None:
         )
 
 
+@lru_cache(2**16)  # every call of a posterior asks for the names of a whole model
 def strip_wrappers(name: str) -> str:
     """Drop the names that DistributedDataParallel and torch.compile put in front."""
     return re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name)

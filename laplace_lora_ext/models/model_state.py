@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -211,10 +212,11 @@ def other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[s
     adapter, ours = blocks[0].adapter, {id(block.weight) for block in blocks}
     for name, weight in chain(model.named_parameters(), _saved_buffers(model)):
         is_plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
-        if id(weight) in ours or weight.is_meta or not is_plain or ".original_module." in name:
+        if id(weight) in ours or weight.is_meta or not is_plain:
             continue
-        if {owner for _, owner in _OF_ADAPTER.findall(name)} <= {adapter}:
-            yield _without_adapter(strip_wrappers(name), adapter), weight
+        known_as = _name_in_state(name, adapter)
+        if known_as is not None:
+            yield known_as, weight
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -230,6 +232,15 @@ def _sample(weight: torch.Tensor) -> torch.Tensor:
     if not weight.is_contiguous():
         return weight.detach().flatten()[::step][:n]
     return weight.detach().as_strided((n,), (step,))
+
+
+@lru_cache(2**16)  # every call of a posterior asks for all of them
+def _name_in_state(name: str, adapter: str) -> str | None:
+    """None for weights of other adapters, and of modules that this one replaces."""
+    others = {owner for _, owner in _OF_ADAPTER.findall(name)} - {adapter}
+    if others or ".original_module." in name:
+        return None
+    return _without_adapter(strip_wrappers(name), adapter)
 
 
 def _without_adapter(name: str, adapter: str) -> str:

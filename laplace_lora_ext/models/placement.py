@@ -42,7 +42,7 @@ def is_elsewhere(weight: torch.Tensor) -> bool:
 
 def come_and_go(model: nn.Module) -> bool:
     """Whether FSDP2 replaces a model's parameters between passes."""
-    return any(hasattr(module, "reshard") for module in model.modules())
+    return any(hasattr(type(module), "reshard") for module in model.modules())
 
 
 def check_reachable(model: nn.Module) -> None:
