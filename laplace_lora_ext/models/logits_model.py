@@ -235,11 +235,9 @@ class LogitsModel(nn.Module):
                 if module.training != modes.get(module, mode):
                     module.training = modes.get(module, mode)
             for module, name, _, requires_grad, grad in parameters:
-                # Hooks that offload weights may have replaced parameters.
-                parameter = module._parameters.get(name)
-                if parameter is not None:
-                    parameter.requires_grad_(requires_grad)
-                    parameter.grad = grad
+                # Hooks that offload weights may have replaced parameters. (A script's have no get.)
+                if name in module._parameters and (now := module._parameters[name]) is not None:
+                    now.requires_grad_(requires_grad).grad = grad
 
         with undoing(restore):
             self.eval()

@@ -336,3 +336,23 @@ def test_modules_that_a_model_makes_as_it_runs_get_its_mode(mode):
     model = with_lora(Late(), "first", "second").train(mode)
     make(model).fit(pairs())
     assert {module.training for module in model.modules()} == {mode}
+
+
+class Scripted(TwoLinear):
+    """Its inputs pass a compiled script first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = torch.jit.script(nn.Linear(5, 5))
+
+    def forward(self, x):
+        return super().forward(self.script(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_a_part_of_a_model_may_be_a_script():
+    model = with_lora(Scripted(), "first", "second").train()
+    model.script.weight.requires_grad_(True)
+    make(model).fit(pairs())
+    assert model.script.training
+    assert model.script.weight.requires_grad
