@@ -118,8 +118,9 @@ def outcomes_on_cpu(structure: str, targets: Sequence[str]) -> dict[str, torch.T
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
-    for name, value in found.items():
-        torch.testing.assert_close(value.cpu(), expected[name], msg=lambda m: f"{name}: {m}")  # noqa: B023
+    for name in found:
+        describe = f"{name}: {{}}".format
+        torch.testing.assert_close(found[name].cpu(), expected[name], msg=describe, **CLOSE)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
