@@ -12,10 +12,12 @@ from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
+from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.predictive.variance_shares import VarianceShares
+from laplace_lora_ext.stages import in_stages, train_in_stages
 from laplace_lora_ext.structures import (
     DiagLoRALaplace,
     FullLoRALaplace,
@@ -48,6 +50,7 @@ __all__ = [
     "LanguageModelLaplace",
     "Laplace",
     "LaplaceCallback",
+    "LaplaceMixture",
     "LinearizedLOO",
     "LinearizedMarglik",
     "LinearizedModel",
@@ -71,4 +74,6 @@ __all__ = [
     "ValGD",
     "VarianceShares",
     "from_pretrained",
+    "in_stages",
+    "train_in_stages",
 ]

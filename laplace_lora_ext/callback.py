@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Iterator, Sized
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from laplace.baselaplace import BaseLaplace
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.tuning import required_data
+from laplace_lora_ext.training.trainers import same_random_states
+from laplace_lora_ext.tuning import TuningHistory, required_data
 
 _LINK = "mean_field"
+_TRAINS = "second_training"
 
 
 class LaplaceCallback(TrainerCallback):
@@ -48,7 +45,7 @@ class LaplaceCallback(TrainerCallback):
         how many examples to fit or predict at once; by default the trainer's evaluation batch size
     trainer : transformers.Trainer, optional
         to report the figures with its `log`:
-        `trainer.add_callback(LaplaceCallback(trainer=trainer))`
+        `trainer.add_callback(LaplaceCallback(trainer=trainer))`. "second_training" trains with it
     **options
         for the Laplace class, such as `class_token_ids` and `backend_kwargs`
 
@@ -56,6 +53,8 @@ class LaplaceCallback(TrainerCallback):
     ----------
     la : BaseLaplace or None
         the last posterior
+    history : TuningHistory or None
+        how its prior precision was chosen
     """
 
     def __init__(
@@ -69,14 +68,18 @@ class LaplaceCallback(TrainerCallback):
         **options: Any,
     ) -> None:
         self.la: BaseLaplace | None = None
+        self.history: TuningHistory | None = None
         self._likelihood = likelihood
         self._every_checkpoint = every_checkpoint
         self._method = method
-        if method is not None and "train" in required_data(method):
+        if method is not None:
+            required_data(method)  # refuses other names
+        if method == _TRAINS and trainer is None:
             raise ValueError(
-                f'method="{method}" needs a function that trains: call optimize_prior_precision of '
-                "the callback's `la` after training."
+                f'method="{_TRAINS}" trains again with the trainer: pass it, as in '
+                f'LaplaceCallback(method="{_TRAINS}", trainer=trainer).'
             )
+        self._fitting = False
         self._batch_size = batch_size
         self._trainer = trainer
         self._options = {"subset_of_weights": "lora", "hessian_structure": "lowrank_kron"} | options
@@ -88,7 +91,9 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        with _same_random_states(), warnings.catch_warnings():
+        if self._fitting:
+            return
+        with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
             la = self._unfitted(kwargs["model"])
         name = "eval_strategy" if hasattr(args, "eval_strategy") else "evaluation_strategy"
@@ -102,7 +107,7 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if self._every_checkpoint:
+        if self._every_checkpoint and not self._fitting:
             folder = Path(args.output_dir or ".", f"checkpoint-{state.global_step}")
             self._fit(folder, args, state, **kwargs)
 
@@ -113,7 +118,8 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        self._fit(Path(args.output_dir or "."), args, state, **kwargs)
+        if not self._fitting:  # a second training ends too
+            self._fit(Path(args.output_dir or "."), args, state, **kwargs)
 
     def _fit(
         self,
@@ -130,13 +136,21 @@ class LaplaceCallback(TrainerCallback):
         n_seen = steps * (state.train_batch_size or args.train_batch_size) * args.world_size
         train = self._loader(train_dataloader, args, n_seen)
         test = None if eval_dataloader is None else self._loader(eval_dataloader, args)
-        with _same_random_states():
-            la = self._unfitted(model)
-            needed = self._needed(la, {"train_loader": train, "val_loader": test})
-            shown = state.is_world_process_zero and not args.disable_tqdm
-            la.fit(train, progress_bar=shown)
-            la.optimize_prior_precision(method=self._method_of(la), **needed)
-            figures = _figures(la, test)
+        self._fitting = True
+        try:
+            with same_random_states():
+                la = self._unfitted(model)
+                needed = self._needed(la, {"train_loader": train, "val_loader": test})
+                shown = state.is_world_process_zero and not args.disable_tqdm
+                la.fit(train, progress_bar=shown)
+                self.history = la.optimize_prior_precision(method=self._method_of(la), **needed)
+                figures = {
+                    "laplace_evidence": la.log_marginal_likelihood().item(),
+                    "laplace_prior_precision": la.prior_precision.mean().item(),
+                    **({} if test is None else eval_figures(la, test)),
+                }
+        finally:
+            self._fitting = False
         self.la = la
         if args.should_save:
             la.save_pretrained(folder)
@@ -155,6 +169,8 @@ class LaplaceCallback(TrainerCallback):
     def _needed(self, la: Any, data: dict[str, Any]) -> dict[str, Any]:
         """Those of the data that the method needs."""
         method = self._method_of(la)
+        if method == _TRAINS:
+            return {"trainer": self._trainer}
         needed = {name: data[name] for name in required_data(method)}
         if any(loader is None for loader in needed.values()):
             raise ValueError(
@@ -187,36 +203,17 @@ class _Part(IterableDataset):
         return islice(self._data, *self._which)
 
 
-def _figures(la: Any, loader: DataLoader | None) -> dict[str, float]:
-    """Evidence and prior precision, and on evaluation data NLL and ECE.
-
-    Texts have the NLL of a token, and no ECE.
-    """
-    figures = {
-        "laplace_evidence": la.log_marginal_likelihood().item(),
-        "laplace_prior_precision": la.prior_precision.mean().item(),
-    }
-    if loader is None or la.trained_likelihood.is_gaussian:
-        return figures
-    if isinstance(la, LanguageModelLaplace):
+def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
+    """NLL and ECE on evaluation data; of texts the NLL of a token, of a regression nothing."""
+    if la.trained_likelihood.is_gaussian:
+        return {}
+    if la.likelihood == "language_modeling":
         found = [la.score(batch) for _, batch in named_batches(loader)]
         total = sum(float(scores.sums.log_prob.sum()) for scores in found)
         count = sum(int(scores.labelled.sum()) for scores in found)
-        return figures | {"eval_laplace_nll": -total / count}
+        return {"eval_laplace_nll": -total / count}
     statistics = la.predictive_statistics(loader)
     moments = statistics.moments(la.prior_precision)
     predicted = la(moments, link_approx=_LINK, fitting=True).cpu()
     found = quality(predicted, statistics.required_targets())
-    return figures | {f"eval_laplace_{name}": found[name] for name in ("nll", "ece")}
-
-
-@contextmanager
-def _same_random_states() -> Iterator[None]:
-    """Restore every random state in the end."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+    return {f"eval_laplace_{name}": found[name] for name in ("nll", "ece")}

@@ -116,6 +116,7 @@ class LoRALaplace(ParametricLaplace):
         with self.model.lock:  # passes of other threads change what requires grad
             self.blocks = find_blocks(model, target_modules, layers_to_transform)
             warn_of_other_trainable(model)
+        self.model.adapter = self.blocks[0].adapter
         warn_of_frozen(self.blocks)
         warn_if_untrained(self.blocks)
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])

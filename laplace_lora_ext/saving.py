@@ -99,11 +99,18 @@ def sample_adapters(
         If the model is not the fitted one any more.
     """
     check_counts(n_samples=n_samples)
+    return [
+        write_draw(la, folder, generator, **kwargs) for folder in new_folders(directory, n_samples)
+    ]
+
+
+@exclusive
+def write_draw(
+    la: Posterior, folder: Path, generator: torch.Generator | None, **kwargs: Any
+) -> Path:
+    """Write one draw as an adapter into a folder, and return where it is."""
     la._check_model()
+    drawn = zip(la.blocks, drawn_weights(la, generator), strict=True)
+    weights = {id(block.weight): values for block, values in drawn}
     model, adapter = find_peft_model(la.model), la.blocks[0].adapter
-    written = []
-    for folder in new_folders(directory, n_samples):
-        drawn = zip(la.blocks, drawn_weights(la, generator), strict=True)
-        weights = {id(block.weight): values for block, values in drawn}
-        written.append(write_adapter(model, adapter, weights, folder, **kwargs))
-    return written
+    return write_adapter(model, adapter, weights, folder, **kwargs)

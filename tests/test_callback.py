@@ -38,7 +38,16 @@ def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
 
 
-def train(folder, *callbacks, resume=None, max_steps=6, model=None, data=None, **settings):
+def train(
+    folder,
+    *callbacks,
+    resume=None,
+    max_steps=6,
+    model=None,
+    data=None,
+    callbacks_of=None,
+    **settings,
+):
     """A trained model, and its trainer."""
     model = model or lora_model("bert", torch.float32)
     arguments = TrainingArguments(
@@ -57,6 +66,8 @@ def train(folder, *callbacks, resume=None, max_steps=6, model=None, data=None, *
     trainer = Trainer(
         model, arguments, collate, data or Texts(), Texts(2), callbacks=list(callbacks)
     )
+    if callbacks_of is not None:
+        trainer.add_callback(callbacks_of(trainer))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The posterior is over")
         trainer.train(resume_from_checkpoint=resume)
@@ -138,8 +149,30 @@ def test_figures_go_to_the_trainers_reports_where_it_is_given(tmp_path):
 def test_what_a_method_lacks_is_said(tmp_path):
     with pytest.raises(ValueError, match="method 'best' is none of"):
         LaplaceCallback(method="best")
-    with pytest.raises(ValueError, match="needs a function that trains"):
+    with pytest.raises(ValueError, match=r"trains again with the trainer: pass it"):
         LaplaceCallback(method="second_training")
+
+
+def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_path):
+    trainer = train(tmp_path, max_steps=4)
+    expected, steps = weights(trainer), trainer.state.global_step
+    trainer = train(tmp_path / "again", max_steps=4, callbacks_of=second_training)
+    assert trainer.state.global_step == steps
+    found = weights(trainer)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, LaplaceCallback))
+    (other,) = callback.history.posteriors
+    assert other.n_data == 13
+    assert trainer.model.active_adapter == "default"
+    assert (tmp_path / "again" / "second_training_0" / "checkpoint-3").exists()
+    mixture = laplace_lora_ext.LaplaceMixture([callback.la, other])
+    texts = Texts(2).batch
+    expected = (callback.la(texts) + other(texts)) / 2
+    torch.testing.assert_close(mixture(texts), expected)
+
+
+def second_training(trainer):
+    return LaplaceCallback(method="second_training", trainer=trainer)
 
 
 class Steps(TrainerCallback):

@@ -12,21 +12,16 @@ from torch import nn
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
-from laplace_lora_ext.models.selection import adapters_of
 from laplace_lora_ext.readings import read
 
 
 def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
-    """Refuse a model that does not run with the blocks' adapter, and with it alone.
-
-    A `RuntimeError` if LoRA layers are merged, disabled or gone, the adapter is not active
-    somewhere, or another one is.
-    """
-    adapter, present = blocks[0].adapter, set()
+    """Refuse a model whose LoRA layers are merged, disabled or gone, by a `RuntimeError`."""
+    present: set[int] = set()
     for name, module in model.model.named_modules():
         present.update(map(id, module._parameters.values()))
         if isinstance(module, lora.LoraLayer):
-            _check_layer(strip_wrappers(name), module, adapter)
+            _check_layer(strip_wrappers(name), module)
     gone = [block.name for block in blocks if id(block.weight) not in present]
     if gone:
         raise RuntimeError(
@@ -35,25 +30,13 @@ def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
         )
 
 
-def _check_layer(name: str, layer: lora.LoraLayer, adapter: str) -> None:
+def _check_layer(name: str, layer: lora.LoraLayer) -> None:
     if layer.merged:
         raise RuntimeError(
             f"LoRA layer {name} is merged into the base model: call model.unmerge_adapter() first."
         )
     if layer.disable_adapters:
         raise RuntimeError(f"LoRA layer {name} is disabled: call model.enable_adapter_layers().")
-    here = adapters_of(layer)
-    active = here & set(layer.active_adapters)
-    if adapter in here - active:
-        raise RuntimeError(
-            f"The posterior is over the adapter {adapter!r}, which is not active in LoRA layer "
-            f"{name}: call model.set_adapter({adapter!r})."
-        )
-    if active - {adapter}:
-        raise RuntimeError(
-            f"The posterior is over the adapter {adapter!r} alone, but in LoRA layer {name} "
-            f"{listed(sorted(active - {adapter}))} is active: call model.set_adapter({adapter!r})."
-        )
 
 
 def scalings(blocks: Sequence[Block]) -> list[float | None]:

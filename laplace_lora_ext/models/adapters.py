@@ -1,14 +1,104 @@
-"""Writes LoRA weights as adapters that PEFT loads."""
+"""Adapters of one PEFT model: which is active, new ones on the same base, and files of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
+
+from laplace_lora_ext.undoing import undoing
+
+
+@contextmanager
+def only_active(model: nn.Module, adapter: str) -> Iterator[None]:
+    """Within, passes run with one adapter and its own heads; afterwards with the user's again.
+
+    Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
+    """
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
+        and module._active_adapter not in (adapter, [adapter])
+    ]
+    before = [layer._active_adapter for layer in layers]
+
+    def restore() -> None:
+        for layer, active in zip(layers, before, strict=True):
+            layer._active_adapter = active
+
+    with undoing(restore):
+        for layer in layers:
+            layer._active_adapter = adapter
+        yield
+
+
+def active_again(model: nn.Module) -> Callable[[], None]:
+    """What makes the adapter that is active now so again, with the same weights trainable."""
+    peft_models = [module for module in model.modules() if isinstance(module, PeftModel)]
+    active = [peft_model.active_adapter for peft_model in peft_models]
+    flags = [(weight, weight.requires_grad) for weight in model.parameters()]
+
+    def activate() -> None:
+        for peft_model, adapter in zip(peft_models, active, strict=True):
+            if peft_model.active_adapter != adapter:
+                peft_model.set_adapter(adapter)
+        for weight, requires_grad in flags:
+            weight.requires_grad_(requires_grad)
+
+    return activate
+
+
+@contextmanager
+def own_adapter_back(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Afterwards the user's adapter is active as before; an error removes adapters added within.
+
+    Yields what makes it active in between.
+    """
+    activate = active_again(model)
+    peft_models = [module for module in model.modules() if isinstance(module, PeftModel)]
+    before = [set(peft_model.peft_config) for peft_model in peft_models]
+    try:
+        yield activate
+    except BaseException:
+        activate()
+        for peft_model, names in zip(peft_models, before, strict=True):
+            for name in set(peft_model.peft_config) - names:
+                peft_model.delete_adapter(name)
+        raise
+    activate()
+
+
+def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
+    """Add an untrained adapter of the active one's configuration, and make it the active one.
+
+    Torch's random state decides its values. What is frozen in the other one, as `lora_A` in
+    LoRA-FA, is frozen here too.
+
+    Raises
+    ------
+    ValueError
+        If there is an adapter of that name.
+    """
+    if adapter in model.peft_config:
+        raise ValueError(
+            f"The model has an adapter {adapter!r} already: remove it with model.delete_adapter, "
+            "or rename it."
+        )
+    like = model.active_adapter
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    model.add_adapter(adapter, deepcopy(model.peft_config[like]))
+    model.set_adapter(adapter)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name.replace(f".{adapter}", f".{like}") in trained - {name})
 
 
 def find_peft_model(model: nn.Module) -> PeftModel:

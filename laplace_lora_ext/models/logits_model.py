@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from peft import PeftMixedModel, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from laplace_lora_ext.models.adapters import only_active
 from laplace_lora_ext.models.answers import AnswerTokens, takes_positions
 from laplace_lora_ext.models.batches import complete, examples_of, moved
 from laplace_lora_ext.models.compiled import running_eagerly, warn_if_compiled
@@ -45,6 +46,8 @@ class LogitsModel(nn.Module):
 
     Attributes
     ----------
+    adapter : str or None
+        the adapter that is active in prepared passes, whichever is otherwise; None for any
     output_size : int
         C; 0 before the first forward pass
     layouts : dict
@@ -78,6 +81,7 @@ class LogitsModel(nn.Module):
             )
         warn_if_compiled(model)
         self.model = model
+        self.adapter: str | None = None
         self.dict_key_y = dict_key_y
         self.output_size = 0
         self._transformer = (find_transformer(model),)  # a tuple, so that it is no child module
@@ -213,10 +217,13 @@ class LogitsModel(nn.Module):
     def prepared(self, trainable: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         """The model in evaluation mode, with gradients for the given parameters alone.
 
-        Other threads wait, and compiled modules run eagerly. On leaving, also by an exception,
-        every module's mode, and every parameter's `requires_grad` and `.grad` are as they were.
+        `adapter` is the only active one, other threads wait, and compiled modules run eagerly. On
+        leaving, also by an exception, the user's adapter is active again, and every module's mode
+        and every parameter's `requires_grad` and `.grad` are as they were.
         """
-        with self.lock, set_aside(), self._prepared(trainable), running_eagerly(self.model):
+        active = nullcontext() if self.adapter is None else only_active(self.model, self.adapter)
+        prepared = self._prepared(trainable)
+        with self.lock, set_aside(), active, prepared, running_eagerly(self.model):
             yield
 
     @contextmanager

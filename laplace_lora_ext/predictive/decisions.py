@@ -51,8 +51,12 @@ class Prediction:
     @classmethod
     def of(cls, moments: Moments, probabilities: torch.Tensor, noise: torch.Tensor) -> Prediction:
         """From a link's probabilities, and `(S, 1, C)` normal noise to draw logits with."""
+        return cls.of_draws(probabilities, gaussian_samples(*moments, noise).softmax(-1))
+
+    @classmethod
+    def of_draws(cls, probabilities: torch.Tensor, drawn: torch.Tensor) -> Prediction:
+        """From a link's probabilities, and those of draws, `(S, B, C)`."""
         labels = probabilities.argmax(-1)
-        drawn = gaussian_samples(*moments, noise).softmax(-1)
         total = torch.special.entr(drawn.mean(0)).sum(-1)
         aleatoric = torch.special.entr(drawn).sum(-1).mean(0)
         of_label = drawn.take_along_dim(labels[None, :, None], dim=-1)[..., 0]

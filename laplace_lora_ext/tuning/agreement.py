@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import tqdm
-from scipy.optimize import brentq
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.processes.shards import Sample, Shard, joined, total_size
 from laplace_lora_ext.tuning.history import Recorder, TuningHistory
 from laplace_lora_ext.tuning.loss_search import draw_seed
 from laplace_lora_ext.tuning.method import TuningMethod, check_max_examples
+from laplace_lora_ext.tuning.moments_along import moments_along, some_of
+from laplace_lora_ext.tuning.roots import FARTHEST, falling_root
 
-_FARTHEST = math.log(1e8)  # of a factor of the prior precision where the search starts
-_STRIDE = math.log(10.0)  # from one factor to the next until the change is passed
-_ACCURACY = 1e-2  # of the logarithm of the chosen factor
 _CHUNK = 2**22  # numbers that are sampled at once
 
 
@@ -96,7 +91,8 @@ class Agreement(TuningMethod):
             )
         start = self._start(la)
         seed = of_first(0 if self.generator is None else draw_seed(self.generator))
-        moments = self._moments(la, self._drawn(la, seed))
+        data = some_of(la, self.train_loader, self.max_examples, seed)
+        moments = moments_along(la, data, self._rows, self.progress_bar)
         recorder, n_examples = Recorder(), 0
         bar = tqdm.tqdm(desc="[Comparing draws with the model]", disable=not self.progress_bar)
 
@@ -115,10 +111,10 @@ class Agreement(TuningMethod):
             return total / n_examples - self.max_change
 
         with bar:
-            log_factor = _root(cache(excess))
+            log_factor = falling_root(excess)
         la.prior_precision = math.exp(log_factor) * start
         history = recorder.history(n_examples)
-        if abs(log_factor) > 0.99 * _FARTHEST:
+        if abs(log_factor) > 0.99 * FARTHEST:
             warn(
                 f"No prior precision within a factor of 1e8 changes the predictions by "
                 f"{self.max_change:g} on average: at {la.prior_precision.mean().item():.3g} it is "
@@ -126,41 +122,9 @@ class Agreement(TuningMethod):
             )
         return history
 
-    def _drawn(self, la: Posterior, seed: int) -> Iterable[Any] | PredictiveStatistics:
-        """The data, or those of them that are drawn."""
-        if isinstance(self.train_loader, PredictiveStatistics):
-            return self.train_loader
-        share = self.max_examples / max(1, total_size(self.train_loader, la.n_data))
-        if share >= 1:
-            return self.train_loader
-        return Sample(self.train_loader, la.model.split_if_labelled, share, seed)
-
-    def _moments(
-        self, la: Posterior, data: Iterable[Any] | PredictiveStatistics
-    ) -> Callable[[torch.Tensor], Iterable[Moments]]:
-        """Gaussian logits of the data under a prior precision, in parts."""
-        statistics: PredictiveStatistics | None = la.statistics_of(data, self.progress_bar)
-        if statistics is not None:
-            rows = self._rows(statistics.f_mu)
-            parts = [statistics[i : i + rows] for i in range(0, len(statistics), rows)]
-            return lambda prior_precision: (part.moments(prior_precision) for part in parts)
-
-        def of_batches(prior_precision: torch.Tensor) -> Iterable[Moments]:
-            la.prior_precision = prior_precision
-            parts, places, shard = [], [torch.empty(0, dtype=torch.long)], Shard(data)
-            for _, batch in named_batches(data):  # pyright: ignore[reportArgumentType]
-                X, _ = la.model.split_if_labelled(batch)
-                parts.append(la.predictive_moments(X).to("cpu"))
-                places.append(shard.places(len(parts[-1].f_mu)))
-            columns = tuple(torch.cat(column) for column in zip(*parts, strict=True)) or None
-            columns = joined(torch.cat(places), columns)
-            return [] if columns is None else Moments(*columns).split(self._rows(columns[0]))
-
-        return of_batches
-
-    def _rows(self, f_mu: torch.Tensor) -> int:
-        """Number of examples, of `(N, C)` logits, that are sampled at once."""
-        return max(1, _CHUNK // (self.n_samples * f_mu.shape[1]))
+    def _rows(self, n_outputs: int) -> int:
+        """Number of examples that are sampled at once."""
+        return max(1, _CHUNK // (self.n_samples * n_outputs))
 
 
 def mean_change(
@@ -175,18 +139,3 @@ def mean_change(
     drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
     distance = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2
     return distance.double().mean(0).sum()
-
-
-def _root(excess: Callable[[float], float]) -> float:
-    """Where a falling function of a log-factor passes 0, or the end of its reach."""
-    here, value = 0.0, excess(0.0)
-    direction = 1.0 if value > 0 else -1.0
-    while abs(here) < _FARTHEST:
-        there = max(-_FARTHEST, min(here + direction * _STRIDE, _FARTHEST))
-        next_value = excess(there)
-        if (next_value > 0) != (value > 0):
-            root = brentq(excess, *sorted((here, there)), xtol=_ACCURACY)
-            assert isinstance(root, float)
-            return root
-        here, value = there, next_value
-    return here

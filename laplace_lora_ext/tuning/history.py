@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,12 +29,15 @@ class TuningHistory:
         than 10,000 weights `(1, parameters)`, only that of the last step
     n_examples : int or None
         how many examples the objective averages, if the method chose them
+    posteriors : tuple of LoRALaplace
+        those that the method has fitted to other trainings
     """
 
     step: torch.Tensor
     objective: torch.Tensor
     prior_precision: torch.Tensor
     n_examples: int | None = None
+    posteriors: tuple[Any, ...] = ()
 
 
 class Recorder:

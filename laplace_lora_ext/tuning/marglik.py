@@ -8,6 +8,7 @@ import torch
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.tuning.evidence_search import maximize_evidence
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.method import TuningMethod
@@ -66,7 +67,7 @@ class Marglik(TuningMethod):
         _warn_of_unbounded(la, logarithms[0])
         la.prior_precision = logarithms[0].detach().exp()
         if self.optimize_sigma_noise:
-            la.sigma_noise = logarithms[1].detach().exp()
+            la.sigma_noise = of_first(logarithms[1].detach().exp()).to(la._device)
         return history
 
 

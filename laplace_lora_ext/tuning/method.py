@@ -52,11 +52,9 @@ class TuningMethod:
         with la.trying(), together():
             history = method._search(la)
             if count() > 1:  # ranks may differ in the last digit
-                chosen = of_first((la.prior_precision, la.sigma_noise))
-                la.prior_precision, la.sigma_noise = (
-                    as_tensor(value).to(la._device) for value in chosen
-                )
-                history = TuningHistory(*of_first(tuple(vars(history).values())))
+                la.prior_precision = of_first(la.prior_precision).to(la._device)
+                tried = history.step, history.objective, history.prior_precision
+                history = TuningHistory(*of_first(tried), history.n_examples, history.posteriors)
             return history
 
     def _search(self, la: Posterior) -> TuningHistory:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from copy import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset
+from transformers import set_seed
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.default_device import as_tensor, restored
+from laplace_lora_ext.models.adapters import (
+    add_fresh_adapter,
+    find_peft_model,
+    own_adapter_back,
+)
+from laplace_lora_ext.models.default_device import restored as own_default_device
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import flattened
-from laplace_lora_ext.processes.exchange import count, of_first
-from laplace_lora_ext.processes.shards import Shard
+from laplace_lora_ext.training.examples import divided, in_order
+from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored
+from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.method import TuningMethod
 
-_BATCH_SIZE = 8  # where the loader has batches of many sizes
+_NAME = "second_training_{}"  # of adapters that a trainer trains
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,15 +44,23 @@ class SecondTraining(TuningMethod):
     With few held-out examples the choice is largely chance. Several trainings each hold out other
     examples and choose together: five, with a fifth held out, are a full cross-validation.
 
+    The other posteriors are in the history: `LaplaceMixture([la, *history.posteriors])` predicts
+    better than any of them.
+
     Parameters
     ----------
-    train : callable
-        takes a data set, trains another adapter on it as the fitted one was trained, from the same
-        start, and returns the model, which must not share LoRA weights with the fitted one. The
-        data set is a `torch.utils.data.Subset`, or what the `select` of a `datasets.Dataset`
-        returns
-    train_loader : DataLoader
-        the data of the fit; examples that its sampler leaves out are not used
+    trainer : transformers.Trainer, optional
+        the one that has trained the model. It trains a new adapter of the same configuration on
+        the same base model, "second_training_0" and so on, with another seed and its checkpoints in
+        a folder of that name in its `output_dir`. The adapter stays in the model, and yours active
+    train : callable, optional
+        in place of a trainer: takes a data set, trains another adapter on it as the fitted one was
+        trained, from the same start, and returns the model with that adapter active. This may be
+        the fitted model with an adapter added. The data set is a `torch.utils.data.Subset`, or what
+        the `select` of a `datasets.Dataset` returns
+    train_loader : DataLoader, optional
+        the data of the fit; by default the trainer's. Examples that its sampler leaves out are not
+        used
     held_out : float, default=0.2
         the share of the examples to hold out, between 0 and 1
     trainings : int, default=1
@@ -63,10 +77,10 @@ class SecondTraining(TuningMethod):
     Raises
     ------
     ValueError
-        If `held_out` is not between 0 and 1, `trainings` below 1 or more than there are shares of
-        that size, `train_loader` has no data set with a length or too few examples, the models
-        share LoRA weights or differ in their number of outputs, or the searches of several
-        trainings tried other prior precisions.
+        If there is not either a trainer or `train` with a `train_loader`; if `held_out` is not
+        between 0 and 1, `trainings` below 1 or more than there are shares of that size, the data
+        have no length or too few examples, the models share LoRA weights or differ in their number
+        of outputs, or the searches of several trainings tried other prior precisions.
     TypeError
         If `train` returns no model.
 
@@ -76,8 +90,9 @@ class SecondTraining(TuningMethod):
         If its LoRA weights equal those of the fitted model.
     """
 
-    train: Callable[[Dataset], nn.Module]
-    train_loader: DataLoader
+    trainer: Any = None
+    train: Callable[[Dataset], nn.Module] | None = None
+    train_loader: DataLoader | None = None
     held_out: float = 0.2
     trainings: int = 1
     search: Callable[..., TuningMethod] = partial(GridSearch, link_approx="mean_field")  # noqa: RUF009
@@ -85,6 +100,11 @@ class SecondTraining(TuningMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.trainer is None) == (self.train is None or self.train_loader is None):
+            raise ValueError(
+                "A second training needs the trainer that has trained the model, or else train, a "
+                "function that trains another one, and train_loader."
+            )
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out must be between 0 and 1, not {self.held_out}.")
         if not 1 <= self.trainings <= 1 / self.held_out:
@@ -95,106 +115,94 @@ class SecondTraining(TuningMethod):
 
     def _search(self, la: Posterior) -> TuningHistory:
         la._check_H_init()
-        histories, sizes = [], []
-        for part, rest in self._splits():
-            other = self._other(la, part)
-            search = self.search(
-                val_loader=self._loader(rest),
-                init_prior_prec=self.init_prior_prec,
-                prior_structure=self.prior_structure,
-                progress_bar=self.progress_bar,
-            )
-            histories.append(search(other))
-            sizes.append(len(rest))
-            chosen = other.prior_precision
-        if self.trainings == 1:
-            la.prior_precision = chosen
-            return histories[0]
-        history = _mean(histories, sizes)
-        la.prior_precision = history.prior_precision[history.objective.argmin()]
-        return history
+        loader = self._loader()
+        histories, sizes, others = [], [], []
+        divisions = divided(loader, self.held_out, self.generator, self.trainings)
+        with own_adapter_back(la.model) as activate:
+            for number, (part, rest) in enumerate(divisions):
+                other = self._other(la, part, number)
+                activate()
+                other.fit(self._batches(part, loader), progress_bar=self.progress_bar)
+                _check_outputs(la, other)
+                search = self.search(
+                    val_loader=self._batches(rest, loader),
+                    init_prior_prec=self.init_prior_prec,
+                    prior_structure=self.prior_structure,
+                    progress_bar=self.progress_bar,
+                )
+                histories.append(search(other))
+                sizes.append(len(rest))
+                others.append(other)
+        history = histories[0] if self.trainings == 1 else _mean(histories, sizes)
+        la.prior_precision = (
+            others[0].prior_precision
+            if self.trainings == 1
+            else history.prior_precision[history.objective.argmin()]
+        )
+        return replace(history, posteriors=tuple(others))
 
-    def _other(self, la: Posterior, part: Dataset) -> Any:
-        """A posterior of the same kind, of another training, fitted to what that was given."""
-        with restored():
+    def _loader(self) -> DataLoader:
+        """Of all examples; their columns are those that a trainer divides."""
+        if self.trainer is None:
+            assert self.train_loader is not None
+            return self.train_loader
+        check_trainer(self.trainer)
+        return DataLoader(self.trainer.train_dataset)
+
+    def _batches(self, examples: Any, like: DataLoader) -> DataLoader:
+        if self.trainer is None:
+            return in_order(examples, like)
+        return loader_of(self.trainer, examples)
+
+    def _other(self, la: Posterior, part: Dataset, number: int) -> Any:
+        """A posterior of the same kind around another training, without a fit."""
+        if self.trainer is None:
+            model = self._from_function(part)
+        else:
+            model = self._from_trainer(la, part, number)
+        la._check_model()
+        other = la.around(model)
+        if _places(la) & _places(other):
+            raise ValueError(
+                "train has trained the fitted model again, or shares LoRA weights with it: train "
+                "another adapter in each call, and return the model with that adapter active."
+            )
+        _warn_of_copy(la, other)
+        return other
+
+    def _from_function(self, part: Dataset) -> nn.Module:
+        assert self.train is not None
+        with own_default_device():
             model = self.train(part)
         if not isinstance(model, nn.Module):
             raise TypeError(f"train must return the model it has trained, not {model!r}.")
-        if _places(block.weight for block in la.blocks) & _places(model.parameters()):
-            raise ValueError(
-                "train has trained the fitted model again, or shares LoRA weights with it: make "
-                "another model in each call, base model included."
-            )
-        la._check_model()
-        other = la.around(model)
-        _warn_of_copy(la, other)
-        other.fit(self._loader(part), progress_bar=self.progress_bar)
-        if other.n_outputs != la.n_outputs:
-            raise ValueError(
-                f"train has returned a model of {other.n_outputs} outputs, and the fitted one has "
-                f"{la.n_outputs}."
-            )
-        return other
+        return model
 
-    def _splits(self) -> Iterator[tuple[Any, Any]]:
-        """The examples to train on and those to hold out, each in the data's order."""
-        data: Any = getattr(self.train_loader, "dataset", None)
-        if not isinstance(data, Sized):
-            raise ValueError(
-                "A second training splits the examples: pass a DataLoader whose data set has a "
-                "length."
-            )
-        if count() > 1 and not Shard(self.train_loader).is_known:
-            raise ValueError(
-                "A second training splits the examples of all ranks: pass a loader with a "
-                "DistributedSampler, or accelerator.prepare(loader)."
-            )
-        places = self._given(len(data))
-        ends = [round(n * self.held_out * len(places)) for n in range(self.trainings + 1)]
-        sizes = [end - start for start, end in pairwise(ends)]
-        if not 0 < min(sizes) <= max(sizes) < len(places):
-            raise ValueError(
-                f"{len(places)} examples are too few to hold out a share of {self.held_out:g}."
-            )
-        generator = self.generator or torch.Generator().manual_seed(0)
-        order = of_first(places[torch.randperm(len(places), generator=generator)]).tolist()
-        for start, end in pairwise(ends):
-            yield _chosen(data, order[:start] + order[end:]), _chosen(data, order[start:end])
+    def _from_trainer(self, la: Posterior, part: Dataset, number: int) -> nn.Module:
+        model, adapter = find_peft_model(la.model), _NAME.format(number)
+        if find_peft_model(self.trainer.model) is not model:
+            raise ValueError("The trainer has trained another model than that of the posterior.")
+        with restored(self.trainer), own_default_device():
+            set_seed(self.trainer.args.seed + 1 + number)
+            if model.active_adapter != la.blocks[0].adapter:
+                model.set_adapter(la.blocks[0].adapter)
+            add_fresh_adapter(model, adapter)
+            folder = Path(self.trainer.args.output_dir, adapter)
+            train_with(self.trainer, part, 1 - self.held_out, folder)
+        return la.model.model
 
-    def _given(self, n_examples: int) -> torch.Tensor:
-        """Places of the examples that the loader gives: others may be validation or test data."""
-        sampler, batches = self.train_loader.sampler, self.train_loader.batch_sampler
-        if isinstance(sampler, SubsetRandomSampler):
-            return as_tensor(sampler.indices)
-        if count() == 1 and not _is_torchs(batches):
-            return _in_order(chain.from_iterable(copy(batches)))  # pyright: ignore[reportArgumentType]
-        if count() == 1 and not _is_torchs(sampler):
-            return _in_order(copy(sampler))
-        return torch.arange(n_examples)
 
-    def _loader(self, examples: Any) -> DataLoader:
-        """Batches of examples, once and in order; each process gets its share."""
-        makes_batches = self.train_loader.batch_sampler is not None  # else the data set does
-        return DataLoader(
-            examples,
-            batch_size=self.train_loader.batch_size or (_BATCH_SIZE if makes_batches else None),
-            sampler=DistributedSampler(examples, shuffle=False) if count() > 1 else None,
-            collate_fn=self.train_loader.collate_fn,
+def _check_outputs(la: Posterior, other: Any) -> None:
+    if other.n_outputs != la.n_outputs:
+        raise ValueError(
+            f"train has returned a model of {other.n_outputs} outputs, and the fitted one has "
+            f"{la.n_outputs}."
         )
 
 
-def _is_torchs(sampler: Any) -> bool:
-    """Whether a sampler is PyTorch's own: those give all examples, or draw from all."""
-    return sampler is None or type(sampler).__module__.startswith("torch.utils.data")
-
-
-def _in_order(places: Iterable[Any]) -> torch.Tensor:
-    return torch.tensor(sorted({int(place) for place in places}))
-
-
-def _places(weights: Iterable[torch.Tensor]) -> set[int]:
-    """Where weights lie in memory."""
-    return {weight.data_ptr() for weight in weights} - {0}
+def _places(la: Any) -> set[int]:
+    """Where a posterior's weights lie in memory."""
+    return {block.weight.data_ptr() for block in la.blocks} - {0}
 
 
 def _warn_of_copy(la: Posterior, other: Any) -> None:
@@ -217,9 +225,3 @@ def _mean(histories: Sequence[TuningHistory], sizes: Sequence[int]) -> TuningHis
     objectives = torch.stack([history.objective for history in histories])
     weights = torch.tensor(sizes, dtype=objectives.dtype) / sum(sizes)
     return replace(first, objective=weights @ objectives)
-
-
-def _chosen(data: Any, places: list[int]) -> Any:
-    """Some examples of a data set; trainers know columns only of a `datasets.Dataset`."""
-    places = sorted(places)
-    return data.select(places) if hasattr(data, "select") else Subset(data, places)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 
 from laplace_lora_ext.models.adapter_state import fingerprint
 from laplace_lora_ext.models.lora_layers import find_blocks
@@ -14,7 +15,6 @@ USES = {
     "nn": lambda la, batches: la(batches[0], pred_type="nn", link_approx="mc", n_samples=2),
     "moments": lambda la, batches: la.predictive_moments(batches[0]),
     "functional samples": lambda la, batches: la.functional_samples(batches[0], n_samples=2),
-    "linearised model": lambda la, batches: la.linearize(batches),
     "more data": lambda la, batches: la.fit(batches, override=False),
 }
 
@@ -59,27 +59,42 @@ def test_an_adapter_that_plays_no_part_is_refused(use):
     la.fit(ragged_batches())  # unmerging leaves rounding errors in the base, and none here
     with model.disable_adapter(), pytest.raises(RuntimeError, match=r"disabled.*enable_adapter"):
         USES[use](la, ragged_batches())
-    model.add_adapter("other", LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
-    model.set_adapter("other")
-    with pytest.raises(RuntimeError, match=r"'default', which is not active.*set_adapter"):
-        USES[use](la, ragged_batches())
-    model.set_adapter("default")
     USES[use](la, ragged_batches())
 
 
-@pytest.mark.parametrize("target", ["c_attn", "mlp.c_fc"])  # in the posterior's layers, or not
+@pytest.mark.parametrize("target", ["query", "intermediate.dense"])  # in its layers, or not
+@pytest.mark.parametrize("active", ["other", ["default", "other"]], ids=str)
 @pytest.mark.parametrize("use", USES)
-def test_another_adapter_that_is_active_too_is_refused(use, target):
-    model = lora_model("gpt2")
-    config = LoraConfig(r=2, target_modules=[target], fan_in_fan_out=True, init_lora_weights=False)
+def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, active):
+    model = lora_model("bert")
+    la, batches = fitted(model=model), ragged_batches()
+    torch.manual_seed(0)
+    expected = USES[use](la, batches)
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=[target], init_lora_weights=False)
     model.add_adapter("other", config)
-    la = fitted("gpt2", model=model)
-    model.base_model.set_adapter(["default", "other"])
-    for refused in (USES[use], lambda la, batches: la.fit(batches)):
-        with pytest.raises(RuntimeError, match=r"'default' alone, but in .*other is active"):
-            refused(la, ragged_batches())
-    model.set_adapter("default")
-    USES[use](la, ragged_batches())
+    model.base_model.model.classifier.modules_to_save["other"].weight.data.mul_(2)
+    model.set_adapter("other")
+    if isinstance(active, list):
+        for layer in (m for m in model.modules() if isinstance(m, LoraLayer)):
+            layer.set_adapter(active)
+    alone, flags = active_of(model), [p.requires_grad for p in model.parameters()]
+    torch.manual_seed(0)
+    found = USES[use](la, batches)
+    for one, other in zip(*map(as_list, (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+    assert active_of(model) == alone
+    assert [p.requires_grad for p in model.parameters()] == flags
+    la.fit(batches)
+    torch.testing.assert_close(la(batches[0]), fitted()(batches[0]))
+
+
+def active_of(model):
+    """What is active in each layer."""
+    return [m.active_adapters for m in model.modules() if hasattr(m, "active_adapters")]
+
+
+def as_list(found):
+    return list(found) if isinstance(found, tuple) else [] if found is None else [found]
 
 
 def unload(model):

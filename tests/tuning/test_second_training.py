@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
 
 from laplace_lora_ext import GridSearch, SecondTraining, ValGD
+from laplace_lora_ext.training.examples import divided
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, make
 from tests.support.ranks import Texts, failures, on_ranks, strided_loader
@@ -286,8 +287,7 @@ def test_examples_that_a_users_sampler_leaves_out_take_no_part(kind):
     batches = [[0, 4], [2, 6, 8], [10]]
     options = {"sampler": sampler} if kind == "sampler" else {"batch_sampler": batches}
     data = DataLoader(Texts(N), **options)
-    method = SecondTraining(train=Training(), train_loader=data, held_out=0.3)
-    ((part, rest),) = method._splits()
+    ((part, rest),) = divided(data, 0.3)
     assert sorted([*part.indices, *rest.indices]) == list(range(0, N, 2))
     assert len(rest) == 2
     assert sampler.calls == 0  # a copy was asked

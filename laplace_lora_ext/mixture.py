@@ -1,0 +1,406 @@
+"""A mixture of Laplace approximations: the mean of what several posteriors predict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import nn
+
+from laplace_lora_ext.laplace import from_pretrained
+from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.models.adapters import (
+    find_peft_model,
+    new_folders,
+    own_adapter_back,
+    write_adapter,
+)
+from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.predictive.decisions import Prediction
+from laplace_lora_ext.predictive.links import shared_noise
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.sampling import gaussian_samples
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.saving import write_draw
+from laplace_lora_ext.tuning.gridsearch import GridSearch
+from laplace_lora_ext.tuning.history import TuningHistory
+
+_DESCRIPTION = "laplace_mixture.json"
+
+
+class MixtureMoments(NamedTuple):
+    """Gaussian logits of N examples under each member; a mixture takes them in place of a batch."""
+
+    members: tuple[Moments, ...]
+
+    def to(self, *args: object, **kwargs: object) -> MixtureMoments:
+        """Convert all as `torch.Tensor.to` does."""
+        return MixtureMoments(tuple(moments.to(*args, **kwargs) for moments in self.members))
+
+    def split(self, sizes: int | list[int]) -> Iterator[MixtureMoments]:
+        """Consecutive examples in parts of the given sizes, or of one size."""
+        parts = zip(*(moments.split(sizes) for moments in self.members), strict=True)
+        return (MixtureMoments(part) for part in parts)
+
+
+@dataclass(eq=False)
+class MixtureStatistics:
+    """What each member keeps of a data set, to predict it under any prior.
+
+    Attributes
+    ----------
+    members : tuple of PredictiveStatistics
+    priors : tuple of torch.Tensor
+        the members' own prior precisions, which a common factor multiplies
+    """
+
+    members: tuple[PredictiveStatistics, ...]
+    priors: tuple[torch.Tensor, ...]
+
+    def moments(self, factor: float | torch.Tensor, scale: Any = None) -> MixtureMoments:
+        """Moments with the members' prior precisions multiplied by a factor."""
+        pairs = zip(self.members, self.priors, strict=True)
+        factor = as_tensor(factor)
+        return MixtureMoments(
+            tuple(statistics.moments(factor.to(prior) * prior) for statistics, prior in pairs)
+        )
+
+    def required_targets(self) -> torch.Tensor:
+        """The targets; an error if the data had none."""
+        return self.members[0].required_targets()
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        return self.members[0].batch_sizes
+
+    def __len__(self) -> int:
+        return len(self.members[0])
+
+
+def _of_first(name: str) -> property:
+    """What all members have alike."""
+    return property(lambda mixture: getattr(mixture.members[0], name))
+
+
+class LaplaceMixture:
+    """A mean of the predictions of posteriors around several trained adapters.
+
+    Posteriors around other adapters of the same base model know what one can't: other solutions.
+    The members may be adapters of one `PeftModel`, whichever is active. They are copied, so that
+    the given posteriors keep their prior precisions.
+
+    A mean of predictions is less sure than each of them. So a mixture wants a larger prior
+    precision than its members alone: choose `prior_precision` by `optimize_prior_precision`, with
+    data that no member has learnt.
+
+    Parameters
+    ----------
+    members : sequence of LoRALaplace
+        fitted posteriors with the same outputs and likelihood
+
+    Attributes
+    ----------
+    members : list of LoRALaplace
+    prior_precision : torch.Tensor
+        `(1,)`, a common factor of the members' own prior precisions, 1 at first
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than two members, one has no fit, or they differ in their likelihood,
+        their outputs or their base model.
+
+    References
+    ----------
+    Eschenhagen et al., "Mixtures of Laplace approximations for improved post-hoc uncertainty in
+    deep learning", arXiv:2111.03577 (2021).
+    """
+
+    def __init__(self, members: Sequence[LoRALaplace]) -> None:
+        self.members = [copy(member) for member in members]
+        _check_alike(self.members)
+        self._priors = tuple(member.prior_precision.detach() for member in self.members)
+        self._factor = torch.ones(1)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    # --- predictions ---------------------------------------------------------------------------
+
+    def __call__(self, x: Any, **options: Any) -> Any:
+        """The mean of the members' probabilities, `(B, C)`, or moments of their mixture.
+
+        Parameters
+        ----------
+        x : Mapping, torch.Tensor or MixtureMoments
+            as for a call of a posterior
+        **options
+            those of a call of a posterior, such as `link_approx` and `pred_type`
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            of a regression mean and covariance
+        """
+        outputs = [member(part, **options) for member, part in self._each(x)]
+        if isinstance(outputs[0], torch.Tensor):
+            return torch.stack(outputs).mean(0)
+        means, covariances = (torch.stack(parts) for parts in zip(*outputs, strict=True))
+        return _mixed(means, covariances)
+
+    def predict(
+        self,
+        x: Any,
+        link_approx: str = "mean_field",
+        n_samples: int = 1000,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Class probabilities, and what else a decision needs; `n_samples` draws of each member.
+
+        Parameters and errors are those of a posterior's `predict`.
+        """
+        probabilities = self(x, link_approx=link_approx, n_samples=n_samples, generator=generator)
+        draws = []
+        for member, part in self._each(x):
+            f_mu, f_var = part if isinstance(part, Moments) else member.predictive_moments(part)
+            noise = shared_noise(f_mu, n_samples, generator)
+            draws.append(gaussian_samples(f_mu, f_var, noise).softmax(-1))
+        return Prediction.of_draws(probabilities, torch.cat(draws))
+
+    def predict_proba(self, x: Any, link_approx: str = "mean_field") -> np.ndarray:
+        """Class probabilities `(B, C)` for scikit-learn's tools, the same in every call."""
+        probabilities = self(x, link_approx=link_approx, generator=torch.Generator())
+        return probabilities.detach().cpu().numpy()
+
+    def predictive_statistics(self, loader: Any, **options: Any) -> MixtureStatistics:
+        """Each member's pass over a data set; arguments are those of a posterior's."""
+        members: list[Any] = self.members
+        found = tuple(member.predictive_statistics(loader, **options) for member in members)
+        return MixtureStatistics(found, self._priors)
+
+    # --- prior ---------------------------------------------------------------------------------
+
+    @property
+    def prior_precision(self) -> torch.Tensor:
+        return self._factor
+
+    @prior_precision.setter
+    def prior_precision(self, factor: float | torch.Tensor) -> None:
+        factor = as_tensor(factor).detach().cpu().float().reshape(1)
+        for member, prior in zip(self.members, self._priors, strict=True):
+            member.prior_precision = factor.to(prior) * prior
+        self._factor = factor
+
+    def optimize_prior_precision(
+        self, method: str | GridSearch = "gridsearch", **options: Any
+    ) -> TuningHistory:
+        """Choose the common factor of the members' prior precisions that suits the mixture.
+
+        Parameters
+        ----------
+        method : {"gridsearch"} or GridSearch
+        **options
+            of `GridSearch`: `val_loader`, with data that no member has learnt, or what
+            `predictive_statistics` returned for them; by default with the link "mean_field"
+
+        Returns
+        -------
+        TuningHistory
+            its prior precisions are the factors
+        """
+        if method == "gridsearch":
+            method = GridSearch(**({"link_approx": "mean_field"} | options))
+        elif options or not isinstance(method, GridSearch):
+            raise ValueError(
+                f'A mixture knows method="gridsearch" or a GridSearch, not {method!r}.'
+            )
+        mixture: Any = self
+        return method(mixture)
+
+    # --- files ---------------------------------------------------------------------------------
+
+    def sample_adapters(
+        self,
+        n_samples: int,
+        directory: str | Path,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> list[Path]:
+        """Write draws as LoRA adapters, divided among the members, the first ones getting the rest.
+
+        Parameters, folders and errors are those of a posterior's `sample_adapters`.
+        """
+        check_counts(n_samples=n_samples)
+        folders = new_folders(directory, n_samples)
+        drawn_from = sorted(index % len(self) for index in range(n_samples))
+        return [
+            write_draw(self.members[index], folder, generator, **kwargs)
+            for index, folder in zip(drawn_from, folders, strict=True)
+        ]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the members' adapters and posteriors, each into a folder of its adapter's name.
+
+        Raises
+        ------
+        ValueError
+            If the members are not adapters of one `PeftModel`.
+        """
+        models = [find_peft_model(member.model) for member in self.members]
+        names = [_adapter(member) for member in self.members]
+        if any(model is not models[0] for model in models) or len(set(names)) < len(names):
+            raise ValueError(
+                "A mixture is saved if its members are adapters of one PeftModel: save these "
+                "posteriors one by one."
+            )
+        for member, name in zip(self.members, names, strict=True):
+            # PEFT gives any adapter but "default" a folder of its own.
+            parent = Path(folder, name) if name == "default" else Path(folder)
+            member.save_pretrained(write_adapter(models[0], name, {}, parent))
+        Path(folder, _DESCRIPTION).write_text(json.dumps({"members": names}), encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, model: nn.Module, folder: str | Path, **kwargs: Any) -> LaplaceMixture:
+        """Load a mixture that `save_pretrained` wrote.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            the base model without adapters, or a `PeftModel` of it: members' adapters that it lacks
+            are added, those that it has must be the saved ones, and its active adapter stays so
+        folder : str or Path
+        **kwargs
+            for the posteriors' classes, such as `dict_key_y`
+
+        Raises
+        ------
+        FileNotFoundError
+            If the folder holds no mixture.
+        ValueError
+            If files are damaged, or an adapter or the base model is not that of the fit.
+        """
+        names = json.loads(Path(folder, _DESCRIPTION).read_text(encoding="utf-8"))["members"]
+        held = model.peft_config if isinstance(model, PeftModel) else {}
+        for name in names:
+            if name not in held:
+                path = str(Path(folder, name))
+                if isinstance(model, PeftModel):
+                    model.load_adapter(path, name)
+                else:
+                    model = PeftModel.from_pretrained(model, path, name)
+        assert isinstance(model, PeftModel)
+        members = []
+        with own_adapter_back(model):
+            for name in names:
+                model.set_adapter(name)
+                members.append(from_pretrained(model, Path(folder, name), **kwargs))
+        return cls(members)
+
+    # --- what methods to choose a prior precision need -----------------------------------------
+
+    def statistics_of(self, loader: Any, progress_bar: bool) -> MixtureStatistics | None:
+        """Statistics of a data set, or the given ones; None where a member has none."""
+        if isinstance(loader, MixtureStatistics):
+            return MixtureStatistics(loader.members, self._priors)
+        found = [member.statistics_of(loader, progress_bar) for member in self.members]
+        if any(statistics is None for statistics in found):
+            return None
+        return MixtureStatistics(tuple(found), self._priors)  # pyright: ignore[reportArgumentType]
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Try factors: an error restores the old one."""
+        before = self._factor
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.enter_context(member.trying())
+            try:
+                yield
+            except BaseException:
+                self._factor = before
+                raise
+
+    def _check_H_init(self) -> None:  # noqa: N802
+        for member in self.members:
+            member._check_H_init()
+
+    model = _of_first("model")
+    likelihood = _of_first("likelihood")
+    trained_likelihood = _of_first("trained_likelihood")
+    sigma_noise = _of_first("sigma_noise")
+    dict_key_y = _of_first("dict_key_y")
+    n_outputs = _of_first("n_outputs")
+    n_data = _of_first("n_data")
+    n_layers = _of_first("n_layers")
+    n_params = _of_first("n_params")
+    _device = _of_first("_device")
+    _dtype = _of_first("_dtype")
+    _H_factor = _of_first("_H_factor")
+
+    def _each(self, x: Any) -> Iterator[tuple[LoRALaplace, Any]]:
+        """Each member and what it predicts: the whole batch, or its own moments."""
+        parts = x.members if isinstance(x, MixtureMoments) else [x] * len(self)
+        return zip(self.members, parts, strict=True)
+
+
+def _check_alike(members: Sequence[LoRALaplace]) -> None:
+    if len(members) < 2:
+        raise ValueError("A mixture needs two posteriors or more.")
+    first, *others = members
+    for number, member in enumerate(members):
+        if not member.n_data:
+            raise ValueError(f"Member {number} has no fit: call its fit before.")
+        member._check_model()
+    for number, other in enumerate(others, 1):
+        for name in ("likelihood", "n_outputs"):
+            own, its = getattr(first, name), getattr(other, name)
+            if own != its:
+                raise ValueError(f"Members 0 and {number} differ in {name}: {own} and {its}.")
+        if first.model.class_token_ids != other.model.class_token_ids:
+            raise ValueError(f"Members 0 and {number} answer with other class_token_ids.")
+        differing = _differing_base(first, other)
+        if differing is not None:
+            raise ValueError(
+                f"Members 0 and {number} have other base models, as {differing} shows: mix "
+                "adapters of one base model."
+            )
+
+
+def _differing_base(first: Any, other: Any) -> str | None:
+    """A weight of the base model in which two posteriors differ; None if there is none."""
+    weights = [
+        {
+            name: weight
+            for name, weight in member._fitted.state.weights.items()
+            if ".lora_" not in name and ".modules_to_save" not in name
+        }
+        for member in (first, other)
+    ]
+    names = weights[0].keys() | weights[1].keys()
+    for name in sorted(names):
+        pair = [of_member.get(name) for of_member in weights]
+        if None in pair or not pair[0].equals(pair[1]):
+            return name
+    return None
+
+
+def _adapter(member: LoRALaplace) -> str:
+    return member.blocks[0].adapter
+
+
+def _mixed(means: torch.Tensor, covariances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Moments of a mixture of Gaussians `(M, ..., C)`, with variances or covariances."""
+    mean = means.mean(0)
+    apart = means - mean
+    if covariances.ndim == means.ndim:
+        return mean, (covariances + apart.square()).mean(0)
+    return mean, (covariances + apart[..., :, None] * apart[..., None, :]).mean(0)

@@ -1,0 +1,326 @@
+"""Training in stages: the first holds out texts that choose the prior, a short one learns them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import load_peft_weights, set_peft_model_state_dict
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from laplace_lora_ext.callback import eval_figures
+from laplace_lora_ext.laplace import Laplace
+from laplace_lora_ext.messages import check_counts, naming
+from laplace_lora_ext.mixture import LaplaceMixture
+from laplace_lora_ext.models.adapters import (
+    active_again,
+    add_fresh_adapter,
+    find_peft_model,
+    own_adapter_back,
+    write_adapter,
+)
+from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.logits_model import find_transformer
+from laplace_lora_ext.training.examples import divided, in_order
+from laplace_lora_ext.training.trainers import (
+    check_trainer,
+    loader_of,
+    same_random_states,
+    train,
+)
+from laplace_lora_ext.tuning.entropy import MatchedEntropy, mean_entropy
+from laplace_lora_ext.tuning.history import TuningHistory
+
+SECOND_STAGE = 0.25
+"""Steps of the second stage, relative to a training on all texts."""
+
+Train = Callable[[nn.Module, Dataset, float], object]
+"""Trains a model's active adapter on examples, for a share of the steps of a whole training."""
+
+_MEMBER = "member_{}"  # adapters of a mixture but the first, which is the user's
+_DONE = "laplace_stage.json"
+
+
+class Stages(NamedTuple):
+    """What training in stages came to.
+
+    Attributes
+    ----------
+    la : LoRALaplace or LaplaceMixture
+        fitted to all examples
+    history : TuningHistory
+        the prior precisions that were tried, with their loss on the held-out examples
+    """
+
+    la: Any
+    history: TuningHistory
+
+
+def train_in_stages(
+    trainer: Any,
+    held_out: float = 0.2,
+    *,
+    members: int = 1,
+    likelihood: str | None = None,
+    resume_from_checkpoint: bool = False,
+    progress_bar: bool = False,
+    **options: Any,
+) -> Any:
+    """Train a calibrated model, in place of `trainer.train()`, at 1.05 times its cost.
+
+    The first stage trains without a share of the texts, which then choose the prior precision; the
+    second trains the same adapter on all texts for a quarter of the steps, with an optimizer and a
+    schedule of its own. The prior precision is carried over by the entropy of predictions, see
+    `MatchedEntropy`. No label is lost.
+
+    Callbacks, logs, evaluations and checkpoints of the trainer work in both stages. The adapter and
+    the posterior end in its `output_dir`, checkpoints of the first stage in "stage_1" there, and
+    the posterior's figures in `trainer.state.log_history`, with the logs of all stages.
+
+    Parameters
+    ----------
+    trainer : transformers.Trainer
+        or an heir, such as TRL's `SFTTrainer` and `RewardTrainer`, with a PEFT model and a
+        `train_dataset` that has a length
+    held_out : float, default=0.2
+        the share of the texts that the first stage holds out, between 0 and 1
+    members : int, default=1
+        how many adapters to train on the same base model. All hold out the same texts, which choose
+        the prior of their mixture; each costs as much as the first
+    likelihood : str, optional
+        as for `laplace_lora_ext.Laplace`; of a reward trainer "reward_modeling", and of a language
+        model without `class_token_ids` "language_modeling"
+    resume_from_checkpoint : bool, default=False
+        go on after an interruption, in whichever stage it was
+    progress_bar : bool, default=False
+    **options
+        for the Laplace class, such as `class_token_ids` and `backend_kwargs`
+
+    Returns
+    -------
+    LoRALaplace or LaplaceMixture
+        fitted, with its prior precision; a mixture if there are several members
+
+    Raises
+    ------
+    ValueError
+        Before any training: if the trainer's data can't be divided, see `check_trainer`, a class
+        would be without texts, or the model or a batch does not suit the likelihood.
+    """
+    check_trainer(trainer)
+    options |= {"likelihood": likelihood or _likelihood(trainer, options)}
+    log: list[dict[str, Any]] = []
+    folders = _folders(Path(trainer.args.output_dir), members)
+    find_peft_model(trainer.model)
+
+    def run(model: nn.Module, examples: Dataset, share: float) -> None:
+        log.extend(_trained(trainer, examples, share, *next(folders), resume_from_checkpoint))
+
+    generator = torch.Generator().manual_seed(trainer.args.data_seed or trainer.args.seed)
+    whole = DataLoader(trainer.train_dataset)
+    batches = _Batches(whole, lambda examples: loader_of(trainer, examples))
+    choices = held_out, members, generator, progress_bar
+    stages = _in_stages(run, trainer.model, batches, *choices, options)
+    _finish(trainer, stages, log)
+    return stages.la
+
+
+def in_stages(
+    train: Train,
+    model: nn.Module,
+    train_loader: DataLoader,
+    held_out: float = 0.2,
+    *,
+    members: int = 1,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+    **options: Any,
+) -> Any:
+    """`train_in_stages` for a training loop of one's own.
+
+    Parameters
+    ----------
+    train : callable
+        takes the model, with the adapter to train active, a data set, and a share of the steps of a
+        whole training, and trains with an optimizer and a schedule made anew. The data set is a
+        `torch.utils.data.Subset`, or what the `select` of a `datasets.Dataset` returns
+    model : torch.nn.Module
+        with an adapter to be trained; for several members a `PeftModel`
+    train_loader : DataLoader
+        of all examples; its collator and batch size also serve the fits
+    held_out, members, progress_bar
+        as for `train_in_stages`
+    generator : torch.Generator, optional
+        for the examples to hold out; if omitted, every call holds out the same
+    **options
+        for `laplace_lora_ext.Laplace`, such as `likelihood` and `class_token_ids`
+
+    Returns
+    -------
+    LoRALaplace or LaplaceMixture
+
+    Raises
+    ------
+    ValueError
+        Before any training, as `train_in_stages`.
+    """
+    batches = _Batches(train_loader, lambda examples: in_order(examples, train_loader))
+    choices = held_out, members, generator, progress_bar
+    return _in_stages(train, model, batches, *choices, options).la
+
+
+class _Batches(NamedTuple):
+    """A loader of the data to divide, and what makes batches of some of them."""
+
+    whole: DataLoader
+    of: Callable[[Any], DataLoader]
+
+
+def _in_stages(
+    train: Train,
+    model: nn.Module,
+    batches: _Batches,
+    held_out: float,
+    members: int,
+    generator: torch.Generator | None,
+    progress_bar: bool,
+    options: dict[str, Any],
+) -> Stages:
+    check_counts(members=members)
+    options = {"subset_of_weights": "lora", "hessian_structure": "lowrank_kron"} | options
+    ((rest, held),) = divided(batches.whole, held_out, generator)
+    first, validation = batches.of(rest), batches.of(held)
+    _check(model, first, validation, options)
+
+    def fitted(loader: DataLoader) -> Any:
+        la: Any = Laplace(model, **options)
+        la.fit(loader, progress_bar=progress_bar)
+        return la
+
+    with own_adapter_back(model):
+        firsts, actives = [], []
+        for number in range(members):
+            if number:
+                add_fresh_adapter(find_peft_model(model), _MEMBER.format(number))
+            actives.append(active_again(model))
+            train(model, rest, 1 - held_out)
+            firsts.append(fitted(first))
+        choice: Any = firsts[0] if members == 1 else LaplaceMixture(firsts)
+        link = {} if _writes(choice) else {"link_approx": "mean_field"}
+        history = choice.optimize_prior_precision(
+            method="gridsearch", val_loader=validation, progress_bar=progress_bar, **link
+        )
+        chosen = [choice] if members == 1 else choice.members
+        carried = [_Carried.of(la, first) for la in chosen]
+        seconds = []
+        for activate, choice_of_member in zip(actives, carried, strict=True):
+            activate()
+            train(model, batches.whole.dataset, SECOND_STAGE)
+            seconds.append(fitted(batches.of(batches.whole.dataset)))
+            choice_of_member.carry_over(seconds[-1], first)
+    return Stages(seconds[0] if members == 1 else LaplaceMixture(seconds), history)
+
+
+class _Carried(NamedTuple):
+    """A choice of the first stage: its prior precision, and how uncertain it leaves predictions."""
+
+    prior_precision: torch.Tensor
+    entropy: float | None
+
+    @classmethod
+    def of(cls, la: Any, texts: DataLoader) -> _Carried:
+        entropy = None if _writes(la) else mean_entropy(la, texts)
+        return cls(la.prior_precision.detach().clone(), entropy)
+
+    def carry_over(self, la: Any, texts: DataLoader) -> None:
+        la.prior_precision = self.prior_precision
+        if self.entropy is not None:
+            start = {"init_prior_prec": self.prior_precision}
+            method = MatchedEntropy(train_loader=texts, entropy=self.entropy, **start)
+            la.optimize_prior_precision(method=method)
+
+
+def _writes(la: Any) -> bool:
+    """Whether a posterior is over texts, whose tokens' entropies would take many passes."""
+    return la.likelihood == "language_modeling"
+
+
+def _check(
+    model: nn.Module, first: DataLoader, validation: DataLoader, options: dict[str, Any]
+) -> None:
+    """Refuse what can't be fitted or chosen, before any training."""
+    with same_random_states(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the fits will warn
+        la: Any = Laplace(model, **options)
+    found: list[set[Any]] = [set(), set()]
+    for labels, loader in zip(found, (first, validation), strict=True):
+        for name, batch in named_batches(loader):
+            with naming(name):
+                _, y = la.model.split(batch)
+            if not (la.trained_likelihood.is_gaussian or _writes(la)):
+                labels.update(y.flatten().tolist())
+    lost = sorted(found[1] - found[0])
+    if lost:
+        raise ValueError(
+            f"The first stage would train without any example of the classes {lost}, which are all "
+            "held out: hold out a smaller share, or others with another seed."
+        )
+
+
+def _likelihood(trainer: Any, options: dict[str, Any]) -> str | None:
+    """The likelihood that a trainer's kind tells; None if the model tells it."""
+    if any(cls.__name__ == "RewardTrainer" for cls in type(trainer).__mro__):
+        return "reward_modeling"
+    transformer = find_transformer(trainer.model)
+    writes = transformer is not None and transformer.can_generate()
+    return "language_modeling" if writes and not options.get("class_token_ids") else None
+
+
+def _folders(output: Path, members: int) -> Iterator[tuple[str, Path]]:
+    """Stage and folder of each training, in their order."""
+    for stage, folder in (("stage_1", output / "stage_1"), ("stage_2", output)):
+        yield stage, folder
+        for number in range(1, members):
+            yield stage, output / stage / _MEMBER.format(number)
+
+
+def _trained(
+    trainer: Any, examples: Any, share: float, stage: str, folder: Path, resume: bool
+) -> list[dict[str, Any]]:
+    """Train the active adapter and save it, or load what an interrupted run has saved; its log."""
+    done = folder / _DONE
+    model = find_peft_model(trainer.model)
+    adapter = model.active_adapter
+    if resume and done.exists():
+        weights = load_peft_weights(str(folder if adapter == "default" else folder / adapter))
+        set_peft_model_state_dict(model, weights, adapter)
+        return json.loads(done.read_text(encoding="utf-8"))
+    done.unlink(missing_ok=True)
+    train(trainer, examples, share, folder, resume)
+    log = [entry | {"stage": stage} for entry in trainer.state.log_history]
+    if trainer.args.should_save:
+        write_adapter(model, adapter, {}, folder)
+        done.write_text(json.dumps(log), encoding="utf-8")
+    return log
+
+
+def _finish(trainer: Any, stages: Stages, log: list[dict[str, Any]]) -> None:
+    """Add figures to the logs, and save adapter, posterior and logs."""
+    la, history = stages
+    found = {
+        "laplace_held_out_nll": history.objective.min().item(),
+        "laplace_prior_precision": la.prior_precision.mean().item(),
+    }
+    if trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict):
+        found |= eval_figures(la, loader_of(trainer, trainer.eval_dataset))
+    trainer.state.log_history = log
+    trainer.log(found)
+    trainer.save_model()
+    if trainer.args.should_save:
+        la.save_pretrained(trainer.args.output_dir)
+        trainer.save_state()

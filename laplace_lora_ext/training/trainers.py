@@ -1,0 +1,129 @@
+"""The user's own trainer, on some of its examples and for a share of its steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import get_last_checkpoint
+
+from laplace_lora_ext.training.examples import in_order
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse a trainer that can't train again on some of its examples.
+
+    Raises
+    ------
+    ValueError
+        If it has no training data, or data without a length, makes its own model, or was given an
+        optimizer.
+    """
+    if trainer.train_dataset is None:
+        raise ValueError("The trainer has no training data: give it a train_dataset.")
+    if not isinstance(trainer.train_dataset, Sized):
+        raise ValueError(
+            "The trainer's train_dataset has no length, so that it can't be divided: pass a data "
+            "set that has one."
+        )
+    if trainer.model_init is not None:
+        raise ValueError("The trainer's model_init makes a new model in each training: pass model.")
+    if trainer.optimizer is not None and not trainer.state.global_step:
+        raise ValueError(
+            "The trainer was given an optimizer, but each training needs one of its own: choose it "
+            "in the arguments (optim, learning_rate), or pass optimizer_cls_and_kwargs."
+        )
+
+
+def loader_of(trainer: Any, examples: Any) -> DataLoader:
+    """A trainer's batches of some examples, each once and in order.
+
+    They have the columns and the collator of training, and the batch size of evaluation.
+    """
+    before = trainer.train_dataset
+    trainer.train_dataset = examples
+    try:
+        with same_random_states():
+            made = trainer.get_train_dataloader()
+    finally:
+        trainer.train_dataset = before
+    size = trainer.args.per_device_eval_batch_size
+    return in_order(
+        made.dataset, DataLoader(made.dataset, batch_size=size, collate_fn=made.collate_fn)
+    )
+
+
+def train(
+    trainer: Any, examples: Any, share_of_steps: float, folder: Path, resume: bool = False
+) -> None:
+    """Train a trainer's model with an optimizer and a schedule of their own.
+
+    Parameters
+    ----------
+    trainer : transformers.Trainer
+        its arguments and data are the user's again afterwards, also after an error
+    examples : Dataset
+        some of its training data
+    share_of_steps : float
+        how many steps to take, relative to a training on all its data
+    folder : Path
+        for checkpoints
+    resume : bool, default=False
+        whether to go on from the last checkpoint in the folder, if there is one
+    """
+    args, data = trainer.args, trainer.train_dataset
+    checkpoint = get_last_checkpoint(str(folder)) if resume and folder.is_dir() else None
+    trainer.args = _shortened(args, share_of_steps, len(data) / len(examples))
+    trainer.args.output_dir = str(folder)
+    trainer.train_dataset = examples
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.model_wrapped = trainer.model  # a wrapper knows the weights that were trained before
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    finally:
+        trainer.args, trainer.train_dataset = args, data
+
+
+def _shortened(args: Any, share_of_steps: float, fewer: float) -> Any:
+    """A copy of training arguments for a share of their steps, on data smaller by a factor."""
+    args = copy(args)
+    if args.max_steps > 0:
+        args.max_steps = max(1, round(share_of_steps * args.max_steps))
+    else:
+        args.num_train_epochs = share_of_steps * fewer * args.num_train_epochs
+    if args.warmup_steps >= 1:  # below 1 it is a share
+        args.warmup_steps = round(share_of_steps * args.warmup_steps)
+    return args
+
+
+@contextmanager
+def restored(trainer: Any) -> Iterator[None]:
+    """Afterwards a trainer, its callbacks' handler and all random states are as before."""
+    parts = [vars(part) for part in (trainer, trainer.callback_handler)]
+    before = [dict(part) for part in parts]
+    try:
+        with same_random_states():
+            yield
+    finally:
+        for part, attributes in zip(parts, before, strict=True):
+            part.clear()
+            part.update(attributes)
+
+
+@contextmanager
+def same_random_states() -> Iterator[None]:
+    """Restore every random state in the end."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

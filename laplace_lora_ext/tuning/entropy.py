@@ -1,0 +1,102 @@
+"""The prior precision at which predictions are as uncertain as those of an earlier posterior."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.predictive.links import mean_field
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.tuning.history import Recorder, TuningHistory
+from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.moments_along import moments_along, some_of
+from laplace_lora_ext.tuning.roots import FARTHEST, falling_root
+
+_SEED = 0  # of the examples: two posteriors are asked about the same ones
+_MOST_EXAMPLES = 2000
+_ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MatchedEntropy(TuningMethod):
+    """Take the prior precision at which the mean predictive entropy of some data is a given one.
+
+    It carries a choice over to another posterior. Held-out examples have chosen a prior precision
+    for a model that has not seen them; a model that has learnt them too is less or more sure, and
+    needs another one to be as uncertain on the same examples. Labels are not used.
+
+    Parameters
+    ----------
+    init_prior_prec, prior_structure, progress_bar
+        of `TuningMethod`; one common factor of the start is chosen
+    train_loader : DataLoader, iterable or PredictiveStatistics
+        the data whose entropy is to be matched; of more than 2,000 examples about as many
+    entropy : float
+        in nats, as `mean_entropy` gives it for the other posterior
+
+    Warns
+    -----
+    UserWarning
+        If no prior precision within a factor of 1e8 of the start has this entropy.
+    """
+
+    train_loader: Iterable[Any] | PredictiveStatistics
+    entropy: float
+
+    def _search(self, la: Posterior) -> TuningHistory:
+        start = self._start(la)
+        moments, recorder = _moments(la, self.train_loader, self.progress_bar), Recorder()
+
+        def excess(log_factor: float) -> float:
+            prior_precision = math.exp(log_factor) * start
+            value = _mean(la, moments(prior_precision))
+            recorder.add(len(recorder.objectives), value, prior_precision)
+            return value - self.entropy
+
+        log_factor = falling_root(excess)
+        la.prior_precision = math.exp(log_factor) * start
+        history = recorder.history()
+        if abs(log_factor) > 0.99 * FARTHEST:
+            warn(
+                f"No prior precision within a factor of 1e8 gives predictions a mean entropy of "
+                f"{self.entropy:.3g} nats: at {la.prior_precision.mean().item():.3g} it is "
+                f"{history.objective[-1].item():.3g}."
+            )
+        return history
+
+
+def mean_entropy(la: Posterior, data: Any, progress_bar: bool = False) -> float:
+    """Mean entropy of a posterior's predictions in nats, of class probabilities or densities.
+
+    Classes are predicted with the link "mean_field"; a regression's densities include its noise.
+    `data` are as for `MatchedEntropy`.
+    """
+    return _mean(la, _moments(la, data, progress_bar)(la.prior_precision))
+
+
+def _moments(la: Posterior, data: Any, progress_bar: bool) -> Any:
+    some = some_of(la, data, _MOST_EXAMPLES, _SEED)
+    return moments_along(la, some, lambda _: _ROWS, progress_bar)
+
+
+def _mean(la: Posterior, parts: Iterable[Moments]) -> float:
+    entropies = torch.cat([_entropies(la, part) for part in parts])
+    return entropies.double().mean().item()
+
+
+def _entropies(la: Posterior, moments: Moments) -> torch.Tensor:
+    """`(B,)`."""
+    f_mu, f_var = moments
+    if not la.trained_likelihood.is_gaussian:
+        return torch.special.entr(mean_field(f_mu, f_var).exp()).sum(-1)
+    n_outputs = f_mu.shape[1]
+    noise = la.sigma_noise.detach().to(f_var).square() * torch.eye(n_outputs).to(f_var)
+    logdet = (f_var + noise).double().logdet()
+    return (logdet + n_outputs * math.log(2 * math.pi * math.e)) / 2
