@@ -14,7 +14,6 @@ USES = {
     "nn": lambda la, batches: la(batches[0], pred_type="nn", link_approx="mc", n_samples=2),
     "moments": lambda la, batches: la.predictive_moments(batches[0]),
     "functional samples": lambda la, batches: la.functional_samples(batches[0], n_samples=2),
-    "linearised model": lambda la, batches: la.linearize(batches),
     "more data": lambda la, batches: la.fit(batches, override=False),
 }
 
