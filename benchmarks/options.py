@@ -112,11 +112,6 @@ class Calibration(SeveralSeeds):
 
 
 @dataclass(frozen=True)
-class Cures(SeveralSeeds):
-    """What could calibrate beyond one prior precision: a few minutes per seed."""
-
-
-@dataclass(frozen=True)
 class Text(Reading):
     """Free text by a pretrained language model (extra llm): half an hour a seed."""
 
@@ -173,7 +168,6 @@ class Cost(Run):
     prediction_batch_sizes: tuple[int, ...] = option(
         (1, 8, 32), "texts to predict at once; on a CPU 8 at most for models wider than 1024"
     )
-    growth_widths: tuple[int, ...] = option((512, 1024, 2048, 4096, 8192), "widths of blocks")
     dtypes: tuple[str, ...] = option(
         DTYPES[:2], "on a CPU all but the first for the smallest model only", choices=DTYPES
     )
@@ -190,13 +184,11 @@ class Cost(Run):
 
 @dataclass(frozen=True)
 class Scale(Run):
-    """Time and memory by the number of examples, classes, tokens and processes: 12 minutes."""
+    """Time and memory by the number of classes, tokens and processes: seven minutes."""
 
-    examples: tuple[int, ...] = option((1000, 10_000, 100_000), "for the linearised methods")
     classes: tuple[int, ...] = option((4, 20, 77), "answers")
     lengths: tuple[int, ...] = option((128, 512, 2048), "tokens of a text")
     processes: tuple[int, ...] = option((1, 2, 4), "that share a fit")
-    features: int = option(1024, "of an example in the linearised methods")
     hidden_size: int = option(256, "width of the model, a multiple of 8")
     layers: int = option(2, "of the model")
     batch_size: int = option(4, "texts in a batch")

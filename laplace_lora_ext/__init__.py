@@ -9,7 +9,6 @@ from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronEF, Lo
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.laplace import Laplace, from_pretrained
-from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.mixture import LaplaceMixture
@@ -31,8 +30,6 @@ from laplace_lora_ext.text.val_gd import TokenValGD
 from laplace_lora_ext.tuning import (
     Agreement,
     GridSearch,
-    LinearizedLOO,
-    LinearizedMarglik,
     Marglik,
     SecondTraining,
     TuningHistory,
@@ -51,9 +48,6 @@ __all__ = [
     "Laplace",
     "LaplaceCallback",
     "LaplaceMixture",
-    "LinearizedLOO",
-    "LinearizedMarglik",
-    "LinearizedModel",
     "LoRALaplace",
     "LowRankKron",
     "LowRankKronDecomposed",

@@ -40,7 +40,7 @@ def fit(
 
     In a `torch.distributed` process group, call this on every rank, each with its own shard of
     the data (a `DistributedSampler`, or a loader that Accelerate prepared): all ranks end with
-    the posterior of all data. The same goes for `predictive_statistics`, `linearize` and
+    the posterior of all data. The same goes for `predictive_statistics` and
     `optimize_prior_precision`. Each rank makes its own predictions.
 
     Parameters

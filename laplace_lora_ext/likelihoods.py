@@ -96,10 +96,6 @@ class Classification:
         """Negative log-likelihood, summed over samples, up to a constant."""
         return cross_entropy(logits, y, reduction="sum")
 
-    def slope(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Gradient of `loss` in the logits."""
-        return logits.softmax(-1) - one_hot(y, logits.shape[-1])
-
     def predictive_loss(
         self, link: Link, moments: Moments, y: torch.Tensor, sigma_noise: torch.Tensor
     ) -> torch.Tensor:
@@ -173,9 +169,6 @@ class Regression:
 
     def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (logits - y).square().sum() / 2
-
-    def slope(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return logits - y
 
     def predictive_loss(
         self, link: Link, moments: Moments, y: torch.Tensor, sigma_noise: torch.Tensor

@@ -15,14 +15,11 @@ import laplace_lora_ext.fit as data_fit
 import laplace_lora_ext.saving as saving
 import laplace_lora_ext.state as state
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
-from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.fitting import kind
 from laplace_lora_ext.fitting.hosts_pass import curvature_of
 from laplace_lora_ext.fitting.hyperparameters import Positive
 from laplace_lora_ext.fitting.moving import check_model, follow, places_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS
-from laplace_lora_ext.linearized import of_posterior
-from laplace_lora_ext.linearized.basis import eigenbasis
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
@@ -250,12 +247,6 @@ class LoRALaplace(ParametricLaplace):
     def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics | None:
         """Statistics of a data set, or the given ones; None for a structure without any."""
         return None
-
-    linearize = of_posterior.linearize
-
-    def _eigenbasis(self, loader: Iterable[Any]) -> LowRankKronDecomposed:
-        """A curvature with eigenvectors, which takes a pass over the data here."""
-        return eigenbasis(self.model, self.blocks, self.trained_likelihood, loader)
 
     # --- predictions ---------------------------------------------------------------------------
 

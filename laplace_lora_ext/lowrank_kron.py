@@ -12,7 +12,7 @@ from laplace.curvature import CurvatureInterface
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
-from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
+from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
@@ -111,9 +111,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def _keep(self, H: LowRankKron) -> None:
         sums = H.cut()
         self.H_facs, self.H = sums, sums.decompose(self._device)
-
-    def _eigenbasis(self, loader: Iterable[Any]) -> LowRankKronDecomposed:
-        return self.H
 
     def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
         precision: Any = self.posterior_precision

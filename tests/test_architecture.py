@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "laplace_lora_ext"
 FOLDERS = [
     *("processes", "models", "passes", "curvature"),
-    *("fitting", "predictive", "linearized", "training", "tuning", "text"),
+    *("fitting", "predictive", "training", "tuning", "text"),
 ]
 FLOORS = [
     {"messages", "readings", "undoing", "precision", "files", "metrics", "likelihoods"},

@@ -202,7 +202,6 @@ def test_what_needs_jacobians_of_the_vocabulary_is_refused():
         lambda: la.predictive_moments(batch),
         lambda: la.predictive_statistics([batch]),
         lambda: la.variance_by_layer(batch),
-        lambda: la.linearize([batch]),
     ):
         with pytest.raises(NotImplementedError, match=r"la\.score"):
             refused()
@@ -339,8 +338,8 @@ def test_settings_that_do_not_fit_are_refused():
         make(model)
     with pytest.raises(ValueError, match="whole vocabulary"):
         make(model, likelihood="language_modeling", class_token_ids=[1, 2])
-    with pytest.raises(ValueError, match="'linearized_loo' is none of"):
-        fitted_text().optimize_prior_precision(method="linearized_loo", train_loader=[])
+    with pytest.raises(ValueError, match="'marginal' is none of"):
+        fitted_text().optimize_prior_precision(method="marginal")
 
 
 @pytest.mark.parametrize(

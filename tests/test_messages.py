@@ -91,7 +91,7 @@ def test_fits_and_searches_warn_of_the_users_line(structure):
         warnings.simplefilter("always")
         la.fit(DataLoader(TensorDataset(X, y), batch_size=4, drop_last=True))
         la.optimize_prior_precision(n_steps=1)
-        la.optimize_prior_precision(method="linearized_marglik", train_loader=[(X[:4], y[:4])])
+        la.optimize_prior_precision(method="agreement", train_loader=[(X[:4], y[:4])])
         la.optimize_prior_precision(
             method="gridsearch",
             val_loader=[(X, y)],

@@ -90,11 +90,7 @@ UNFITTED = {
     "weights": lambda la, data: la.sample(2),
     "density": lambda la, data: la.log_prob(torch.zeros(la.n_params)),
     "state": lambda la, data: la.state_dict(),
-    "linearised model": lambda la, data: la.linearize(data),
     "marglik": lambda la, data: la.optimize_prior_precision(),
-    "linearized_loo": lambda la, data: la.optimize_prior_precision(
-        method="linearized_loo", train_loader=data
-    ),
     "agreement": lambda la, data: la.optimize_prior_precision(
         method="agreement", train_loader=data
     ),

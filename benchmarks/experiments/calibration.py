@@ -186,11 +186,11 @@ class Trial:
             batches = list(islice(test, TIMED_BATCHES))
             each = seconds_of(lambda: [la(batch, link_approx="probit") for batch in batches])
             seconds["predict_seconds"] = each * len(test) / len(batches)
-            train = self._batches(protocol.train) if method.linearized else None
             if protocol.validation:
                 validation = self._batches(protocol.validation)
-                choices = [*priors.by_validation(la, validation, train, self.options.samples)]
+                choices = [*priors.by_validation(la, validation, self.options.samples)]
             else:
+                train = self._batches(protocol.train) if method.on_training else None
                 choices = [*priors.by_training(la, train), *self._elsewhere(la, method, protocol)]
             for prediction in priors.predictions(la, choices, self.loaders, self.options.samples):
                 yield prediction, seconds

@@ -18,18 +18,18 @@ ENSEMBLES = ("mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob"
 # What diagrams and overviews show of each method: protocol, method, prior and link, by their keys.
 KEYS = ("protocol", "method", "prior", "link")
 PRIORS = (
-    *("tfb_rule", "marglik_scalar", "linearized_marglik_scalar", "linearized_loo_scalar"),
-    *("linearized_loo_layerwise", "agreement", "validation_elsewhere", "validation_of_several"),
+    *("tfb_rule", "marglik_scalar", "agreement"),
+    *("validation_elsewhere", "validation_of_several"),
 )
 SHOWN = (
     *((WHOLE, key, "", "") for key in ("map", *ENSEMBLES)),
     (SPLIT, "temperature_scaling", "validation", ""),
     (WHOLE, "temperature_scaling", "validation_elsewhere", ""),
-    (WHOLE, "last_layer", "linearized_loo_scalar", "mean_field"),
+    (WHOLE, "last_layer", "agreement", "mean_field"),
     (WHOLE, "kron", "marglik_layerwise", "probit"),
     (WHOLE, "lowrank_kron_paper", "marglik_scalar", "mc"),
     *((WHOLE, "lowrank_kron", prior, "mean_field") for prior in PRIORS),
-    (SPLIT, "lowrank_kron", "validation_scaled", "mean_field"),
+    (SPLIT, "lowrank_kron", "validation_scalar", "mean_field"),
 )
 
 

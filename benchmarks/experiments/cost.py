@@ -9,7 +9,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import measuring
-from benchmarks.experiments.growth import growth
 from benchmarks.methods import METHODS, posterior
 from benchmarks.models import device_of
 from benchmarks.options import Cost
@@ -48,7 +47,7 @@ def run(options: Cost) -> Iterator[Result]:
         "weights": MEANING,
         "measurements": measured,
         "failures": failures,
-        "growth": [*_fit_growth(measured, options.contestants), *growth(options, device)],
+        "growth": _growth(measured, options.contestants),
     }
     yield figures, text_of(figures, options)
     draw(measured, options.output / "cost.png")
@@ -136,7 +135,7 @@ def measure(
             yield "failed", {"what": phase, "reason": measuring.reason_of(error)}
 
 
-def _fit_growth(measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+def _growth(measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
     """How the time that a fit adds to the bare loop, per batch and layer, grows with the width."""
     series = []
     for key in (key for key in keys if key != "bare"):
@@ -174,8 +173,8 @@ def text_of(figures: Figures, options: Cost) -> list[str]:
         "model and data.",
         table(rows, ["name", *PLACE, *FIGURES]),
         *(["\n".join(failures)] if failures else []),
-        "Growth: exponents of least squares in logarithms. What a fit adds to the bare loop, for "
-        "a batch and a layer; then the library's own part alone, and its stock counterpart.",
+        "Growth of what a fit adds to the bare loop, for a batch and a layer: exponents of least "
+        "squares in logarithms.",
         table(figures["growth"], ["name", "against", "sizes", "seconds", "exponent"]),
     ]
 

@@ -1,4 +1,4 @@
-"""How time and memory grow with the number of examples, classes, tokens and processes."""
+"""How time and memory grow with the number of classes, tokens and processes."""
 
 import statistics
 import sys
@@ -19,43 +19,25 @@ from benchmarks.models import device_of
 from benchmarks.options import Cost, Scale
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
 from benchmarks.report import Result, Row
-from laplace_lora_ext import LinearizedModel
-from laplace_lora_ext.linearized.storage import Collected
-
-BLOCKS = 24  # whose features the linearised model has
-AT_ONCE = 1000  # examples whose random features are drawn at once
-PRIOR_PRECISION = torch.tensor([1.0])
 
 
 def run(options: Scale) -> Iterator[Result]:
-    """Measure each series; then draw times and memory."""
+    """Measure each series."""
     series: dict[str, list[Row]] = {}
     for against, size, found in measured(options, device_of(options.device)):
         report.say(options, size, against)
         rows = series.setdefault(against, [])
         rows += [{"name": row["name"], "size": size} | row for row in found]
     parts = [
-        "Random weights in the shape of Llama, and random features for the linearised methods. "
-        "Bare loops are the model's passes alone; megabytes are peaks over model and data, and for "
-        "the linearised methods with features that are not on disk. Exponents are least squares "
-        "in logarithms."
+        "Random weights in the shape of Llama. Bare loops are the model's passes alone; megabytes "
+        "are peaks over model and data. Exponents are least squares in logarithms."
     ]
-    panels = {}
     for against, rows in series.items():
         _add_exponents(rows)
         ordered = sorted(rows, key=lambda row: row["name"])
         parts += [f"Against the number of {against}:", report.table(ordered)]
-    for key, title in (("seconds", "seconds"), ("megabytes", "MB")):
-        for against, rows in series.items():
-            bare = [
-                {**row, "name": f"{row['name']}, bare loop", key: row[f"bare_{key}"]}
-                for row in rows
-                if f"bare_{key}" in row
-            ]
-            panels[f"{against}, {title}"] = report.lines([*rows, *bare], "size", key)
     rows = [{"against": against, **row} for against, rows in series.items() for row in rows]
     yield {"weights": MEANING, "rows": rows}, parts
-    report.draw_lines(options.output / "scale.png", panels, "Number", "log")
 
 
 def measured(options: Scale, device: str) -> Iterator[tuple[str, int, list[Row]]]:
@@ -69,11 +51,6 @@ def measured(options: Scale, device: str) -> Iterator[tuple[str, int, list[Row]]
         yield "tokens of a text", size, _beside(whole, options, device)
         again = _beside(replace(whole, checkpointed=True), options, device)
         yield "tokens with gradient checkpointing", size, again
-    for size in options.examples:
-        # Each method alone: memory that one leaves would hide the other's.
-        job = partial(measuring.run_alone, _measure_examples)
-        rows = [job(method, size, options, device) for method in ("evidence", "leave_one_out")]
-        yield "examples", size, rows
     for size in options.processes:
         yield "processes", size, [_measure_processes(shape, size, options)]
 
@@ -106,30 +83,6 @@ def _row(name: str, bare: Row, ours: Row) -> Row:
         "megabytes": ours["peak_megabytes"],
         "bare_megabytes": bare["peak_megabytes"],
     }
-
-
-def _measure_examples(method: str, n: int, options: Scale, device: str) -> Row:
-    """Evaluate the linearised evidence or leave-one-out once, on random features."""
-    measuring.set_up(options)
-    generator = torch.Generator().manual_seed(options.seed)
-    scale = (torch.arange(options.features) + 1.0).rsqrt()
-    weights = torch.randn(options.features, generator=generator)
-    collected, logits = Collected(), []
-    offset = torch.randn(n, 4, generator=generator)
-    for part in offset.split(AT_ONCE):
-        features = torch.randn(*part.shape, options.features, generator=generator) * scale
-        collected.append(features)
-        logits.append(part + features @ weights)
-    features, logits = collected.result(), torch.cat(logits)
-    block = torch.arange(options.features) * BLOCKS // options.features
-    data = logits, features, block, offset, logits.argmax(-1)
-    model = LinearizedModel(*data, "classification")
-    held = features.nbytes if isinstance(features, torch.Tensor) else 0
-    job = partial(getattr(model, method), PRIOR_PRECISION)
-    # Once: another call would find the mode where this one has left it.
-    figures = measuring.time_and_memory(job, device, 0, options.limit)
-    megabytes = figures["peak_megabytes"] + held / measuring.BYTES_PER_MEGABYTE
-    return {"name": f"{method}, once", "seconds": figures["median"], "megabytes": megabytes}
 
 
 def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:

@@ -13,7 +13,7 @@ from benchmarks.methods import posterior
 from benchmarks.methods.priors import STRUCTURES
 from benchmarks.options import Tuning
 from benchmarks.report import Result, Row
-from laplace_lora_ext import LinearizedModel, PredictiveStatistics
+from laplace_lora_ext import PredictiveStatistics
 from laplace_lora_ext.metrics import quality
 
 REPETITIONS = 3
@@ -44,9 +44,7 @@ def run(options: Tuning) -> Iterator[Result]:
     timed("One prediction pass", predict)
     statistics = la.predictive_statistics(validation)
     timed("Predictive statistics, one pass", lambda: la.predictive_statistics(validation))
-    linearized = la.linearize(train)
-    timed("Linearised model, one pass over the training texts", lambda: la.linearize(train))
-    searches = searches_of(statistics, linearized, options)
+    searches = searches_of(statistics, options)
     grid = searches["gridsearch, probit"] | {"val_loader": validation}
     timed("gridsearch, that pass included", lambda: la.optimize_prior_precision(**grid))
     test = la.predictive_statistics(pretrained.loader(TEST, PREDICTION_BATCH_SIZE))
@@ -76,7 +74,7 @@ def run(options: Tuning) -> Iterator[Result]:
     measured = [f"{link}_{key}" for link in LINKS for key in ("nll", "ece", "accuracy")]
     parts = [
         f"{len(statistics)} validation texts, a grid of {size}, {options.steps} steps of val_gd. "
-        "Searches are given the statistics or the linearised model.",
+        "Searches are given the statistics.",
         repr(statistics),
         report.table(costs, ["name", "seconds", "passes"]),
         f"{len(test)} test texts; layerwise prior precisions as geometric means.",
@@ -91,15 +89,11 @@ def run(options: Tuning) -> Iterator[Result]:
     report.draw_shares(shares, options.output / "variance_by_layer.png")
 
 
-def searches_of(
-    validation: PredictiveStatistics, linearized: LinearizedModel, options: Tuning
-) -> Searches:
+def searches_of(validation: PredictiveStatistics, options: Tuning) -> Searches:
     """Every way to choose."""
     found: Searches = {}
-    for method in ("marglik", "linearized_marglik", "linearized_loo"):
-        way = {"method": method} | ({} if method == "marglik" else {"train_loader": linearized})
-        for structure in STRUCTURES:
-            found[f"{method}, {structure}"] = {**way, "prior_structure": structure}
+    for structure in STRUCTURES:
+        found[f"marglik, {structure}"] = {"method": "marglik", "prior_structure": structure}
     grid = {"method": "gridsearch", "grid_size": options.grid_size, "n_samples": 1000}
     descent = {"method": "val_gd", "n_steps": options.steps, "n_samples": 100}
     for link in LINKS:

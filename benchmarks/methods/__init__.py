@@ -23,7 +23,7 @@ METHODS: dict[str, Method] = {
         PointMethod("blob", "BLoB", BLOB),
         PointMethod("ivon", "IVON-LoRA", IVON),
         PointMethod("temperature_scaling", "Temperature scaling", points.scaled, True),
-        Posterior("last_layer", "Last layer (LLLA)", posteriors.of_last_layer, linearized=True),
+        Posterior("last_layer", "Last layer (LLLA)", posteriors.of_last_layer, on_training=True),
         Posterior("first_half", "First half of the layers", posteriors.of_first_half),
         # Stock curvatures in this library's class; then the stock classes themselves.
         Posterior("diag", "Stock diag", partial(posteriors.over_lora, structure="diag")),
@@ -34,9 +34,9 @@ METHODS: dict[str, Method] = {
         Posterior("bayesian_lora", "bayesian-lora", posteriors.BayesianLoRA),
         Posterior("bare", "Bare loops", posteriors.BareLoops),
         Posterior("lowrank_kron_paper", "lowrank_kron (paper)", posteriors.of_paper),
-        Posterior("lowrank_kron", "lowrank_kron", posteriors.over_lora, linearized=True),
-        Posterior("drawn_labels", DRAWN_LABELS, posteriors.with_drawn_labels, linearized=True),
-        Posterior("mean_at_start", MEAN_AT_START, posteriors.with_mean_at_start, linearized=True),
+        Posterior("lowrank_kron", "lowrank_kron", posteriors.over_lora, on_training=True),
+        Posterior("drawn_labels", DRAWN_LABELS, posteriors.with_drawn_labels, on_training=True),
+        Posterior("mean_at_start", MEAN_AT_START, posteriors.with_mean_at_start, on_training=True),
     )
 }
 

@@ -59,7 +59,7 @@ class Posterior(Method):
     """A method that is fitted on training batches, and predicts as the host's classes do."""
 
     build: Callable[[AdaptedModel], Any]  # has `fit(batches)`, `la(batch, link_approx=...)`
-    linearized: bool = False  # whether its prior precision is chosen in the linearised model too
+    on_training: bool = False  # whether training data choose its prior precision too
 
 
 def labels_of(loader: DataLoader) -> torch.Tensor:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -33,13 +33,13 @@ LINKS_OF_DESCENT = ("mc", "probit", "mean_field")
 class Prior:
     """A way to choose the prior precision: its key in figures, and its title in tables.
 
-    `choose` takes a posterior and the training data in the form that the way reads, or None.
+    `choose` takes a posterior and, where it reads them, statistics of the training data, or None.
     """
 
     key: str
     title: str
     choose: Callable[[Any, Any], torch.Tensor] | None = None  # None: by validation, for each link
-    reads: Literal["", "statistics", "linearized"] = ""
+    reads: bool = False
 
 
 def by_method(la: Any, data: Any, **search: Any) -> torch.Tensor:
@@ -63,24 +63,22 @@ def by_tfb_rule(_: Any, statistics: PredictiveStatistics) -> torch.Tensor:
     return prior_precision[None]
 
 
-def _scalar_and_layerwise(method: str, title: str, reads: Any = "") -> Iterator[Prior]:
-    for structure in STRUCTURES:
-        choose = partial(by_method, method=method, prior_structure=structure)
-        yield Prior(f"{method}_{structure}", f"{title}, {structure}", choose, reads)
-
-
 BY_TRAINING = {
     prior.key: prior
     for prior in (
-        *_scalar_and_layerwise("marglik", "evidence"),
-        Prior("agreement", "agreement", partial(by_method, method="agreement"), "statistics"),
-        *_scalar_and_layerwise("linearized_loo", "leave-one-out", "linearized"),
-        *_scalar_and_layerwise("linearized_marglik", "linearized evidence", "linearized"),
-        Prior("tfb_rule", "TFB's rule", by_tfb_rule, "statistics"),
+        *(
+            Prior(
+                f"marglik_{structure}",
+                f"evidence, {structure}",
+                partial(by_method, method="marglik", prior_structure=structure),
+            )
+            for structure in STRUCTURES
+        ),
+        Prior("agreement", "agreement", partial(by_method, method="agreement"), True),
+        Prior("tfb_rule", "TFB's rule", by_tfb_rule, True),
     )
 }
 GRID_SEARCH = Prior("validation_scalar", "validation, scalar")
-SCALED = Prior("validation_scaled", "validation, factor of linearized evidence")
 DESCENT = Prior("validation_layerwise", "validation, layerwise")
 NO_PRIOR, TEMPERATURE = Prior("", ""), Prior("validation", "validation")
 # Validation data of another training chose it: this model was trained on them too.
@@ -137,32 +135,22 @@ def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
 
 def by_training(la: Any, train: DataLoader | None) -> Iterator[Choice]:
     """Choose in every way that needs no validation data; without `train`, by the evidence alone."""
-    data: dict[str, Any] = {"": None}
-    if train is not None:
-        data |= {"statistics": la.predictive_statistics(train), "linearized": la.linearize(train)}
+    statistics = None if train is None else la.predictive_statistics(train)
     for prior in BY_TRAINING.values():
-        if prior.choose and prior.reads in data:
-            yield Choice(prior, prior.choose(la, data[prior.reads]), dict.fromkeys(LINKS, math.nan))
+        if prior.choose and not (prior.reads and statistics is None):
+            chosen = prior.choose(la, statistics if prior.reads else None)
+            yield Choice(prior, chosen, dict.fromkeys(LINKS, math.nan))
 
 
-def by_validation(
-    la: Any, validation: DataLoader, train: DataLoader | None, samples: int
-) -> Iterator[Choice]:
-    """Choose by a grid, by a factor of the linearised evidence, and by the paper's algorithm 3."""
+def by_validation(la: Any, validation: DataLoader, samples: int) -> Iterator[Choice]:
+    """Choose by a grid, and by the paper's algorithm 3."""
     beliefs, labels = Beliefs(la, validation), labels_of(validation)
     is_stock = beliefs.statistics is None
-
-    def grids() -> Iterator[tuple[Prior, list[torch.Tensor]]]:
-        yield GRID_SEARCH, list(COARSE_GRID if is_stock else GRID)
-        if train is not None:
-            start = by_method(la, train, method="linearized_marglik", prior_structure="layerwise")
-            yield SCALED, [factor * start for factor in FACTORS]
-
-    for prior, grid in grids():
-        on_grid = beliefs.moments(grid)
-        for link in LINKS:
-            losses = torch.tensor(_losses(la, on_grid, link, samples, labels))
-            yield Choice(prior, grid[int(losses.argmin())], {link: losses.min().item()})
+    grid = list(COARSE_GRID if is_stock else GRID)
+    on_grid = beliefs.moments(grid)
+    for link in LINKS:
+        losses = torch.tensor(_losses(la, on_grid, link, samples, labels))
+        yield Choice(GRID_SEARCH, grid[int(losses.argmin())], {link: losses.min().item()})
     if not is_stock:
         descent: Any = {"val_loader": beliefs.statistics, "prior_structure": "layerwise"}
         for link in LINKS_OF_DESCENT:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -77,24 +77,11 @@ def sums_of(la: Posterior, loader: Iterable[Any], keeper: Keeper, progress_bar: 
     if not shard.is_known:
         _warn_of_number(sums.n_data, [expected])
     la.model.output_size = max(report.n_outputs for report in reports)
-    H = added(sums.H, la._packed, la._unpacked)
+    H = sums.H
+    if count() > 1:
+        H = reduce(add, map(la._unpacked, gathered(la._packed(H))))
     loss = torch.tensor([report.loss for report in reports], dtype=torch.float64).sum()
     return Sums(H, loss.to(sums.loss), n_data, frozenset[int]().union(*(r.called for r in reports)))
-
-
-def added(H: Any, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Any:
-    """Add up the curvature of all ranks, in their order.
-
-    Parameters
-    ----------
-    H : Any
-        this rank's; anything with `+`
-    pack, unpack : callable
-        turn it into nested tensors and numbers, and back, on the devices where it was
-    """
-    if count() == 1:
-        return H
-    return reduce(add, (unpack(state) for state in gathered(pack(H))))
 
 
 def _packed(la: Posterior, sums: Sums) -> list[Any]:

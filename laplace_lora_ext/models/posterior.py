@@ -47,9 +47,6 @@ class Posterior(Protocol):
     _places: list[tuple[torch.device, torch.dtype]]
 
     @property
-    def log_likelihood(self) -> torch.Tensor: ...
-
-    @property
     def scatter(self) -> torch.Tensor: ...
 
     @property
@@ -94,8 +91,6 @@ class Posterior(Protocol):
 
     def _adopt(self, H: Any, n_data: int) -> None: ...
 
-    def _eigenbasis(self, loader: Any) -> Any: ...
-
     def _glm_predictive_distribution(
         self, X: Any, joint: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -111,8 +106,6 @@ class Posterior(Protocol):
     def log_marginal_likelihood(
         self, prior_precision: Any = None, sigma_noise: Any = None
     ) -> torch.Tensor: ...
-
-    def linearize(self, train_loader: Any, *, progress_bar: bool = False) -> Any: ...
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> Any: ...
 

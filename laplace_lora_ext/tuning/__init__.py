@@ -9,8 +9,6 @@ from typing import Any
 from laplace_lora_ext.tuning.agreement import Agreement
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.linearized_loo import LinearizedLOO
-from laplace_lora_ext.tuning.linearized_marglik import LinearizedMarglik
 from laplace_lora_ext.tuning.marglik import Marglik
 from laplace_lora_ext.tuning.method import TuningMethod
 from laplace_lora_ext.tuning.second_training import SecondTraining
@@ -20,8 +18,6 @@ __all__ = [
     "METHODS",
     "Agreement",
     "GridSearch",
-    "LinearizedLOO",
-    "LinearizedMarglik",
     "Marglik",
     "SecondTraining",
     "TuningHistory",
@@ -34,8 +30,6 @@ __all__ = [
 METHODS: dict[str, type[TuningMethod]] = {
     "agreement": Agreement,
     "marglik": Marglik,
-    "linearized_marglik": LinearizedMarglik,
-    "linearized_loo": LinearizedLOO,
     "gridsearch": GridSearch,
     "val_gd": ValGD,
     "second_training": SecondTraining,

@@ -46,10 +46,9 @@ def optimize_prior_precision(
     ----------
     method : str or TuningMethod
         start with "agreement"; "second_training" is the surest, if there is time to train twice.
-        "gridsearch" and "val_gd" need validation data; all others, "marglik", "linearized_marglik"
-        and "linearized_loo" among them, don't. Each name stands for an object of
-        `laplace_lora_ext.tuning`, which explains the method and its options; you can also pass
-        such an object
+        "gridsearch" and "val_gd" need validation data; "marglik" needs none at all. Each name
+        stands for an object of `laplace_lora_ext.tuning`, which explains the method and its
+        options; you can also pass such an object
     verbose : bool, default=False
         print the result
     **options
@@ -71,8 +70,8 @@ def optimize_prior_precision(
     Notes
     -----
     "marglik" tends to choose a smaller prior precision, hence a broader posterior, than validation
-    data would. "linearized_marglik" and "linearized_loo" come closer, and "agreement" closest; all
-    three need the training data once more. `benchmarks/README.md` has the figures.
+    data would. "agreement" comes closer; it needs the training data once more.
+    `benchmarks/README.md` has the figures.
     """
     given = {name: value for name, value in locals().items() if name in _DEFAULTS}
     changed = {k: v for k, v in given.items() if not _is_same(v, _DEFAULTS[k])}

@@ -22,8 +22,7 @@ class TuningHistory:
     step : torch.Tensor
         `(T,)` number of the step, or of the point of a grid
     objective : torch.Tensor
-        `(T,)`, float64: the loss, or the log marginal likelihood (plus the hyperprior if prior
-        precisions are pooled)
+        `(T,)`, float64: the loss, or the log marginal likelihood
     prior_precision : torch.Tensor
         `(T, 1)` or `(T, blocks)`, where the objective was evaluated; for a diagonal prior of more
         than 10,000 weights `(1, parameters)`, only that of the last step

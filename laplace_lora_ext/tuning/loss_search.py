@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 import tqdm
-from scipy.optimize import minimize_scalar
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.moments import Moments
@@ -18,8 +17,6 @@ NegativeLogLikelihood = Callable[[Moments, torch.Tensor, "torch.Generator | None
 """Takes moments, targets and a generator for samples, and returns the loss of each example."""
 
 _CHECKPOINTS = 20  # how often a descent measures the whole validation loss
-_ACCURACY = 5e-3  # relative, of the logarithm of a prior precision that a line search finds
-_FARTHEST = 1e8  # the largest factor between a line search's start and its result
 _CHUNK = 256  # examples whose logits a checkpoint samples at once
 
 
@@ -45,48 +42,6 @@ def search_grid(
             "on the predictive variance; the mean squared error of the mean, for one, does not."
         )
     return recorder.history()
-
-
-def search_line(
-    loss: Callable[[torch.Tensor], float],
-    prior_precision: torch.Tensor,
-    n_steps: int,
-    progress_bar: bool = False,
-) -> TuningHistory:
-    """Multiply a prior precision by the factor that minimises a smooth loss, by Brent's method.
-
-    The prior precision, `(1,)` or `(blocks,)`, gets one factor. Once the minimum lies between two
-    points, the search tries at most `n_steps` more. It refuses a loss that is nan anywhere or does
-    not depend on the factor, and warns if the smallest one is 1e8 times away from the start, or at
-    the limits of float32.
-    """
-    recorder = Recorder()
-    farthest = math.log(_FARTHEST)
-    with tqdm.tqdm(desc="[Minimizing leave-one-out loss]", disable=not progress_bar) as bar:
-
-        def evaluate(logarithm: float) -> float:
-            factor = math.exp(max(-farthest, min(logarithm, farthest)))
-            point = (factor * prior_precision.double()).clamp(*map(math.exp, REACH))
-            value = loss(point)
-            recorder.add(len(recorder.objectives), value, point)
-            bar.update()
-            return value
-
-        options = {"xtol": _ACCURACY, "maxiter": n_steps}
-        minimize_scalar(evaluate, bracket=(0.0, 1.0), method="brent", options=options)
-    history = recorder.history()
-    if history.objective.min() == history.objective.max():
-        raise ValueError("The loss does not depend on the prior precision.")
-    best = history.prior_precision[history.objective.argmin()]
-    lowest, highest = (best.log().min() - REACH[0]).item(), (REACH[1] - best.log().max()).item()
-    moved = abs((best / prior_precision).log().mean().item())
-    if moved > 0.99 * farthest or min(lowest, highest) < 0.01:
-        warn(
-            "The leave-one-out loss has no minimum in reach: it is least at prior precisions from "
-            f"{best.min().item():.3g} to {best.max().item():.3g}. Is the adapter untrained, or the "
-            "prior mean at its weights?"
-        )
-    return history
 
 
 def minimize_validation_loss(

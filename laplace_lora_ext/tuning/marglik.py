@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import tqdm
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.tuning.evidence_search import maximize_evidence
-from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.history import REACH, Recorder, TuningHistory
 from laplace_lora_ext.tuning.method import TuningMethod
+
+_WINDOW = 10  # steps over which the evidence must be steady
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +73,52 @@ class Marglik(TuningMethod):
         if self.optimize_sigma_noise:
             la.sigma_noise = of_first(logarithms[1].detach().exp()).to(la._device)
         return history
+
+
+def maximize_evidence(
+    evidence: Callable[..., torch.Tensor],
+    logarithms: Sequence[torch.Tensor],
+    n_steps: int,
+    lr: float,
+    tolerance: float,
+    progress_bar: bool = False,
+) -> TuningHistory:
+    """Climb the evidence in the logarithm of a prior precision, and perhaps of a noise.
+
+    The logarithms are leaves, and change in place; that of the prior precision comes first. The
+    other arguments are those of `Marglik`. The evidence is smooth, has no noise and, for a
+    layerwise prior, is a sum of functions of one variable each. That suits Rprop, which adapts each
+    variable's step to the signs of its slopes.
+
+    References
+    ----------
+    Riedmiller & Braun, "A direct adaptive method for faster backpropagation learning: the RPROP
+    algorithm", ICNN 1993.
+    """
+    recorder = Recorder()
+    optimizer = torch.optim.Rprop(logarithms, lr=lr, step_sizes=(1e-6, 1.0))
+    steps = tqdm.trange(n_steps, desc="[Maximizing evidence]", disable=not progress_bar)
+    spread = math.inf
+    for step in steps:
+        optimizer.zero_grad()
+        value = evidence(*(logarithm.exp() for logarithm in logarithms))
+        recorder.add(step, value.item(), logarithms[0].exp())
+        recent = recorder.objectives[-_WINDOW - 1 :]
+        if len(recent) > _WINDOW:
+            spread = max(recent) - min(recent)
+            if spread < tolerance:
+                break
+        (-value).backward()
+        optimizer.step()
+        for logarithm in logarithms:
+            logarithm.detach().clamp_(*REACH)
+    else:
+        if tolerance > 0:
+            warn(
+                f"The evidence has not converged in {n_steps} steps: it varied by {spread:.3g} "
+                "nats over the last ten. Raise n_steps or lr."
+            )
+    return recorder.history()
 
 
 def _warn_of_unbounded(la: Posterior, logarithm: torch.Tensor) -> None:

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
+from laplace_lora_ext.likelihoods import Link
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.predictive.links import mean_field, probit, sampled
+from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.loss_search import minimize_validation_loss
+from laplace_lora_ext.tuning.loss_search import NegativeLogLikelihood, minimize_validation_loss
 from laplace_lora_ext.tuning.method import TuningMethod
-from laplace_lora_ext.tuning.predictive_loss import check_link, predictive_loss
+
+_SMOOTH: dict[str, Link] = {"probit": probit, "mean_field": mean_field}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +65,11 @@ class ValGD(TuningMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_link(self.link_approx)
+        if self.link_approx not in ("mc", *_SMOOTH):
+            raise ValueError(
+                'method="val_gd" needs one of the links "mc", "probit" and "mean_field", not '
+                f"{self.link_approx!r}."
+            )
 
     def _search(self, la: Posterior) -> TuningHistory:
         logarithm = self._start(la).log().requires_grad_()
@@ -85,3 +93,15 @@ class ValGD(TuningMethod):
             )
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
+
+
+def predictive_loss(la: Posterior, link_approx: str, n_samples: int) -> NegativeLogLikelihood:
+    """Negative log-density of each target under Gaussian logits and, for classes, a link."""
+
+    def loss(
+        moments: Moments, targets: torch.Tensor, generator: torch.Generator | None
+    ) -> torch.Tensor:
+        link = _SMOOTH.get(link_approx) or sampled(n_samples, generator)
+        return la.trained_likelihood.predictive_loss(link, moments, targets, la.sigma_noise)
+
+    return loss

@@ -18,7 +18,6 @@ from benchmarks.methods.priors import (
     GRID_SEARCH,
     LINKS,
     LINKS_OF_DESCENT,
-    SCALED,
     SEVERAL,
     TEMPERATURE,
 )
@@ -28,7 +27,7 @@ from tests.support.models import lora_model, ragged_batches
 
 LAPLACE = [key for key in CONTESTANTS if isinstance(METHODS[key], Posterior)]
 ENSEMBLES = {"mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon"}
-LINEARIZED = [key for key in LAPLACE if METHODS[key].linearized]
+BY_DATA = [key for key in LAPLACE if METHODS[key].on_training]
 
 
 def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, capsys, tiny_models):
@@ -48,19 +47,17 @@ def test_the_benchmark_measures_every_method_and_draws_its_figures(tmp_path, cap
     assert len(by_evidence) == len(LAPLACE) * len(LINKS) * 2
     with_data = [row for row in rows if row["prior"] in reading]
     kinds = len(LINKS) * len(reading)
-    assert [row["method"] for row in with_data[::kinds]] == LINEARIZED
+    assert [row["method"] for row in with_data[::kinds]] == BY_DATA
     for key in LAPLACE:  # validation data prefer one link of each structure
         own = [row for row in with_split if row["method"] == key]
-        scalar, layerwise, scaled = (
+        scalar, layerwise = (
             {row["link"]: row["is_choice"] for row in own if row["prior"] == prior.key}
-            for prior in (GRID_SEARCH, DESCENT, SCALED)
+            for prior in (GRID_SEARCH, DESCENT)
         )
         assert len(scalar) == len(LINKS)
         assert sum(scalar.values()) == 1
         assert set(layerwise) == (set() if key in ("diag", "kron") else set(LINKS_OF_DESCENT))
         assert sum(layerwise.values()) == bool(layerwise)
-        assert len(scaled) == (len(LINKS) if key in LINEARIZED else 0)
-        assert sum(scaled.values()) == bool(scaled)
     chosen = {}  # by validation data, for their own training and for the other
     for row in rows:
         if row["prior"] in (GRID_SEARCH.key, TEMPERATURE.key, ELSEWHERE.key):

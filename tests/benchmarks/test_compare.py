@@ -74,7 +74,7 @@ def test_the_tuning_benchmark_writes_tables_figures_and_plots(tmp_path, capsys):
         assert row["name"] in printed
     for cost in figures["costs"]:
         assert cost["seconds"] > 0
-    assert len({row["name"] for row in figures["choices"]}) == 2 + 4 + 3 * 3 + 1
+    assert len({row["name"] for row in figures["choices"]}) == 2 + 3 * 3 + 1
     for choice in figures["choices"]:
         for link in ("probit", "mc", "mean_field"):
             assert 0 < choice[f"{link}_nll"] < 10

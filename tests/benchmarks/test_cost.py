@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.experiments.growth import growth
 from benchmarks.methods import METHODS, posterior
 from benchmarks.options import CONTESTANTS
 from benchmarks.random_models import random_llama, random_loader
-from tests.benchmarks.support import flat, is_picture, parsed, run, small_shape
+from tests.benchmarks.support import flat, is_picture, run, small_shape
 
 SMALL = {
     "hidden_sizes": 32,
@@ -22,7 +21,6 @@ SMALL = {
     "length": 6,
     "classes": 3,
     "repetitions": 2,
-    "growth_widths": 32,
 }
 
 
@@ -144,11 +142,3 @@ def test_the_bare_loop_runs_one_forward_and_so_many_backward_passes():
     assert calls == {"forward": 2, "backward": 2 * (shape.classes - 1)}
     bare(next(iter(random_loader(shape, 1, "cpu", 0))))
     assert calls == {"forward": 3, "backward": 2 * (shape.classes - 1) + shape.classes}
-
-
-def test_growth_times_both_sides_of_the_comparison():
-    sizes = {"batch_size": 2, "length": 4, "classes": 3, "rank": 4, "repetitions": 1}
-    series = growth(parsed("cost", **sizes, growth_widths=[16, 32]), "cpu")
-    assert [entry["sizes"] for entry in series] == [[16, 32]] * 4 + [[2, 4, 8, 16]]
-    assert all(figure["median"] > 0 for entry in series for figure in entry["figures"])
-    assert all(entry["exponent"] is not None for entry in series)

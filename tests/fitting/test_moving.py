@@ -24,7 +24,6 @@ USES = {
     "evidence of a prior": lambda la, batches: la.log_marginal_likelihood(torch.tensor(3.0)),
     "density": lambda la, batches: la.log_prob(la.mean + 0.1),
     "draws": lambda la, batches: la.sample(3, generator()),
-    "linearised model": lambda la, batches: la.linearize(batches)._f_mu,
     "prior": lambda la, batches: (
         la.optimize_prior_precision(method="marglik", n_steps=5),
         la.prior_precision,

@@ -83,8 +83,6 @@ def choices(la, loader) -> dict[str, torch.Tensor]:
         "marglik": {},
         "agreement": {"train_loader": loader},
         "gridsearch": {"val_loader": loader},
-        "linearized_marglik": {"train_loader": loader},
-        "linearized_loo": {"train_loader": loader},
     }.items():
         la.optimize_prior_precision(method=method, **data)
         chosen[method] = la.prior_precision

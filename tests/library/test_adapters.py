@@ -150,7 +150,7 @@ def test_a_posterior_over_convolutions_is_used_as_any_other():
     data = [(planes(4, seed), torch.arange(4) % 3) for seed in range(3)]
     la = make(model)
     la.fit(data)
-    la.optimize_prior_precision(method="linearized_marglik", train_loader=data)
+    la.optimize_prior_precision(method="agreement", train_loader=data)
     X = data[0][0]
     statistics = la.predictive_statistics(data)
     torch.testing.assert_close(

@@ -91,4 +91,3 @@ def test_a_loader_may_overwrite_its_last_batch():
     la.fit(Overwriting())
     expected = torch.arange(3).repeat_interleave(4)
     assert torch.equal(la.predictive_statistics(Overwriting()).targets, expected)
-    assert torch.equal(la.linearize(Overwriting()).targets, expected)

@@ -59,12 +59,6 @@ USES: dict[str, Callable[[Any, list], object]] = {
     "marglik": lambda la, batches: la.optimize_prior_precision(
         method="marglik", prior_structure="layerwise", n_steps=3
     ),
-    "linearized marglik": lambda la, batches: la.optimize_prior_precision(
-        method="linearized_marglik", train_loader=batches, n_steps=3, tolerance=0
-    ),
-    "linearized loo": lambda la, batches: la.optimize_prior_precision(
-        method="linearized_loo", train_loader=batches
-    ),
     "gridsearch": lambda la, batches: la.optimize_prior_precision(
         method="gridsearch",
         pred_type="glm",

@@ -162,8 +162,7 @@ def test_empty_batches_are_left_out(structure):
     with_empty = [empty, *batches, empty]
     la.fit(with_empty)
     assert torch.equal(la.log_marginal_likelihood(), evidence)
-    for method in ("linearized_marglik", "agreement"):
-        la.optimize_prior_precision(method=method, train_loader=with_empty)
+    la.optimize_prior_precision(method="agreement", train_loader=with_empty)
     la.optimize_prior_precision(method="gridsearch", val_loader=with_empty, grid_size=3)
 
 

@@ -52,7 +52,6 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
     uses = [
         lambda: la.fit(batches),
         lambda: la.predictive_statistics(batches),
-        lambda: la.linearize(batches),
         lambda: la(batches[0], pred_type="nn", link_approx="mc", n_samples=2),
         lambda: torch.testing.assert_close(la(batches[0]), expected[0], rtol=0, atol=0),
     ]

@@ -62,14 +62,11 @@ def test_rewards_are_those_of_the_model():
         torch.testing.assert_close(samples.var(0), variance[..., 0], atol=0, rtol=0.1)
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["agreement", "marglik", "linearized_marglik", "linearized_loo", "gridsearch", "val_gd"],
-)
+@pytest.mark.parametrize("method", ["agreement", "marglik", "gridsearch", "val_gd"])
 def test_the_prior_precision_is_tuned_on_preferences(method):
     la = fit(lora_model("bert", n_labels=1))
     data = {} if method == "marglik" else {"val_loader": [preferences()]}
-    if method.startswith("linearized") or method == "agreement":
+    if method == "agreement":
         data = {"train_loader": [preferences()]}
     steps = {} if method in ("agreement", "gridsearch") else {"n_steps": 200}
     history = la.optimize_prior_precision(method=method, **data, **steps)

@@ -12,15 +12,12 @@ from laplace.utils.metrics import RunningNLLMetric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.support.dense import LinearizedClassifier
 from tests.support.models import laplace_keywords, lora_model, plain_model, ragged_batches
 
 STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
 KFAC_APPROX = ["gradient", "expand", "reduce"]
 PRIORS = ["scalar", "layerwise"]
-ALL_FEATURES = 10**6  # more than the small models have LoRA weights
 GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 7}
 
 
@@ -101,18 +98,6 @@ def count_forward_passes(la) -> list[int]:
     return calls
 
 
-def linearized(la, loader, n_features: int | None = ALL_FEATURES, seed: int = 0):
-    """The linearised model; without a number of features, an exact one."""
-    return la.linearize(loader, n_features, generator(seed))
-
-
-def posterior_and_dense(kind: str):
-    """A posterior, and its linearised model by dense algebra."""
-    la = fitted(kind)
-    model = lora_model(kind).eval()
-    return la, LinearizedClassifier.of(model, ragged_batches(), la.mean, sizes(la))
-
-
 def validation_loss(la, prior_precision, batches, **predictions: Any) -> float:
     """Negative log-likelihood at one prior precision, by predictions from the inputs."""
     la.prior_precision = prior_precision
@@ -146,8 +131,3 @@ def stock(model: nn.Module, kind: str, structure: str, batches: list[dict[str, t
 def sizes(la) -> list[int]:
     """Numbers of weights of the blocks."""
     return [block.weight.numel() for block in la.blocks]
-
-
-def features_of(model: LinearizedModel) -> torch.Tensor:
-    """All features of a linearised model, `(N, C, F)`."""
-    return torch.cat([features for _, features in model._features.parts()])

@@ -1,8 +1,11 @@
 """The evidence at the trained weights."""
 
+import warnings
+
 import pytest
 import torch
 
+from laplace_lora_ext.tuning.marglik import maximize_evidence
 from tests.support.posteriors import PRIORS, fitted, plain_regression, sizes
 
 
@@ -59,3 +62,43 @@ def test_the_noise_of_a_regression_is_tuned_with_the_prior():
     assert evidence.item() > before
     assert abs(prior.grad * prior).item() < 0.05
     assert abs(sigma.grad * sigma).item() < 0.05
+
+
+def test_all_steps_are_taken_without_a_tolerance():
+    la = fitted()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        history = la.optimize_prior_precision(n_steps=250, tolerance=0)
+    assert history.step.tolist() == list(range(250))
+
+
+def test_a_search_that_is_cut_short_says_so():
+    la = fitted()
+    with pytest.warns(UserWarning, match="has not converged in 2 steps") as caught:
+        la.optimize_prior_precision(n_steps=2, init_prior_prec=1e-3)
+    assert [one.filename for one in caught] == [__file__]
+
+
+def test_an_evidence_of_two_variables_is_maximised_in_both():
+    """Of a parabola in the logarithms, and in a history of the first of them."""
+    logarithms = [torch.tensor([0.0, 1.0]).requires_grad_(), torch.tensor(2.0).requires_grad_()]
+
+    def evidence(first, second):
+        return -((first.log() - 3) ** 2).sum() - (second.log() + 1) ** 2
+
+    history = maximize_evidence(evidence, logarithms, 1000, 0.1, 1e-6)
+    assert len(history.step) < 200
+    torch.testing.assert_close(logarithms[0].detach(), torch.full((2,), 3.0), rtol=0, atol=1e-2)
+    torch.testing.assert_close(logarithms[1].detach(), torch.tensor(-1.0), rtol=0, atol=1e-2)
+    torch.testing.assert_close(history.prior_precision[0], torch.tensor([0.0, 1.0]).exp())
+    torch.testing.assert_close(history.prior_precision[-1].log(), logarithms[0].detach())
+    assert history.objective[0].item() == pytest.approx(-(9 + 4 + 9), rel=1e-5)
+
+
+def test_prior_precisions_stay_within_the_representable_range():
+    la = fitted()
+    la.prior_mean = la.mean
+    with pytest.warns(UserWarning, match="no maximum"):
+        la.optimize_prior_precision(n_steps=2000, tolerance=0, lr=1.0)
+    assert torch.isfinite(la.prior_precision).all()
+    assert la.prior_precision.item() <= torch.finfo(torch.float32).max * 1.01

@@ -1,1 +1,0 @@
-"""The model that is linear in the LoRA weights: its data, its mode, and what it predicts."""
