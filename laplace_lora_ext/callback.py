@@ -57,6 +57,8 @@ class LaplaceCallback(TrainerCallback):
         how its prior precision was chosen
     """
 
+    fits_posteriors = True  # it takes no part in trainings for the sake of a posterior
+
     def __init__(
         self,
         likelihood: str | None = None,
@@ -79,7 +81,6 @@ class LaplaceCallback(TrainerCallback):
                 f'method="{_TRAINS}" trains again with the trainer: pass it, as in '
                 f'LaplaceCallback(method="{_TRAINS}", trainer=trainer).'
             )
-        self._fitting = False
         self._batch_size = batch_size
         self._trainer = trainer
         self._options = {"subset_of_weights": "lora", "hessian_structure": "lowrank_kron"} | options
@@ -91,8 +92,6 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if self._fitting:
-            return
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
             la = self._unfitted(kwargs["model"])
@@ -107,7 +106,7 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if self._every_checkpoint and not self._fitting:
+        if self._every_checkpoint:
             folder = Path(args.output_dir or ".", f"checkpoint-{state.global_step}")
             self._fit(folder, args, state, **kwargs)
 
@@ -118,8 +117,7 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if not self._fitting:  # a second training ends too
-            self._fit(Path(args.output_dir or "."), args, state, **kwargs)
+        self._fit(Path(args.output_dir or "."), args, state, **kwargs)
 
     def _fit(
         self,
@@ -136,21 +134,17 @@ class LaplaceCallback(TrainerCallback):
         n_seen = steps * (state.train_batch_size or args.train_batch_size) * args.world_size
         train = self._loader(train_dataloader, args, n_seen)
         test = None if eval_dataloader is None else self._loader(eval_dataloader, args)
-        self._fitting = True
-        try:
-            with same_random_states():
-                la = self._unfitted(model)
-                needed = self._needed(la, {"train_loader": train, "val_loader": test})
-                shown = state.is_world_process_zero and not args.disable_tqdm
-                la.fit(train, progress_bar=shown)
-                self.history = la.optimize_prior_precision(method=self._method_of(la), **needed)
-                figures = {
-                    "laplace_evidence": la.log_marginal_likelihood().item(),
-                    "laplace_prior_precision": la.prior_precision.mean().item(),
-                    **({} if test is None else eval_figures(la, test)),
-                }
-        finally:
-            self._fitting = False
+        with same_random_states():
+            la = self._unfitted(model)
+            needed = self._needed(la, {"train_loader": train, "val_loader": test})
+            shown = state.is_world_process_zero and not args.disable_tqdm
+            la.fit(train, progress_bar=shown)
+            self.history = la.optimize_prior_precision(method=self._method_of(la), **needed)
+            figures = {
+                "laplace_evidence": la.log_marginal_likelihood().item(),
+                "laplace_prior_precision": la.prior_precision.mean().item(),
+                **({} if test is None else eval_figures(la, test)),
+            }
         self.la = la
         if args.should_save:
             la.save_pretrained(folder)

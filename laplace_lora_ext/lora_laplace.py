@@ -38,6 +38,7 @@ from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive import decisions, glm, networks, posterior_predictive
 from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import by_name, prior
 
 
@@ -293,6 +294,8 @@ class LoRALaplace(ParametricLaplace):
 
     _nn_functional_samples: Any = networks.functional_samples
     _nn_predictive_classification: Any = networks.mean_probabilities
+
+    distill = students.distill
 
     # --- state ---------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.saving import write_draw
+from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import TuningHistory
 
@@ -186,6 +187,8 @@ class LaplaceMixture:
         members: list[Any] = self.members
         found = tuple(member.predictive_statistics(loader, **options) for member in members)
         return MixtureStatistics(found, self._priors)
+
+    distill = students.distill
 
     # --- prior ---------------------------------------------------------------------------------
 

@@ -128,6 +128,14 @@ class LogitsModel(nn.Module):
         self.output_size = logits.shape[-1]
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
+    def log_probs(self, batch: Any) -> torch.Tensor:
+        """Log-probabilities `(B, C)`; with `class_token_ids` `(B, C + 1)`, the last of all else."""
+        if self._answers is None:
+            return self(batch).log_softmax(-1)
+        inputs = self._inputs(batch)
+        logits = self._all_logits(inputs, self._left_padding.passes(inputs))
+        return self._answers.log_probs(logits, inputs)
+
     def settle(self, batch: Any) -> None:
         """Find out on the first left-padded batch how the model numbers positions.
 
@@ -275,10 +283,14 @@ class LogitsModel(nn.Module):
     def _logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
         if self._answers is None:
             return logits_of(self._call(inputs, **kwargs))
+        return self._answers.select(self._all_logits(inputs, counts_positions, **kwargs), inputs)
+
+    def _all_logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
+        """Those of a language model's vocabulary, `(B, T, V)`, where answers are read or all."""
+        assert self._answers is not None
         options = self._answers.options(inputs, counts_positions) | kwargs
         with self._answers.reading(inputs, options):
-            logits = logits_of(self._call(inputs, **options))
-        return self._answers.select(logits, inputs)
+            return logits_of(self._call(inputs, **options))
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         with restored():
