@@ -32,6 +32,7 @@ from laplace_lora_ext.predictive.sampling import gaussian_samples
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.saving import write_draw
 from laplace_lora_ext.training import students
+from laplace_lora_ext.tuning.entropy import MatchedEntropy, mean_entropy
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import TuningHistory
 
@@ -83,8 +84,16 @@ class MixtureStatistics:
     def batch_sizes(self) -> list[int]:
         return self.members[0].batch_sizes
 
+    @property
+    def f_mu(self) -> torch.Tensor:
+        """`(N, C)` logits of the first member."""
+        return self.members[0].f_mu
+
     def __len__(self) -> int:
         return len(self.members[0])
+
+    def __getitem__(self, index: slice | torch.Tensor) -> MixtureStatistics:
+        return MixtureStatistics(tuple(member[index] for member in self.members), self.priors)
 
 
 def _of_first(name: str) -> property:
@@ -210,23 +219,28 @@ class LaplaceMixture:
 
         Parameters
         ----------
-        method : {"gridsearch"} or GridSearch
+        method : {"gridsearch", "entropy"} or GridSearch
+            "gridsearch" needs data that no member has learnt. "entropy" needs texts alone, such as
+            the training data: it makes the mixture as uncertain about them as its members are
         **options
-            of `GridSearch`: `val_loader`, with data that no member has learnt, or what
-            `predictive_statistics` returned for them; by default with the link "mean_field"
+            of `GridSearch`: `val_loader`, a loader or what `predictive_statistics` returned, with
+            the link "mean_field" by default; of "entropy": `train_loader`
 
         Returns
         -------
         TuningHistory
             its prior precisions are the factors
         """
+        mixture: Any = self
         if method == "gridsearch":
             method = GridSearch(**({"link_approx": "mean_field"} | options))
+        elif method == "entropy":
+            self.prior_precision = 1.0
+            data = options["train_loader"]
+            entropies = [mean_entropy(member, data) for member in self.members]
+            return MatchedEntropy(entropy=sum(entropies) / len(self), **options)(mixture)
         elif options or not isinstance(method, GridSearch):
-            raise ValueError(
-                f'A mixture knows method="gridsearch" or a GridSearch, not {method!r}.'
-            )
-        mixture: Any = self
+            raise ValueError(f'method must be "gridsearch" or "entropy", not {method!r}.')
         return method(mixture)
 
     # --- files ---------------------------------------------------------------------------------
