@@ -14,7 +14,6 @@ from laplace_lora_ext.curvature.statistics import KFAC_APPROX
 from laplace_lora_ext.curvature.streaming import StreamingUpdates
 from laplace_lora_ext.models.positions import Positions
 from laplace_lora_ext.passes import Rows
-from laplace_lora_ext.passes.layouts import Together
 
 WIDEST_STOCK = 2048
 NUMBERS_OF_BLOCKS = (2, 4, 8, 16)
@@ -41,7 +40,7 @@ def growth(options: Cost, device: str) -> list[Row]:
         def add() -> None:
             sums = KFAC_APPROX["gradient"](H.blocks, StreamingUpdates(H.nbytes))
             for index in range(number):
-                sums.add_gradients(Rows(index, a, g, [(Together(), a.shape[1])], positions))
+                sums.add_gradients(Rows(index, a, g, [a.shape[1]], positions))
             sums.updates.finish()
 
         return H, add
