@@ -10,8 +10,7 @@ import torch
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.passes.record import record
-from laplace_lora_ext.passes.recording import Rows
+from laplace_lora_ext.passes.recording import Rows, record
 from laplace_lora_ext.readings import read
 
 
@@ -46,7 +45,11 @@ def visit_jacobians(
         visit(rows.index, blocks[rows.index].small_side_first(jacobian))
 
     with record(model, blocks, x, enable_backprop) as recording:
-        recording.backward_every_output(take, enable_backprop)
+        n_examples, n_outputs = recording.logits.shape
+        every_output = torch.eye(n_outputs).to(recording.logits)[:, None].expand(-1, n_examples, -1)
+        recording.backward(
+            every_output, None, take, at_once=n_outputs, create_graph=enable_backprop
+        )
         for index, total in zip(sums, read(list(sums.values())), strict=True):
             if not isfinite(total):
                 raise ValueError(f"LoRA layer {blocks[index].name}: non-finite gradients")
