@@ -266,9 +266,14 @@ class LoRALaplace(ParametricLaplace):
     _glm_predictive_distribution: Any = glm.predictive_distribution
     _glm_functional_samples: Any = glm.functional_samples
 
-    def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean `(B, C)`, and covariance `(B, C, C)` or, joint, `(B * C, B * C)`."""
-        Js, f_mu = jacobians(self.model, self.blocks, X, self.enable_backprop)
+    def _moments(
+        self, X: Any, joint: bool, directions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean `(B, C)`, and covariance `(B, C, C)` or, joint, `(B * C, B * C)`.
+
+        With `directions`, the covariance is that of these `(S, C)` combinations of the outputs.
+        """
+        Js, f_mu = jacobians(self.model, self.blocks, X, self.enable_backprop, directions)
         return f_mu, self.functional_covariance(Js) if joint else self.functional_variance(Js)
 
     @without_autocast

@@ -115,7 +115,9 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def _eigenbasis(self, loader: Iterable[Any]) -> LowRankKronDecomposed:
         return self.H
 
-    def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _moments(
+        self, X: Any, joint: bool, directions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         precision: Any = self.posterior_precision
         covariances: list[torch.Tensor] = []  # of one part, by block
 
@@ -127,13 +129,15 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
         def moments(part: Any, _: slice) -> Moments:
             covariances.clear()
-            f_mu = visit_jacobians(self.model, self.blocks, part, add, self.enable_backprop)
+            how = add, self.enable_backprop, directions
+            f_mu = visit_jacobians(self.model, self.blocks, part, *how)
             of_blocks = [covariance.to(f_mu.device) for covariance in covariances]
             return Moments(f_mu, torch.stack(of_blocks).sum(0))
 
         if joint:
             return moments(X, slice(None))
-        f_mu, f_var = zip(*in_parts(self.model, X, self.n_outputs, moments), strict=True)
+        n_rows = self.n_outputs if directions is None else len(directions)
+        f_mu, f_var = zip(*in_parts(self.model, X, n_rows, moments), strict=True)
         return torch.cat(f_mu), torch.cat(f_var)
 
     @property

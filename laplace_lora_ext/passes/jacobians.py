@@ -21,14 +21,16 @@ def visit_jacobians(
     x: Any,
     visit: Callable[[int, torch.Tensor], None],
     enable_backprop: bool = False,
+    directions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One forward and one batched backward pass that give Jacobians block by block.
 
     `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where the
     logits don't depend on the block. Only one is held at a time, unless examples share rows; that
     all are finite is known at the end. The function returns the logits `(B, C)`. With
-    `enable_backprop`, Jacobians and logits are differentiable in the inputs. Errors are those of
-    `record`.
+    `enable_backprop`, Jacobians and logits are differentiable in the inputs. With `directions`,
+    `(S, C)`, Jacobians are those of these combinations of the logits, S in place of C. Errors are
+    those of `record`.
     """
     unreached = set(range(len(blocks)))
     of_examples: dict[int, list[torch.Tensor]] = {}  # where they come one at a time
@@ -46,30 +48,38 @@ def visit_jacobians(
         visit(rows.index, blocks[rows.index].small_side_first(jacobian))
 
     with record(model, blocks, x, enable_backprop) as recording:
-        recording.backward_every_output(take, enable_backprop)
+        recording.backward_every_output(take, enable_backprop, directions)
         for index, total in zip(sums, read(list(sums.values())), strict=True):
             if not isfinite(total):
                 raise ValueError(f"LoRA layer {blocks[index].name}: non-finite gradients")
         for index in unreached:
-            block = blocks[index]
+            block, (n_examples, n_outputs) = blocks[index], recording.logits.shape
+            n_rows = n_outputs if directions is None else len(directions)
             zeros = block.values.new_zeros(
-                *recording.logits.shape, *block.shape, dtype=block.statistics_dtype
+                n_examples, n_rows, *block.shape, dtype=block.statistics_dtype
             )
             visit(index, block.small_side_first(zeros))
         return recording.logits if enable_backprop else recording.logits.detach()
 
 
 def jacobians(
-    model: LogitsModel, blocks: Sequence[Block], x: Any, enable_backprop: bool = False
+    model: LogitsModel,
+    blocks: Sequence[Block],
+    x: Any,
+    enable_backprop: bool = False,
+    directions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Jacobians `(B, C, parameters)` of the logits in all blocks' weights, and the logits."""
+    """Jacobians `(B, C, parameters)` of the logits in all blocks' weights, and the logits.
+
+    With `directions`, as for `visit_jacobians`, they are `(B, S, parameters)`.
+    """
     parts: dict[int, torch.Tensor] = {}
     device = model.device
 
     def keep(index: int, jacobian: torch.Tensor) -> None:
         parts[index] = blocks[index].small_side_first(jacobian).flatten(-2).to(device)
 
-    f = visit_jacobians(model, blocks, x, keep, enable_backprop)
+    f = visit_jacobians(model, blocks, x, keep, enable_backprop, directions)
     return torch.cat([parts[index] for index in range(len(blocks))], dim=-1), f
 
 

@@ -39,9 +39,14 @@ class Alone:
         for example, part in zip(self._examples, parts, strict=True):
             example.backward(Seeds(*part), visit)
 
-    def backward_every_output(self, visit: Callable[[Rows], None], create_graph: bool) -> None:
+    def backward_every_output(
+        self,
+        visit: Callable[[Rows], None],
+        create_graph: bool,
+        directions: torch.Tensor | None = None,
+    ) -> None:
         for example in self._examples:
-            example.backward_every_output(visit, create_graph)
+            example.backward_every_output(visit, create_graph, directions)
 
 
 @contextmanager

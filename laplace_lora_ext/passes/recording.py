@@ -149,14 +149,20 @@ class Recording:
             deliver = partial(self._deliver, weights, visit)
             self._graph.back_propagate(vectors, deliver, retain_graph=number < len(groups) - 1)
 
-    def backward_every_output(self, visit: Callable[[Rows], None], create_graph: bool) -> None:
-        """Back-propagate all outputs at once: `g` is `(C, B, T, m)`.
+    def backward_every_output(
+        self,
+        visit: Callable[[Rows], None],
+        create_graph: bool,
+        directions: torch.Tensor | None = None,
+    ) -> None:
+        """Back-propagate all outputs, or `(S, C)` combinations of them, at once.
 
-        Where examples share rows, it is `(C, 1, T, m)` of one example after the other.
+        `g` is `(S, B, T, m)`; where examples share rows, `(S, 1, T, m)` of one after the other.
         """
         n_samples, n_outputs = self.logits.shape
-        identity = torch.eye(n_outputs).to(self.logits)[:, None].expand(-1, n_samples, -1)
-        groups = self._apart(Seeds(identity, identity.new_ones(n_outputs, n_samples)))
+        directions = torch.eye(n_outputs) if directions is None else directions
+        vectors = directions.to(self.logits)[:, None].expand(-1, n_samples, -1)
+        groups = self._apart(Seeds(vectors, vectors.new_ones(len(vectors), n_samples)))
         deliver = partial(self._deliver, None, visit)
         for number, (vectors, _) in enumerate(groups):
             again = create_graph or number < len(groups) - 1

@@ -10,9 +10,14 @@ import torch
 
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.links import own_links, shared_noise
+from laplace_lora_ext.predictive.glm import moments_of_differences
+from laplace_lora_ext.predictive.links import (
+    OF_DIFFERENCES,
+    own_links,
+    shared_noise,
+    softmax_samples,
+)
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.sampling import gaussian_samples
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Prediction:
     def of(cls, moments: Moments, probabilities: torch.Tensor, noise: torch.Tensor) -> Prediction:
         """From a link's probabilities, and `(S, 1, C)` normal noise to draw logits with."""
         labels = probabilities.argmax(-1)
-        drawn = gaussian_samples(*moments, noise).softmax(-1)
+        drawn = softmax_samples(*moments, noise).exp()
         total = torch.special.entr(drawn.mean(0)).sum(-1)
         aleatoric = torch.special.entr(drawn).sum(-1).mean(0)
         of_label = drawn.take_along_dim(labels[None, :, None], dim=-1)[..., 0]
@@ -97,7 +102,10 @@ def predict(
     links = own_links(n_samples, generator)
     if link_approx not in links:
         raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
-    moments = Moments(*la._glm_predictive_distribution(x))
+    if link_approx in OF_DIFFERENCES:
+        moments = moments_of_differences(la, x)
+    else:
+        moments = Moments(*la._glm_predictive_distribution(x))
     with torch.autocast(la._device.type, enabled=False):
         probabilities = links[link_approx](*moments).exp()
         noise = shared_noise(moments.f_mu, n_samples, generator)

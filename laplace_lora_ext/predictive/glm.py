@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
@@ -30,6 +31,31 @@ def predictive_distribution(
     la: Posterior, X: Any, joint: bool = False, diagonal_output: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the host asks for: mean and covariance, or variances, of a batch or of `Moments`."""
+    f_mu, f_var = _checked(la, X, joint)
+    if joint:
+        f_mu = f_mu.flatten()
+    elif diagonal_output:
+        f_var = f_var.diagonal(dim1=-2, dim2=-1)
+    return f_mu, f_var
+
+
+def moments_of_differences(la: Posterior, X: Any) -> Moments:
+    """Moments for links that only see differences of logits: those from the first one.
+
+    The covariance is that of `f_j - f_0`. It takes C - 1 backward passes in place of C, and one
+    alone where there are two classes.
+    """
+    C = la.n_outputs
+    if isinstance(X, Moments) or C < 2 or la._predicted_likelihood.is_gaussian:
+        return Moments(*_checked(la, X))
+    contrasts = torch.eye(C)[1:] - torch.eye(C)[0]
+    f_mu, f_var = _checked(la, X, directions=contrasts)
+    return Moments(f_mu, pad(f_var, (1, 0, 1, 0)))
+
+
+def _checked(
+    la: Posterior, X: Any, joint: bool = False, directions: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(X, Moments):
         if joint:
             raise ValueError("Moments hold no covariance between examples: pass the inputs.")
@@ -38,14 +64,10 @@ def predictive_distribution(
     else:
         la._check_model()
         with torch.set_grad_enabled(la.enable_backprop):
-            f_mu, f_var = la._moments(X, joint)
+            f_mu, f_var = la._moments(X, joint, directions)
     if not torch.isfinite(f_var).all():
         raise ValueError("The predictive covariance is not finite: check the prior precision.")
     la._agreement.expect(f_mu)
-    if joint:
-        f_mu = f_mu.flatten()
-    elif diagonal_output:
-        f_var = f_var.diagonal(dim1=-2, dim2=-1)
     return f_mu, f_var
 
 

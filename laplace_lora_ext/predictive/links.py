@@ -8,10 +8,14 @@ import torch
 
 from laplace_lora_ext.likelihoods import Link
 from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.predictive.moments import centred
 from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
 
 # At 0 a logistic function is as steep as the normal distribution function of variance 8 / π.
 _PROBIT = math.pi / 8
+
+OF_DIFFERENCES = frozenset({"mean_field", "mc"})
+"""Links that only see differences of logits, as a softmax does."""
 
 
 def probit(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
@@ -25,8 +29,16 @@ def monte_carlo(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) ->
 
     `noise` holds standard normal numbers, as for `gaussian_samples`.
     """
-    log_p = gaussian_samples(f_mu, f_var, noise).log_softmax(-1)
+    log_p = softmax_samples(f_mu, f_var, noise)
     return log_p.logsumexp(0) - math.log(len(noise))
+
+
+def softmax_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities `(S, B, C)` of sampled logits; `noise` is as for `gaussian_samples`.
+
+    Covariances that say the same of all differences of two logits draw the same.
+    """
+    return gaussian_samples(f_mu, centred(f_var), noise).log_softmax(-1)
 
 
 def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:

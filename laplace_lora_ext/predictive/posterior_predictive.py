@@ -9,7 +9,8 @@ from laplace.baselaplace import ParametricLaplace
 
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.links import own_links
+from laplace_lora_ext.predictive.glm import moments_of_differences
+from laplace_lora_ext.predictive.links import OF_DIFFERENCES, own_links
 from laplace_lora_ext.predictive.moments import uncorrelated
 from laplace_lora_ext.predictive.networks import functional_samples, mean_probabilities
 
@@ -65,8 +66,12 @@ def posterior_predictive(
         return samples.mean(0), samples.var(0)
     links = own_links(n_samples, generator)
     if pred_type == "glm" and not likelihood.is_gaussian and link_approx in links:
-        f_mu, f_var = la._glm_predictive_distribution(x)
-        if diagonal_output and link_approx == "mc":
+        alone = diagonal_output and link_approx == "mc"
+        if link_approx in OF_DIFFERENCES and not alone:
+            f_mu, f_var = moments_of_differences(la, x)
+        else:
+            f_mu, f_var = la._glm_predictive_distribution(x)
+        if alone:
             f_var = uncorrelated(f_var)
         with torch.autocast(la._device.type, enabled=False):
             output = links[link_approx](f_mu, f_var).exp()

@@ -5,9 +5,14 @@ from __future__ import annotations
 import laplace
 import pytest
 import torch
+from torch import nn
 
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import find_blocks
+from laplace_lora_ext.passes import jacobians as library_jacobians
 from tests.support.dense import exact_ggn, jacobians, softmax_fisher
 from tests.support.models import (
+    Detour,
     Recurrent,
     laplace_keywords,
     lora_model,
@@ -27,6 +32,29 @@ def test_a_layer_that_is_called_twice_has_one_jacobian():
     Js, f = la.backend.jacobians(X)
     torch.testing.assert_close(Js, jacobians(recurrent, X), **EXACT)
     torch.testing.assert_close(f, recurrent(X).detach(), **EXACT)
+
+
+class SharedRows(nn.Module):
+    """A layer projects the inputs, and an embedding that all examples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.embedding = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.layer(self.embedding)).tanh().sum(1)
+
+
+@pytest.mark.parametrize("make_model", [Recurrent, SharedRows, Detour])
+def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(make_model):
+    targets = {Recurrent: ("shared", "head"), SharedRows: ("layer",), Detour: ("used", "unused")}
+    model = with_lora(make_model(), *targets[make_model])
+    X = sequences()[0] if make_model is not Detour else sequences()[0][:, 0]
+    directions = torch.tensor([[1.0, -1.0, 0.0], [0.5, 2.0, -1.0]]).double()
+    for of_logits in (directions, directions[:1]):
+        Js, _ = library_jacobians(LogitsModel(model), find_blocks(model), X, directions=of_logits)
+        torch.testing.assert_close(Js, of_logits @ jacobians(model, X), **EXACT)
 
 
 @pytest.mark.parametrize("structure", ["diag", "full"])
