@@ -306,6 +306,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     # --- what would need Jacobians of the whole vocabulary ------------------------------------
 
     __call__: Any = _refuse
+    amortize: Any = _refuse
     linearize: Any = _refuse
     _moments: Any = _refuse
     _statistics: Any = _refuse

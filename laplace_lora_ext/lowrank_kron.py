@@ -17,7 +17,7 @@ from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.locks import exclusive
-from laplace_lora_ext.passes import visit_jacobians
+from laplace_lora_ext.passes import Directions, every_output, visit_jacobians
 from laplace_lora_ext.passes.parts import in_parts
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive.moments import Moments
@@ -116,7 +116,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return self.H
 
     def _moments(
-        self, X: Any, joint: bool, directions: torch.Tensor | None = None
+        self, X: Any, joint: bool, directions: Directions = every_output
     ) -> tuple[torch.Tensor, torch.Tensor]:
         precision: Any = self.posterior_precision
         covariances: list[torch.Tensor] = []  # of one part, by block
@@ -136,8 +136,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
         if joint:
             return moments(X, slice(None))
-        n_rows = self.n_outputs if directions is None else len(directions)
-        f_mu, f_var = zip(*in_parts(self.model, X, n_rows, moments), strict=True)
+        n_directions = len(directions(torch.zeros(1, self.n_outputs)))
+        f_mu, f_var = zip(*in_parts(self.model, X, n_directions, moments), strict=True)
         return torch.cat(f_mu), torch.cat(f_var)
 
     @property

@@ -36,6 +36,7 @@ class Posterior(Protocol):
     n_outputs: int
     n_params: int
     n_layers: int
+    learnt_variance: Any
     _predicted_likelihood: Likelihood
     _agreement: Any
     _backend: Any
@@ -101,7 +102,7 @@ class Posterior(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def _moments(
-        self, X: Any, joint: bool, directions: torch.Tensor | None = None
+        self, X: Any, joint: bool, directions: Any = ...
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def predictive_moments(self, x: Any) -> Any: ...

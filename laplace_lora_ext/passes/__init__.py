@@ -2,6 +2,14 @@
 
 from laplace_lora_ext.passes.jacobians import jacobians, visit_jacobians
 from laplace_lora_ext.passes.record import record
-from laplace_lora_ext.passes.recording import Recording, Rows
+from laplace_lora_ext.passes.recording import Directions, Recording, Rows, every_output
 
-__all__ = ["Recording", "Rows", "jacobians", "record", "visit_jacobians"]
+__all__ = [
+    "Directions",
+    "Recording",
+    "Rows",
+    "every_output",
+    "jacobians",
+    "record",
+    "visit_jacobians",
+]

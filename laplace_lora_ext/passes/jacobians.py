@@ -11,7 +11,7 @@ import torch
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes.record import record
-from laplace_lora_ext.passes.recording import Rows
+from laplace_lora_ext.passes.recording import Directions, Rows, every_output
 from laplace_lora_ext.readings import read
 
 
@@ -21,15 +21,15 @@ def visit_jacobians(
     x: Any,
     visit: Callable[[int, torch.Tensor], None],
     enable_backprop: bool = False,
-    directions: torch.Tensor | None = None,
+    directions: Directions = every_output,
 ) -> torch.Tensor:
     """One forward and one batched backward pass that give Jacobians block by block.
 
     `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where the
     logits don't depend on the block. Only one is held at a time, unless examples share rows; that
     all are finite is known at the end. The function returns the logits `(B, C)`. With
-    `enable_backprop`, Jacobians and logits are differentiable in the inputs. With `directions`,
-    `(S, C)`, Jacobians are those of these combinations of the logits, S in place of C. Errors are
+    `enable_backprop`, Jacobians and logits are differentiable in the inputs. With other
+    `directions`, Jacobians are those of S combinations of the logits, in place of C. Errors are
     those of `record`.
     """
     unreached = set(range(len(blocks)))
@@ -53,10 +53,9 @@ def visit_jacobians(
             if not isfinite(total):
                 raise ValueError(f"LoRA layer {blocks[index].name}: non-finite gradients")
         for index in unreached:
-            block, (n_examples, n_outputs) = blocks[index], recording.logits.shape
-            n_rows = n_outputs if directions is None else len(directions)
+            block, rows = blocks[index], directions(recording.logits.detach()).shape[:2]
             zeros = block.values.new_zeros(
-                n_examples, n_rows, *block.shape, dtype=block.statistics_dtype
+                *reversed(rows), *block.shape, dtype=block.statistics_dtype
             )
             visit(index, block.small_side_first(zeros))
         return recording.logits if enable_backprop else recording.logits.detach()
@@ -67,11 +66,11 @@ def jacobians(
     blocks: Sequence[Block],
     x: Any,
     enable_backprop: bool = False,
-    directions: torch.Tensor | None = None,
+    directions: Directions = every_output,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Jacobians `(B, C, parameters)` of the logits in all blocks' weights, and the logits.
 
-    With `directions`, as for `visit_jacobians`, they are `(B, S, parameters)`.
+    With other `directions` they are `(B, S, parameters)`.
     """
     parts: dict[int, torch.Tensor] = {}
     device = model.device

@@ -12,7 +12,7 @@ from laplace_lora_ext.likelihoods import Seeds
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes.calls import Listener
-from laplace_lora_ext.passes.recording import Recording, Rows, recorded
+from laplace_lora_ext.passes.recording import Directions, Recording, Rows, every_output, recorded
 
 
 class Alone:
@@ -43,7 +43,7 @@ class Alone:
         self,
         visit: Callable[[Rows], None],
         create_graph: bool,
-        directions: torch.Tensor | None = None,
+        directions: Directions = every_output,
     ) -> None:
         for example in self._examples:
             example.backward_every_output(visit, create_graph, directions)

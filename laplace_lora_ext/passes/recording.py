@@ -26,6 +26,15 @@ from laplace_lora_ext.passes.checks import (
 from laplace_lora_ext.passes.graph import Graph
 from laplace_lora_ext.passes.layouts import Layout
 
+Directions = Callable[[torch.Tensor], torch.Tensor]
+"""Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
+
+
+def every_output(logits: torch.Tensor) -> torch.Tensor:
+    """Each output by itself."""
+    n_examples, n_outputs = logits.shape
+    return torch.eye(n_outputs).to(logits)[:, None].expand(-1, n_examples, -1)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -153,16 +162,14 @@ class Recording:
         self,
         visit: Callable[[Rows], None],
         create_graph: bool,
-        directions: torch.Tensor | None = None,
+        directions: Directions = every_output,
     ) -> None:
-        """Back-propagate all outputs, or `(S, C)` combinations of them, at once.
+        """Back-propagate all outputs, or S combinations of them, at once: `g` is `(S, B, T, m)`.
 
-        `g` is `(S, B, T, m)`; where examples share rows, `(S, 1, T, m)` of one after the other.
+        Where examples share rows, it is `(S, 1, T, m)` of one example after the other.
         """
-        n_samples, n_outputs = self.logits.shape
-        directions = torch.eye(n_outputs) if directions is None else directions
-        vectors = directions.to(self.logits)[:, None].expand(-1, n_samples, -1)
-        groups = self._apart(Seeds(vectors, vectors.new_ones(len(vectors), n_samples)))
+        vectors = directions(self.logits.detach())
+        groups = self._apart(Seeds(vectors, vectors.new_ones(vectors.shape[:2])))
         deliver = partial(self._deliver, None, visit)
         for number, (vectors, _) in enumerate(groups):
             again = create_graph or number < len(groups) - 1

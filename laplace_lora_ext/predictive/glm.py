@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import one_hot
 
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.passes import Directions, every_output
 from laplace_lora_ext.precision import without_autocast
-from laplace_lora_ext.predictive.links import shared_noise
+from laplace_lora_ext.predictive.links import N_RUNNERS_UP, OF_DIFFERENCES, shared_noise
 from laplace_lora_ext.predictive.moments import Moments, uncorrelated
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 
@@ -39,22 +40,39 @@ def predictive_distribution(
     return f_mu, f_var
 
 
-def moments_of_differences(la: Posterior, X: Any) -> Moments:
-    """Moments for links that only see differences of logits: those from the first one.
+def moments_for(la: Posterior, X: Any, link_approx: str) -> Moments:
+    """Moments of a batch, or `Moments`, as a link needs them, by as few backward passes as it can.
 
-    The covariance is that of `f_j - f_0`. It takes C - 1 backward passes in place of C, and one
-    alone where there are two classes.
+    Links that only see differences of logits get C - 1 of them, those from the most probable logit
+    (one where there are two classes), and "runners_up" the two differences that it looks at:
+    covariances of these are right, those of others 0. All other links get all logits, by C passes.
     """
-    C = la.n_outputs
-    if isinstance(X, Moments) or C < 2 or la._predicted_likelihood.is_gaussian:
-        return Moments(*_checked(la, X))
-    contrasts = torch.eye(C)[1:] - torch.eye(C)[0]
+    n_others = la.n_outputs - 1
+    sees_all = link_approx not in OF_DIFFERENCES or la._predicted_likelihood.is_gaussian
+    if sees_all or n_others < 1 or isinstance(X, Moments):
+        return Moments(*la._glm_predictive_distribution(X))
+    seen = N_RUNNERS_UP if link_approx == "runners_up" else n_others
+    return _of_contrasts(la, X, min(seen, n_others))
+
+
+def _of_contrasts(la: Posterior, X: Any, number: int) -> Moments:
+    """Covariances of how far the next logits are from the most probable one, at their places."""
+
+    def ranked(logits: torch.Tensor) -> torch.Tensor:
+        places = logits.topk(number + 1, dim=-1).indices
+        return one_hot(places, logits.shape[-1]).transpose(0, 1).to(logits)  # (S + 1, B, C)
+
+    def contrasts(logits: torch.Tensor) -> torch.Tensor:
+        return ranked(logits)[1:] - ranked(logits)[:1]
+
     f_mu, f_var = _checked(la, X, directions=contrasts)
-    return Moments(f_mu, pad(f_var, (1, 0, 1, 0)))
+    others = ranked(f_mu.detach())[1:].transpose(0, 1).to(f_var)  # (B, S, C)
+    with torch.autocast(f_var.device.type, enabled=False):
+        return Moments(f_mu, others.mT @ f_var @ others)
 
 
 def _checked(
-    la: Posterior, X: Any, joint: bool = False, directions: torch.Tensor | None = None
+    la: Posterior, X: Any, joint: bool = False, directions: Directions = every_output
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(X, Moments):
         if joint:

@@ -51,10 +51,22 @@ def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(make
     targets = {Recurrent: ("shared", "head"), SharedRows: ("layer",), Detour: ("used", "unused")}
     model = with_lora(make_model(), *targets[make_model])
     X = sequences()[0] if make_model is not Detour else sequences()[0][:, 0]
-    directions = torch.tensor([[1.0, -1.0, 0.0], [0.5, 2.0, -1.0]]).double()
-    for of_logits in (directions, directions[:1]):
-        Js, _ = library_jacobians(LogitsModel(model), find_blocks(model), X, directions=of_logits)
-        torch.testing.assert_close(Js, of_logits @ jacobians(model, X), **EXACT)
+    combined = torch.randn(2, len(X), 3, generator=torch.Generator().manual_seed(5)).double()
+    logits = model(X).detach()
+
+    def directions(f):
+        row = (logits == f[:1]).all(-1).int().argmax()  # examples may come alone
+        return combined[:, row : row + len(f)]
+
+    for number in (2, 1):
+        Js, _ = library_jacobians(
+            LogitsModel(model),
+            find_blocks(model),
+            X,
+            directions=lambda f, number=number: directions(f)[:number],
+        )
+        expected = torch.einsum("sbc,bcp->bsp", combined[:number], jacobians(model, X))
+        torch.testing.assert_close(Js, expected, **EXACT)
 
 
 @pytest.mark.parametrize("structure", ["diag", "full"])
