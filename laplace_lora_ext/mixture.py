@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
@@ -25,10 +24,9 @@ from laplace_lora_ext.models.adapters import (
     write_adapter,
 )
 from laplace_lora_ext.models.default_device import as_tensor
-from laplace_lora_ext.predictive.decisions import Prediction
-from laplace_lora_ext.predictive.links import shared_noise
+from laplace_lora_ext.predictive import decisions
+from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.sampling import gaussian_samples
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.saving import write_draw
 from laplace_lora_ext.training import students
@@ -161,35 +159,19 @@ class LaplaceMixture:
         torch.Tensor or tuple of torch.Tensor
             of a regression mean and covariance
         """
-        outputs = [member(part, **options) for member, part in self._each(x)]
+        outputs = [member(part, **options) for member, part in self.each(x)]
         if isinstance(outputs[0], torch.Tensor):
             return torch.stack(outputs).mean(0)
         means, covariances = (torch.stack(parts) for parts in zip(*outputs, strict=True))
         return _mixed(means, covariances)
 
-    def predict(
-        self,
-        x: Any,
-        link_approx: str = "mean_field",
-        n_samples: int = 1000,
-        generator: torch.Generator | None = None,
-    ) -> Prediction:
-        """Class probabilities, and what else a decision needs; `n_samples` draws of each member.
+    predict = decisions.predict
+    predict_proba = decisions.predict_proba
 
-        Parameters and errors are those of a posterior's `predict`.
-        """
-        probabilities = self(x, link_approx=link_approx, n_samples=n_samples, generator=generator)
-        draws = []
-        for member, part in self._each(x):
-            f_mu, f_var = part if isinstance(part, Moments) else member.predictive_moments(part)
-            noise = shared_noise(f_mu, n_samples, generator)
-            draws.append(gaussian_samples(f_mu, f_var, noise).softmax(-1))
-        return Prediction.of_draws(probabilities, torch.cat(draws))
-
-    def predict_proba(self, x: Any, link_approx: str = "mean_field") -> np.ndarray:
-        """Class probabilities `(B, C)` for scikit-learn's tools, the same in every call."""
-        probabilities = self(x, link_approx=link_approx, generator=torch.Generator())
-        return probabilities.detach().cpu().numpy()
+    def amortize(self, loader: Any, **options: Any) -> list[LearntVariance]:
+        """Each member learns its variances; arguments are those of a posterior's `amortize`."""
+        members: list[Any] = self.members
+        return [member.amortize(loader, **options) for member in members]
 
     def predictive_statistics(self, loader: Any, **options: Any) -> MixtureStatistics:
         """Each member's pass over a data set; arguments are those of a posterior's."""
@@ -359,11 +341,12 @@ class LaplaceMixture:
     n_data = _of_first("n_data")
     n_layers = _of_first("n_layers")
     n_params = _of_first("n_params")
+    _predicted_likelihood = _of_first("_predicted_likelihood")
     _device = _of_first("_device")
     _dtype = _of_first("_dtype")
     _H_factor = _of_first("_H_factor")
 
-    def _each(self, x: Any) -> Iterator[tuple[LoRALaplace, Any]]:
+    def each(self, x: Any) -> Iterator[tuple[LoRALaplace, Any]]:
         """Each member and what it predicts: the whole batch, or its own moments."""
         parts = x.members if isinstance(x, MixtureMoments) else [x] * len(self)
         return zip(self.members, parts, strict=True)

@@ -22,6 +22,15 @@ from laplace_lora_ext.passes.proof import ONE_AT_A_TIME, is_proven
 # What models raise on inputs that are no example, or not alone.
 _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
 
+Directions = Callable[[torch.Tensor], torch.Tensor]
+"""Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
+
+
+def every_output(logits: torch.Tensor) -> torch.Tensor:
+    """Each output by itself."""
+    n_examples, n_outputs = logits.shape
+    return torch.eye(n_outputs).to(logits)[:, None].expand(-1, n_examples, -1)
+
 
 @dataclass(frozen=True)
 class Rows:

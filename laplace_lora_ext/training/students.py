@@ -125,7 +125,7 @@ def _texts(
 ) -> Iterator[Any]:
     """Batches without labels: training texts, and more."""
     for _, batch in named_batches(texts):
-        yield _inputs(batch, model)
+        yield model.inputs(batch)
     if isinstance(unlabelled, str):
         if unlabelled != "swapped":
             raise ValueError(f'unlabelled must be "swapped", texts or None, not {unlabelled!r}.')
@@ -133,26 +133,21 @@ def _texts(
     elif unlabelled is not None:
         is_loader = isinstance(unlabelled, DataLoader)
         for _, batch in named_batches(unlabelled if is_loader else loader_of(trainer, unlabelled)):
-            yield _inputs(batch, model)
-
-
-def _inputs(batch: Any, model: LogitsModel) -> Any:
-    X, _ = model.split_if_labelled(batch)
-    return {k: v for k, v in X.items() if k not in (model.dict_key_y, "label", "labels")}
+            yield model.inputs(batch)
 
 
 def _swapped(
     model: LogitsModel, texts: Iterable[Any], generator: torch.Generator
 ) -> Iterator[dict[str, Any]]:
     """Copies of texts with swapped tokens; none of what has no tokens."""
-    batches = [_inputs(batch, model) for _, batch in named_batches(texts)]
-    if model.transformer is None or any("input_ids" not in batch for batch in batches):
+    batches = [text for _, batch in named_batches(texts) if (text := model.text(batch)) is not None]
+    if not batches or model.transformer is None:
         return
-    pairs = ((batch["input_ids"], batch.get("attention_mask")) for batch in batches)
+    pairs = ((text["input_ids"], text.get("attention_mask")) for text in batches)
     swap = Swapping(pairs, special_tokens(model.transformer))
-    for batch in batches:
-        ids = swap(batch["input_ids"], batch.get("attention_mask"), generator)
-        yield batch | {"input_ids": ids}
+    for text in batches:
+        ids = swap(text["input_ids"], text.get("attention_mask"), generator)
+        yield {**text, "input_ids": ids}
 
 
 def _taught(

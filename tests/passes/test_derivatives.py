@@ -5,7 +5,11 @@ from __future__ import annotations
 import laplace
 import pytest
 import torch
+from torch import nn
 
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import find_blocks
+from laplace_lora_ext.passes import jacobians as library_jacobians
 from tests.support.dense import exact_ggn, jacobians, softmax_fisher
 from tests.support.models import (
     Detour,
@@ -47,3 +51,27 @@ def test_predictive_equals_that_of_the_hosts_jacobians(kind):
     torch.testing.assert_close(f_mu, f, **EXACT)
     torch.testing.assert_close(f_var, la.functional_variance(Js), **EXACT)
     torch.testing.assert_close(la.backend.jacobians(batches[0])[0], Js, **EXACT)
+
+
+class SharedRows(nn.Module):
+    """A layer projects the inputs, and an embedding that all examples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.embedding = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.layer(self.embedding)).tanh()
+
+
+@pytest.mark.parametrize("kind", [SharedRows, Detour])
+@pytest.mark.parametrize("number", [1, 2])
+def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(kind, number):
+    layers = {SharedRows: ("layer",), Detour: ("used", "unused")}[kind]
+    model, ((X, _),) = with_lora(kind(), *layers), pairs()
+    combined = torch.randn(number, len(X), 3, generator=torch.Generator().manual_seed(5)).double()
+    blocks = find_blocks(model)
+    Js, _ = library_jacobians(LogitsModel(model), blocks, X, directions=lambda _: combined)
+    expected = torch.einsum("sbc,bcp->bsp", combined, jacobians(model, X))
+    torch.testing.assert_close(Js, expected, **EXACT)
