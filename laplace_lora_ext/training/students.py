@@ -160,7 +160,7 @@ def _taught(
         if la.model.class_token_ids is not None:
             others = torch.stack([_of_others(member.model, batch) for member in members]).mean(0)
             probabilities = torch.cat([(1 - others) * probabilities, others], dim=1)
-        for record, row in zip(_rows(batch), probabilities.cpu(), strict=True):
+        for record, row in zip(_rows(batch, la.model), probabilities.cpu(), strict=True):
             records.append(record | {_TEACHER: row})
     if not records:
         raise ValueError("The trainer's data have no texts.")
@@ -174,10 +174,12 @@ def _of_others(model: LogitsModel, batch: Any) -> torch.Tensor:
         return model.log_probs(batch)[:, -1:].exp()
 
 
-def _rows(batch: Mapping[str, torch.Tensor]) -> Iterator[Record]:
-    """The texts of a batch, without padding, in main memory."""
-    mask = batch.get("attention_mask")
-    tensors = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
+def _rows(batch: Mapping[str, torch.Tensor], model: LogitsModel) -> Iterator[Record]:
+    """The texts of a batch, without padding and labels, in main memory."""
+    mask, labels = batch.get("attention_mask"), {model.dict_key_y, "label", "labels"}
+    tensors = {
+        k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor) and k not in labels
+    }
     for row in range(len(next(iter(tensors.values())))):
         real = slice(None) if mask is None or mask.ndim != 2 else mask[row].cpu().bool()
         yield {
