@@ -90,7 +90,7 @@ def distill(
     if find_peft_model(trainer.model) is not peft_model:
         raise ValueError("The trainer has trained another model than that of the posterior.")
     folder = Path(trainer.args.output_dir)
-    with own_adapter_back(peft_model):
+    with restored(trainer), own_adapter_back(peft_model):
         teacher = members[0].blocks[0].adapter
         if peft_model.active_adapter != teacher:
             peft_model.set_adapter(teacher)
@@ -99,9 +99,8 @@ def distill(
         texts = loader_of(trainer, trainer.train_dataset)
         batches = _texts(la.model, texts, trainer, unlabelled, generator)
         records = _taught(la, members, batches, progress_bar)
-        with restored(trainer):
-            _prepare(trainer, la.model)
-            train(trainer, records, STEPS, folder / adapter_name)
+        _prepare(trainer, la.model)
+        train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             write_adapter(peft_model, adapter_name, {}, folder)
     return adapter_name

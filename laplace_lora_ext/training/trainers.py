@@ -105,13 +105,14 @@ def _shortened(args: Any, share_of_steps: float, fewer: float) -> Any:
 
 @contextmanager
 def restored(trainer: Any) -> Iterator[None]:
-    """Afterwards a trainer, its callbacks' handler and all random states are as before.
+    """Afterwards a trainer, its callbacks, its model's mode and all random states are as before.
 
     Within, callbacks that fit posteriors take no part.
     """
     handler = trainer.callback_handler
     parts = [vars(part) for part in (trainer, handler)]
     before = [dict(part) for part in parts]
+    modes = [(module, module.training) for module in trainer.model.modules()]
     handler.callbacks = [c for c in handler.callbacks if not getattr(c, "fits_posteriors", False)]
     try:
         with same_random_states():
@@ -120,6 +121,8 @@ def restored(trainer: Any) -> Iterator[None]:
         for part, attributes in zip(parts, before, strict=True):
             part.clear()
             part.update(attributes)
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager
