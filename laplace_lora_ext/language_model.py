@@ -21,12 +21,9 @@ from laplace_lora_ext.models.weights import LoRAWeights, Values
 from laplace_lora_ext.passes.checks import check_logits
 from laplace_lora_ext.text.agreement import TokenAgreement
 from laplace_lora_ext.text.draws import drawn
-from laplace_lora_ext.text.generation import GeneratedText, Prompts
-from laplace_lora_ext.text.gridsearch import TokenGridSearch
-from laplace_lora_ext.text.mixture import predictive
+from laplace_lora_ext.text.generation import GeneratedText, write
+from laplace_lora_ext.text.gridsearch import TokenGridSearch, TokenSecondTraining
 from laplace_lora_ext.text.scores import TextScores, score
-from laplace_lora_ext.text.second_training import TokenSecondTraining
-from laplace_lora_ext.text.val_gd import TokenValGD
 from laplace_lora_ext.tuning import Marglik, TuningHistory, TuningMethod, build
 from laplace_lora_ext.tuning.by_name import tuned
 from laplace_lora_ext.tuning.loss_search import draw_seed
@@ -36,7 +33,6 @@ _METHODS: dict[str, type[TuningMethod]] = {
     "agreement": TokenAgreement,
     "marglik": Marglik,
     "gridsearch": TokenGridSearch,
-    "val_gd": TokenValGD,
     "second_training": TokenSecondTraining,
 }
 
@@ -123,11 +119,10 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
 
         Parameters
         ----------
-        method : {"marglik", "agreement", "gridsearch", "val_gd", "second_training"} or TuningMethod
-            "marglik" needs no data, "agreement" training texts (`TokenAgreement`), "gridsearch" and
-            "val_gd" validation texts (`TokenGridSearch`, `TokenValGD`), and "second_training" a
-            function that trains (`SecondTraining`). The other methods would need Jacobians of the
-            whole vocabulary
+        method : {"marglik", "agreement", "gridsearch", "second_training"} or TuningMethod
+            "marglik" needs no data, "agreement" training texts (`TokenAgreement`), "gridsearch"
+            validation texts (`TokenGridSearch`), and "second_training" a function that trains
+            (`SecondTraining`). The other methods would need Jacobians of the whole vocabulary
         verbose : bool, default=False
             print the result
         **options
@@ -243,16 +238,11 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         """
         self._check_H_init()
         self._check_model()
-        transformer, outputs = self.model.transformer, []
-        prompts = Prompts.of(transformer, generation_kwargs, self.model.device)
-        draws = list(self._drawn(n_samples, generator))
-        weights = LoRAWeights(transformer, self.blocks)
+        draws, device = list(self._drawn(n_samples, generator)), self.model.device
         with self.model.prepared():
-            for text in prompts.each():
-                with predictive(transformer, weights, draws, text):
-                    outputs.append(transformer.generate(**(generation_kwargs | text)))
-        texts = [getattr(output, "sequences", output)[0] for output in outputs]
-        sequences, batch = prompts.continued(texts)
+            sequences, batch, outputs = write(
+                self.model.transformer, self.blocks, draws, device, generation_kwargs
+            )
         return GeneratedText(sequences, self._score(batch, draws), outputs)
 
     # --- what would need Jacobians of the whole vocabulary ------------------------------------

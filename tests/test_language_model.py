@@ -340,9 +340,8 @@ def test_settings_that_do_not_fit_are_refused():
         lambda la, texts: la.score(texts[0], n_samples=2),
         lambda la, texts: la.optimize_prior_precision(method="agreement", train_loader=texts),
         lambda la, texts: la.optimize_prior_precision(method="gridsearch", val_loader=texts),
-        lambda la, texts: la.optimize_prior_precision(method="val_gd", val_loader=texts, n_steps=1),
     ],
-    ids=["score", "agreement", "gridsearch", "val_gd"],
+    ids=["score", "agreement", "gridsearch"],
 )
 def test_a_model_that_has_changed_is_refused(use):
     la = fitted_text()

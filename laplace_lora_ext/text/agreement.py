@@ -83,10 +83,9 @@ class TokenAgreement(TuningMethod):
             def of_batch(batch: Any) -> torch.Tensor:
                 own = la.model(batch).softmax(-1)
                 parts = (weights.run(batch, values).softmax(-1) for values in draws)
-                return sum((p - own).abs().sum(-1) / 2 for p in parts) / len(draws)
+                return torch.stack([(p - own).abs().sum(-1) / 2 for p in parts]).mean(0)
 
             batches = islice(self.train_loader, 0, None, stride)
-            mean, _, n_texts = mean_over_tokens(la, batches, of_batch)
-            return mean, n_texts
+            return mean_over_tokens(la, batches, of_batch)
 
         return broadest(la, start, self.max_change, change, self.progress_bar)

@@ -10,7 +10,7 @@ import torch
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.weights import LoRAWeights, Values
+from laplace_lora_ext.models.weights import Values
 from laplace_lora_ext.predictive.networks import drawn_weights
 from laplace_lora_ext.processes.exchange import gathered
 
@@ -22,19 +22,10 @@ def drawn(la: Posterior, n_samples: int, seed: int) -> Iterator[Values]:
     return (drawn_weights(la, generator) for _ in range(n_samples))
 
 
-def label_log_probs(la: Posterior, batch: Any, draws: Iterable[Values]) -> Iterator[torch.Tensor]:
-    """Log-probabilities `(N,)` of a batch's labelled tokens under each draw."""
-    weights = LoRAWeights(la.model, la.blocks)
-    for values in draws:
-        logits = weights.run(batch, values)
-        tokens = la.trained_likelihood.check_targets(la.model.targets(batch), logits)
-        yield logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
-
-
 def mean_over_tokens(
     la: Posterior, batches: Iterable[Any], numbers_of: Callable[[Any], torch.Tensor]
-) -> tuple[float, int, int]:
-    """The mean of batches' numbers `(N,)` over all processes, and how many tokens and texts.
+) -> tuple[float, int]:
+    """The mean of batches' numbers `(N,)` over all tokens and processes, and how many texts.
 
     Raises
     ------
@@ -45,11 +36,11 @@ def mean_over_tokens(
     for name, batch in named_batches(batches):
         with naming(name), la.model.prepared():
             numbers = numbers_of(batch)
-        total += numbers.detach().double().sum().item()
+        total += numbers.double().sum().item()
         n_tokens += len(numbers)
         n_texts += len(batch[la.dict_key_y])
     of_ranks = gathered((total, n_tokens, n_texts))
     total, n_tokens, n_texts = (sum(numbers) for numbers in zip(*of_ranks, strict=True))
     if not n_tokens:
         raise ValueError("The loader has no data.")
-    return total / n_tokens, n_tokens, n_texts
+    return total / n_tokens, n_texts

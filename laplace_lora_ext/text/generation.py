@@ -1,20 +1,27 @@
-"""What `generate` is to continue, one text at a time, and what it returns."""
+"""What `generate` continues, and the posterior predictive of each next token."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.weights import LoRAWeights, Values
 from laplace_lora_ext.text.scores import TextScores
+from laplace_lora_ext.undoing import removing_hooks
 
 Inputs = dict[str, torch.Tensor]
 
@@ -23,6 +30,9 @@ _REFUSED = (
     *("num_beams", "num_return_sequences", "guidance_scale"),
     *("past_key_values", "cache", "assistant_model"),
 )
+
+_CACHES = ("cache", "past_key_values", "cache_params")  # what transformers' versions call theirs
+_STATES = ("state", "mems", "past_buckets_states")  # other things that models keep
 
 
 @dataclass(frozen=True)
@@ -46,145 +56,207 @@ class GeneratedText:
     outputs: list[Any]
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """What a model is to continue.
+def write(
+    transformer: PreTrainedModel,
+    blocks: Sequence[Block],
+    draws: Sequence[Values],
+    device: torch.device,
+    generation_kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, Inputs, list[Any]]:
+    """Run a model's `generate` under the predictive of draws, for one text after the other.
 
-    Attributes
-    ----------
-    inputs : dict
-        tensors with a row for each text
-    main : str
-        the name of those that are read: tokens, or what else an encoder reads
-    is_encoder_decoder : bool
-    padding : int
-        the token that fills up shorter texts
+    Returns
+    -------
+    sequences : torch.Tensor
+        `(B, T)`
+    batch : dict
+        the texts, with labels on what was written
+    outputs : list
+        what `generate` returned for each text
+
+    Raises
+    ------
+    ValueError
+        If prompts are missing, padded on the wrong side, or not one row a text.
+    NotImplementedError
+        For several texts a prompt, and for what draws can't follow.
     """
+    config, given = transformer.config, generation_kwargs.get("generation_config")
+    configs = [given, getattr(transformer, "generation_config", None), config]
 
-    inputs: Inputs
-    main: str
-    is_encoder_decoder: bool
-    padding: int
+    def option(name: str) -> Any:
+        found = [generation_kwargs.get(name), *(getattr(each, name, None) for each in configs)]
+        return next((value for value in found if value is not None), None)
 
-    @classmethod
-    def of(
-        cls,
-        transformer: PreTrainedModel,
-        generation_kwargs: Mapping[str, Any],
-        device: torch.device,
-    ) -> Prompts:
-        """The prompts, or sources of an encoder-decoder, among `generate`'s arguments.
-
-        Raises
-        ------
-        ValueError
-            If they are missing, padded on the wrong side, or not one row a text.
-        NotImplementedError
-            For several texts a prompt, and for what draws can't follow.
-        """
-        setting = partial(_setting, transformer, generation_kwargs)
-        _check_options(transformer, setting)
-        mixin: Any = GenerationMixin
-        options = vars(GenerationConfig()) | inspect.signature(mixin.generate).parameters
-        inputs = {
-            name: value.to(device)
-            for name, value in generation_kwargs.items()
-            if isinstance(value, torch.Tensor) and name not in options
-        }
-        encoder: Any = transformer.get_encoder() if transformer.config.is_encoder_decoder else None
-        main = "input_ids" if encoder is None else encoder.main_input_name
-        if main not in inputs:
-            raise ValueError(f"Pass {main}, as a tokenizer or processor makes them.")
-        end = setting("eos_token_id")
-        endings = [] if end is None else as_tensor(end).flatten().tolist()
-        padding = setting("pad_token_id")
-        if main == "input_ids" and "attention_mask" not in inputs:  # as `generate` has it
-            known = padding is not None and padding not in endings
-            inputs["attention_mask"] = (inputs[main] != (padding if known else -1)).long()
-        _check_inputs(inputs, main, encoder is not None)
-        fill = next((token for token in (padding, *endings) if token is not None), 0)
-        return cls(inputs, main, encoder is not None, int(fill))
-
-    def each(self) -> list[Inputs]:
-        """The inputs of each text, as a batch of one."""
-        n_texts = len(self.inputs[self.main])
-        return [
-            {name: of[row : row + 1] for name, of in self.inputs.items()} for row in range(n_texts)
-        ]
-
-    def continued(self, texts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Inputs]:
-        """All texts `(B, T)`, and a batch with labels on what was written."""
-        sequences = pad_sequence(list(texts), batch_first=True, padding_value=self.padding)
-        places = torch.arange(sequences.shape[1], device=sequences.device)
-        begun = torch.tensor([self._begun(text, row) for row, text in enumerate(texts)])
-        ends = torch.tensor([len(text) for text in texts])
-        begun, ends = (numbers.to(places)[:, None] for numbers in (begun, ends))
-        labels = torch.where((places >= begun) & (places < ends), sequences, IGNORED)
-        if self.is_encoder_decoder:
-            decoded = {"decoder_input_ids": sequences[:, :-1], "labels": labels[:, 1:]}
-            return sequences, self.inputs | decoded
-        mask = (labels != IGNORED).to(self.inputs["attention_mask"])
-        mask[:, : self.inputs[self.main].shape[1]] = self.inputs["attention_mask"]
-        return sequences, {"input_ids": sequences, "attention_mask": mask, "labels": labels}
-
-    def _begun(self, text: torch.Tensor, row: int) -> int:
-        """How many tokens of a text were there before the first that was written."""
-        given = self.inputs.get("decoder_input_ids" if self.is_encoder_decoder else "input_ids")
-        if given is None:
-            return 1
-        # An encoder-decoder's `generate` may put a token before those given.
-        return len(given[row]) + (not torch.equal(text[: len(given[row])], given[row]))
+    generate = _checked_generate(transformer, option)
+    end, padding = option("eos_token_id"), option("pad_token_id")
+    endings = [] if end is None else as_tensor(end).flatten().tolist()
+    inputs = _model_inputs(transformer, generation_kwargs, device)
+    if "input_ids" in inputs and "attention_mask" not in inputs:  # as `generate` makes it
+        no_token = padding is None or padding in endings
+        inputs["attention_mask"] = (inputs["input_ids"] != (-1 if no_token else padding)).long()
+    _check_inputs(inputs, config.is_encoder_decoder)
+    texts, outputs, weights = [], [], LoRAWeights(transformer, blocks)
+    for row in range(len(next(iter(inputs.values())))):
+        text = {name: values[row : row + 1] for name, values in inputs.items()}
+        with predictive(transformer, weights, draws, text):
+            outputs.append(generate(**(generation_kwargs | text)))
+        texts.append(getattr(outputs[-1], "sequences", outputs[-1])[0])
+    fill = next((token for token in (padding, *endings) if token is not None), 0)
+    sequences = pad_sequence(texts, batch_first=True, padding_value=fill)
+    labels = pad_sequence(texts, batch_first=True, padding_value=IGNORED)
+    if config.is_encoder_decoder:
+        decoded = {"decoder_input_ids": sequences[:, :-1], "labels": labels[:, 1:]}
+        return sequences, inputs | decoded, outputs
+    mask, n_read = inputs["attention_mask"], inputs["input_ids"].shape[1]
+    labels[:, :n_read] = IGNORED
+    mask = torch.cat([mask, (labels[:, n_read:] != IGNORED).to(mask)], dim=1)
+    return sequences, {"input_ids": sequences, "attention_mask": mask, "labels": labels}, outputs
 
 
-def _setting(transformer: PreTrainedModel, generation_kwargs: Mapping[str, Any], name: str) -> Any:
-    """An option of `generate`, wherever it is set."""
-    given = generation_kwargs.get("generation_config")
-    configs = given, getattr(transformer, "generation_config", None), transformer.config
-    found = generation_kwargs.get(name), *(getattr(config, name, None) for config in configs)
-    return next((value for value in found if value is not None), None)
-
-
-def _check_options(transformer: PreTrainedModel, setting: Callable[[str], Any]) -> None:
-    kind: Any = type(transformer)
-    if kind.generate.__module__.startswith("transformers.models."):
+def _checked_generate(transformer: Any, option: Callable[[str], Any]) -> Callable[..., Any]:
+    if transformer.generate.__module__.startswith("transformers.models."):
         raise NotImplementedError(
-            f"{kind.__name__} has a generate of its own, whose texts the posterior "
+            f"{type(transformer).__name__} has a generate of its own, whose texts the posterior "
             "can't follow: let the model write, and score what it wrote with la.score(batch)."
         )
-    refused = [name for name in _REFUSED if setting(name) not in (None, 1)]
+    refused = [name for name in _REFUSED if option(name) not in (None, 1)]
     if refused:
         raise NotImplementedError(
             "generate writes one text a prompt, token by token from the first one on: leave out "
             f"{', '.join(refused)}, or pass 1 where the model's own default is another number."
         )
+    return transformer.generate
 
 
-def _check_inputs(inputs: Inputs, main: str, encodes: bool) -> None:
-    shapes = {name: tuple(of.shape) for name, of in inputs.items()}
-    n_texts = len(inputs[main])
-    if not inputs[main].numel() or any(shape[:1] != (n_texts,) for shape in shapes.values()):
-        raise ValueError(f"Pass tensors with a row for each text, not of shapes {shapes}.")
+def _model_inputs(
+    transformer: PreTrainedModel, generation_kwargs: Mapping[str, Any], device: torch.device
+) -> Inputs:
+    """Tensors that are no options of `generate`, but what the model is to continue."""
+    mixin: Any = GenerationMixin
+    options = vars(GenerationConfig()) | inspect.signature(mixin.generate).parameters
+    inputs = {
+        name: value.to(device)
+        for name, value in generation_kwargs.items()
+        if isinstance(value, torch.Tensor) and name not in options
+    }
+    encoder: Any = transformer.get_encoder() if transformer.config.is_encoder_decoder else None
+    main = "input_ids" if encoder is None else encoder.main_input_name
+    if main not in inputs:
+        raise ValueError(f"Pass {main}, as a tokenizer or processor makes them.")
+    return inputs
+
+
+def _check_inputs(inputs: Inputs, encodes: bool) -> None:
     if encodes:
         others = [name for name in inputs if name.startswith("decoder_")]
-        others = [name for name in others if name != "decoder_input_ids"]
     else:
-        others = [name for name in inputs if name not in (main, "attention_mask")]
+        others = [name for name in inputs if name not in ("input_ids", "attention_mask")]
     if others:
         raise NotImplementedError(
             f"generate continues texts, and does not know how {', '.join(others)} go on: leave "
             "them out, or let the model write, and score what it wrote with la.score(batch)."
         )
-    if encodes:
+    shapes = {name: tuple(values.shape) for name, values in inputs.items()}
+    is_whole = len({shape[:1] if encodes else shape for shape in shapes.values()}) == 1
+    if not is_whole or not all(len(shape) > 1 and math.prod(shape) for shape in shapes.values()):
+        raise ValueError(
+            f"Pass whole texts, a row of each input for every text, not tensors of shapes {shapes}."
+        )
+    if not encodes and not inputs["attention_mask"][:, -1].all():
+        raise ValueError(
+            "A prompt ends with padding, after which nothing can be written: pad on the left."
+        )
+
+
+@contextmanager
+def predictive(
+    transformer: PreTrainedModel,
+    weights: LoRAWeights,
+    draws: Sequence[Values],
+    text: Inputs,
+) -> Iterator[None]:
+    """Replace the model's logits by log-probabilities of the mixture over draws, for one text.
+
+    Everything in `generate` that acts on logits then sees these. A `LogitsProcessor` would come
+    after transformers' own ones, and allow again what they forbid. Each draw has a cache of its own
+    and, of an encoder-decoder, its own encoding of the source.
+
+    Raises
+    ------
+    NotImplementedError
+        If the model keeps what it has read in anything but a cache, or reads another text in turn.
+    """
+    if not draws:
+        yield
         return
-    mask = inputs["attention_mask"]
-    if inputs[main].ndim != 2 or mask.shape != inputs[main].shape:
-        raise ValueError(
-            "Pass whole texts, input_ids and attention_mask of shape (texts, positions), not "
-            f"{shapes}."
+    kept: list[dict[str, Any]] = [{} for _ in draws]
+    repeating, log_p = False, torch.zeros(())
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the draws before the model itself, while its cache still is what they know."""
+        nonlocal repeating, log_p
+        if repeating:
+            return
+        repeating, log_p = True, torch.tensor(-math.inf)
+        try:
+            for values, of_draw in zip(draws, kept, strict=True):
+                logits = _logits(weights, values, of_draw, text, args, kwargs)
+                log_p = torch.logaddexp(log_p.to(logits), logits.log_softmax(-1))
+            log_p = log_p - math.log(len(draws))
+        finally:
+            repeating = False
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not repeating:
+            output.logits = log_p
+
+    with removing_hooks() as handles:
+        handles.append(transformer.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(transformer.register_forward_hook(after))
+        yield
+
+
+def _logits(
+    weights: LoRAWeights,
+    values: Values,
+    kept: dict[str, Any],
+    text: Inputs,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """A draw's logits; what it keeps for the next call is changed in place."""
+    name = next((name for name in _CACHES if name in kwargs), "cache")
+    given = kwargs.get(name)
+    kept.setdefault("cache", copy.deepcopy(given))
+    if _size(given) != _size(kept["cache"]):
+        raise NotImplementedError(
+            "Something in generate reads another text in turn, or changes the model's cache, "
+            "which draws can't follow: leave it out, or pass use_cache=False."
         )
-    at_end = mask[:, -1] == 0
-    if at_end.any():
-        raise ValueError(
-            f"The prompt of row {int(at_end.int().argmax())} ends with padding, after which "
-            "nothing can be written: pad prompts on the left."
+    own: dict[str, Any] = {name: kept["cache"]} if name in kwargs else {}
+    if kwargs.get("encoder_outputs") is not None:
+        # Those of the trained weights: with others, encoders read the source anew.
+        own["encoder_outputs"] = kept.get("encoded")
+        own |= {} if "encoded" in kept else text
+    output = weights.call(values, args, kwargs | own)
+    kept["cache"] = getattr(output, name, None) if name in kwargs else None
+    keeps = kwargs.get("use_cache") and kept["cache"] is None
+    if keeps or any(kwargs.get(state) is not None for state in _STATES):
+        raise NotImplementedError(
+            "The model keeps what it has read in no cache, which draws need for themselves: "
+            "pass use_cache=False."
         )
+    if "encoder_outputs" in own:
+        kept["encoded"] = BaseModelOutput(output.encoder_last_hidden_state)
+    return output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+
+
+def _size(cache: Any) -> Any:
+    """How much a cache holds, to compare with another of its kind."""
+    if isinstance(cache, tuple):
+        return cache[0][0].shape
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, ValueError):  # None, or what counts no positions
+        return None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.processes.exchange import one_generator
-from laplace_lora_ext.text.draws import drawn, label_log_probs, mean_over_tokens
+from laplace_lora_ext.text.draws import drawn, mean_over_tokens
 from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.loss_search import draw_seed, search_grid
+from laplace_lora_ext.tuning.loss_search import draw_seed, grid_of_priors, search_grid
 from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.second_training import SecondTraining
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,28 +58,32 @@ class TokenGridSearch(TuningMethod):
 
     @torch.no_grad()
     def _search(self, la: Posterior) -> TuningHistory:
-        grid = torch.logspace(
-            self.log_prior_prec_min,
-            self.log_prior_prec_max,
-            self.grid_size,
-            base=self.log_prior_prec_base,
-            dtype=torch.float64,
-        )
-        if self._is_base:
-            base = self._start(la)
-            grid = grid[:, None].to(base) * base
-        seed = draw_seed(one_generator(self.generator))
+        low, high, base = self.log_prior_prec_min, self.log_prior_prec_max, self.log_prior_prec_base
+        around = self._start(la) if self._is_base else None
+        grid = grid_of_priors(low, high, self.grid_size, base, around)
+        seed, weights = draw_seed(one_generator(self.generator)), LoRAWeights(la.model, la.blocks)
 
         def loss(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
             draws = list(drawn(la, self.n_samples, seed))
 
             def of_batch(batch: Any) -> torch.Tensor:
-                log_probs = torch.stack(list(label_log_probs(la, batch, draws)))
-                return math.log(self.n_samples) - log_probs.logsumexp(0)
+                targets, log_probs = la.model.split(batch)[1], []
+                for values in draws:
+                    logits = weights.run(batch, values)
+                    tokens = la.trained_likelihood.check_targets(targets, logits)[:, None]
+                    log_probs.append(logits.log_softmax(-1).gather(-1, tokens).squeeze(-1))
+                return math.log(self.n_samples) - torch.stack(log_probs).logsumexp(0)
 
             return mean_over_tokens(la, self.val_loader, of_batch)[0]
 
         history = search_grid(loss, grid, self.progress_bar)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenSecondTraining(SecondTraining):
+    """`laplace_lora_ext.SecondTraining` for tokens: `TokenGridSearch` chooses by default."""
+
+    search: Callable[..., TuningMethod] = TokenGridSearch

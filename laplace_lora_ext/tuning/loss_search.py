@@ -23,6 +23,15 @@ _FARTHEST = 1e8  # the largest factor between a line search's start and its resu
 _CHUNK = 256  # examples whose logits a checkpoint samples at once
 
 
+def grid_of_priors(
+    low: float, high: float, size: int, base: float, around: torch.Tensor | None
+) -> torch.Tensor:
+    """Powers of a base as `(size,)` prior precisions, or `(size, blocks)` factors around others."""
+    # In float32, whatever the default is.
+    grid = torch.logspace(low, high, size, base=base, dtype=torch.float32)
+    return grid if around is None else grid[:, None].to(around) * around
+
+
 def search_grid(
     loss: Callable[[torch.Tensor], float], grid: torch.Tensor, progress_bar: bool = False
 ) -> TuningHistory:

@@ -70,16 +70,11 @@ def continued(models, given, begun):
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "begun"),
-    [("gpt2", None), *((kind, b) for kind in ("t5", "bart") for b in (None, [[7, 9]], [[0, 9]]))],
-)
-def test_texts_are_those_of_a_mixture_of_drawn_models(kind, cached, begun):
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "bart"])
+def test_texts_are_those_of_a_mixture_of_drawn_models(kind, cached):
     la, given = writer(kind)
     models = drawn_models(la, 3, generator())
     options = GREEDY | {"use_cache": cached, "forced_eos_token_id": None}
-    if begun is not None:
-        options["decoder_input_ids"] = torch.tensor(begun * 3)
     found = la.generate(**given, n_samples=3, generator=generator(), **options)
     for row, mask in enumerate(given["attention_mask"].bool()):
         text = given["input_ids"][row][mask][None]
@@ -87,9 +82,7 @@ def test_texts_are_those_of_a_mixture_of_drawn_models(kind, cached, begun):
             expected, log_probs = continued(models, {}, text)
             expected = torch.cat([given["input_ids"][row][~mask], expected])
         else:
-            # transformers puts the token that a decoder starts with in front.
-            start = torch.tensor([[0, 7, 9] if begun == [[7, 9]] else (begun or [[0]])[0]])
-            expected, log_probs = continued(models, {"input_ids": text}, start)
+            expected, log_probs = continued(models, {"input_ids": text}, torch.tensor([[0]]))
         assert torch.equal(found.sequences[row], expected)
         of_tokens = found.scores.tokens.log_prob[row][found.scores.labelled[row]]
         exact = {"rtol": 1e-5 if kind == "t5" else 1e-8, "atol": 0}  # T5 normalises in float32
@@ -159,9 +152,14 @@ def test_a_mask_that_is_not_given_is_made_as_transformers_does():
     tokens = given["input_ids"]
     found = la.generate(input_ids=tokens, n_samples=2, generator=generator(), **GREEDY)
     assert torch.equal(found.sequences, masked.sequences)
-    options = GREEDY | {"eos_token_id": PAD}  # then padding is text
-    found = la.generate(input_ids=tokens[:1], n_samples=0, **options)
-    assert torch.equal(found.sequences, la.model.model.generate(tokens[:1], **options))
+    options = GREEDY | {"eos_token_id": PAD, "n_samples": 0}  # then padding is text
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    unmasked, expected = (
+        la.generate(input_ids=tokens, **of_mask, **options).outputs[1].logits[0]
+        for of_mask in ({}, {"attention_mask": torch.ones_like(tokens)})
+    )
+    torch.testing.assert_close(unmasked, expected)
+    assert not torch.allclose(unmasked, la.generate(**given, **options).outputs[1].logits[0])
 
 
 def test_processors_see_log_probabilities_and_what_they_forbid_stays_forbidden():
@@ -243,18 +241,18 @@ def test_what_can_not_be_continued_is_refused():
             la.generate(**given, **{name: value})
     for tokens, mask in (((3,), (3,)), ((1, 3), (1, 5)), ((1, 0), (1, 0)), ((2, 3), (1, 3))):
         shapes = {"input_ids": torch.ones(tokens).long(), "attention_mask": torch.ones(mask).long()}
-        with pytest.raises(ValueError, match=r"Pass (whole texts|tensors with a row)"):
+        with pytest.raises(ValueError, match="Pass whole texts"):
             la.generate(**shapes)
     tokens = torch.tensor([[7, 8, 9], [5, 6, 0]])
     for padded in (
         {"attention_mask": (tokens > 0).long()},
         {"pad_token_id": 0, "eos_token_id": 59},
     ):
-        with pytest.raises(ValueError, match=r"row 1 .* on the left"):
+        with pytest.raises(ValueError, match="pad on the left"):
             la.generate(input_ids=tokens, **padded)
     la, given = writer("t5")
-    with pytest.raises(NotImplementedError, match="decoder_attention_mask"):
-        la.generate(**given, decoder_attention_mask=given["attention_mask"])
+    with pytest.raises(NotImplementedError, match="does not know how decoder_input_ids"):
+        la.generate(**given, decoder_input_ids=given["input_ids"])
 
 
 def test_models_that_generate_in_another_way_are_refused_by_name():

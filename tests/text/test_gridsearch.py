@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from laplace_lora_ext import TokenGridSearch
 from laplace_lora_ext.tuning.loss_search import draw_seed
@@ -36,9 +37,10 @@ def test_the_losses_are_those_of_scores_and_the_least_is_chosen(layerwise):
     )
     assert len(passes) == 5 * 2 * len(validation())
     grid = torch.logspace(-1, 3, 5, dtype=torch.float64)
-    torch.testing.assert_close(history.prior_precision.squeeze(), (grid[:, None] * base).squeeze())
+    points = history.prior_precision.double()
+    torch.testing.assert_close(points, grid[:, None] * base, rtol=1e-6, atol=0)
     best = history.prior_precision[history.objective.argmin()]
-    torch.testing.assert_close(la.prior_precision, best.reshape(-1))
+    torch.testing.assert_close(la.prior_precision, best.to(la.prior_precision))
     expected = torch.stack([direct(la, point) for point in history.prior_precision])
     torch.testing.assert_close(history.objective, expected, rtol=1e-10, atol=0)
 
@@ -83,3 +85,33 @@ def test_what_is_wrong_with_the_data_is_said_and_the_prior_stays():
     with pytest.raises(ValueError, match="at least 1"):
         la.optimize_prior_precision("gridsearch", val_loader=[], grid_size=0)
     assert torch.equal(la.prior_precision, before)
+
+
+FEW = {"n_samples": 2, "grid_size": 9}
+
+
+def test_held_out_texts_choose():
+    texts = [{key: value[0] for key, value in one.items()} for one in text_batches(batch_size=1)]
+    seen = []
+
+    def train(examples):
+        seen.extend(examples.indices)
+        return lora_model("gpt2", lora_alpha=3).eval()
+
+    la = fitted_text()
+    torch.manual_seed(0)
+    la.optimize_prior_precision(
+        method="second_training",
+        train=train,
+        train_loader=DataLoader(texts, batch_size=2),
+        held_out=0.4,
+        search=lambda **options: TokenGridSearch(generator=generator(3), **FEW, **options),
+    )
+    part = DataLoader([texts[place] for place in seen], batch_size=2)
+    rest = DataLoader([texts[place] for place in range(6) if place not in seen], batch_size=2)
+    other = fitted_text(lora_model("gpt2", lora_alpha=3).eval(), part)
+    other.optimize_prior_precision(
+        method="gridsearch", val_loader=rest, generator=generator(3), **FEW
+    )
+    assert torch.equal(la.prior_precision, other.prior_precision)
+    assert len(seen) == 4
