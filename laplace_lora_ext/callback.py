@@ -8,14 +8,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from laplace.baselaplace import BaseLaplace
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from laplace_lora_ext.laplace import Laplace
+from laplace_lora_ext.messages import naming
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.processes.exchange import gathered
+from laplace_lora_ext.processes.shards import Shard, joined
 from laplace_lora_ext.training.trainers import same_random_states
 from laplace_lora_ext.tuning import TuningHistory, required_data
 
@@ -78,6 +82,11 @@ class LaplaceCallback(TrainerCallback):
             raise ValueError(
                 f'method="{_TRAINS}" trains again with the trainer: pass it, as in '
                 f'LaplaceCallback(method="{_TRAINS}", trainer=trainer).'
+            )
+        if method == _TRAINS and every_checkpoint:
+            raise ValueError(
+                f'method="{_TRAINS}" would train again at every checkpoint: leave every_checkpoint '
+                "out."
             )
         self._fitting = False
         self._batch_size = batch_size
@@ -211,9 +220,20 @@ def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
         found = [la.score(batch) for _, batch in named_batches(loader)]
         total = sum(float(scores.sums.log_prob.sum()) for scores in found)
         count = sum(int(scores.labelled.sum()) for scores in found)
-        return {"eval_laplace_nll": -total / count}
-    statistics = la.predictive_statistics(loader)
-    moments = statistics.moments(la.prior_precision)
-    predicted = la(moments, link_approx=_LINK, fitting=True).cpu()
-    found = quality(predicted, statistics.required_targets())
+        totals, counts = zip(*gathered((total, count)), strict=True)
+        return {"eval_laplace_nll": -sum(totals) / sum(counts)}
+    parts, places, shard = [], [torch.empty(0, dtype=torch.long)], Shard(loader)
+    for name, batch in named_batches(loader):
+        with naming(name):
+            X, y = la.model.split(batch)
+            predicted = la(X, link_approx=_LINK, fitting=True)
+            targets = la.trained_likelihood.check_targets(y, predicted)
+        parts.append((predicted.cpu(), targets.cpu()))
+        places.append(shard.places(len(y)))
+    own = tuple(torch.cat(column) for column in zip(*parts, strict=True)) or None
+    of_all_ranks = joined(torch.cat(places), own)
+    if of_all_ranks is None:
+        raise ValueError("The evaluation data are empty.")
+    predicted, targets = of_all_ranks
+    found = quality(predicted, targets)
     return {f"eval_laplace_{name}": found[name] for name in ("nll", "ece")}
