@@ -61,10 +61,26 @@ class MixtureStatistics:
     members : tuple of PredictiveStatistics
     priors : tuple of torch.Tensor
         the members' own prior precisions, which a common factor multiplies
+
+    Raises
+    ------
+    ValueError
+        If the members' targets come in other orders.
     """
 
     members: tuple[PredictiveStatistics, ...]
     priors: tuple[torch.Tensor, ...]
+
+    def __post_init__(self) -> None:
+        first, *others = self.members
+        if first.targets is None:
+            return
+        targets = first.targets
+        if any(not torch.equal(targets, other.required_targets()) for other in others):
+            raise ValueError(
+                "Each member passes over the data, and got them in another order: pass a loader "
+                "that does not shuffle."
+            )
 
     def moments(self, factor: float | torch.Tensor, scale: Any = None) -> MixtureMoments:
         """Moments with the members' prior precisions multiplied by a factor."""
@@ -189,7 +205,10 @@ class LaplaceMixture:
 
     @prior_precision.setter
     def prior_precision(self, factor: float | torch.Tensor) -> None:
-        factor = as_tensor(factor).detach().cpu().float().reshape(1)
+        factor = as_tensor(factor).detach().cpu().float()
+        if factor.numel() != 1:
+            raise ValueError("A mixture has one factor of all its members' prior precisions.")
+        factor = factor.reshape(1)
         for member, prior in zip(self.members, self._priors, strict=True):
             member.prior_precision = factor.to(prior) * prior
         self._factor = factor
@@ -288,18 +307,13 @@ class LaplaceMixture:
             If files are damaged, or an adapter or the base model is not that of the fit.
         """
         names = json.loads(Path(folder, _DESCRIPTION).read_text(encoding="utf-8"))["members"]
-        held = model.peft_config if isinstance(model, PeftModel) else {}
-        for name in names:
-            if name not in held:
-                path = str(Path(folder, name))
-                if isinstance(model, PeftModel):
-                    model.load_adapter(path, name)
-                else:
-                    model = PeftModel.from_pretrained(model, path, name)
-        assert isinstance(model, PeftModel)
+        if not isinstance(model, PeftModel):
+            model = PeftModel.from_pretrained(model, str(Path(folder, names[0])), names[0])  # pyright: ignore[reportArgumentType]
         members = []
         with own_adapter_back(model):
             for name in names:
+                if name not in model.peft_config:
+                    model.load_adapter(str(Path(folder, name)), name)
                 model.set_adapter(name)
                 members.append(from_pretrained(model, Path(folder, name), **kwargs))
         return cls(members)
@@ -308,12 +322,10 @@ class LaplaceMixture:
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> MixtureStatistics | None:
         """Statistics of a data set, or the given ones; None where a member has none."""
-        if isinstance(loader, MixtureStatistics):
-            return MixtureStatistics(loader.members, self._priors)
-        found = [member.statistics_of(loader, progress_bar) for member in self.members]
-        if any(statistics is None for statistics in found):
-            return None
-        return MixtureStatistics(tuple(found), self._priors)  # pyright: ignore[reportArgumentType]
+        parts = loader.members if isinstance(loader, MixtureStatistics) else [loader] * len(self)
+        pairs = zip(self.members, parts, strict=True)
+        found: Any = tuple(member.statistics_of(part, progress_bar) for member, part in pairs)
+        return None if None in found else MixtureStatistics(found, self._priors)
 
     @contextmanager
     def trying(self) -> Iterator[None]:
@@ -335,6 +347,7 @@ class LaplaceMixture:
     model = _of_first("model")
     likelihood = _of_first("likelihood")
     trained_likelihood = _of_first("trained_likelihood")
+    _predicted_likelihood = _of_first("_predicted_likelihood")
     sigma_noise = _of_first("sigma_noise")
     dict_key_y = _of_first("dict_key_y")
     n_outputs = _of_first("n_outputs")
@@ -377,7 +390,7 @@ def _check_alike(members: Sequence[LoRALaplace]) -> None:
 
 def _differing_base(first: Any, other: Any) -> str | None:
     """A weight of the base model in which two posteriors differ; None if there is none."""
-    weights = [
+    weights: list[dict[str, Any]] = [
         {
             name: weight
             for name, weight in member._fitted.state.weights.items()
@@ -387,8 +400,8 @@ def _differing_base(first: Any, other: Any) -> str | None:
     ]
     names = weights[0].keys() | weights[1].keys()
     for name in sorted(names):
-        pair = [of_member.get(name) for of_member in weights]
-        if None in pair or not pair[0].equals(pair[1]):
+        own, its = (of_member.get(name) for of_member in weights)
+        if own is None or its is None or not own.equals(its):
             return name
     return None
 
