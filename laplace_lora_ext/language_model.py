@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from typing import Any, NoReturn
@@ -10,10 +10,12 @@ from typing import Any, NoReturn
 import torch
 from laplace.curvature import CurvatureInterface
 from torch import nn
+from transformers import PreTrainedModel
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
+from laplace_lora_ext.models.adapters import only_active
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
@@ -176,19 +178,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         RuntimeError
             If the model is not the fitted one.
         """
-        self._check_H_init()
-        return self._score(batch, self._drawn(n_samples, generator))
-
-    def _drawn(self, n_samples: int, generator: torch.Generator | None) -> Iterable[Values]:
-        if not isinstance(n_samples, Integral) or n_samples < 0:
-            raise ValueError(f"n_samples must be a whole number, 0 or more, and is {n_samples}.")
-        return drawn(self, int(n_samples), draw_seed(generator)) if n_samples else []
-
-    def _score(self, batch: Mapping[str, Any], draws: Iterable[Values]) -> TextScores:
-        f, tokens = self.tokens(batch)
-        with self.model.prepared():
-            logits = map(partial(LoRAWeights(self.model, self.blocks).run, batch), draws)
-            return score(f, logits, tokens, self.model.labelled(batch).to(f.device))
+        return score_texts([self], batch, n_samples, generator)
 
     def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The trained model's logits `(N, V)` for the labelled tokens, and the tokens, `(N,)`."""
@@ -236,14 +226,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         ValueError
             If there are no prompts, or if they are padded on the wrong side.
         """
-        self._check_H_init()
-        self._check_model()
-        draws, device = list(self._drawn(n_samples, generator)), self.model.device
-        with self.model.prepared():
-            sequences, batch, outputs = write(
-                self.model.transformer, self.blocks, draws, device, generation_kwargs
-            )
-        return GeneratedText(sequences, self._score(batch, draws), outputs)
+        return generate_texts([self], generation_kwargs, n_samples, generator)
 
     # --- what would need Jacobians of the whole vocabulary ------------------------------------
 
@@ -251,3 +234,80 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     amortize: Any = _refuse
     _moments: Any = _refuse
     _statistics: Any = _refuse
+
+
+def score_texts(
+    members: Sequence[LanguageModelLaplace],
+    batch: Mapping[str, Any],
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> TextScores:
+    """`LanguageModelLaplace.score` of a posterior, or of a mixture of several."""
+    return _score(members, batch, _drawn(members, n_samples, generator))
+
+
+def generate_texts(
+    members: Sequence[LanguageModelLaplace],
+    generation_kwargs: dict[str, Any],
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> GeneratedText:
+    """`LanguageModelLaplace.generate` of a posterior, or of a mixture of several.
+
+    Without draws, a mixture is that of the trained models.
+    """
+    first = members[0]
+    transformer, draws = first.model.transformer, list(_drawn(members, n_samples, generator))
+    used = draws
+    if not draws and len(members) > 1:
+        used = [(m, LoRAWeights(transformer, m.blocks).values) for m in members]
+    with first.model.prepared():
+        sequences, batch, outputs = write(
+            transformer,
+            [partial(_run, transformer, *draw) for draw in used],
+            first.model.device,
+            generation_kwargs,
+        )
+    return GeneratedText(sequences, _score(members, batch, draws), outputs)
+
+
+def _run(
+    transformer: PreTrainedModel,
+    la: LanguageModelLaplace,
+    values: Values,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    with only_active(transformer, la.blocks[0].adapter):
+        return LoRAWeights(transformer, la.blocks).call(values, args, kwargs)
+
+
+def _drawn(
+    members: Sequence[LanguageModelLaplace], n_samples: int, generator: torch.Generator | None
+) -> Iterable[tuple[LanguageModelLaplace, Values]]:
+    """Draws, divided among the members, the first ones getting the rest."""
+    if not isinstance(n_samples, Integral) or n_samples < 0:
+        raise ValueError(f"n_samples must be a whole number, 0 or more, and is {n_samples}.")
+    for place, member in enumerate(members):
+        member._check_H_init()
+        own = (int(n_samples) + len(members) - 1 - place) // len(members)
+        if own:
+            yield from ((member, values) for values in drawn(member, own, draw_seed(generator)))
+
+
+def _score(
+    members: Sequence[LanguageModelLaplace],
+    batch: Mapping[str, Any],
+    draws: Iterable[tuple[LanguageModelLaplace, Values]],
+) -> TextScores:
+    found = [member.tokens(batch) for member in members]
+    f, tokens = found[0]
+    if len(found) > 1:  # logits of the mixture of the trained models
+        f = torch.stack([f.log_softmax(-1) for f, _ in found]).logsumexp(0)
+
+    def logits() -> Iterator[torch.Tensor]:
+        for la, values in draws:
+            with la.model.prepared():
+                yield LoRAWeights(la.model, la.blocks).run(batch, values)
+
+    return score(f, logits(), tokens, members[0].model.labelled(batch).to(f.device))

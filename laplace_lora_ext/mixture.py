@@ -14,6 +14,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
+from laplace_lora_ext.language_model import generate_texts, score_texts
 from laplace_lora_ext.laplace import from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_counts
@@ -29,10 +30,14 @@ from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.saving import write_draw
+from laplace_lora_ext.text.generation import GeneratedText
+from laplace_lora_ext.text.gridsearch import TokenGridSearch
+from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning.entropy import MatchedEntropy, mean_entropy
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.method import TuningMethod
 
 _DESCRIPTION = "laplace_mixture.json"
 
@@ -197,6 +202,39 @@ class LaplaceMixture:
 
     distill = students.distill
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def score(
+        self,
+        batch: Any,
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+    ) -> TextScores:
+        """How likely texts are; `n_samples` draws are divided among the members.
+
+        Parameters, result and errors are those of `LanguageModelLaplace.score`.
+        """
+        members: Any = self.members
+        with self.model.lock:
+            return score_texts(members, batch, n_samples, generator)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def generate(
+        self,
+        *,
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+        **generation_kwargs: Any,
+    ) -> GeneratedText:
+        """Write texts; `n_samples` draws are divided among the members.
+
+        Parameters, result and errors are those of `LanguageModelLaplace.generate`.
+        """
+        members: Any = self.members
+        with self.model.lock:
+            return generate_texts(members, generation_kwargs, n_samples, generator)
+
     # --- prior ---------------------------------------------------------------------------------
 
     @property
@@ -214,18 +252,19 @@ class LaplaceMixture:
         self._factor = factor
 
     def optimize_prior_precision(
-        self, method: str | GridSearch = "gridsearch", **options: Any
+        self, method: str | TuningMethod = "gridsearch", **options: Any
     ) -> TuningHistory:
         """Choose the common factor of the members' prior precisions that suits the mixture.
 
         Parameters
         ----------
-        method : {"gridsearch", "entropy"} or GridSearch
+        method : {"gridsearch", "entropy"}, GridSearch or TokenGridSearch
             "gridsearch" needs data that no member has learnt. "entropy" needs texts alone, such as
             the training data: it makes the mixture as uncertain about them as its members are
         **options
-            of `GridSearch`: `val_loader`, a loader or what `predictive_statistics` returned, with
-            the link "mean_field" by default; of "entropy": `train_loader`
+            of `GridSearch`, or of texts `TokenGridSearch`: `val_loader`, a loader or what
+            `predictive_statistics` returned, with the link "mean_field" by default. Of "entropy":
+            `train_loader`
 
         Returns
         -------
@@ -233,14 +272,16 @@ class LaplaceMixture:
             its prior precisions are the factors
         """
         mixture: Any = self
-        if method == "gridsearch":
+        if method == "gridsearch" and self.likelihood == "language_modeling":
+            method = TokenGridSearch(**options)
+        elif method == "gridsearch":
             method = GridSearch(**({"link_approx": "mean_field"} | options))
         elif method == "entropy":
             self.prior_precision = 1.0
             data = options["train_loader"]
             entropies = [mean_entropy(member, data) for member in self.members]
             return MatchedEntropy(entropy=sum(entropies) / len(self), **options)(mixture)
-        elif options or not isinstance(method, GridSearch):
+        elif options or not isinstance(method, GridSearch | TokenGridSearch):
             raise ValueError(f'method must be "gridsearch" or "entropy", not {method!r}.')
         return method(mixture)
 

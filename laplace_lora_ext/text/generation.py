@@ -18,12 +18,13 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.default_device import as_tensor
-from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.models.weights import LoRAWeights, Values
 from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.undoing import removing_hooks
 
 Inputs = dict[str, torch.Tensor]
+
+Draw = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Calls the model with the weights of a draw: takes arguments and keywords."""
 
 # What makes several texts of a prompt, or calls the model otherwise than token by token.
 _REFUSED = (
@@ -58,8 +59,7 @@ class GeneratedText:
 
 def write(
     transformer: PreTrainedModel,
-    blocks: Sequence[Block],
-    draws: Sequence[Values],
+    draws: Sequence[Draw],
     device: torch.device,
     generation_kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, Inputs, list[Any]]:
@@ -96,10 +96,10 @@ def write(
         no_token = padding is None or padding in endings
         inputs["attention_mask"] = (inputs["input_ids"] != (-1 if no_token else padding)).long()
     _check_inputs(inputs, config.is_encoder_decoder)
-    texts, outputs, weights = [], [], LoRAWeights(transformer, blocks)
+    texts, outputs = [], []
     for row in range(len(next(iter(inputs.values())))):
         text = {name: values[row : row + 1] for name, values in inputs.items()}
-        with predictive(transformer, weights, draws, text):
+        with predictive(transformer, draws, text):
             outputs.append(generate(**(generation_kwargs | text)))
         texts.append(getattr(outputs[-1], "sequences", outputs[-1])[0])
     fill = next((token for token in (padding, *endings) if token is not None), 0)
@@ -172,8 +172,7 @@ def _check_inputs(inputs: Inputs, encodes: bool) -> None:
 @contextmanager
 def predictive(
     transformer: PreTrainedModel,
-    weights: LoRAWeights,
-    draws: Sequence[Values],
+    draws: Sequence[Draw],
     text: Inputs,
 ) -> Iterator[None]:
     """Replace the model's logits by log-probabilities of the mixture over draws, for one text.
@@ -200,8 +199,8 @@ def predictive(
             return
         repeating, log_p = True, torch.tensor(-math.inf)
         try:
-            for values, of_draw in zip(draws, kept, strict=True):
-                logits = _logits(weights, values, of_draw, text, args, kwargs)
+            for draw, of_draw in zip(draws, kept, strict=True):
+                logits = _logits(draw, of_draw, text, args, kwargs)
                 log_p = torch.logaddexp(log_p.to(logits), logits.log_softmax(-1))
             log_p = log_p - math.log(len(draws))
         finally:
@@ -218,8 +217,7 @@ def predictive(
 
 
 def _logits(
-    weights: LoRAWeights,
-    values: Values,
+    draw: Draw,
     kept: dict[str, Any],
     text: Inputs,
     args: tuple[Any, ...],
@@ -239,7 +237,7 @@ def _logits(
         # Those of the trained weights: with others, encoders read the source anew.
         own["encoder_outputs"] = kept.get("encoded")
         own |= {} if "encoded" in kept else text
-    output = weights.call(values, args, kwargs | own)
+    output = draw(args, kwargs | own)
     kept["cache"] = getattr(output, name, None) if name in kwargs else None
     keeps = kwargs.get("use_cache") and kept["cache"] is None
     if keeps or any(kwargs.get(state) is not None for state in _STATES):

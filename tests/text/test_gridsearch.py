@@ -35,7 +35,7 @@ def test_the_losses_are_those_of_scores_and_the_least_is_chosen(layerwise):
     history = la.optimize_prior_precision(
         method="gridsearch", val_loader=validation(), generator=generator(3), **GRID, **start
     )
-    assert len(passes) == 5 * 2 * len(validation())
+    assert len(passes) == 5 * (2 + 1) * len(validation())
     grid = torch.logspace(-1, 3, 5, dtype=torch.float64)
     points = history.prior_precision.double()
     torch.testing.assert_close(points, grid[:, None] * base, rtol=1e-6, atol=0)
