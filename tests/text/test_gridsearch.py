@@ -21,7 +21,8 @@ def validation(**ragged):
 def direct(la, prior_precision):
     """Mean negative log-likelihood of a token, by one score of each batch."""
     la.prior_precision = prior_precision
-    scores = [la.score(batch, 2, generator(3)) for batch in validation()]
+    seed = draw_seed(generator(3))
+    scores = [la.score(batch, 2, generator(seed)) for batch in validation()]
     total = sum(of_batch.sums.log_prob.sum() for of_batch in scores)
     return -total / sum(of_batch.labelled.sum() for of_batch in scores)
 
