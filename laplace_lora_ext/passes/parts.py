@@ -15,7 +15,7 @@ from laplace_lora_ext.passes.proof import ONE_AT_A_TIME
 from laplace_lora_ext.processes.shards import rows
 
 # Rows that go through a layer in one backward pass of all outputs, unless a single example has
-# more. On a CPU more of them are no faster; an accelerator gets 32 texts of 64 tokens and 4 classes.
+# more: on a CPU, where more are no faster, and on an accelerator.
 _ON_CPU, _AT_ONCE = 768, 2**13
 
 
