@@ -12,6 +12,7 @@ from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.linearized.model import LinearizedModel
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
+from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
@@ -48,6 +49,7 @@ __all__ = [
     "LanguageModelLaplace",
     "Laplace",
     "LaplaceCallback",
+    "LearntVariance",
     "LinearizedLOO",
     "LinearizedMarglik",
     "LinearizedModel",
