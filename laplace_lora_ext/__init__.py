@@ -12,6 +12,7 @@ from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.mixture import LaplaceMixture
+from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
@@ -47,6 +48,7 @@ __all__ = [
     "Laplace",
     "LaplaceCallback",
     "LaplaceMixture",
+    "LearntVariance",
     "LoRALaplace",
     "LowRankKron",
     "LowRankKronDecomposed",

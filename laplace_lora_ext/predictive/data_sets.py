@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.processes.exchange import count, rank
+from laplace_lora_ext.processes.exchange import count, rank, together
 from laplace_lora_ext.processes.shards import Shard, joined
 
 Columns = tuple[torch.Tensor, ...]
@@ -54,12 +55,13 @@ def over_loader(
     """
     places = places or Shard(loader).places
     parts, found = [], [torch.empty(0, dtype=torch.long)]
-    for name, batch in named_batches(loader, description, progress_bar):
-        with naming(name):
-            parts.append(evaluate(batch))
-        found.append(places(len(parts[-1][0])))
-    columns = tuple(map(torch.cat, zip(*parts, strict=True))) if parts else None
-    of_all = columns if alone else joined(torch.cat(found), columns)
+    with nullcontext() if alone else together():
+        for name, batch in named_batches(loader, description, progress_bar):
+            with naming(name):
+                parts.append(evaluate(batch))
+            found.append(places(len(parts[-1][0])))
+        columns = tuple(map(torch.cat, zip(*parts, strict=True))) if parts else None
+        of_all = columns if alone else joined(torch.cat(found), columns)
     if of_all is None:
         raise ValueError("The loader has no data.")
     return of_all
