@@ -67,6 +67,13 @@ def divided(
         yield _chosen(data, order[:start] + order[end:]), _chosen(data, order[start:end])
 
 
+def taken(loader: DataLoader) -> Any:
+    """A loader's data set, without examples that its sampler leaves out."""
+    data: Any = loader.dataset
+    places = _places(loader, len(data))
+    return data if len(places) == len(data) else _chosen(data, places.tolist())
+
+
 def in_order(examples: Any, like: DataLoader) -> DataLoader:
     """Batches of examples as another loader makes them, each example once and in the data's order.
 
