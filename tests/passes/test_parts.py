@@ -93,3 +93,10 @@ def test_sizes_of_parts(small, x, sizes):
     assert [len(part.f_mu) for part in parts] == sizes
     everything = torch.arange(sum(sizes))
     assert torch.equal(torch.cat([everything[place] for place in places]), everything)
+
+
+def test_an_array_is_taken_apart_as_a_tensor_is(small):
+    la, (batch,) = fitted(), ragged_batches(lengths=(7,) * 8, batch_size=8)
+    calls = count_forward_passes(la)
+    la.predict_proba(batch["input_ids"].numpy(), "probit")
+    assert len(calls) == 4
