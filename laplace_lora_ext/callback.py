@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sized
-from itertools import islice
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
 from laplace.baselaplace import BaseLaplace
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.training.examples import in_order
 from laplace_lora_ext.training.trainers import same_random_states
 from laplace_lora_ext.tuning import TuningHistory, required_data
 
@@ -31,7 +31,6 @@ class LaplaceCallback(TrainerCallback):
     `trainer`. What can't be fitted is refused before training begins, wherever that can be known.
 
     The likelihood is the plain one, whatever loss the trainer has (label smoothing, class weights).
-    Of an iterable data set, which may have no end, it reads as many examples as training has.
 
     Parameters
     ----------
@@ -57,6 +56,8 @@ class LaplaceCallback(TrainerCallback):
         how its prior precision was chosen
     """
 
+    fits_posteriors = True  # it takes no part in trainings for the sake of a posterior
+
     def __init__(
         self,
         likelihood: str | None = None,
@@ -79,7 +80,6 @@ class LaplaceCallback(TrainerCallback):
                 f'method="{_TRAINS}" trains again with the trainer: pass it, as in '
                 f'LaplaceCallback(method="{_TRAINS}", trainer=trainer).'
             )
-        self._fitting = False
         self._batch_size = batch_size
         self._trainer = trainer
         self._options = {"subset_of_weights": "lora", "hessian_structure": "lowrank_kron"} | options
@@ -91,11 +91,11 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if self._fitting:
-            return
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
             la = self._unfitted(kwargs["model"])
+        if not isinstance(kwargs["train_dataloader"].dataset, Sized):
+            raise ValueError("A posterior is fitted to all training data: these have no length.")
         name = "eval_strategy" if hasattr(args, "eval_strategy") else "evaluation_strategy"
         if getattr(args, name) == "no" and kwargs.get("eval_dataloader") is None:
             self._needed(la, {"train_loader": kwargs["train_dataloader"], "val_loader": None})
@@ -107,7 +107,7 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if self._every_checkpoint and not self._fitting:
+        if self._every_checkpoint:
             folder = Path(args.output_dir or ".", f"checkpoint-{state.global_step}")
             self._fit(folder, args, state, **kwargs)
 
@@ -118,8 +118,7 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        if not self._fitting:  # a second training ends too
-            self._fit(Path(args.output_dir or "."), args, state, **kwargs)
+        self._fit(Path(args.output_dir or "."), args, state, **kwargs)
 
     def _fit(
         self,
@@ -132,25 +131,19 @@ class LaplaceCallback(TrainerCallback):
         eval_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        steps = state.global_step * args.gradient_accumulation_steps
-        n_seen = steps * (state.train_batch_size or args.train_batch_size) * args.world_size
-        train = self._loader(train_dataloader, args, n_seen)
+        train = self._loader(train_dataloader, args)
         test = None if eval_dataloader is None else self._loader(eval_dataloader, args)
-        self._fitting = True
-        try:
-            with same_random_states():
-                la = self._unfitted(model)
-                needed = self._needed(la, {"train_loader": train, "val_loader": test})
-                shown = state.is_world_process_zero and not args.disable_tqdm
-                la.fit(train, progress_bar=shown)
-                self.history = la.optimize_prior_precision(method=self._method_of(la), **needed)
-                figures = {
-                    "laplace_evidence": la.log_marginal_likelihood().item(),
-                    "laplace_prior_precision": la.prior_precision.mean().item(),
-                    **({} if test is None else eval_figures(la, test)),
-                }
-        finally:
-            self._fitting = False
+        with same_random_states():
+            la = self._unfitted(model)
+            needed = self._needed(la, {"train_loader": train, "val_loader": test})
+            shown = state.is_world_process_zero and not args.disable_tqdm
+            la.fit(train, progress_bar=shown)
+            self.history = la.optimize_prior_precision(method=self._method_of(la), **needed)
+            figures = {
+                "laplace_evidence": la.log_marginal_likelihood().item(),
+                "laplace_prior_precision": la.prior_precision.mean().item(),
+                **({} if test is None else eval_figures(la, test)),
+            }
         self.la = la
         if args.should_save:
             la.save_pretrained(folder)
@@ -179,28 +172,11 @@ class LaplaceCallback(TrainerCallback):
             )
         return needed
 
-    def _loader(self, loader: Any, args: TrainingArguments, limit: int | None = None) -> DataLoader:
-        """The loader's data, once and in order; each process gets its share.
-
-        A data set without a length gives no more than the first `limit` examples.
-        """
-        data: Any = loader.dataset
-        if not isinstance(loader.dataset, Sized):
-            data = _Part(data, args.process_index, limit, args.world_size)
-        elif args.world_size > 1:
-            data = Subset(data, range(args.process_index, len(data), args.world_size))
+    def _loader(self, loader: Any, args: TrainingArguments) -> DataLoader:
+        """The loader's data, once and in order; each process gets its share."""
         size = self._batch_size or args.per_device_eval_batch_size
-        return DataLoader(data, batch_size=size, collate_fn=loader.collate_fn)
-
-
-class _Part(IterableDataset):
-    """Some examples of an iterable data set, by the arguments of `islice`."""
-
-    def __init__(self, data: Any, *which: int | None) -> None:
-        self._data, self._which = data, which
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self._data, *self._which)
+        like = DataLoader(loader.dataset, batch_size=size, collate_fn=loader.collate_fn)
+        return in_order(loader.dataset, like)
 
 
 def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:

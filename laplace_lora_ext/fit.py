@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext.fitting.checkpoint import keeper_in
 from laplace_lora_ext.fitting.moving import follow
 from laplace_lora_ext.fitting.sums import sums_of
 from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged
@@ -30,9 +28,6 @@ def fit(
     train_loader: DataLoader | Iterable[Any],
     override: bool = True,
     progress_bar: bool = False,
-    *,
-    checkpoint: str | Path | None = None,
-    every: int = 100,
 ) -> None:
     """Fit the posterior around the model's present weights.
 
@@ -48,21 +43,15 @@ def fit(
     train_loader : DataLoader or iterable
         of mappings with labels, or of pairs `(X, y)`; read once
     override : bool, default=True
-        False adds the data to those of the previous fit
+        False adds the data to those of the previous fit, which `save_pretrained` and
+        `from_pretrained` carry over to another process
     progress_bar : bool, default=False
-    checkpoint : str or Path, optional
-        a folder for the sums so far. After an interruption the same call continues from there,
-        provided that the loader gives the same batches again (seed it if it shuffles). A
-        completed fit deletes its file
-    every : int, default=100
-        number of batches between two writes of the checkpoint
 
     Raises
     ------
     ValueError
-        If the loader is empty, labels don't fit, a number is not finite, two processes differ
-        in weights or settings or have the same data, or the checkpoint is damaged or of
-        another fit. The message names the batch and the layer.
+        If the loader is empty, labels don't fit, a number is not finite, or two processes differ
+        in weights or settings or have the same data. The message names the batch and the layer.
     RuntimeError
         If some LoRA layers are never called, the weights change while the data are read, or
         another rank has failed.
@@ -73,9 +62,8 @@ def fit(
         else:
             la._check_model()
         follow(la)
-        keeper = keeper_in(checkpoint, every, la)
         fitted_model, mean = FittedModel(la.model, la.blocks), flattened(la.blocks, la._device)
-        H, loss, n_data, called = sums_of(la, train_loader, keeper, progress_bar)
+        H, loss, n_data, called = sums_of(la, train_loader, progress_bar)
         _check_still(la, fitted_model, mean)
         if override or not la.n_data:
             check_called(la.blocks, called)
@@ -89,8 +77,8 @@ def fit(
         fitted._fitted = fitted_model
         fitted._posterior_scale = None
         fitted._agreement = MapAgreement()
+        fitted.learnt_variance = None
     vars(la).update(vars(fitted))
-    keeper.remove()
 
 
 def _check_still(la: Posterior, before: FittedModel, mean: torch.Tensor) -> None:

@@ -306,5 +306,6 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     # --- what would need Jacobians of the whole vocabulary ------------------------------------
 
     __call__: Any = _refuse
+    amortize: Any = _refuse
     _moments: Any = _refuse
     _statistics: Any = _refuse

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
@@ -25,12 +24,13 @@ from laplace_lora_ext.models.adapters import (
     write_adapter,
 )
 from laplace_lora_ext.models.default_device import as_tensor
-from laplace_lora_ext.predictive.decisions import Prediction
-from laplace_lora_ext.predictive.links import shared_noise
+from laplace_lora_ext.predictive import decisions
+from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.sampling import gaussian_samples
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.saving import write_draw
+from laplace_lora_ext.training import students
+from laplace_lora_ext.tuning.entropy import MatchedEntropy, mean_entropy
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import TuningHistory
 
@@ -82,8 +82,16 @@ class MixtureStatistics:
     def batch_sizes(self) -> list[int]:
         return self.members[0].batch_sizes
 
+    @property
+    def f_mu(self) -> torch.Tensor:
+        """`(N, C)` logits of the first member."""
+        return self.members[0].f_mu
+
     def __len__(self) -> int:
         return len(self.members[0])
+
+    def __getitem__(self, index: slice | torch.Tensor) -> MixtureStatistics:
+        return MixtureStatistics(tuple(member[index] for member in self.members), self.priors)
 
 
 def _of_first(name: str) -> property:
@@ -151,41 +159,27 @@ class LaplaceMixture:
         torch.Tensor or tuple of torch.Tensor
             of a regression mean and covariance
         """
-        outputs = [member(part, **options) for member, part in self._each(x)]
+        outputs = [member(part, **options) for member, part in self.each(x)]
         if isinstance(outputs[0], torch.Tensor):
             return torch.stack(outputs).mean(0)
         means, covariances = (torch.stack(parts) for parts in zip(*outputs, strict=True))
         return _mixed(means, covariances)
 
-    def predict(
-        self,
-        x: Any,
-        link_approx: str = "mean_field",
-        n_samples: int = 1000,
-        generator: torch.Generator | None = None,
-    ) -> Prediction:
-        """Class probabilities, and what else a decision needs; `n_samples` draws of each member.
+    predict = decisions.predict
+    predict_proba = decisions.predict_proba
 
-        Parameters and errors are those of a posterior's `predict`.
-        """
-        probabilities = self(x, link_approx=link_approx, n_samples=n_samples, generator=generator)
-        draws = []
-        for member, part in self._each(x):
-            f_mu, f_var = part if isinstance(part, Moments) else member.predictive_moments(part)
-            noise = shared_noise(f_mu, n_samples, generator)
-            draws.append(gaussian_samples(f_mu, f_var, noise).softmax(-1))
-        return Prediction.of_draws(probabilities, torch.cat(draws))
-
-    def predict_proba(self, x: Any, link_approx: str = "mean_field") -> np.ndarray:
-        """Class probabilities `(B, C)` for scikit-learn's tools, the same in every call."""
-        probabilities = self(x, link_approx=link_approx, generator=torch.Generator())
-        return probabilities.detach().cpu().numpy()
+    def amortize(self, loader: Any, **options: Any) -> list[LearntVariance]:
+        """Each member learns its variances; arguments are those of a posterior's `amortize`."""
+        members: list[Any] = self.members
+        return [member.amortize(loader, **options) for member in members]
 
     def predictive_statistics(self, loader: Any, **options: Any) -> MixtureStatistics:
         """Each member's pass over a data set; arguments are those of a posterior's."""
         members: list[Any] = self.members
         found = tuple(member.predictive_statistics(loader, **options) for member in members)
         return MixtureStatistics(found, self._priors)
+
+    distill = students.distill
 
     # --- prior ---------------------------------------------------------------------------------
 
@@ -207,23 +201,28 @@ class LaplaceMixture:
 
         Parameters
         ----------
-        method : {"gridsearch"} or GridSearch
+        method : {"gridsearch", "entropy"} or GridSearch
+            "gridsearch" needs data that no member has learnt. "entropy" needs texts alone, such as
+            the training data: it makes the mixture as uncertain about them as its members are
         **options
-            of `GridSearch`: `val_loader`, with data that no member has learnt, or what
-            `predictive_statistics` returned for them; by default with the link "mean_field"
+            of `GridSearch`: `val_loader`, a loader or what `predictive_statistics` returned, with
+            the link "mean_field" by default; of "entropy": `train_loader`
 
         Returns
         -------
         TuningHistory
             its prior precisions are the factors
         """
+        mixture: Any = self
         if method == "gridsearch":
             method = GridSearch(**({"link_approx": "mean_field"} | options))
+        elif method == "entropy":
+            self.prior_precision = 1.0
+            data = options["train_loader"]
+            entropies = [mean_entropy(member, data) for member in self.members]
+            return MatchedEntropy(entropy=sum(entropies) / len(self), **options)(mixture)
         elif options or not isinstance(method, GridSearch):
-            raise ValueError(
-                f'A mixture knows method="gridsearch" or a GridSearch, not {method!r}.'
-            )
-        mixture: Any = self
+            raise ValueError(f'method must be "gridsearch" or "entropy", not {method!r}.')
         return method(mixture)
 
     # --- files ---------------------------------------------------------------------------------
@@ -342,11 +341,12 @@ class LaplaceMixture:
     n_data = _of_first("n_data")
     n_layers = _of_first("n_layers")
     n_params = _of_first("n_params")
+    _predicted_likelihood = _of_first("_predicted_likelihood")
     _device = _of_first("_device")
     _dtype = _of_first("_dtype")
     _H_factor = _of_first("_H_factor")
 
-    def _each(self, x: Any) -> Iterator[tuple[LoRALaplace, Any]]:
+    def each(self, x: Any) -> Iterator[tuple[LoRALaplace, Any]]:
         """Each member and what it predicts: the whole batch, or its own moments."""
         parts = x.members if isinstance(x, MixtureMoments) else [x] * len(self)
         return zip(self.members, parts, strict=True)

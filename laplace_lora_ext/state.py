@@ -12,6 +12,7 @@ from laplace_lora_ext.fitting.moving import follow
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.model_state import FittedModel
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.map_agreement import MapAgreement
 
 
@@ -24,7 +25,9 @@ def state_dict(la: Posterior) -> dict[str, Any]:
     host: Any = ParametricLaplace.state_dict
     state = host(la)  # refuses a posterior without a fit
     model = la._fitted.state.state_dict()
-    return state | {"H": la._packed(la._kept), "settings": la._settings(), "model": model}
+    learnt = la.learnt_variance and dict(vars(la.learnt_variance))
+    own = {"H": la._packed(la._kept), "settings": la._settings(), "model": model}
+    return state | own | {"learnt_variance": learnt}
 
 
 @exclusive
@@ -47,4 +50,6 @@ def load_state_dict(la: Posterior, state_dict: dict[str, Any]) -> None:
     loaded._fitted = FittedModel(la.model, la.blocks)
     loaded._posterior_scale = None
     loaded._agreement = MapAgreement()
+    learnt = state_dict.get("learnt_variance")
+    loaded.learnt_variance = learnt and LearntVariance(**learnt).to(la._device, la._dtype)
     vars(la).update(vars(loaded))

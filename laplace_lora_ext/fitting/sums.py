@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import tqdm
 
-from laplace_lora_ext.fitting.checkpoint import Keeper
 from laplace_lora_ext.fitting.identity import hashes
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
@@ -41,10 +40,8 @@ class Sums(NamedTuple):
     called: frozenset[int] = frozenset()
 
 
-def sums_of(la: Posterior, loader: Iterable[Any], keeper: Keeper, progress_bar: bool) -> Sums:
+def sums_of(la: Posterior, loader: Iterable[Any], progress_bar: bool) -> Sums:
     """Sum the batches of a loader, and of all ranks' loaders, counting each example once.
-
-    The keeper gets the sums after each batch.
 
     Raises
     ------
@@ -54,7 +51,6 @@ def sums_of(la: Posterior, loader: Iterable[Any], keeper: Keeper, progress_bar: 
     shard, expected = Shard(loader), data_size(loader)
     zero = torch.zeros((), device=la._device, dtype=torch.float64)
     sums = Sums(la._zeros(), zero, 0)
-    sums = _unpacked(la, keeper.begin(_packed(la, sums)))
     own = expected and math.ceil(expected / count() if shard.is_known else expected)
     hidden = not progress_bar or rank() > 0
     options = {"unit": " examples", "total": own, "disable": hidden}
@@ -63,11 +59,8 @@ def sums_of(la: Posterior, loader: Iterable[Any], keeper: Keeper, progress_bar: 
             with naming(name):
                 X, y = la.model.split(batch)
                 new = is_new(shard.places(len(y)))
-                if not keeper.has(batch):
-                    sums = _plus(la, sums, X, y, new)
-                    keeper.keep(_packed(la, sums))
+                sums = _plus(la, sums, X, y, new)
             bar.update(int(new.sum()))
-    keeper.end()
     reports = gathered(_Report(la, sums, expected if shard.is_known else None))
     n_data = sum(report.n_data for report in reports)
     if not n_data:
@@ -82,16 +75,6 @@ def sums_of(la: Posterior, loader: Iterable[Any], keeper: Keeper, progress_bar: 
         H = reduce(add, map(la._unpacked, gathered(la._packed(H))))
     loss = torch.tensor([report.loss for report in reports], dtype=torch.float64).sum()
     return Sums(H, loss.to(sums.loss), n_data, frozenset[int]().union(*(r.called for r in reports)))
-
-
-def _packed(la: Posterior, sums: Sums) -> list[Any]:
-    counts = sums.n_data, la.model.output_size, sorted(sums.called)
-    return [la._packed(sums.H), sums.loss, *counts]
-
-
-def _unpacked(la: Posterior, state: list[Any]) -> Sums:
-    H, loss, n_data, la.model.output_size, called = state
-    return Sums(la._unpacked(H), loss.to(la._device), n_data, frozenset(called))
 
 
 def _plus(la: Posterior, sums: Sums, X: Any, y: torch.Tensor, new: torch.Tensor) -> Sums:

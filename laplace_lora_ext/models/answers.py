@@ -90,6 +90,16 @@ class AnswerTokens:
 
     def select(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Logits `(B, T, V)` of the vocabulary to `(B, C)` of the answers."""
+        return self._at_answer(logits, inputs)[:, self.ids]
+
+    def log_probs(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """Log-probabilities `(B, C + 1)` of the answers, and of all other tokens together."""
+        log_p = self._at_answer(logits, inputs).float().log_softmax(-1)
+        others = log_p.index_fill(1, torch.tensor(self.ids, device=log_p.device), -torch.inf)
+        return torch.cat([log_p[:, self.ids], others.logsumexp(-1, keepdim=True)], dim=1)
+
+    def _at_answer(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """`(B, V)`."""
         if logits.ndim != 3:
             raise ValueError(
                 "class_token_ids need logits of shape (batch, positions, vocabulary), not "
@@ -99,7 +109,7 @@ class AnswerTokens:
             position = self._position(inputs)[:, None, None]
             check_positions(logits, n_positions(self._read(inputs)))
             logits = logits.take_along_dim(position.to(logits.device), dim=1)
-        return logits[:, 0, self.ids]
+        return logits[:, 0]
 
     def warn_if_answered(self, inputs: Any) -> None:
         """Warn if every text already ends with an answer, which a prompt should leave out."""

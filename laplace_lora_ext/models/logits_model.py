@@ -128,6 +128,14 @@ class LogitsModel(nn.Module):
         self.output_size = logits.shape[-1]
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
+    def log_probs(self, batch: Any) -> torch.Tensor:
+        """Log-probabilities `(B, C)`; with `class_token_ids` `(B, C + 1)`, the last of all else."""
+        if self._answers is None:
+            return self(batch).log_softmax(-1)
+        inputs = self._inputs(batch)
+        logits = self._all_logits(inputs, self._left_padding.passes(inputs))
+        return self._answers.log_probs(logits, inputs)
+
     def settle(self, batch: Any) -> None:
         """Find out on the first left-padded batch how the model numbers positions.
 
@@ -195,6 +203,16 @@ class LogitsModel(nn.Module):
     def examples(self, batch: Any, n_examples: int) -> list[Any]:
         """One batch for each example; none if the batch is neither a tensor nor a mapping."""
         return examples_of(self._inputs(batch), n_examples)
+
+    def inputs(self, batch: Any) -> Any:
+        """Inputs of a batch that may have labels."""
+        return self.split_if_labelled(batch)[0]
+
+    def text(self, batch: Any) -> Any:
+        """Inputs of a batch of texts with `input_ids` `(B, T)`; None for any other batch."""
+        inputs = self._inputs(self.inputs(batch))
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        return inputs if isinstance(tokens, torch.Tensor) and tokens.ndim == 2 else None
 
     def agree(self, logits: torch.Tensor, others: torch.Tensor) -> bool:
         """Whether two computations of the same logits differ by rounding alone."""
@@ -275,10 +293,14 @@ class LogitsModel(nn.Module):
     def _logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
         if self._answers is None:
             return logits_of(self._call(inputs, **kwargs))
+        return self._answers.select(self._all_logits(inputs, counts_positions, **kwargs), inputs)
+
+    def _all_logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
+        """Those of a language model's vocabulary, `(B, T, V)`, where answers are read or all."""
+        assert self._answers is not None
         options = self._answers.options(inputs, counts_positions) | kwargs
         with self._answers.reading(inputs, options):
-            logits = logits_of(self._call(inputs, **options))
-        return self._answers.select(logits, inputs)
+            return logits_of(self._call(inputs, **options))
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         with restored():

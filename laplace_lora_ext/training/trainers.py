@@ -105,9 +105,14 @@ def _shortened(args: Any, share_of_steps: float, fewer: float) -> Any:
 
 @contextmanager
 def restored(trainer: Any) -> Iterator[None]:
-    """Afterwards a trainer, its callbacks' handler and all random states are as before."""
-    parts = [vars(part) for part in (trainer, trainer.callback_handler)]
+    """Afterwards a trainer, its callbacks' handler and all random states are as before.
+
+    Within, callbacks that fit posteriors take no part.
+    """
+    handler = trainer.callback_handler
+    parts = [vars(part) for part in (trainer, handler)]
     before = [dict(part) for part in parts]
+    handler.callbacks = [c for c in handler.callbacks if not getattr(c, "fits_posteriors", False)]
     try:
         with same_random_states():
             yield

@@ -11,7 +11,6 @@ import torch
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.history import Recorder, TuningHistory
@@ -78,7 +77,8 @@ def mean_entropy(la: Posterior, data: Any, progress_bar: bool = False) -> float:
     Classes are predicted with the link "mean_field"; a regression's densities include its noise.
     `data` are as for `MatchedEntropy`.
     """
-    return _mean(la, _moments(la, data, progress_bar)(la.prior_precision))
+    with la.trying():  # no prediction is counted
+        return _mean(la, _moments(la, data, progress_bar)(la.prior_precision))
 
 
 def _moments(la: Posterior, data: Any, progress_bar: bool) -> Any:
@@ -93,9 +93,10 @@ def _mean(la: Posterior, parts: Iterable[Moments]) -> float:
 
 def _entropies(la: Posterior, moments: Moments) -> torch.Tensor:
     """`(B,)`."""
-    f_mu, f_var = moments
+    predicted: Any = la(moments, link_approx="mean_field", fitting=True)  # pyright: ignore[reportCallIssue]
     if not la.trained_likelihood.is_gaussian:
-        return torch.special.entr(mean_field(f_mu, f_var).exp()).sum(-1)
+        return torch.special.entr(predicted).sum(-1)
+    f_mu, f_var = predicted
     n_outputs = f_mu.shape[1]
     noise = la.sigma_noise.detach().to(f_var).square() * torch.eye(n_outputs).to(f_var)
     logdet = (f_var + noise).double().logdet()

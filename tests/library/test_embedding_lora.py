@@ -254,10 +254,14 @@ def test_the_hosts_backends_do_not_know_embeddings(structure):
 
 
 @pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-def test_shared_rows_are_refused_where_their_number_counts(kfac_approx):
-    model = lora_model("bert", target_modules=["position_embeddings", "query"])
-    with pytest.raises(NotImplementedError, match=r"position_embeddings belong to several examp"):
-        fitted(model=model, kfac_approx=kfac_approx)
+def test_shared_rows_count_for_each_example(kfac_approx):
+    matrices = []
+    for batch_size in (1, 3):
+        model = lora_model("bert", target_modules=["position_embeddings", "query"])
+        batches = ragged_batches(batch_size=batch_size)
+        la = fitted(batches=batches, model=model, kfac_approx=kfac_approx, rank=100)
+        matrices.append(la.H.to_matrix())
+    torch.testing.assert_close(*matrices, **EXACT)
 
 
 @pytest.mark.parametrize("method", ["marglik", "gridsearch", "agreement"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -49,7 +47,7 @@ def test_probabilities_are_those_of_the_link(structure, link):
     expected = la(batch, link_approx=link, n_samples=50, generator=generator())
     assert torch.equal(found.probabilities, expected)
     assert torch.equal(found.labels, expected.argmax(-1))
-    assert all(torch.isfinite(getattr(found, f.name)).all() for f in dataclasses.fields(found))
+    assert all(torch.isfinite(values).all() for values in found)
     assert (found.epistemic_entropy > 0).all()
     torch.testing.assert_close(
         found.total_entropy, found.aleatoric_entropy + found.epistemic_entropy
@@ -91,7 +89,7 @@ def test_sampled_probabilities_for_scikit_learn_are_no_single_draw():
 
 
 def test_an_unknown_link_is_refused():
-    with pytest.raises(ValueError, match=r"'bridge' is none of \['probit', 'mean_field', 'mc'\]"):
+    with pytest.raises(ValueError, match="link_approx 'bridge' is none of"):
         fitted().predict(ragged_batches()[0], link_approx="bridge")
 
 
