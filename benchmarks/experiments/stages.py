@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import report
 from benchmarks.experiments.calibration import TIMED_BATCHES, row_of
-from benchmarks.experiments.calibration_report import SPLIT, WHOLE
+from benchmarks.experiments.calibration_report import SPLIT, WHOLE, shown
 from benchmarks.fine_tuning import (
     MEMBER_SEEDS,
     PREDICTION_BATCH_SIZE,
@@ -29,6 +29,7 @@ from benchmarks.methods import priors
 from benchmarks.methods.method import fit_temperature, labels_of
 from benchmarks.methods.posteriors import over_lora
 from benchmarks.methods.priors import NO_PRIOR, Prediction, Prior
+from benchmarks.methods.students import Scaled, predict_with_student
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Stages
 from benchmarks.report import Figures, Result, Row, say
@@ -39,6 +40,7 @@ from laplace_lora_ext.mixture import MixtureStatistics
 from laplace_lora_ext.models.adapters import active_again, add_fresh_adapter
 from laplace_lora_ext.stages import SECOND_STAGE
 from laplace_lora_ext.training.examples import divided
+from laplace_lora_ext.training.students import STEPS
 from laplace_lora_ext.tuning.entropy import MatchedEntropy, mean_entropy
 
 HELD_OUT = 0.2
@@ -51,6 +53,12 @@ FIGURES += ("fit_seconds", "predict_seconds")
 TEMPERATURE = Prior("held_out_temperature", "temperature of the held-out texts")
 ENTROPY_KEPT = Prior("held_out", "held-out texts")
 PRIOR_KEPT = Prior("held_out_prior", "held-out texts, prior precision kept")
+AS_UNCERTAIN = Prior("as_uncertain", "second training, entropy of its members")
+TAUGHT_BY = {
+    None: Prior("training_texts", "training texts"),
+    "swapped": Prior("swapped", "training texts and swapped copies"),
+}
+MOST_TAUGHT = 2  # members of a mixture that teaches
 
 Loaders = Mapping[str, DataLoader]
 
@@ -69,6 +77,8 @@ def run(options: Stages) -> Iterator[Result]:
                 "methods": rows,
             }
             yield figures, text_of(figures)
+        first = [row for row in rows if row["seed"] == options.seeds[0]]
+        report.draw_reliability(shown(first), options.output / "reliability.png")
 
 
 def text_of(figures: Figures) -> list[str]:
@@ -107,15 +117,15 @@ class Choice(NamedTuple):
     prior_precision: torch.Tensor
     entropy: float
 
-    def carried_over(self, member: Member) -> torch.Tensor:
-        """The prior precision with which another posterior is as uncertain on the same texts."""
+    def carried_over(self, member: Member) -> Any:
+        """A posterior with the prior precision that makes it as uncertain on the same texts."""
         la: Any = copy(member.la)
         start, statistics = self.prior_precision, member.statistics[REST]
         method = MatchedEntropy(
             train_loader=statistics, entropy=self.entropy, init_prior_prec=start
         )
         la.optimize_prior_precision(method=method)
-        return la.prior_precision
+        return la
 
 
 class Trial:
@@ -134,7 +144,7 @@ class Trial:
     def ordinary(self) -> list[Row]:
         """Ordinary training, and a second one that holds out a fifth of the texts."""
         model = fine_tune(self.pretrained, self._records(self.whole), self.seed)
-        own = self._fitted(model.model, self.whole, self.tests)
+        own = self._fitted(model.model, self.whole, {REST: self.rest, **self.tests})
         self.seconds = {
             "bare": self._seconds(lambda batch: model.logits([batch])),
             "exact": self._seconds(lambda batch: own.la(batch, link_approx=LINK)),
@@ -142,14 +152,16 @@ class Trial:
 
         def train(examples: Any) -> Any:
             self._add_member(model.model, 1)
-            self._train(model.model, list(examples), 1 - HELD_OUT, 1)
+            self.train(model.model, list(examples), 1 - HELD_OUT, 1)
             return model.model
 
         how: Any = {"method": "second_training", "train": train, "train_loader": self.whole}
         (second,) = own.la.optimize_prior_precision(**how).posteriors
-        other = self._with_statistics(second, {HELD: self.held, **self.tests})
-        chosen, temperature = [own.la.prior_precision] * 2, self._temperature([other])
+        other = self._with_statistics(second, {REST: self.rest, HELD: self.held, **self.tests})
+        both, chosen = [own, other], [own.la.prior_precision] * 2
+        temperature = self._temperature([other])
         scaling = ("temperature_scaling", "Temperature scaling")
+        mixture = ("second_mixture", "Mixture of two")
         elsewhere = partial(self._row, prior=priors.ELSEWHERE, trainings=2 - HELD_OUT)
         fits = {"fit_seconds": own.seconds + other.seconds}
         return [
@@ -163,10 +175,24 @@ class Trial:
             ),
             elsewhere(*scaling, **self._bare([own], temperature)),
             elsewhere("lowrank_kron", "lowrank_kron", **self._exact([own], chosen[:1]), **fits),
-            elsewhere(
-                *("second_mixture", "Mixture of two"), **self._exact([own, other], chosen), **fits
+            *(
+                elsewhere(*mixture, **self._exact(both, prior_precisions), **fits, prior=prior)
+                for prior, prior_precisions in (
+                    (priors.ELSEWHERE, chosen),
+                    (AS_UNCERTAIN, self._as_uncertain(both)),
+                )
             ),
         ]
+
+    def _as_uncertain(self, members: Sequence[Member]) -> list[torch.Tensor]:
+        """Prior precisions that make a mixture as uncertain about training texts as its members."""
+        mixture: Any = LaplaceMixture([member.la for member in members])
+        statistics = [member.statistics[REST] for member in members]
+        pairs = zip(members, statistics, strict=True)
+        entropies = [mean_entropy(member.la, of_member) for member, of_member in pairs]
+        texts: Any = MixtureStatistics(tuple(statistics), mixture._priors)
+        MatchedEntropy(entropy=sum(entropies) / len(members), train_loader=texts)(mixture)
+        return [la.prior_precision for la in mixture.members]
 
     def in_stages(self) -> list[Row]:
         """What `laplace_lora_ext.in_stages` comes to for each number of members, and MAPs alone.
@@ -182,13 +208,13 @@ class Trial:
             if number:
                 self._add_member(model, number)
             activate.append(active_again(model))
-            self._train(model, self._records(self.rest), 1 - HELD_OUT, number)
+            self.train(model, self._records(self.rest), 1 - HELD_OUT, number)
             firsts.append(self._fitted(model, self.rest, {REST: self.rest, HELD: self.held}))
         choices = {count: self._choices(firsts[:count]) for count in counts}
         seconds: list[Member] = []
         for number, again in enumerate(activate):
             again()
-            self._train(model, self._records(self.whole), SECOND_STAGE, number)
+            self.train(model, self._records(self.whole), SECOND_STAGE, number)
             seconds.append(self._fitted(model, self.whole, {REST: self.rest, **self.tests}))
         return [row for n in counts for row in self._staged(firsts[:n], seconds[:n], choices[n])]
 
@@ -197,20 +223,73 @@ class Trial:
     ) -> Iterator[Row]:
         """Rows of some members."""
         count = len(members)
-        row = partial(self._row, trainings=count * (1 - HELD_OUT + SECOND_STAGE))
-        bare = (
-            f"staged_map_{count}",
-            "In stages, MAP" if count == 1 else f"{count} MAPs in stages",
-        )
-        yield row(*bare, **self._bare(members))
-        scaled = self._bare(members, self._temperature(firsts))
-        yield row(*bare, **scaled, prior=TEMPERATURE)
-        method = (f"staged_{count}", "In stages" if count == 1 else f"Mixture of {count} in stages")
-        fits = {"fit_seconds": sum(member.seconds for member in (*firsts, *members))}
-        carried = [c.carried_over(member) for c, member in zip(choices, members, strict=True)]
-        yield row(*method, **self._exact(members, carried), **fits, prior=ENTROPY_KEPT)
+        names = ("In stages, MAP", "In stages")
+        if count > 1:
+            names = (f"{count} MAPs in stages", f"Mixture of {count} in stages")
+        trainings = count * (1 - HELD_OUT + SECOND_STAGE)
+        bare = partial(self._row, f"staged_map_{count}", names[0], trainings=trainings)
+        yield bare(**self._bare(members))
+        temperature = self._temperature(firsts)
+        yield bare(**self._bare(members, temperature), prior=TEMPERATURE)
+        costs = {
+            "trainings": trainings,
+            "fit_seconds": sum(member.seconds for member in (*firsts, *members)),
+        }
+        row = partial(self._row, f"staged_{count}", names[1], **costs)
         kept = [choice.prior_precision for choice in choices]
-        yield row(*method, **self._exact(members, kept), **fits, prior=PRIOR_KEPT)
+        yield row(**self._exact(members, kept), prior=PRIOR_KEPT)
+        las = [c.carried_over(member) for c, member in zip(choices, members, strict=True)]
+        carried = [la.prior_precision for la in las]
+        yield row(**self._exact(members, carried), prior=ENTROPY_KEPT)
+        la = las[0] if count == 1 else LaplaceMixture(las)
+        if count <= MOST_TAUGHT:
+            yield from self._in_one_pass(la, f"staged_{count}", names[1], costs)
+        if count == 1:
+            scaled = Scaled(la, temperature)
+            costs = {"trainings": trainings}
+            yield self._student(scaled, "swapped", bare.args[0], "In stages, temperature", costs)
+
+    def _in_one_pass(
+        self, la: Any, method: str, name: str, costs: dict[str, float]
+    ) -> Iterator[Row]:
+        """What a posterior or a mixture teaches: its variances, and an adapter of its own."""
+        for unlabelled in (None, "swapped") if method == "staged_1" else ("swapped",):
+            say(self.options, f"Seed {self.seed}: {name}, taught by {unlabelled or 'its texts'}")
+            started = process_time()
+            la.amortize(self.whole, unlabelled=unlabelled)
+            fit_seconds = costs["fit_seconds"] + process_time() - started
+
+            def predict(batch: Any) -> torch.Tensor:
+                return la(batch, pred_type="amortized", link_approx=LINK).detach().cpu()
+
+            seconds = self._seconds(predict)
+            yield self._row(
+                f"{method}_amortized",
+                f"{name}, learnt variance",
+                {key: torch.cat([*map(predict, loader)]) for key, loader in self.tests.items()},
+                prior=TAUGHT_BY[unlabelled],
+                link=LINK,
+                predict_seconds=seconds,
+                forward_passes=seconds / self.seconds["bare"],
+                **{**costs, "fit_seconds": fit_seconds},
+            )
+            yield self._student(la, unlabelled, method, name, costs)
+
+    def _student(
+        self, teacher: Any, unlabelled: str | None, method: str, name: str, costs: dict[str, float]
+    ) -> Row:
+        started = process_time()
+        found = predict_with_student(teacher, self.pretrained, unlabelled, self.seed, self.tests)
+        return self._row(
+            f"{method}_student",
+            f"{name}, student",
+            found,
+            prior=TAUGHT_BY[unlabelled],
+            trainings=costs["trainings"] + STEPS,
+            fit_seconds=costs.get("fit_seconds", 0.0) + process_time() - started,
+            predict_seconds=self.seconds["bare"],
+            forward_passes=1.0,
+        )
 
     def smoothed(self) -> list[Row]:
         """Training in stages with label smoothing, as much of it as held-out texts prefer."""
@@ -220,7 +299,7 @@ class Trial:
             losses[amount] = negative_log_likelihood(logits.softmax(-1), labels_of(self.held))
         amount = min(losses, key=lambda tried: losses[tried])
         model = self._smoothed(amount)
-        self._train(model.model, self._records(self.whole), SECOND_STAGE, 0, amount)
+        self.train(model.model, self._records(self.whole), SECOND_STAGE, 0, amount)
         found = {name: model.logits(loader).softmax(-1) for name, loader in self.tests.items()}
         name = ("label_smoothing", "Label smoothing in stages")
         trainings = len(losses) * (1 - HELD_OUT) + SECOND_STAGE
@@ -231,7 +310,7 @@ class Trial:
     def _smoothed(self, amount: float) -> AdaptedModel:
         """The model after a first stage with smoothed labels."""
         model = untrained(self.pretrained, self.seed)
-        self._train(model, self._records(self.rest), 1 - HELD_OUT, 0, amount)
+        self.train(model, self._records(self.rest), 1 - HELD_OUT, 0, amount)
         return AdaptedModel(model, self.pretrained.class_token_ids)
 
     def _records(self, loader: DataLoader) -> Records:
@@ -241,7 +320,7 @@ class Trial:
         transformers.set_seed(self.seed + MEMBER_SEEDS * number)
         add_fresh_adapter(model, f"member_{number}")
 
-    def _train(
+    def train(
         self, model: Any, records: Records, share: float, number: int, smoothing: float = 0.0
     ) -> None:
         """Train the active adapter for a share of the steps, with its own optimizer and order."""
@@ -313,7 +392,9 @@ class Trial:
 
         found = {name: predicted(name) for name in self.tests}
         labels = self.labels[TEST]
-        tried = (negative_log_likelihood(predicted(TEST, factor), labels) for factor in priors.FACTORS)
+        tried = (
+            negative_log_likelihood(predicted(TEST, factor), labels) for factor in priors.FACTORS
+        )
         seconds = len(own) * self.seconds["exact"]
         return {
             "probabilities": found,
