@@ -63,8 +63,8 @@ class ModelState:
         of the `LogitsModel`
     weights : dict
         a `Weight` for each floating-point weight of the base model and the head, by name, and for
-        each buffer that is saved with them. Names leave out the adapter's, and other adapters are
-        left out altogether
+        each buffer that is saved with them. Names leave out the adapter's, and PEFT's "base_layer",
+        which another adapter may bring; other adapters are left out altogether
     scalings : dict
         of the LoRA layers of the adapter that are not in the posterior, by name
     """
@@ -93,7 +93,7 @@ class ModelState:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ModelState:
         """Rebuild what `state_dict` has returned."""
-        weights = {name: Weight(*weight) for name, weight in state["weights"].items()}
+        weights = {_unwrapped(name): Weight(*weight) for name, weight in state["weights"].items()}
         blocks = {name: (shape, scaling) for name, (shape, scaling) in state["blocks"].items()}
         answers = state["class_token_ids"], state["mask_token_id"]
         return cls(blocks, *answers, weights, dict(state.get("scalings", {})))
@@ -240,7 +240,11 @@ def _name_in_state(name: str, adapter: str) -> str | None:
     others = {owner for _, owner in _OF_ADAPTER.findall(name)} - {adapter}
     if others or ".original_module." in name:
         return None
-    return _without_adapter(strip_wrappers(name), adapter)
+    return _unwrapped(_without_adapter(strip_wrappers(name), adapter))
+
+
+def _unwrapped(name: str) -> str:
+    return name.replace(".base_layer.", ".")
 
 
 def _without_adapter(name: str, adapter: str) -> str:

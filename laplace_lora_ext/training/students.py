@@ -90,7 +90,7 @@ def distill(
     if find_peft_model(trainer.model) is not peft_model:
         raise ValueError("The trainer has trained another model than that of the posterior.")
     folder = Path(trainer.args.output_dir)
-    with own_adapter_back(peft_model):
+    with restored(trainer), own_adapter_back(peft_model):
         teacher = members[0].blocks[0].adapter
         if peft_model.active_adapter != teacher:
             peft_model.set_adapter(teacher)
@@ -99,9 +99,8 @@ def distill(
         texts = loader_of(trainer, trainer.train_dataset)
         batches = _texts(la.model, texts, trainer, unlabelled, generator)
         records = _taught(la, members, batches, progress_bar)
-        with restored(trainer):
-            _prepare(trainer, la.model)
-            train(trainer, records, STEPS, folder / adapter_name)
+        _prepare(trainer, la.model)
+        train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             write_adapter(peft_model, adapter_name, {}, folder)
     return adapter_name
@@ -160,7 +159,7 @@ def _taught(
         if la.model.class_token_ids is not None:
             others = torch.stack([_of_others(member.model, batch) for member in members]).mean(0)
             probabilities = torch.cat([(1 - others) * probabilities, others], dim=1)
-        for record, row in zip(_rows(batch), probabilities.cpu(), strict=True):
+        for record, row in zip(_rows(batch, la.model), probabilities.cpu(), strict=True):
             records.append(record | {_TEACHER: row})
     if not records:
         raise ValueError("The trainer's data have no texts.")
@@ -174,10 +173,12 @@ def _of_others(model: LogitsModel, batch: Any) -> torch.Tensor:
         return model.log_probs(batch)[:, -1:].exp()
 
 
-def _rows(batch: Mapping[str, torch.Tensor]) -> Iterator[Record]:
-    """The texts of a batch, without padding, in main memory."""
-    mask = batch.get("attention_mask")
-    tensors = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
+def _rows(batch: Mapping[str, torch.Tensor], model: LogitsModel) -> Iterator[Record]:
+    """The texts of a batch, without padding and labels, in main memory."""
+    mask, labels = batch.get("attention_mask"), {model.dict_key_y, "label", "labels"}
+    tensors = {
+        k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor) and k not in labels
+    }
     for row in range(len(next(iter(tensors.values())))):
         real = slice(None) if mask is None or mask.ndim != 2 else mask[row].cpu().bool()
         yield {
