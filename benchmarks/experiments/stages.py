@@ -202,12 +202,13 @@ class Trial:
         """
         counts = [count for count in COUNTS if count <= self.options.members]
         model = untrained(self.pretrained, self.seed)
-        firsts: list[Member] = []
-        activate = []
-        for number in range(counts[-1]):
-            if number:
-                self._add_member(model, number)
+        activate = [active_again(model)]
+        for number in range(1, counts[-1]):
+            self._add_member(model, number)
             activate.append(active_again(model))
+        firsts: list[Member] = []
+        for number, again in enumerate(activate):
+            again()
             self.train(model, self._records(self.rest), 1 - HELD_OUT, number)
             firsts.append(self._fitted(model, self.rest, {REST: self.rest, HELD: self.held}))
         choices = {count: self._choices(firsts[:count]) for count in counts}
