@@ -32,7 +32,6 @@ from laplace_lora_ext.models.lora_layers import (
 )
 from laplace_lora_ext.models.model_state import FittedModel
 from laplace_lora_ext.models.preference_model import PreferenceModel
-from laplace_lora_ext.models.weights import held
 from laplace_lora_ext.passes import jacobians
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive import decisions, glm, networks, posterior_predictive
@@ -45,9 +44,8 @@ from laplace_lora_ext.tuning import by_name, prior
 class LoRALaplace(ParametricLaplace):
     """What all Laplace approximations over LoRA weights share.
 
-    The posterior is over the `lora_A` and `lora_B` weights of the active adapter, and those of its
-    embeddings (`lora_embedding_A`, `lora_embedding_B`). Everything else in the model, even a
-    trainable head, stays at its MAP value. No method changes the model.
+    The posterior is over the `lora_A` and `lora_B` weights of the active adapter. Everything else
+    in the model, even a trainable head, stays at its MAP value. No method changes the model.
 
     Parameters
     ----------
@@ -281,8 +279,7 @@ class LoRALaplace(ParametricLaplace):
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        fixed = held(self.blocks, self._device)
-        return torch.where(fixed, self.mean, super().sample(n_samples, generator))
+        return super().sample(n_samples, generator)
 
     @exclusive
     def _glm_predictive_samples(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged
-from laplace_lora_ext.models.placement import check_float64
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.selection import check_float64
 
 
 def check_model(la: Posterior) -> None:

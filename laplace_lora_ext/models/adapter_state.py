@@ -64,7 +64,7 @@ def fingerprint(blocks: Sequence[Block]) -> str:
     """
     digest = hashlib.sha256()
     for block, scaling in zip(blocks, scalings(blocks), strict=True):
-        name = f"{block.lora_layer}.{block.parameter}"
+        name = f"{block.lora_layer}.{block.matrix}"
         values = block.values.double().cpu().contiguous()
         digest.update(repr((name, tuple(values.shape), scaling)).encode())
         digest.update(values.numpy().tobytes())

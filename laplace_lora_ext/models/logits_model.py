@@ -20,8 +20,8 @@ from laplace_lora_ext.models.compiled import running_eagerly, warn_if_compiled
 from laplace_lora_ext.models.default_device import as_tensor, restored, set_aside
 from laplace_lora_ext.models.locks import lock_of
 from laplace_lora_ext.models.padding import LeftPadding, rounding_of
-from laplace_lora_ext.models.placement import device_of
 from laplace_lora_ext.models.positions import Positions, positions_of
+from laplace_lora_ext.models.selection import device_of
 from laplace_lora_ext.undoing import undoing
 
 _LABEL_KEYS = ("label", "labels")

@@ -18,7 +18,6 @@ from laplace_lora_ext.models.adapter_state import scalings, scalings_in
 from laplace_lora_ext.models.locks import lock_of
 from laplace_lora_ext.models.logits_model import LogitsModel, find_transformer
 from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
-from laplace_lora_ext.models.placement import come_and_go
 from laplace_lora_ext.undoing import undoing
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
@@ -207,7 +206,7 @@ def other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[s
     that are not in memory, other kinds of tensors such as quantized ones, and all weights of a
     model that FSDP2 shards.
     """
-    if come_and_go(model):
+    if any(hasattr(type(module), "reshard") for module in model.modules()):
         return
     adapter, ours = blocks[0].adapter, {id(block.weight) for block in blocks}
     for name, weight in chain(model.named_parameters(), _saved_buffers(model)):

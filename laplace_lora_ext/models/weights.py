@@ -31,20 +31,6 @@ def shaped(vector: torch.Tensor, blocks: Sequence[Block]) -> Values:
     ]
 
 
-def held(blocks: Sequence[Block], device: torch.device) -> torch.Tensor:
-    """Weights that no gradient comes to, `(parameters,)` booleans.
-
-    They are no part of what was trained, and stay at their values in every draw.
-    """
-    masks = []
-    for block in blocks:
-        mask = torch.zeros(block.shape, dtype=torch.bool, device=device)
-        if block.rows.held_column is not None:
-            mask[:, block.rows.held_column] = True
-        masks.append(mask.flatten())
-    return torch.cat(masks)
-
-
 class LoRAWeights:
     """The LoRA weights of a module, and calls of it with others in their place.
 

@@ -8,7 +8,7 @@ import torch
 
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.models.weights import Values, held, shaped
+from laplace_lora_ext.models.weights import Values, shaped
 from laplace_lora_ext.tuning.loss_search import draw_seed
 
 
@@ -37,7 +37,7 @@ class Noise:
         z = torch.randn(n_params, generator=generator, dtype=like.dtype).to(like.device)
         with torch.autocast(like.device.type, enabled=False):
             direction = precision.bmm(z, exponent=-0.5)
-            return shaped(direction.masked_fill(held(blocks, like.device), 0), blocks)
+            return shaped(direction, blocks)
 
     def directions(
         self, precision: LowRankKronDecomposed, blocks: Sequence[Block]
