@@ -18,7 +18,7 @@ from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.fitting import kind
 from laplace_lora_ext.fitting.hosts_pass import curvature_of
 from laplace_lora_ext.fitting.hyperparameters import Positive
-from laplace_lora_ext.fitting.moving import check_model, follow, places_of
+from laplace_lora_ext.fitting.moving import follow, places_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -30,8 +30,8 @@ from laplace_lora_ext.models.lora_layers import (
     warn_of_frozen,
     warn_of_other_trainable,
 )
-from laplace_lora_ext.models.model_state import FittedModel
 from laplace_lora_ext.models.preference_model import PreferenceModel
+from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
 from laplace_lora_ext.passes import jacobians
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive import decisions, glm, networks, posterior_predictive
@@ -118,7 +118,7 @@ class LoRALaplace(ParametricLaplace):
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self._predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
         self._agreement = MapAgreement()
-        self._fitted: FittedModel | None = None
+        self._fitted: ModelState | None = None
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
         else:
@@ -216,7 +216,13 @@ class LoRALaplace(ParametricLaplace):
 
     fit: Any = data_fit.fit
 
-    _check_model = check_model
+    def _check_model(self) -> None:
+        """Refuse a model that has changed since the fit, and follow it where it has gone."""
+        if self._fitted is None:
+            check_runs(self.model, self.blocks)
+            return
+        check_same(self.model, self.blocks, self._fitted, self.mean)
+        follow(self)
 
     def _check_H_init(self) -> None:  # noqa: N802
         super()._check_H_init()

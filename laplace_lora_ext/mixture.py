@@ -397,7 +397,7 @@ def _differing_base(first: Any, other: Any) -> str | None:
     weights = [
         {
             name: weight
-            for name, weight in member._fitted.state.weights.items()
+            for name, weight in member._fitted.weights.items()
             if ".lora_" not in name and ".modules_to_save" not in name
         }
         for member in (first, other)
