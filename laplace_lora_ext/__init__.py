@@ -26,7 +26,6 @@ from laplace_lora_ext.text.agreement import TokenAgreement
 from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.gridsearch import TokenGridSearch
 from laplace_lora_ext.text.scores import Scores, TextScores
-from laplace_lora_ext.text.val_gd import TokenValGD
 from laplace_lora_ext.tuning import (
     Agreement,
     GridSearch,
@@ -63,7 +62,6 @@ __all__ = [
     "TextScores",
     "TokenAgreement",
     "TokenGridSearch",
-    "TokenValGD",
     "TuningHistory",
     "ValGD",
     "VarianceShares",

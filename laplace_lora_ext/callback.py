@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sized
-from itertools import islice
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
+import torch
 from laplace.baselaplace import BaseLaplace
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.predictive.data_sets import over_loader
+from laplace_lora_ext.processes.exchange import gathered
+from laplace_lora_ext.training.examples import in_order
 from laplace_lora_ext.training.trainers import same_random_states
 from laplace_lora_ext.tuning import TuningHistory, required_data
 
@@ -31,7 +34,6 @@ class LaplaceCallback(TrainerCallback):
     `trainer`. What can't be fitted is refused before training begins, wherever that can be known.
 
     The likelihood is the plain one, whatever loss the trainer has (label smoothing, class weights).
-    Of an iterable data set, which may have no end, it reads as many examples as training has.
 
     Parameters
     ----------
@@ -81,6 +83,11 @@ class LaplaceCallback(TrainerCallback):
                 f'method="{_TRAINS}" trains again with the trainer: pass it, as in '
                 f'LaplaceCallback(method="{_TRAINS}", trainer=trainer).'
             )
+        if method == _TRAINS and every_checkpoint:
+            raise ValueError(
+                f'method="{_TRAINS}" would train again at every checkpoint: leave every_checkpoint '
+                "out."
+            )
         self._batch_size = batch_size
         self._trainer = trainer
         self._options = {"subset_of_weights": "lora", "hessian_structure": "lowrank_kron"} | options
@@ -95,6 +102,8 @@ class LaplaceCallback(TrainerCallback):
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fits will warn
             la = self._unfitted(kwargs["model"])
+        if not isinstance(kwargs["train_dataloader"].dataset, Sized):
+            raise ValueError("A posterior is fitted to all training data: these have no length.")
         name = "eval_strategy" if hasattr(args, "eval_strategy") else "evaluation_strategy"
         if getattr(args, name) == "no" and kwargs.get("eval_dataloader") is None:
             self._needed(la, {"train_loader": kwargs["train_dataloader"], "val_loader": None})
@@ -130,9 +139,7 @@ class LaplaceCallback(TrainerCallback):
         eval_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        steps = state.global_step * args.gradient_accumulation_steps
-        n_seen = steps * (state.train_batch_size or args.train_batch_size) * args.world_size
-        train = self._loader(train_dataloader, args, n_seen)
+        train = self._loader(train_dataloader, args)
         test = None if eval_dataloader is None else self._loader(eval_dataloader, args)
         with same_random_states():
             la = self._unfitted(model)
@@ -173,28 +180,11 @@ class LaplaceCallback(TrainerCallback):
             )
         return needed
 
-    def _loader(self, loader: Any, args: TrainingArguments, limit: int | None = None) -> DataLoader:
-        """The loader's data, once and in order; each process gets its share.
-
-        A data set without a length gives no more than the first `limit` examples.
-        """
-        data: Any = loader.dataset
-        if not isinstance(loader.dataset, Sized):
-            data = _Part(data, args.process_index, limit, args.world_size)
-        elif args.world_size > 1:
-            data = Subset(data, range(args.process_index, len(data), args.world_size))
+    def _loader(self, loader: Any, args: TrainingArguments) -> DataLoader:
+        """The loader's data, once and in order; each process gets its share."""
         size = self._batch_size or args.per_device_eval_batch_size
-        return DataLoader(data, batch_size=size, collate_fn=loader.collate_fn)
-
-
-class _Part(IterableDataset):
-    """Some examples of an iterable data set, by the arguments of `islice`."""
-
-    def __init__(self, data: Any, *which: int | None) -> None:
-        self._data, self._which = data, which
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self._data, *self._which)
+        like = DataLoader(loader.dataset, batch_size=size, collate_fn=loader.collate_fn)
+        return in_order(loader.dataset, like)
 
 
 def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
@@ -205,9 +195,14 @@ def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
         found = [la.score(batch) for _, batch in named_batches(loader)]
         total = sum(float(scores.sums.log_prob.sum()) for scores in found)
         count = sum(int(scores.labelled.sum()) for scores in found)
-        return {"eval_laplace_nll": -total / count}
-    statistics = la.predictive_statistics(loader)
-    moments = statistics.moments(la.prior_precision)
-    predicted = la(moments, link_approx=_LINK, fitting=True).cpu()
-    found = quality(predicted, statistics.required_targets())
+        totals, counts = zip(*gathered((total, count)), strict=True)
+        return {"eval_laplace_nll": -sum(totals) / sum(counts)}
+
+    def evaluate(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        X, y = la.model.split(batch)
+        predicted = la(X, link_approx=_LINK, fitting=True)
+        return predicted.cpu(), la.trained_likelihood.check_targets(y, predicted).cpu()
+
+    predicted, targets = over_loader(loader, evaluate)
+    found = quality(predicted, targets)
     return {f"eval_laplace_{name}": found[name] for name in ("nll", "ece")}

@@ -76,6 +76,7 @@ def fit(
         fitted._fitted = fitted_model
         fitted._posterior_scale = None
         fitted._agreement = MapAgreement()
+        fitted.learnt_variance = None
     vars(la).update(vars(fitted))
 
 

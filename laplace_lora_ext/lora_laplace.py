@@ -32,9 +32,10 @@ from laplace_lora_ext.models.lora_layers import (
 )
 from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
-from laplace_lora_ext.passes import jacobians
+from laplace_lora_ext.passes import Directions, every_output, jacobians
 from laplace_lora_ext.precision import without_autocast
-from laplace_lora_ext.predictive import decisions, glm, networks, posterior_predictive
+from laplace_lora_ext.predictive import amortization, decisions, glm, networks, posterior_predictive
+from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.training import students
@@ -72,6 +73,8 @@ class LoRALaplace(ParametricLaplace):
         the LoRA weights that the posterior is over
     trained_likelihood : Likelihood
         of the training data; a reward model learns from preferences, which are two classes
+    learnt_variance : LearntVariance or None
+        what `amortize` has learnt of the present fit
 
     Raises
     ------
@@ -118,6 +121,7 @@ class LoRALaplace(ParametricLaplace):
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self._predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
         self._agreement = MapAgreement()
+        self.learnt_variance: LearntVariance | None = None
         self._fitted: ModelState | None = None
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
@@ -256,6 +260,7 @@ class LoRALaplace(ParametricLaplace):
     # --- predictions ---------------------------------------------------------------------------
 
     __call__: Any = posterior_predictive.posterior_predictive
+    amortize = amortization.amortize
     predict = decisions.predict
     predict_proba = decisions.predict_proba
     lower_bound = decisions.lower_bound
@@ -263,9 +268,14 @@ class LoRALaplace(ParametricLaplace):
     _glm_predictive_distribution: Any = glm.predictive_distribution
     _glm_functional_samples: Any = glm.functional_samples
 
-    def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean `(B, C)`, and covariance `(B, C, C)` or, joint, `(B * C, B * C)`."""
-        Js, f_mu = jacobians(self.model, self.blocks, X, self.enable_backprop)
+    def _moments(
+        self, X: Any, joint: bool, directions: Directions = every_output
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean `(B, C)`, and covariance `(B, C, C)` or, joint, `(B * C, B * C)`.
+
+        With other `directions`, the covariance is that of S combinations of the outputs.
+        """
+        Js, f_mu = jacobians(self.model, self.blocks, X, self.enable_backprop, directions)
         return f_mu, self.functional_covariance(Js) if joint else self.functional_variance(Js)
 
     @without_autocast

@@ -17,7 +17,7 @@ from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.locks import exclusive
-from laplace_lora_ext.passes import visit_jacobians
+from laplace_lora_ext.passes import Directions, every_output, visit_jacobians
 from laplace_lora_ext.passes.parts import in_parts
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive.moments import Moments
@@ -112,7 +112,9 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         sums = H.cut()
         self.H_facs, self.H = sums, sums.decompose(self._device)
 
-    def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _moments(
+        self, X: Any, joint: bool, directions: Directions = every_output
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         precision: Any = self.posterior_precision
         covariances: list[torch.Tensor] = []  # of one part, by block
 
@@ -124,13 +126,15 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
         def moments(part: Any, _: slice) -> Moments:
             covariances.clear()
-            f_mu = visit_jacobians(self.model, self.blocks, part, add, self.enable_backprop)
+            how = add, self.enable_backprop, directions
+            f_mu = visit_jacobians(self.model, self.blocks, part, *how)
             of_blocks = [covariance.to(f_mu.device) for covariance in covariances]
             return Moments(f_mu, torch.stack(of_blocks).sum(0))
 
         if joint:
             return moments(X, slice(None))
-        f_mu, f_var = zip(*in_parts(self.model, X, self.n_outputs, moments), strict=True)
+        n_directions = len(directions(torch.zeros(1, self.n_outputs)))
+        f_mu, f_var = zip(*in_parts(self.model, X, n_directions, moments), strict=True)
         return torch.cat(f_mu), torch.cat(f_var)
 
     @property

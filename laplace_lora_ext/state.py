@@ -14,6 +14,7 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.models.weights import flattened
+from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.map_agreement import MapAgreement
 
 _KEYS = {"cls_name", "likelihood", "settings", "model", "mean", "H", "loss", "n_data", "n_outputs"}
@@ -29,7 +30,9 @@ def state_dict(la: Posterior) -> dict[str, Any]:
     host: Any = ParametricLaplace.state_dict
     state = host(la)  # refuses a posterior without a fit
     model = la._fitted.state_dict()
-    return state | {"H": la._packed(la._kept), "settings": la._settings(), "model": model}
+    learnt = la.learnt_variance and dict(vars(la.learnt_variance))
+    own = {"H": la._packed(la._kept), "settings": la._settings(), "model": model}
+    return state | own | {"learnt_variance": learnt}
 
 
 @exclusive
@@ -52,6 +55,8 @@ def load_state_dict(la: Posterior, state_dict: dict[str, Any]) -> None:
     loaded._fitted = ModelState.of(la.model, la.blocks)
     loaded._posterior_scale = None
     loaded._agreement = MapAgreement()
+    learnt = state_dict.get("learnt_variance")
+    loaded.learnt_variance = learnt and LearntVariance(**learnt).to(la._device, la._dtype)
     vars(la).update(vars(loaded))
 
 

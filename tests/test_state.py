@@ -43,7 +43,7 @@ def test_a_state_that_can_not_be_read_changes_nothing(structure):
     assert torch.equal(la(batch), expected)
 
 
-@pytest.mark.parametrize("key", sorted(fitted().state_dict()))
+@pytest.mark.parametrize("key", sorted(fitted().state_dict().keys() - {"learnt_variance"}))
 def test_a_state_that_lacks_something_is_refused(key):
     la = fitted()
     state = {name: value for name, value in la.state_dict().items() if name != key}

@@ -132,9 +132,11 @@ class LowRankKronInterface(CurvatureInterface):
             y = self._likelihood.check_targets(y, logits)
             updates = StreamingUpdates(H.nbytes)
             statistics = self.kfac_approx(H.blocks, updates)
-            if statistics.uses_inputs:
-                recording.visit_inputs(statistics.add_inputs)
-            recording.backward(self.seeds(logits, y), statistics.add_gradients)
+            recording.backward(
+                *self.seeds(logits, y),
+                statistics.add_gradients,
+                visit_inputs=statistics.add_inputs if statistics.uses_inputs else None,
+            )
             with torch.autocast(logits.device.type, enabled=False):
                 updates.finish()
             self._check_finite(H)

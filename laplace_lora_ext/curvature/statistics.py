@@ -15,7 +15,7 @@ import torch
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.streaming import StreamingUpdates
 from laplace_lora_ext.passes import Rows
-from laplace_lora_ext.passes.jacobians import per_sample_gradients
+from laplace_lora_ext.passes.derivatives import per_sample_gradients
 
 
 class KfacApprox:

@@ -26,6 +26,8 @@ def follow(posterior: Posterior) -> None:
         posterior._adopt(posterior._unpacked(sums), posterior.n_data)
         posterior.mean = posterior.mean.to(*now[0])
         posterior.loss = posterior.loss.to(posterior._device)
+    if posterior.learnt_variance is not None:
+        posterior.learnt_variance = posterior.learnt_variance.to(*now[0])
     for name in ("prior_precision", "prior_mean", "sigma_noise"):
         setattr(posterior, name, getattr(posterior, name))  # the host moves what it is given
     posterior._backend = None  # the host's keeps buffers that the model has replaced

@@ -68,6 +68,14 @@ def examples_of(inputs: Any, n_examples: int) -> list[Any]:
     return examples
 
 
+def number_of_rows(x: Any) -> int | None:
+    """Of all tensors of a batch; None where they have none, or unequal numbers of them."""
+    values = x.values() if isinstance(x, Mapping) else [x]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    lengths = {len(tensor) if tensor.ndim else None for tensor in tensors}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
 def complete(inputs: Any, transformer: PreTrainedModel, device: torch.device) -> None:
     """Turn lists and arrays of a transformers batch into tensors, and add a missing mask.
 

@@ -20,7 +20,9 @@ except ImportError:  # before transformers 4.52, whose models do it in code of t
 
 
 @contextmanager
-def checkpointed(model: nn.Module, region: Callable[[Callable], Callable]) -> Iterator[None]:
+def checkpointed(
+    model: nn.Module, run_again: Callable[[Callable[[], object]], object]
+) -> Iterator[None]:
     """Within, layers with gradient checkpointing on forget their activations in evaluation mode.
 
     Each backward pass computes them again, layer by layer. The layer itself stays in evaluation
@@ -30,8 +32,8 @@ def checkpointed(model: nn.Module, region: Callable[[Callable], Callable]) -> It
     ----------
     model : torch.nn.Module
         in evaluation mode
-    region : callable
-        is given the function of each call of a layer, and returns the one to run, and to run again
+    run_again : callable
+        is given what computes a layer again, to run it
     """
     layers: Any = [m for m in model.modules() if _is_checkpointed(m)]
     functions = [layer._gradient_checkpointing_func for layer in layers]
@@ -44,15 +46,23 @@ def checkpointed(model: nn.Module, region: Callable[[Callable], Callable]) -> It
     with undoing(restore):
         for layer in layers:
             layer.training = True  # transformers asks this, and then calls the function
-            layer._gradient_checkpointing_func = partial(_run, layer, region)
+            layer._gradient_checkpointing_func = partial(_run, layer, run_again)
         yield
 
 
-def _run(layer: nn.Module, region: Callable, function: Callable, *args: Any) -> Any:
+def _run(layer: nn.Module, run_again: Callable, function: Callable, *args: Any) -> Any:
     # The second computation would add to a cache what the first one has added.
     args = tuple(None if isinstance(arg, Cache) else arg for arg in args)
-    evaluated = region(partial(_in_evaluation_mode, layer, function))
-    return checkpoint(evaluated, *args, use_reentrant=False, preserve_rng_state=False)
+    is_first = True
+
+    def computed(*args: Any) -> Any:
+        nonlocal is_first
+        if not is_first:
+            return run_again(partial(_in_evaluation_mode, layer, function, *args))
+        is_first = False
+        return _in_evaluation_mode(layer, function, *args)
+
+    return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def _in_evaluation_mode(layer: nn.Module, function: Callable, *args: Any) -> Any:

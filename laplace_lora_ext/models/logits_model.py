@@ -204,6 +204,16 @@ class LogitsModel(nn.Module):
         """One batch for each example; none if the batch is neither a tensor nor a mapping."""
         return examples_of(self._inputs(batch), n_examples)
 
+    def inputs(self, batch: Any) -> Any:
+        """Inputs of a batch that may have labels."""
+        return self.split_if_labelled(batch)[0]
+
+    def text(self, batch: Any) -> Any:
+        """Inputs of a batch of texts with `input_ids` `(B, T)`; None for any other batch."""
+        inputs = self._inputs(self.inputs(batch))
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        return inputs if isinstance(tokens, torch.Tensor) and tokens.ndim == 2 else None
+
     def agree(self, logits: torch.Tensor, others: torch.Tensor) -> bool:
         """Whether two computations of the same logits differ by rounding alone."""
         if logits.shape != others.shape:

@@ -101,12 +101,6 @@ class Block:
         return match[part]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is the weight of a linear layer, which nothing else depends on."""
-        has_norm = self.owner is not None and has_dora(self.owner, self.adapter)
-        return isinstance(self.layer, nn.Linear) and not has_norm
-
-    @property
     def transformer_layer(self) -> str:
         """Name up to the layer's number, such as "model.layers.3", or else the module's name."""
         name = re.sub(r"^(base_model\.model\.)?", "", self.name)

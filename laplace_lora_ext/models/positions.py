@@ -22,9 +22,9 @@ class Positions(NamedTuple):
         T, positions of a row, where known; None where the rows are not those of examples
     mask : torch.Tensor or None
         `(B, n_rows / B * T)` booleans, false at padding; None where nothing is padded
-    mixed : bool
-        whether an example may have several rows, or rows of several kinds, such as images beside
-        tokens; then contents, not sizes, say which rows belong to which example
+    is_text : bool
+        whether the batch has tokens and nothing beside them, one row or as many for each example;
+        otherwise contents may say which rows belong to which example, as where texts have images
     owners_of_logits : torch.Tensor or None
         `(N,)` index of the example that each row of logits belongs to, where examples have several
     """
@@ -33,7 +33,7 @@ class Positions(NamedTuple):
     n_rows: int
     length: int | None
     mask: torch.Tensor | None
-    mixed: bool = False
+    is_text: bool = False
     owners_of_logits: torch.Tensor | None = None
 
     def logits_of(self, examples: torch.Tensor) -> torch.Tensor:
@@ -65,9 +65,9 @@ class Positions(NamedTuple):
 
 def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Positions:
     """Sizes and mask of a batch's inputs, without labels."""
-    mixed = _is_mixed(inputs, n_examples)
+    is_text = _is_text(inputs, n_examples)
     if not isinstance(inputs, Mapping):
-        return Positions(n_examples, n_examples, _n_positions(inputs), None, mixed)
+        return Positions(n_examples, n_examples, _n_positions(inputs), None, is_text)
     mask = inputs.get("attention_mask")
     if mask is not None and mask.ndim > 1 and len(mask) == 1:  # all examples may share one
         mask = mask.expand(n_examples, *mask.shape[1:])
@@ -80,7 +80,7 @@ def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Position
     elif inputs.get("input_ids") is not None:
         mask, shape = None, inputs["input_ids"].shape
     else:
-        return Positions(n_examples, n_examples, None, None, mixed)
+        return Positions(n_examples, n_examples, None, None, is_text)
     n_rows = prod(shape[:-1])
     if mask is not None:
         # Rows that are no examples, as windows of texts, may not be shared out equally.
@@ -88,7 +88,7 @@ def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Position
         mask = mask.to(device).bool().reshape(n_equal, -1)
         mask = None if mask.all() else mask
     lie_by_example = shape[0] == n_examples
-    return Positions(n_examples, n_rows, shape[-1] if lie_by_example else None, mask, mixed)
+    return Positions(n_examples, n_rows, shape[-1] if lie_by_example else None, mask, is_text)
 
 
 def _n_positions(inputs: Any) -> int | None:
@@ -109,12 +109,13 @@ def features(inputs: Any) -> frozenset[str]:
     )
 
 
-def _is_mixed(inputs: Any, n_examples: int) -> bool:
-    """Whether there are features beside tokens, or tensors without one row for each example."""
+def _is_text(inputs: Any, n_examples: int) -> bool:
+    """Whether there are tokens, and no tensor beside them but masks and the like."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.ndim > 1 and not inputs.is_floating_point()
     tensors = _tensors(inputs)
-    return ("input_ids" in tensors and bool(features(inputs))) or any(
-        len(tensor) not in (1, n_examples) for tensor in tensors.values()
-    )
+    lengths = {len(tensor) for tensor in tensors.values()}
+    return "input_ids" in tensors and not features(inputs) and lengths <= {1, n_examples}
 
 
 def _tensors(inputs: Any) -> dict[str, torch.Tensor]:

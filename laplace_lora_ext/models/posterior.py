@@ -36,6 +36,7 @@ class Posterior(Protocol):
     n_outputs: int
     n_params: int
     n_layers: int
+    learnt_variance: Any
     _predicted_likelihood: Likelihood
     _agreement: Any
     _backend: Any
@@ -95,7 +96,9 @@ class Posterior(Protocol):
         self, X: Any, joint: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def _moments(self, X: Any, joint: bool) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def _moments(
+        self, X: Any, joint: bool, directions: Any = ...
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def predictive_moments(self, x: Any) -> Any: ...
 

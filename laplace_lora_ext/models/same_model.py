@@ -66,7 +66,7 @@ class ModelState:
         other adapters, modules that this one replaces, weights that are not in memory, quantized
         ones, and all weights of a model that FSDP2 shards
     scalings : dict
-        of all LoRA layers of the adapter, by name
+        of the LoRA layers of the adapter that are not in the posterior, by name
     """
 
     blocks: dict[str, tuple[list[int], float | None]]
@@ -89,12 +89,14 @@ class ModelState:
             for b in blocks
         }
         weights = _sampled(dict(_other_weights(modules, blocks)))
+        for block in blocks:
+            scalings.pop(block.lora_layer, None)
         return cls(of_blocks, model.class_token_ids, model.mask_token_id, weights, scalings)
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ModelState:
         """Rebuild what `state_dict` has returned."""
-        weights = {name: Weight(*weight) for name, weight in state["weights"].items()}
+        weights = {_unwrapped(name): Weight(*weight) for name, weight in state["weights"].items()}
         blocks = {name: (shape, scaling) for name, (shape, scaling) in state["blocks"].items()}
         return cls(**{**state, "weights": weights, "blocks": blocks})
 
@@ -210,7 +212,7 @@ def _other_weights(
     if any(hasattr(type(module), "reshard") for module in modules.values()):
         return  # FSDP2 replaces parameters between passes
     for prefix, module in modules.items():
-        for name, weight in (module._parameters | module._buffers).items():
+        for name, weight in [*module._parameters.items(), *module._buffers.items()]:
             if weight is None or id(weight) in ours or name in module._non_persistent_buffers_set:
                 continue
             is_plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
@@ -247,5 +249,9 @@ def _known_as(name: str, adapter: str) -> str | None:
     others = {owner for _, owner in _OF_ADAPTER.findall(name)} - {adapter}
     if others or ".original_module." in name:
         return None
-    # Another adapter may move a weight into a wrapper of its layer, and out of it again.
-    return _OF_ADAPTER.sub(r".\1", strip_wrappers(name)).replace(".base_layer.", ".")
+    return _unwrapped(_OF_ADAPTER.sub(r".\1", strip_wrappers(name)))
+
+
+def _unwrapped(name: str) -> str:
+    """Without PEFT's "base_layer", which another adapter may bring."""
+    return name.replace(".base_layer.", ".")

@@ -18,6 +18,7 @@ from laplace_lora_ext.models.answers import (
     start_token,
     takes_positions,
 )
+from laplace_lora_ext.models.batches import examples_of
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
 from laplace_lora_ext.models.output_layer import selecting
 from laplace_lora_ext.models.positions import Positions
@@ -116,6 +117,10 @@ class TokensModel(LogitsModel):
         targets = self.targets(batch)
         owners = (targets != IGNORED).nonzero()[:, 0]
         return super().positions(batch, len(targets))._replace(owners_of_logits=owners)
+
+    def examples(self, batch: Any, n_examples: int) -> list[Any]:
+        inputs = self._inputs(batch) | {self.dict_key_y: batch[self.dict_key_y]}
+        return examples_of(inputs, n_examples)
 
     def _inputs(self, batch: Any) -> Any:
         inputs = super()._inputs(batch)

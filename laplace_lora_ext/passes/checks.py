@@ -61,7 +61,7 @@ def check_activations(block: Block, *tensors: torch.Tensor) -> None:
         raise ValueError(f"LoRA layer {block.name}: non-finite activations")
 
 
-def blame(model: LogitsModel, blocks: Sequence[Block], x: Any) -> None:
+def name_first_bad_layer(model: LogitsModel, blocks: Sequence[Block], x: Any) -> None:
     """Run the model once more on a batch whose logits are not finite, to name the layer."""
     with _checking(model, blocks, lambda logits: None):
         model(x)

@@ -3,63 +3,64 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
-from laplace_lora_ext.models.positions import Positions
-from laplace_lora_ext.passes.calls import Call
-from laplace_lora_ext.passes.order import Sizes, follows_numbers, reorders
-from laplace_lora_ext.passes.unbatched import Unbatched
+from laplace_lora_ext.models.lora_layers import Block
 
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
 _ROWS = 512
 
-Deliver = Callable[[int, dict[int, torch.Tensor]], None]
-"""Takes the index of a layer, and gradients `(S, ...)` of its outputs by the place of the call."""
+Deliver = Callable[[slice, int, Mapping[int, torch.Tensor]], None]
+"""Takes seeds, the index of a layer, and gradients `(S, ...)` of its outputs by their calls."""
+
+
+class Call:
+    """A call of a layer.
+
+    Attributes
+    ----------
+    input : torch.Tensor
+        what the layer was given
+    rows : torch.Size
+        shape of what it returned as rows, without their size m
+    edge : torch.autograd.graph.GradientEdge
+        where gradients of what it returned arrive
+    """
+
+    def __init__(self, block: Block, inputs: torch.Tensor, output: torch.Tensor) -> None:
+        self.input = inputs
+        self.rows = block.rows.row_shape(output)
+        self.edge = get_gradient_edge(output)
+        self._version = _version(inputs)
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether the model has changed the input since, as `x += block(x)` does."""
+        return _version(self.input) != self._version
 
 
 class Graph:
-    """Logits, and the calls of each layer on the way to them.
+    """Logits, and the calls of each layer that they depend on.
 
     Parameters
     ----------
     logits : torch.Tensor
         `(B, C)`
     calls : sequence of lists of Call
-        of each layer
-
-    Attributes
-    ----------
-    logits : torch.Tensor
-    calls : sequence of lists of Call
-        those that the logits depend on
+        of each layer; those that the logits don't depend on are left out
     """
 
     def __init__(self, logits: torch.Tensor, calls: Sequence[Sequence[Call]]) -> None:
         nodes = _nodes_behind(logits)
         self.logits = logits
-        self._following = [node for node in nodes if follows_numbers(node)]
-        self._leaves = [node.variable for node in nodes if hasattr(node, "variable")]
         self.calls = [[call for call in of_layer if call.edge.node in nodes] for of_layer in calls]
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether backward passes compute parts of the model again."""
-        return any(call.is_recomputed for calls in self.calls for call in calls)
-
-    def reorders(self, positions: Positions) -> bool:
-        """Whether the batch's contents may have given examples other rows than another batch's."""
-        rows = {positions.n_examples, positions.n_rows}
-        seen = [call.rows for calls in self.calls for call in calls if call.rows]
-        parts = {n for shape in seen for n in _parts(shape, rows)} - {*rows, positions.n_tokens}
-        sizes = Sizes(rows | {shape[0] for shape in seen}, parts)
-        return any(reorders(node, sizes) for node in self._following)
+        self._leaves = [node.variable for node in nodes if hasattr(node, "variable")]
 
     @property
     def seeds_at_once(self) -> int:
@@ -67,14 +68,27 @@ class Graph:
         rows = max(sum(call.rows.numel() for call in calls) for calls in self.calls)
         return max(1, _ROWS // max(1, rows))
 
-    def back_propagate(self, vectors: torch.Tensor, deliver: Deliver, **graph: bool) -> None:
-        """One backward pass with all `(S, B, C)` vectors at once.
+    def back_propagate(
+        self,
+        vectors: torch.Tensor,
+        at_once: int,
+        deliver: Deliver,
+        *,
+        retain_graph: bool,
+        create_graph: bool = False,
+    ) -> None:
+        """Backward passes with `(S, B, C)` vectors, `at_once` of them in each.
 
         The gradients of each layer that they reach are delivered as soon as they are known, so
-        that few are held at a time. Keywords are those of `torch.autograd.grad`.
+        that few are in memory at a time.
         """
-        if not any(self.calls):
-            return
+        for start in range(0, len(vectors) if any(self.calls) else 0, at_once):
+            seeds = slice(start, start + at_once)
+            again = retain_graph or seeds.stop < len(vectors)
+            options = {"retain_graph": again, "create_graph": create_graph}
+            self._pass(vectors[seeds], partial(deliver, seeds), options)
+
+    def _pass(self, vectors: torch.Tensor, deliver: Callable, options: dict[str, bool]) -> None:
         waiting: dict[int, dict[int, torch.Tensor]] = {}
 
         def arrive(index: int, place: int, gradients: torch.Tensor) -> None:
@@ -82,7 +96,6 @@ class Graph:
             of_layer[place] = gradients
             if len(of_layer) == len(self.calls[index]):
                 deliver(index, waiting.pop(index))
-                _release(self.calls[index])
 
         def hook(index: int, place: int, of_node: Sequence[torch.Tensor | None]) -> None:
             gradients = of_node[self.calls[index][place].edge.output_nr]
@@ -91,12 +104,12 @@ class Graph:
             if len(vectors) == 1:
                 arrive(index, place, gradients[None])
             else:
-                Unbatched.apply(gradients, partial(arrive, index, place))
+                _OutsideVmap.apply(gradients, partial(arrive, index, place))
 
-        # Asked for every output, autograd would hold all of their gradients to the end. The leaves
+        # Asked for every output, autograd would keep all of their gradients to the end. The leaves
         # are few, and every other output lies on the way to one of them.
         def grad(vector: torch.Tensor) -> torch.Tensor:
-            torch.autograd.grad(self.logits, self._leaves, vector, allow_unused=True, **graph)
+            torch.autograd.grad(self.logits, self._leaves, vector, allow_unused=True, **options)
             return vector.new_zeros(())
 
         handles = [
@@ -114,40 +127,49 @@ class Graph:
         finally:
             for handle in handles:
                 handle.remove()
-            for calls in self.calls:
-                _release(calls)
-
-    def reaches(self, calls: Sequence[Call], vector: torch.Tensor) -> bool:
-        """Whether a `(C,)` vector gives any of some calls a gradient other than 0."""
-        gradients = torch.autograd.grad(
-            self.logits,
-            [call.edge for call in calls],
-            vector.expand_as(self.logits),
-            retain_graph=True,
-            allow_unused=True,
-        )
-        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
-def _release(calls: Sequence[Call]) -> None:
-    """Let go of inputs that can be computed again."""
-    for call in calls:
-        call.release()
+class _OutsideVmap(torch.autograd.Function):
+    """Hands a tensor to a function that then runs outside of `torch.func.vmap`.
+
+    The tensor gets a leading dimension: that of `vmap`, or one of size 1.
+    """
+
+    @staticmethod
+    def forward(tensor: torch.Tensor, receive: Callable) -> torch.Tensor:
+        receive(tensor[None])
+        return tensor.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        """Nothing is differentiated."""
+
+    @staticmethod
+    def vmap(info, in_dims, tensor, receive):
+        receive(tensor[None] if in_dims[0] is None else tensor.movedim(in_dims[0], 0))
+        return tensor.new_zeros(()), None
 
 
-def _parts(shape: torch.Size, rows: Collection[int]) -> Iterator[int]:
-    """How many windows, and how many positions of all of them, rows of a shape may have."""
-    if len(shape) > 1 and (shape[0] in rows or shape[1] not in rows):  # else positions come first
-        yield from accumulate(shape, mul)
+def outside_vmap(function: Callable[[], object]) -> None:
+    """Run a function with gradients, as a forward pass within backward passes needs."""
+
+    def run(_: torch.Tensor) -> None:
+        with torch.enable_grad():
+            function()
+
+    _OutsideVmap.apply(torch.zeros(()), run)
 
 
-def _nodes_behind(result: torch.Tensor) -> dict[Any, None]:
-    """Nodes of the graph that a result comes from, in the order in which they are met."""
-    nodes: dict[Any, None] = {result.grad_fn: None} if result.grad_fn is not None else {}
+def _nodes_behind(result: torch.Tensor) -> set[Any]:
+    """Nodes of the graph that a result comes from."""
+    nodes: set[Any] = {result.grad_fn} - {None}
     waiting = list(nodes)
     while waiting:
-        for following, _ in waiting.pop().next_functions:
-            if following is not None and following not in nodes:
-                nodes[following] = None
-                waiting.append(following)
-    return nodes
+        before = {node for node, _ in waiting.pop().next_functions}
+        waiting += before - nodes - {None}
+        nodes |= before
+    return nodes - {None}
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,8 +1,8 @@
-"""Records the calls of LoRA layers in a forward pass, and brings back their output gradients."""
+"""Records a forward pass, and brings back inputs and gradients of its LoRA layers by example."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,21 +10,26 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.likelihoods import Seeds
 from laplace_lora_ext.messages import naming
+from laplace_lora_ext.models.batches import number_of_rows
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.positions import Positions
-from laplace_lora_ext.passes.assignment import Assignment
-from laplace_lora_ext.passes.calls import Heard, Listener
-from laplace_lora_ext.passes.checks import (
-    blame,
-    check_differentiable,
-    check_logits,
-    is_finite,
-)
-from laplace_lora_ext.passes.graph import Graph
-from laplace_lora_ext.passes.layouts import Layout
+from laplace_lora_ext.passes.graph import Call, Graph
+from laplace_lora_ext.passes.listener import Listener
+from laplace_lora_ext.passes.proof import ONE_AT_A_TIME, is_proven
+
+# What models raise on inputs that are no example, or not alone.
+_NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
+
+Directions = Callable[[torch.Tensor], torch.Tensor]
+"""Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
+
+
+def every_output(logits: torch.Tensor) -> torch.Tensor:
+    """Each output by itself."""
+    n_examples, n_outputs = logits.shape
+    return torch.eye(n_outputs).to(logits)[:, None].expand(-1, n_examples, -1)
 
 
 @dataclass(frozen=True)
@@ -41,172 +46,173 @@ class Rows:
         inputs, `(B, T, n)`; T counts the positions of all calls of the layer
     g : torch.Tensor
         gradients of the outputs, `(S, B, T, m)`; without any where inputs are visited alone
+    lengths : sequence of int
+        positions of each call
+    positions : Positions or None
+        None where rows of other examples are among them
     """
 
     index: int
     a: torch.Tensor
     g: torch.Tensor
-    _calls: Sequence[tuple[Layout, int]]
-    _positions: Positions
+    lengths: Sequence[int]
+    positions: Positions | None
 
     def valid(self) -> torch.Tensor | None:
         """`(B, T)` booleans, false at padding; None where nothing is padded.
 
-        A `NotImplementedError` if the mask can't be applied to the layer's rows, which may be in no
-        fixed order or shared by examples.
+        A `NotImplementedError` if the mask can't be applied to the layer's rows.
         """
-        masks = [layout.valid(length, self._positions) for layout, length in self._calls]
+        if self.positions is None:
+            raise NotImplementedError(
+                "logits of an example depend on rows of others: use "
+                'kfac_approx="gradient", or leave this layer out with target_modules'
+            )
+        masks = [self.positions.valid(length) for length in self.lengths]
         if all(mask is None for mask in masks):
             return None
         everywhere = torch.ones(self.a.shape[:2], dtype=torch.bool, device=self.a.device)
-        of_calls = everywhere.split([length for _, length in self._calls], dim=1)
-        pairs = zip(of_calls, masks, strict=True)
-        return torch.cat([call if mask is None else mask.to(call) for call, mask in pairs], dim=1)
+        of_calls = zip(everywhere.split(list(self.lengths), dim=1), masks, strict=True)
+        return torch.cat([call if mask is None else mask.to(call) for call, mask in of_calls], 1)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Examples that are back-propagated together: those of the batch, or one of them.
+
+    Attributes
+    ----------
+    graph : Graph
+    positions : Positions or None
+        of the graph's batch; None if that has other examples, and all rows count for the one
+    example : int or None
+        its number in the batch; None if the part is the batch
+    logits : torch.Tensor or None
+        `(N,)` booleans: the example's own among those of the batch
+    """
+
+    graph: Graph
+    positions: Positions | None
+    example: int | None = None
+    logits: torch.Tensor | None = None
+
+    def vectors(self, of_batch: torch.Tensor) -> torch.Tensor:
+        """`(S, N, C)` vectors for the logits of the graph."""
+        if self.logits is None:
+            return of_batch
+        in_batch = self.positions is None
+        return of_batch * self.logits[:, None] if in_batch else of_batch[:, self.logits]
+
+    def weights(self, of_batch: torch.Tensor | None) -> torch.Tensor | None:
+        """`(S, B)` weights of its examples."""
+        if of_batch is None or self.example is None or of_batch.shape[1] == 1:
+            return of_batch
+        return of_batch[:, [self.example]]
 
 
 class Recording:
-    """A forward pass whose LoRA layers were recorded; made by `recorded`.
+    """A batch whose LoRA layers are recorded; made by `record`.
 
     No parameter needs to require grad: the outputs of the first layers are the leaves of the
-    graph. Nothing is added to any `.grad`.
+    graph. Nothing is added to any `.grad`. Where examples come one at a time, all layers are
+    visited for one of them before the next one is recorded.
 
     Attributes
     ----------
     logits : torch.Tensor
-        `(B, C)`, part of the graph
+        `(B, C)`
     """
 
     def __init__(
-        self,
-        blocks: Sequence[Block],
-        heard: Heard,
-        graph: Graph,
-        positions: Positions,
-        assignment: Assignment,
+        self, logits: torch.Tensor, blocks: Sequence[Block], parts: Callable[[], Iterable[_Part]]
     ) -> None:
-        self.logits = graph.logits
+        self.logits = logits
         self._blocks = blocks
-        self._heard = heard
-        self._graph = graph
-        self._positions = positions
-        self._assignment = assignment
+        self._parts = parts
 
-    @property
-    def shares_rows(self) -> bool:
-        """Whether some rows belong to several examples, which are back-propagated one at a time."""
-        return self._assignment.shared is not None
+    def backward(
+        self,
+        vectors: torch.Tensor,
+        weights: torch.Tensor | None,
+        visit: Callable[[Rows], None],
+        *,
+        visit_inputs: Callable[[list[int], Rows], None] | None = None,
+        at_once: int | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """Back-propagate vectors from the logits, and visit each layer with scaled gradients.
 
-    def forget(self) -> None:
-        """Let go of all tensors but the logits' values; nothing can be back-propagated then."""
-        self.logits = self.logits.detach()
-        self._heard.forget()
-        for name in ("_graph", "_assignment"):
-            vars(self).pop(name, None)
-
-    def visit_inputs(self, visit: Callable[[list[int], Rows], None]) -> None:
-        """Call `visit(indices, rows)` for each call of the layers of blocks `indices`.
-
-        Blocks whose layers were given the same tensors, as `lora_A` of query, key and value
-        projections are, come together, unless they are convolutions with other patches.
+        Parameters
+        ----------
+        vectors, weights
+            of `Seeds`; without weights, gradients are not scaled
+        visit : callable
+            takes the inputs and gradients of one layer
+        visit_inputs : callable, optional
+            is called before, with the inputs of each call of the layers of some blocks. Blocks
+            whose layers were given the same tensors, as `lora_A` of query, key and value
+            projections are, come together
+        at_once : int, optional
+            S, how many vectors a pass takes; by default one, unless so few rows go through the
+            layers that more make it faster
+        create_graph : bool
+            whether gradients are differentiable
         """
-        if self._graph.is_recomputed:  # one backward pass brings all inputs
+        for part in self._parts():
+            if visit_inputs is not None:
+                self._visit_inputs(part, visit_inputs)
+            part.graph.back_propagate(
+                part.vectors(vectors),
+                at_once or part.graph.seeds_at_once,
+                partial(self._deliver, part, part.weights(weights), visit),
+                retain_graph=create_graph or part.positions is None,
+                create_graph=create_graph,
+            )
+            del part  # before the next one is recorded
 
-            def deliver(index: int, _: dict[int, torch.Tensor]) -> None:
-                self._visit_inputs_of([index], visit)
-
-            zeros = torch.zeros_like(self.logits)[None]
-            return self._graph.back_propagate(zeros, deliver, retain_graph=True)
+    @torch.no_grad()
+    def _visit_inputs(self, part: _Part, visit: Callable[[list[int], Rows], None]) -> None:
         sharing: dict[tuple[Any, ...], list[int]] = {}
         for index, block in enumerate(self._blocks):
-            calls = tuple(call.input_key for call in self._graph.calls[index])
-            rows = block.statistics_dtype, block.rows.input_map, *calls
+            inputs = (id(call.input) for call in part.graph.calls[index])
+            rows = block.statistics_dtype, block.rows.input_map, *inputs
             sharing.setdefault(rows, []).append(index)
         for indices in sharing.values():
-            self._visit_inputs_of(indices, visit)
-
-    def _visit_inputs_of(
-        self, indices: list[int], visit: Callable[[list[int], Rows], None]
-    ) -> None:
-        """Visit inputs of layers that were given the same ones."""
-        first = indices[0]
-        for place, call in enumerate(self._graph.calls[first]):
-            with self._mathematics(first, call.input.device):
-                visit(indices, self._rows(first, {place: call.input.detach()}, {}))
-
-    def backward(self, seeds: Seeds, visit: Callable[[Rows], None]) -> None:
-        """Back-propagate seeds, and visit each layer with gradients that the weights have scaled.
-
-        Each pass takes one seed, unless so few rows go through the layers that more at once make
-        it faster. Where examples share rows, each pass takes the seeds of one of them.
-        """
-        at_once = self._graph.seeds_at_once
-        groups = [
-            group
-            for part in self._apart(seeds)
-            for group in zip(*(tensor.split(at_once) for tensor in part), strict=True)
-        ]
-        for number, (vectors, weights) in enumerate(groups):
-            deliver = partial(self._deliver, weights, visit)
-            self._graph.back_propagate(vectors, deliver, retain_graph=number < len(groups) - 1)
-
-    def backward_every_output(self, visit: Callable[[Rows], None], create_graph: bool) -> None:
-        """Back-propagate all outputs at once: `g` is `(C, B, T, m)`.
-
-        Where examples share rows, it is `(C, 1, T, m)` of one example after the other.
-        """
-        n_samples, n_outputs = self.logits.shape
-        identity = torch.eye(n_outputs).to(self.logits)[:, None].expand(-1, n_samples, -1)
-        groups = self._apart(Seeds(identity, identity.new_ones(n_outputs, n_samples)))
-        deliver = partial(self._deliver, None, visit)
-        for number, (vectors, _) in enumerate(groups):
-            again = create_graph or number < len(groups) - 1
-            self._graph.back_propagate(
-                vectors, deliver, retain_graph=again, create_graph=create_graph
-            )
-
-    def _apart(self, seeds: Seeds) -> list[Seeds]:
-        """The seeds, or those of each example where examples share rows."""
-        if not self.shares_rows:
-            return [seeds]
-        n_examples = self._positions.n_examples
-        itself = torch.eye(n_examples, dtype=torch.bool, device=self.logits.device)
-        weights = seeds.weights.expand(-1, n_examples)
-        return [
-            Seeds(seeds.vectors * one[:, None], weights[:, n : n + 1])
-            for n, one in enumerate(self._positions.logits_of(itself))
-        ]
+            for call in part.graph.calls[indices[0]]:
+                with self._mathematics(indices[0], call.input.device):
+                    visit(indices, self._rows(part, indices[0], [call], []))
 
     def _deliver(
         self,
+        part: _Part,
         weights: torch.Tensor | None,
         visit: Callable[[Rows], None],
+        seeds: slice,
         index: int,
-        gradients: dict[int, torch.Tensor],
+        gradients: Mapping[int, torch.Tensor],
     ) -> None:
         """Arrange a layer's inputs and gradients by example, join its calls, and scale."""
-        with self._mathematics(index, next(iter(gradients.values())).device):
-            inputs = {place: self._graph.calls[index][place].input for place in gradients}
-            rows = self._rows(index, inputs, gradients)
+        of_calls = list(gradients.values())
+        with self._mathematics(index, of_calls[0].device):
+            calls = [part.graph.calls[index][place] for place in gradients]
+            rows = self._rows(part, index, calls, of_calls)
             if weights is not None:
-                rows = replace(rows, g=rows.g * weights.to(rows.g)[..., None, None])
+                rows = replace(rows, g=rows.g * weights[seeds, :, None, None].to(rows.g))
             visit(rows)
 
     def _rows(
-        self, index: int, inputs: Mapping[int, torch.Tensor], gradients: Mapping[int, torch.Tensor]
+        self, part: _Part, index: int, calls: Sequence[Call], gradients: Sequence[torch.Tensor]
     ) -> Rows:
         """Inputs and gradients of a layer's calls by example, one call after the other."""
-        block, layouts = self._blocks[index], self._assignment.layouts[index]
-        a = [
-            layouts[place].arrange(block.rows.input_rows(of_call), self._positions)
-            for place, of_call in inputs.items()
-        ]
-        g = [
-            layouts[place].arrange(block.rows.output_rows(of_call), self._positions, n_leading=1)
-            for place, of_call in gradients.items()
-        ]
-        calls = [(layouts[place], part.shape[1]) for place, part in zip(inputs, a, strict=True)]
+        block = self._blocks[index]
+        n_examples = 1 if part.positions is None else part.positions.n_examples
+        inputs = [block.rows.input_rows(call.input) for call in calls]
+        a = [rows.reshape(n_examples, -1, rows.shape[-1]) for rows in inputs]
+        outputs = [block.rows.output_rows(of_call) for of_call in gradients]
+        g = [rows.reshape(len(rows), n_examples, -1, rows.shape[-1]) for rows in outputs]
+        lengths = [rows.shape[1] for rows in a]
         dtype = block.statistics_dtype
-        return Rows(index, _joined(a, dtype), _joined(g, dtype), calls, self._positions)
+        return Rows(index, _joined(a, dtype), _joined(g, dtype), lengths, part.positions)
 
     @contextmanager
     def _mathematics(self, index: int, device: torch.device) -> Iterator[None]:
@@ -223,37 +229,95 @@ def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-2)).to(dtype)
 
 
-def recorded(model: LogitsModel, blocks: Sequence[Block], listener: Listener, x: Any) -> Recording:
-    """Call the model on a batch, check what it did, and find out whose rows are whose."""
-    logits, heard = _passed(model, blocks, listener, x)
+@contextmanager
+def record(
+    model: LogitsModel, blocks: Sequence[Block], x: Any, create_graph: bool = False
+) -> Iterator[Recording]:
+    """Run the model on a batch and record the calls of the blocks' layers.
+
+    Where the rows of some layer were not each example's own, as in DeBERTa or where a router picks
+    them, examples are recorded one at a time. One whose logits are others than in the batch is
+    back-propagated through the batch.
+
+    Within the `with` block the model is in evaluation mode, and no parameter requires grad. Layers
+    with gradient checkpointing on are computed again in each backward pass, unless what it gives
+    is to have a graph of its own (`create_graph`).
+
+    Raises
+    ------
+    RuntimeError
+        If the logits carry no gradient to the layers that were called.
+    ValueError
+        If an activation, a logit or a gradient is not finite.
+    """
+    listener = Listener(model, blocks)
+    model.settle(x)
+    with (
+        model.prepared(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        listener.attached(recomputes=not create_graph),
+    ):
+        part = _whole(model, blocks, listener, x)
+        if part is not None:
+            yield Recording(part.graph.logits, blocks, lambda: [part])
+        else:
+            with torch.set_grad_enabled(create_graph):
+                logits = model(x)
+            yield Recording(logits, blocks, partial(_one_at_a_time, model, listener, x, logits))
+
+
+def _whole(model: LogitsModel, blocks: Sequence[Block], listener: Listener, x: Any) -> _Part | None:
+    """The batch as one part, unless its rows are not proven to be each example's own."""
+    known = model.layouts
+    if known.get(ONE_AT_A_TIME) and number_of_rows(x) != 1:
+        return None
+    graph = listener.run(x)
+    positions = model.positions(x, len(graph.logits))
+    if is_proven(graph, blocks, positions, known):
+        return _Part(graph, positions)
+    known[ONE_AT_A_TIME] = True
+    return None
+
+
+def _one_at_a_time(
+    model: LogitsModel, listener: Listener, x: Any, logits: torch.Tensor
+) -> Iterator[_Part]:
+    positions, of_batch = model.positions(x, len(logits)), None
+    itself = torch.eye(positions.n_examples, dtype=torch.bool, device=logits.device)
+    examples = model.examples(x, positions.n_examples) or [None] * positions.n_examples
+    for number, (example, own) in enumerate(
+        zip(examples, positions.logits_of(itself), strict=True)
+    ):
+        if not own.any():  # a text without a label
+            continue
+        part = _alone(model, listener, example, number, own, logits.detach())
+        if part is None:
+            of_batch = of_batch or listener.run(x)
+            part = _Part(of_batch, None, number, own)
+        yield part
+        del part
+
+
+def _alone(
+    model: LogitsModel,
+    listener: Listener,
+    example: Any,
+    number: int,
+    own: torch.Tensor,
+    logits: torch.Tensor,
+) -> _Part | None:
+    """An example by itself, if its logits, `own` of the batch's, are the same there."""
+    if example is None:
+        return None
     try:
-        if not is_finite(logits):
-            blame(model, blocks, x)
-            check_logits(logits)
-        if heard.called:
-            check_differentiable(logits.requires_grad)
-        graph, positions = Graph(logits, heard.calls), model.positions(x, len(logits))
-        assignment = Assignment(graph, blocks, positions, model.layouts)
-    except BaseException:
-        heard.forget()
-        raise
-    return Recording(blocks, heard, graph, positions, assignment)
-
-
-def _passed(
-    model: LogitsModel, blocks: Sequence[Block], listener: Listener, x: Any
-) -> tuple[torch.Tensor, Heard]:
-    """Logits, and the calls on the way; once more if the model overwrites a layer's inputs."""
-    copied: set[str] = model.layouts.setdefault("copied inputs", set())
-    while True:
-        with listener.recording(copied) as heard:
-            logits = model(x)
-        overwritten = {
-            block.name
-            for block, calls in zip(blocks, heard.calls, strict=True)
-            if any(call.is_overwritten for call in calls)
-        }
-        if overwritten <= copied:
-            return logits, heard
-        copied |= overwritten
-        heard.forget()
+        graph = listener.run(example)
+    except _NO_EXAMPLE:
+        return None
+    if graph.logits.shape != logits[own].shape:
+        return None
+    alone = logits.clone()
+    alone[own] = graph.logits.detach()
+    if not model.agree(logits, alone):
+        return None
+    return _Part(graph, model.positions(example, len(graph.logits)), number, own)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.links import own_links, shared_noise
+from laplace_lora_ext.predictive.amortization import amortized_moments
+from laplace_lora_ext.predictive.data_sets import Columns, is_batch, over_data
+from laplace_lora_ext.predictive.glm import moments_for
+from laplace_lora_ext.predictive.links import (
+    OF_DIFFERENCES,
+    own_links,
+    shared_noise,
+    softmax_samples,
+)
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.sampling import gaussian_samples
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Predictions for B examples and C classes, with entropies in nats.
 
     Attributes
@@ -49,11 +55,6 @@ class Prediction:
     label_variance: torch.Tensor
 
     @classmethod
-    def of(cls, moments: Moments, probabilities: torch.Tensor, noise: torch.Tensor) -> Prediction:
-        """From a link's probabilities, and `(S, 1, C)` normal noise to draw logits with."""
-        return cls.of_draws(probabilities, gaussian_samples(*moments, noise).softmax(-1))
-
-    @classmethod
     def of_draws(cls, probabilities: torch.Tensor, drawn: torch.Tensor) -> Prediction:
         """From a link's probabilities, and those of draws, `(S, B, C)`."""
         labels = probabilities.argmax(-1)
@@ -66,6 +67,11 @@ class Prediction:
             probabilities, labels, total, aleatoric, epistemic, of_label.var(0, correction=0)
         )
 
+    @classmethod
+    def concatenate(cls, parts: Iterable[Prediction]) -> Prediction:
+        """Join the predictions of several batches."""
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
 
 @exclusive
 def predict(
@@ -74,18 +80,35 @@ def predict(
     link_approx: str = "mean_field",
     n_samples: int = 1000,
     generator: torch.Generator | None = None,
+    *,
+    pred_type: str = "glm",
+    collate_fn: Callable[[Any], Any] | None = None,
+    batch_size: int = 32,
+    progress_bar: bool = False,
 ) -> Prediction:
-    """Class probabilities, and what else a decision needs, with `pred_type="glm"`.
+    """Class probabilities, and what else a decision needs, of a batch or of a whole data set.
 
     Parameters
     ----------
-    x : Mapping, torch.Tensor or Moments
-        as for a call
-    link_approx : {"mean_field", "probit", "mc"}
+    x : Mapping, torch.Tensor, Moments, DataLoader, iterable of batches, or data set
+        a batch as for a call; a loader of batches with or without labels, whose examples come back
+        in its order; or a data set, such as one of `datasets`, which is read with its longest texts
+        first, and whose examples come back in its own order. In a `torch.distributed` process
+        group all ranks share a data set, or a loader that shows each rank's part, and must all call
+        this; each gets all predictions
+    link_approx : {"mean_field", "runners_up", "probit", "mc"}
         link for the probabilities
     n_samples : int, default=1000
         draws of the logits, for entropies and variances
     generator : torch.Generator, optional
+        all batches of a data set get the same draws from it
+    pred_type : {"glm", "amortized"}
+        by the linearised model, in a forward pass and C - 1 backward passes ("probit": C); or in
+        one forward pass, with the variances that `la.amortize` has learnt
+    collate_fn, batch_size
+        for a data set: what makes a batch of its rows, and how many
+    progress_bar : bool, default=False
+        over the batches of a data set
 
     Returns
     -------
@@ -94,26 +117,92 @@ def predict(
     Raises
     ------
     ValueError
-        For a likelihood without classes, or another link.
+        For a likelihood without classes, another link, data without examples, or "amortized" if
+        nothing was learnt for this fit and prior. An error of a data set's batch names it.
     """
+    _check_link(la, link_approx)
+    # Entropies are those of draws, which see all differences of logits.
+    seen_by = "mc" if link_approx in OF_DIFFERENCES else link_approx
+    state = None if generator is None else generator.get_state()
+
+    def of_batch(batch: Any) -> Prediction:
+        if generator is not None and state is not None:
+            generator.set_state(state)
+        found, draws = [], []
+        for member, part in members_of(la, batch):
+            moments = _moments(member, part, seen_by, pred_type)
+            with torch.autocast(la._device.type, enabled=False):
+                found.append(own_links(n_samples, generator)[link_approx](*moments).exp())
+                noise = shared_noise(moments.f_mu, n_samples, generator)
+                draws.append(softmax_samples(*moments, noise).exp())
+            member._agreement.add(found[-1], link_approx)
+        return Prediction.of_draws(torch.stack(found).mean(0), torch.cat(draws))
+
+    return Prediction(*_over(la, x, of_batch, collate_fn, batch_size, progress_bar))
+
+
+def members_of(la: Any, x: Any) -> Iterable[tuple[Posterior, Any]]:
+    """A posterior with what it predicts, or a mixture's members, each with its own."""
+    return la.each(x) if hasattr(la, "each") else [(la, x)]
+
+
+@exclusive
+def predict_proba(
+    la: Posterior,
+    x: Any,
+    link_approx: str = "mean_field",
+    *,
+    pred_type: str = "glm",
+    collate_fn: Callable[[Any], Any] | None = None,
+    batch_size: int = 32,
+    progress_bar: bool = False,
+) -> np.ndarray:
+    """Class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
+
+    Parameters and errors are those of `predict`; nothing is drawn but for the link "mc".
+    """
+    _check_link(la, link_approx)
+
+    def of_batch(batch: Any) -> tuple[torch.Tensor]:
+        found = []
+        for member, part in members_of(la, batch):
+            moments = _moments(member, part, link_approx, pred_type)
+            with torch.autocast(la._device.type, enabled=False):
+                found.append(own_links(1000, torch.Generator())[link_approx](*moments).exp())
+            member._agreement.add(found[-1], link_approx)
+        return (torch.stack(found).mean(0),)
+
+    (probabilities,) = _over(la, x, of_batch, collate_fn, batch_size, progress_bar)
+    return probabilities.detach().cpu().numpy()
+
+
+def _over(
+    la: Posterior,
+    x: Any,
+    of_batch: Callable[[Any], Columns],
+    collate_fn: Callable[[Any], Any] | None,
+    batch_size: int,
+    progress_bar: bool,
+) -> Columns:
+    """What a function of inputs makes of a batch, or of all batches of a data set."""
+    if is_batch(x, collate_fn):
+        return of_batch(x)
+    how = collate_fn, batch_size, "[Predictions]", progress_bar
+    return over_data(x, lambda batch: of_batch(la.model.inputs(batch)), *how)
+
+
+def _check_link(la: Posterior, link_approx: str) -> None:
     if la._predicted_likelihood.is_gaussian:
         raise ValueError(f"{la.likelihood} predicts numbers: use la(x), for mean and variance.")
-    links = own_links(n_samples, generator)
+    links = own_links(1, None)
     if link_approx not in links:
         raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
-    moments = Moments(*la._glm_predictive_distribution(x))
-    with torch.autocast(la._device.type, enabled=False):
-        probabilities = links[link_approx](*moments).exp()
-        noise = shared_noise(moments.f_mu, n_samples, generator)
-        prediction = Prediction.of(moments, probabilities, noise)
-    la._agreement.add(prediction.probabilities, link_approx)
-    return prediction
 
 
-def predict_proba(la: Posterior, x: Any, link_approx: str = "mean_field") -> np.ndarray:
-    """Class probabilities `(B, C)` for scikit-learn's tools, the same in every call."""
-    prediction = predict(la, x, link_approx, generator=torch.Generator())
-    return prediction.probabilities.detach().cpu().numpy()
+def _moments(la: Posterior, x: Any, link_approx: str, pred_type: str) -> Moments:
+    if pred_type not in ("glm", "amortized"):
+        raise ValueError(f'pred_type {pred_type!r} is neither "glm" nor "amortized".')
+    return moments_for(la, amortized_moments(la, x) if pred_type == "amortized" else x, link_approx)
 
 
 @exclusive

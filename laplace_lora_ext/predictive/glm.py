@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import one_hot
 
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.passes import Directions, every_output
 from laplace_lora_ext.precision import without_autocast
-from laplace_lora_ext.predictive.links import shared_noise
+from laplace_lora_ext.predictive.links import N_RUNNERS_UP, OF_DIFFERENCES, shared_noise
 from laplace_lora_ext.predictive.moments import Moments, uncorrelated
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 
@@ -30,6 +32,48 @@ def predictive_distribution(
     la: Posterior, X: Any, joint: bool = False, diagonal_output: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the host asks for: mean and covariance, or variances, of a batch or of `Moments`."""
+    f_mu, f_var = _checked(la, X, joint)
+    if joint:
+        f_mu = f_mu.flatten()
+    elif diagonal_output:
+        f_var = f_var.diagonal(dim1=-2, dim2=-1)
+    return f_mu, f_var
+
+
+def moments_for(la: Posterior, X: Any, link_approx: str) -> Moments:
+    """Moments of a batch, or `Moments`, as a link needs them, by as few backward passes as it can.
+
+    Links that only see differences of logits get C - 1 of them, those from the most probable logit
+    (one where there are two classes), and "runners_up" the two differences that it looks at:
+    covariances of these are right, those of others 0. All other links get all logits, by C passes.
+    """
+    n_others = la.n_outputs - 1
+    sees_all = link_approx not in OF_DIFFERENCES or la._predicted_likelihood.is_gaussian
+    if sees_all or n_others < 1 or isinstance(X, Moments):
+        return Moments(*la._glm_predictive_distribution(X))
+    seen = N_RUNNERS_UP if link_approx == "runners_up" else n_others
+    return _of_contrasts(la, X, min(seen, n_others))
+
+
+def _of_contrasts(la: Posterior, X: Any, number: int) -> Moments:
+    """Covariances of how far the next logits are from the most probable one, at their places."""
+
+    def ranked(logits: torch.Tensor) -> torch.Tensor:
+        places = logits.topk(number + 1, dim=-1).indices
+        return one_hot(places, logits.shape[-1]).transpose(0, 1).to(logits)  # (S + 1, B, C)
+
+    def contrasts(logits: torch.Tensor) -> torch.Tensor:
+        return ranked(logits)[1:] - ranked(logits)[:1]
+
+    f_mu, f_var = _checked(la, X, directions=contrasts)
+    others = ranked(f_mu.detach())[1:].transpose(0, 1).to(f_var)  # (B, S, C)
+    with torch.autocast(f_var.device.type, enabled=False):
+        return Moments(f_mu, others.mT @ f_var @ others)
+
+
+def _checked(
+    la: Posterior, X: Any, joint: bool = False, directions: Directions = every_output
+) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(X, Moments):
         if joint:
             raise ValueError("Moments hold no covariance between examples: pass the inputs.")
@@ -38,14 +82,10 @@ def predictive_distribution(
     else:
         la._check_model()
         with torch.set_grad_enabled(la.enable_backprop):
-            f_mu, f_var = la._moments(X, joint)
+            f_mu, f_var = la._moments(X, joint, directions)
     if not torch.isfinite(f_var).all():
         raise ValueError("The predictive covariance is not finite: check the prior precision.")
     la._agreement.expect(f_mu)
-    if joint:
-        f_mu = f_mu.flatten()
-    elif diagonal_output:
-        f_var = f_var.diagonal(dim1=-2, dim2=-1)
     return f_mu, f_var
 
 

@@ -34,6 +34,15 @@ class Moments(NamedTuple):
         return (Moments(f_mu, f_var) for f_mu, f_var in pairs)
 
 
+def centred(f_var: torch.Tensor) -> torch.Tensor:
+    """Covariances `(B, C, C)` without what all logits of an example share: J V J, J = I - 11ᵀ/C.
+
+    Variances of differences of two logits stay as they are.
+    """
+    rows = f_var - f_var.mean(-1, keepdim=True)
+    return rows - rows.mean(-2, keepdim=True)
+
+
 def uncorrelated(f_var: torch.Tensor) -> torch.Tensor:
     """Covariances `(B, C, C)` with everything but the variances set to 0."""
     return torch.diag_embed(f_var.diagonal(dim1=-2, dim2=-1))

@@ -52,6 +52,12 @@ def square_root(covariance: torch.Tensor) -> torch.Tensor:
     return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]
 
 
+def semidefinite(covariance: torch.Tensor) -> torch.Tensor:
+    """The nearest matrices `(..., C, C)` without negative eigenvalues."""
+    root = square_root(covariance)
+    return root @ root.mT
+
+
 def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Reparametrised samples `(S, B, C)` of logits.
 

@@ -90,7 +90,7 @@ def distill(
     if find_peft_model(trainer.model) is not peft_model:
         raise ValueError("The trainer has trained another model than that of the posterior.")
     folder = Path(trainer.args.output_dir)
-    with own_adapter_back(peft_model):
+    with restored(trainer), own_adapter_back(peft_model):
         teacher = members[0].blocks[0].adapter
         if peft_model.active_adapter != teacher:
             peft_model.set_adapter(teacher)
@@ -99,9 +99,8 @@ def distill(
         texts = loader_of(trainer, trainer.train_dataset)
         batches = _texts(la.model, texts, trainer, unlabelled, generator)
         records = _taught(la, members, batches, progress_bar)
-        with restored(trainer):
-            _prepare(trainer, la.model)
-            train(trainer, records, STEPS, folder / adapter_name)
+        _prepare(trainer, la.model)
+        train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             write_adapter(peft_model, adapter_name, {}, folder)
     return adapter_name
@@ -125,7 +124,7 @@ def _texts(
 ) -> Iterator[Any]:
     """Batches without labels: training texts, and more."""
     for _, batch in named_batches(texts):
-        yield _inputs(batch, model)
+        yield model.inputs(batch)
     if isinstance(unlabelled, str):
         if unlabelled != "swapped":
             raise ValueError(f'unlabelled must be "swapped", texts or None, not {unlabelled!r}.')
@@ -133,26 +132,21 @@ def _texts(
     elif unlabelled is not None:
         is_loader = isinstance(unlabelled, DataLoader)
         for _, batch in named_batches(unlabelled if is_loader else loader_of(trainer, unlabelled)):
-            yield _inputs(batch, model)
-
-
-def _inputs(batch: Any, model: LogitsModel) -> Any:
-    X, _ = model.split_if_labelled(batch)
-    return {k: v for k, v in X.items() if k not in (model.dict_key_y, "label", "labels")}
+            yield model.inputs(batch)
 
 
 def _swapped(
     model: LogitsModel, texts: Iterable[Any], generator: torch.Generator
 ) -> Iterator[dict[str, Any]]:
     """Copies of texts with swapped tokens; none of what has no tokens."""
-    batches = [_inputs(batch, model) for _, batch in named_batches(texts)]
-    if model.transformer is None or any("input_ids" not in batch for batch in batches):
+    batches = [text for _, batch in named_batches(texts) if (text := model.text(batch)) is not None]
+    if not batches or model.transformer is None:
         return
-    pairs = ((batch["input_ids"], batch.get("attention_mask")) for batch in batches)
+    pairs = ((text["input_ids"], text.get("attention_mask")) for text in batches)
     swap = Swapping(pairs, special_tokens(model.transformer))
-    for batch in batches:
-        ids = swap(batch["input_ids"], batch.get("attention_mask"), generator)
-        yield batch | {"input_ids": ids}
+    for text in batches:
+        ids = swap(text["input_ids"], text.get("attention_mask"), generator)
+        yield {**text, "input_ids": ids}
 
 
 def _taught(
@@ -165,7 +159,7 @@ def _taught(
         if la.model.class_token_ids is not None:
             others = torch.stack([_of_others(member.model, batch) for member in members]).mean(0)
             probabilities = torch.cat([(1 - others) * probabilities, others], dim=1)
-        for record, row in zip(_rows(batch), probabilities.cpu(), strict=True):
+        for record, row in zip(_rows(batch, la.model), probabilities.cpu(), strict=True):
             records.append(record | {_TEACHER: row})
     if not records:
         raise ValueError("The trainer's data have no texts.")
@@ -179,10 +173,12 @@ def _of_others(model: LogitsModel, batch: Any) -> torch.Tensor:
         return model.log_probs(batch)[:, -1:].exp()
 
 
-def _rows(batch: Mapping[str, torch.Tensor]) -> Iterator[Record]:
-    """The texts of a batch, without padding, in main memory."""
-    mask = batch.get("attention_mask")
-    tensors = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
+def _rows(batch: Mapping[str, torch.Tensor], model: LogitsModel) -> Iterator[Record]:
+    """The texts of a batch, without padding and labels, in main memory."""
+    mask, labels = batch.get("attention_mask"), {model.dict_key_y, "label", "labels"}
+    tensors = {
+        k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor) and k not in labels
+    }
     for row in range(len(next(iter(tensors.values())))):
         real = slice(None) if mask is None or mask.ndim != 2 else mask[row].cpu().bool()
         yield {

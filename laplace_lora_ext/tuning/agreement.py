@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,7 @@ class Agreement(TuningMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.max_change < 1:
-            raise ValueError(f"max_change must be between 0 and 1, not {self.max_change}.")
+        check_max_change(self.max_change)
         check_max_examples(self.max_examples)
 
     def _search(self, la: Posterior) -> TuningHistory:
@@ -93,12 +92,8 @@ class Agreement(TuningMethod):
         seed = of_first(0 if self.generator is None else draw_seed(self.generator))
         data = some_of(la, self.train_loader, self.max_examples, seed)
         moments = moments_along(la, data, self._rows, self.progress_bar)
-        recorder, n_examples = Recorder(), 0
-        bar = tqdm.tqdm(desc="[Comparing draws with the model]", disable=not self.progress_bar)
 
-        def excess(log_factor: float) -> float:
-            nonlocal n_examples
-            prior_precision = math.exp(log_factor) * start
+        def change(prior_precision: torch.Tensor) -> tuple[float, int]:
             draws = torch.Generator().manual_seed(seed)
             total, n_examples = 0.0, 0
             for part in moments(prior_precision):
@@ -106,21 +101,9 @@ class Agreement(TuningMethod):
                 n_examples += len(part.f_mu)
             if not n_examples:
                 raise ValueError("The loader has no data.")
-            recorder.add(len(recorder.objectives), total / n_examples, prior_precision)
-            bar.update()
-            return total / n_examples - self.max_change
+            return total / n_examples, n_examples
 
-        with bar:
-            log_factor = falling_root(excess)
-        la.prior_precision = math.exp(log_factor) * start
-        history = recorder.history(n_examples)
-        if abs(log_factor) > 0.99 * FARTHEST:
-            warn(
-                f"No prior precision within a factor of 1e8 changes the predictions by "
-                f"{self.max_change:g} on average: at {la.prior_precision.mean().item():.3g} it is "
-                f"{history.objective[-1].item():.3g}. Is the adapter untrained?"
-            )
-        return history
+        return broadest(la, start, self.max_change, change, self.progress_bar)
 
     def _rows(self, n_outputs: int) -> int:
         """Number of examples that are sampled at once."""
@@ -139,3 +122,45 @@ def mean_change(
     drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
     distance = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2
     return distance.double().mean(0).sum()
+
+
+def check_max_change(max_change: float) -> None:
+    """Refuse a change that is no distance between distributions, or the largest."""
+    if not 0 < max_change < 1:
+        raise ValueError(f"max_change must be between 0 and 1, not {max_change}.")
+
+
+def broadest(
+    la: Posterior,
+    start: torch.Tensor,
+    max_change: float,
+    change: Callable[[torch.Tensor], tuple[float, int]],
+    progress_bar: bool,
+) -> TuningHistory:
+    """Choose the factor of a prior precision at which draws change predictions as is allowed.
+
+    `change` is the mean distance under a prior precision, and the number of examples that it
+    averages.
+    """
+    recorder, n_examples = Recorder(), 0
+    bar = tqdm.tqdm(desc="[Comparing draws with the model]", disable=not progress_bar)
+
+    def excess(log_factor: float) -> float:
+        nonlocal n_examples
+        prior_precision = math.exp(log_factor) * start
+        mean, n_examples = change(prior_precision)
+        recorder.add(len(recorder.objectives), mean, prior_precision)
+        bar.update()
+        return mean - max_change
+
+    with bar:
+        log_factor = falling_root(excess)
+    la.prior_precision = math.exp(log_factor) * start
+    history = recorder.history(n_examples)
+    if abs(log_factor) > 0.99 * FARTHEST:
+        warn(
+            f"No prior precision within a factor of 1e8 changes the predictions by "
+            f"{max_change:g} on average: at {la.prior_precision.mean().item():.3g} it is "
+            f"{history.objective[-1].item():.3g}. Is the adapter untrained?"
+        )
+    return history

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.history import Recorder, TuningHistory
 from laplace_lora_ext.tuning.method import TuningMethod
 from laplace_lora_ext.tuning.moments_along import moments_along, some_of
-from laplace_lora_ext.tuning.roots import FARTHEST, falling_root
+from laplace_lora_ext.tuning.roots import falling_root
 
 _SEED = 0  # of the examples: two posteriors are asked about the same ones
 _MOST_EXAMPLES = 2000
 _ROWS = 1024
+_REACH = math.log(10.0)  # of the factor's logarithm
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,7 +29,9 @@ class MatchedEntropy(TuningMethod):
 
     It carries a choice over to another posterior. Held-out examples have chosen a prior precision
     for a model that has not seen them; a model that has learnt them too is less or more sure, and
-    needs another one to be as uncertain on the same examples. Labels are not used.
+    needs another one to be as uncertain on the same examples. Labels are not used. The result is
+    within a factor of ten of the start: of a model that knows next to nothing, the entropy says as
+    little.
 
     Parameters
     ----------
@@ -39,11 +41,6 @@ class MatchedEntropy(TuningMethod):
         the data whose entropy is to be matched; of more than 2,000 examples about as many
     entropy : float
         in nats, as `mean_entropy` gives it for the other posterior
-
-    Warns
-    -----
-    UserWarning
-        If no prior precision within a factor of 1e8 of the start has this entropy.
     """
 
     train_loader: Iterable[Any] | PredictiveStatistics
@@ -59,16 +56,9 @@ class MatchedEntropy(TuningMethod):
             recorder.add(len(recorder.objectives), value, prior_precision)
             return value - self.entropy
 
-        log_factor = falling_root(excess)
+        log_factor = falling_root(excess, _REACH)
         la.prior_precision = math.exp(log_factor) * start
-        history = recorder.history()
-        if abs(log_factor) > 0.99 * FARTHEST:
-            warn(
-                f"No prior precision within a factor of 1e8 gives predictions a mean entropy of "
-                f"{self.entropy:.3g} nats: at {la.prior_precision.mean().item():.3g} it is "
-                f"{history.objective[-1].item():.3g}."
-            )
-        return history
+        return recorder.history()
 
 
 def mean_entropy(la: Posterior, data: Any, progress_bar: bool = False) -> float:

@@ -18,7 +18,7 @@ from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, gathered
 from laplace_lora_ext.processes.shards import Shard, is_new, rows
 from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.loss_search import search_grid
+from laplace_lora_ext.tuning.loss_search import grid_of_priors, search_grid
 from laplace_lora_ext.tuning.method import TuningMethod
 
 
@@ -64,7 +64,9 @@ class GridSearch(TuningMethod):
     log_prior_prec_base: float = 10.0
 
     def _search(self, la: Posterior) -> TuningHistory:
-        grid = self._grid(la)
+        low, high, base = self.log_prior_prec_min, self.log_prior_prec_max, self.log_prior_prec_base
+        around = self._start(la) if self._is_base else None
+        grid = grid_of_priors(low, high, self.grid_size, base, around)
         batches = self._batches(la)
         loss = self.loss or la.trained_likelihood.metric(la.sigma_noise).to(la._device)
 
@@ -90,20 +92,6 @@ class GridSearch(TuningMethod):
             history = search_grid(score, grid, self.progress_bar)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
-
-    def _grid(self, la: Posterior) -> torch.Tensor:
-        """`(grid_size,)`, or `(grid_size, blocks)` around a base."""
-        grid = torch.logspace(
-            self.log_prior_prec_min,
-            self.log_prior_prec_max,
-            self.grid_size,
-            base=self.log_prior_prec_base,
-            dtype=torch.float32,  # whatever the default is
-        )
-        if not self._is_base:
-            return grid
-        base = self._start(la)
-        return grid[:, None].to(base) * base
 
     def _batches(self, la: Posterior) -> Callable[[], Iterable[Any]]:
         """Validation batches as pairs or mappings, anew at each prior precision."""

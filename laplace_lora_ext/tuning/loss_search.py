@@ -20,6 +20,15 @@ _CHECKPOINTS = 20  # how often a descent measures the whole validation loss
 _CHUNK = 256  # examples whose logits a checkpoint samples at once
 
 
+def grid_of_priors(
+    low: float, high: float, size: int, base: float, around: torch.Tensor | None
+) -> torch.Tensor:
+    """Powers of a base as `(size,)` prior precisions, or `(size, blocks)` factors around others."""
+    # In float32, whatever the default is.
+    grid = torch.logspace(low, high, size, base=base, dtype=torch.float32)
+    return grid if around is None else grid[:, None].to(around) * around
+
+
 def search_grid(
     loss: Callable[[torch.Tensor], float], grid: torch.Tensor, progress_bar: bool = False
 ) -> TuningHistory:

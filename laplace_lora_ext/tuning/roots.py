@@ -13,13 +13,13 @@ _STRIDE = math.log(10.0)  # from one factor to the next until the value is passe
 _ACCURACY = 1e-2  # of the logarithm of the factor
 
 
-def falling_root(excess: Callable[[float], float]) -> float:
+def falling_root(excess: Callable[[float], float], reach: float = FARTHEST) -> float:
     """Where a falling function of a factor's logarithm passes 0, or the end of its reach."""
     excess = cache(excess)
     here, value = 0.0, excess(0.0)
     direction = 1.0 if value > 0 else -1.0
-    while abs(here) < FARTHEST:
-        there = max(-FARTHEST, min(here + direction * _STRIDE, FARTHEST))
+    while abs(here) < reach:
+        there = max(-reach, min(here + direction * _STRIDE, reach))
         next_value = excess(there)
         if (next_value > 0) != (value > 0):
             root = brentq(excess, *sorted((here, there)), xtol=_ACCURACY)

@@ -23,7 +23,7 @@ from laplace_lora_ext.models.default_device import restored as own_default_devic
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.training.examples import divided, in_order
-from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored
+from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored, whole_loader
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import TuningHistory
@@ -147,7 +147,7 @@ class SecondTraining(TuningMethod):
             assert self.train_loader is not None
             return self.train_loader
         check_trainer(self.trainer)
-        return DataLoader(self.trainer.train_dataset)
+        return whole_loader(self.trainer)
 
     def _batches(self, examples: Any, like: DataLoader) -> DataLoader:
         if self.trainer is None:

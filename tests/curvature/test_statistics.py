@@ -9,7 +9,6 @@ from laplace_lora_ext.curvature.streaming import StreamingUpdates
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.models.positions import Positions
 from laplace_lora_ext.passes import Rows, graph
-from laplace_lora_ext.passes.layouts import Together
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
 from tests.support.posteriors import make
 from tests.support.rows import decaying_rows
@@ -25,7 +24,7 @@ def test_positions_without_a_gradient_change_nothing():
         block, updates = KroneckerBlock.zeros(*sizes), StreamingUpdates(limit=0)
         a = torch.ones(1, len(rows), 3, dtype=rows.dtype)
         positions = Positions(1, 1, len(rows), None)
-        seen = Rows(0, a, rows[None, None], [(Together(), len(rows))], positions)
+        seen = Rows(0, a, rows[None, None], [len(rows)], positions)
         Expand([block], updates).add_gradients(seen)
         return block.output_factor.to_matrix()
 

@@ -12,7 +12,7 @@ from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.passes import graph
 from tests.support.models import N_CLASSES, laplace_keywords, lora_model, ragged_batches
-from tests.support.posteriors import KFAC_APPROX
+from tests.support.posteriors import KFAC_APPROX, fitted
 
 WIDTH = 52
 
@@ -92,6 +92,46 @@ def bare_loop(la, batch, seeds):
         for seed in seeds:
             torch.autograd.grad(logits, weights, seed.expand_as(logits), retain_graph=True)
     return made
+
+
+class BackwardPasses(TorchDispatchMode):
+    """How many numbers go back through layer norms: in proportion to the vectors at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "native_layer_norm_backward":
+            self.numbers += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("n_classes", [2, 3, 5])
+def test_links_of_differences_take_a_backward_pass_a_contrast(n_classes):
+    la = fitted(
+        model=lora_model("bert", n_labels=n_classes), batches=ragged_batches(n_classes=n_classes)
+    )
+    batch = ragged_batches()[0]
+
+    def n_passes(predict) -> float:
+        with BackwardPasses() as counted:
+            predict()
+        return counted.numbers / one
+
+    with BackwardPasses() as counted:
+        bare_loop(la, batch, torch.eye(n_classes)[:1])
+    one = counted.numbers
+    for link in ("mean_field", "mc"):
+        assert n_passes(lambda link=link: la(batch, link_approx=link)) == n_classes - 1
+        assert n_passes(lambda link=link: la.predict(batch, link)) == n_classes - 1
+    assert n_passes(lambda: la.predict_proba(batch)) == n_classes - 1
+    for predict in (
+        lambda: la(batch, link_approx="probit"),
+        lambda: la(batch, link_approx="mc", diagonal_output=True),
+        lambda: la.predictive_moments(batch),
+    ):
+        assert n_passes(predict) == n_classes
 
 
 @pytest.mark.parametrize("seeds_at_once", [1, N_CLASSES - 1])

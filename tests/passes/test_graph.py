@@ -6,37 +6,30 @@ import pytest
 import torch
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
-from laplace_lora_ext.likelihoods import Seeds
 from laplace_lora_ext.passes import graph, record
 from tests.support.models import N_CLASSES, laplace_keywords, lora_model, ragged_batches
 from tests.support.posteriors import make
 
 
 @pytest.mark.parametrize("targets", ["query", "word_embeddings"])
-@pytest.mark.parametrize(("texts", "at_once"), [(4, 3), (8, 2), (16, 1), (64, 1)])
+@pytest.mark.parametrize(("texts", "sizes"), [(4, [3]), (8, [2, 1]), (16, [1] * 3), (64, [1] * 3)])
 def test_passes_take_several_seeds_where_few_rows_go_through_the_layers(
-    texts, at_once, targets, monkeypatch
+    texts, sizes, targets, monkeypatch
 ):
     monkeypatch.setattr(graph, "_ROWS", 200)
+    ones = torch.ones(texts, 12, dtype=torch.long)
     model = lora_model("bert", torch.float32, target_modules=[targets])
-    batch = {
-        "input_ids": torch.ones(texts, 12, dtype=torch.long),
-        "attention_mask": torch.ones(texts, 12, dtype=torch.long),
-    }
     backend = LowRankKronGGN(model, "classification")
-    sizes = []
-    with record(backend.model, backend.blocks, batch) as recorded:
-        seeds = torch.ones(3, texts, N_CLASSES)
+    scaled = []
+
+    def visit(rows):
+        if rows.index == 0:
+            scaled.append(rows.g.flatten(1).sum(1))
+
+    with record(backend.model, backend.blocks, {"input_ids": ones, "attention_mask": ones}) as seen:
         scales = torch.arange(3.0)[:, None].expand(3, texts)
-        scaled = []
-
-        def visit(rows):
-            if rows.index == 0:
-                sizes.append(len(rows.g))
-                scaled.append(rows.g.flatten(1).sum(1))
-
-        recorded.backward(Seeds(seeds, scales), visit)
-    assert sizes == {3: [3], 2: [2, 1], 1: [1, 1, 1]}[at_once]
+        seen.backward(torch.ones(3, texts, N_CLASSES), scales, visit)
+    assert [len(part) for part in scaled] == sizes
     sums = torch.cat(scaled)
     torch.testing.assert_close(sums, sums[1] * torch.arange(3.0))
     assert sums[1] != 0
@@ -47,8 +40,7 @@ def test_a_backward_pass_keeps_gradients_of_the_first_layers_alone(kind, monkeyp
     """Those of every output together would be as large as the activations."""
     model = lora_model(kind, torch.float32)
     la = make(model, **laplace_keywords(kind))
-    kept = []
-    grad = torch.autograd.grad
+    kept, grad = [], torch.autograd.grad
 
     def counting(*args, **kwargs):
         gradients = grad(*args, **kwargs)
@@ -60,5 +52,5 @@ def test_a_backward_pass_keeps_gradients_of_the_first_layers_alone(kind, monkeyp
     la.fit(batches)
     la(batches[0], link_approx="probit")
     per_layer = len(la.blocks) // model.config.num_hidden_layers
-    assert len(kept) == len(batches) + 2  # one tells whose rows are whose
+    assert len(kept) == len(batches) + 2  # one proves whose rows are whose
     assert all(0 < number < per_layer for number in kept)

@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-from laplace_lora_ext.passes.parts import parts_of
+from laplace_lora_ext.passes.parts import in_parts
 from tests.support.models import TwoLinear, ragged_batches, with_lora
-from tests.support.posteriors import (
-    count_forward_passes,
-    fitted,
-    generator,
-    make,
-)
+from tests.support.posteriors import count_forward_passes, fitted, generator, make
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -21,8 +16,7 @@ def small(monkeypatch):
     monkeypatch.setattr("laplace_lora_ext.passes.parts._AT_ONCE", 2 * 7 * 3)
 
 
-def facts(la):
-    (batch,) = ragged_batches(batch_size=8)
+def facts(la, batch):
     statistics = la.predictive_statistics([batch], dtype=torch.float64)
     return (
         *la.predictive_moments(batch),
@@ -34,21 +28,16 @@ def facts(la):
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_parts_bring_the_same_numbers(kind, request):
-    la = fitted(kind)
-    whole = facts(la)
-    calls = count_forward_passes(la)
+    la, (batch,) = fitted(kind), ragged_batches(batch_size=8)
+    whole, calls = facts(la, batch), count_forward_passes(la)
     request.getfixturevalue("small")
-    torch.testing.assert_close(facts(la), whole, **EXACT)
+    torch.testing.assert_close(facts(la, batch), whole, **EXACT)
     assert len(calls) == 2 * 4
-
-
-def test_what_joins_examples_is_not_divided(small):
-    la = fitted()
-    (batch,) = ragged_batches(batch_size=8)
-    calls = count_forward_passes(la)
-    _, f_var = la.predictive_moments(batch, joint=True)
-    assert f_var.shape == (24, 24)
+    calls.clear()
+    la.predictive_moments(batch, joint=True)  # which joins all examples
     assert len(calls) == 1
+    with pytest.raises(ValueError, match="batch 0: labels must be from 0 to 2"):
+        la.predictive_statistics([batch | {"labels": batch["labels"] + 5}])
 
 
 class Normalized(TwoLinear):
@@ -70,17 +59,21 @@ def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
     torch.testing.assert_close(statistics.f_mu, whole.f_mu, **EXACT)
 
 
-def test_labels_that_do_not_fit_are_named_as_before(small):
-    la = fitted()
-    (batch,) = ragged_batches(batch_size=8)
-    with pytest.raises(ValueError, match="batch 0: labels must be from 0 to 2"):
-        la.predictive_statistics([batch | {"labels": batch["labels"] + 5}])
+class Lengths:
+    """Stands for what is known of some examples."""
+
+    def __init__(self, part) -> None:
+        tensors = (
+            part.values() if isinstance(part, dict) else part if isinstance(part, list) else [part]
+        )
+        self.f_mu = torch.zeros(len(next(iter(tensors))), 3)
 
 
 @pytest.mark.parametrize(
     ("x", "sizes"),
     [
         (torch.zeros(5, 7).long(), [2, 2, 1]),
+        (torch.zeros(5, 7).long().numpy(), [2, 2, 1]),
         (torch.zeros(5, 7, 4), [5]),  # features, not tokens
         (torch.zeros(50, 3), [14, 14, 14, 8]),
         ({"input_ids": torch.zeros(5, 7).long(), "n": torch.zeros(3)}, [5]),
@@ -90,22 +83,13 @@ def test_labels_that_do_not_fit_are_named_as_before(small):
     ],
 )
 def test_sizes_of_parts(small, x, sizes):
-    def length(part):
-        if isinstance(part, list):
-            return len(part[0])
-        if isinstance(part, dict):
-            assert {len(value) for value in part.values()} <= {len(next(iter(part.values()))), 3}
-            return len(next(iter(part.values())))
-        return len(part)
+    la, places = make(with_lora(TwoLinear(), "first")), []
 
-    parts = list(parts_of(x, 3))
-    assert [length(part) for part, _ in parts] == sizes
+    def evaluate(part, place):
+        places.append(place)
+        return Lengths(part)
+
+    parts = in_parts(la.model, x, 3, evaluate)
+    assert [len(part.f_mu) for part in parts] == sizes
     everything = torch.arange(sum(sizes))
-    assert torch.equal(torch.cat([everything[chosen] for _, chosen in parts]), everything)
-
-
-def test_an_array_is_taken_apart_as_a_tensor_is(small):
-    la, (batch,) = fitted(), ragged_batches(lengths=(7,) * 8, batch_size=8)
-    calls = count_forward_passes(la)
-    la.predict_proba(batch["input_ids"].numpy())
-    assert len(calls) == 4
+    assert torch.equal(torch.cat([everything[place] for place in places]), everything)

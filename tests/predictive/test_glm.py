@@ -97,6 +97,15 @@ def test_predictive_moments_are_the_hosts_predictive_distribution(structure):
     torch.testing.assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("link", ["mean_field", "mc"])
+def test_contrasts_predict_as_all_logits_do(structure, link):
+    la, batch = fitted(structure=structure), ragged_batches()[0]
+    found = la(batch, link_approx=link, generator=generator())
+    of_all = la(la.predictive_moments(batch), link_approx=link, generator=generator())
+    torch.testing.assert_close(found, of_all, rtol=1e-10, atol=1e-10)
+
+
 def test_the_hosts_predictive_distribution_is_called_as_by_the_host():
     ours, hosts = (
         list(inspect.signature(cls._glm_predictive_distribution).parameters.values())[1:]

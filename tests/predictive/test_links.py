@@ -37,8 +37,11 @@ def test_probit_shrinks_each_logit_by_its_own_variance():
 def test_monte_carlo_is_the_mean_probability_of_samples():
     f_mu, f_var = some_moments(4)
     noise = torch.randn(7, len(f_mu), 4, generator=generator()).double()
-    expected = gaussian_samples(f_mu, f_var, noise).softmax(-1).mean(0)
+    J = torch.eye(4).double() - 1 / 4  # takes away what all logits of an example share
+    expected = gaussian_samples(f_mu, J @ f_var @ J, noise).softmax(-1).mean(0)
     torch.testing.assert_close(monte_carlo(f_mu, f_var, noise).exp(), expected)
+    of_differences = f_var - f_var[:, :1] - f_var[:, :, :1] + f_var[:, :1, :1]
+    torch.testing.assert_close(monte_carlo(f_mu, of_differences, noise).exp(), expected)
 
 
 def test_samples_are_shared_by_a_batch_as_the_host_draws_them_or_each_examples_own():

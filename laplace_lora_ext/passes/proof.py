@@ -1,0 +1,141 @@
+"""Proves that the rows of a pass are each example's own, by back-propagating some examples at once.
+
+A layer's rows `(n, ..., d)` are taken for `(B, n / B, ..., d)`. Sizes don't show whether they are,
+but gradients do: those of some examples' logits must leave exactly nothing in the rows of all
+others. Seed s has the examples whose codeword has bit s. All codewords have equally many bits, so
+that for any two examples some seed has the first and not the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations, count
+from math import comb
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.positions import Positions
+from laplace_lora_ext.passes.graph import Graph
+from laplace_lora_ext.readings import read
+
+ONE_AT_A_TIME = "one example at a time"
+"""Key of `LogitsModel.layouts`: whether the rows of some batch were not each example's own."""
+
+
+_Site = tuple[str, int, int, int]
+"""A LoRA layer, whose two halves see the same rows; which of how many calls; the batch's size."""
+
+
+def is_proven(
+    graph: Graph, blocks: Sequence[Block], positions: Positions, known: dict[Any, Any]
+) -> bool:
+    """Whether the rows of a pass are each example's own.
+
+    Texts are proven in the first batch and at new sizes, and later if a gradient comes to a layer
+    that had none. Sizes don't tell what rows other batches have, such as those of images: each of
+    them is proven.
+
+    Parameters
+    ----------
+    graph : Graph
+        of the pass
+    blocks : sequence of Block
+        one for each layer of the graph
+    positions : Positions
+    known : dict
+        from sites of earlier passes to whether they were proven; this one adds its own
+
+    Raises
+    ------
+    ValueError
+        If a gradient is not finite.
+    """
+    n_examples = positions.n_examples
+    shapes = {
+        site: call.rows
+        for index, calls in enumerate(graph.calls)
+        for site, call in zip(_sites(graph, blocks, index, n_examples), calls, strict=True)
+    }
+    if n_examples == 1:
+        return True
+    if not all(shape and shape[0] % n_examples == 0 for shape in shapes.values()):
+        return False
+    lasting = {site for site, shape in shapes.items() if _lasts(site[0], shape, positions)}
+    unproven = {site for site in shapes if site not in lasting or not known.get(site)}
+    if not unproven:
+        return True
+    if unproven <= lasting & known.keys():  # no gradient came to them before
+        of_all = torch.ones(1, n_examples, dtype=torch.bool)
+        reached = _reached(graph, blocks, positions, of_all)
+        if not any(read([reached[site].any() for site in unproven & reached.keys()])):
+            return True
+    words = codewords(n_examples)
+    reached = _reached(graph, blocks, positions, words)
+    if any(read([(rows.any(-1) & ~words.to(rows.device)).any() for rows in reached.values()])):
+        return False
+    for site in lasting:
+        known[site] = known.get(site, False) or _is_conclusive(reached.get(site))
+    return True
+
+
+def codewords(n_examples: int) -> torch.Tensor:
+    """`(S, B)` booleans: the fewest seeds S that tell B examples apart, 4 for 6 and 5 for 10."""
+    size = next(size for size in count(1) if comb(size, size // 2) >= n_examples)
+    words = torch.zeros(size, n_examples, dtype=torch.bool)
+    for example, bits in zip(range(n_examples), combinations(range(size), size // 2), strict=False):
+        words[list(bits), example] = True
+    return words
+
+
+def _sites(graph: Graph, blocks: Sequence[Block], index: int, n_examples: int) -> list[_Site]:
+    """Of a layer's calls; batches of 2 and 3 examples, of 4 to 7 and so on are of the same size."""
+    layer, n_calls = blocks[index].lora_layer, len(graph.calls[index])
+    return [(layer, place, n_calls, n_examples.bit_length()) for place in range(n_calls)]
+
+
+def _reached(
+    graph: Graph, blocks: Sequence[Block], positions: Positions, words: torch.Tensor
+) -> dict[_Site, torch.Tensor]:
+    """`(S, B, rows)` booleans for each site: where seeds of examples `words`, `(S, B)`, arrive."""
+    n_seeds, n_examples = words.shape
+    reached: dict[_Site, torch.Tensor] = {}
+    finite: list[tuple[str, torch.Tensor]] = []
+    # Random numbers, so that gradients do not cancel to 0 but by chance.
+    vector = torch.randn(graph.logits.shape[1], generator=torch.Generator().manual_seed(0))
+    of_logits = positions.logits_of(words).to(graph.logits)
+    vectors = of_logits[..., None] * vector.to(graph.logits)
+
+    def note(seeds: slice, index: int, gradients: Mapping[int, torch.Tensor]) -> None:
+        block, sites = blocks[index], _sites(graph, blocks, index, n_examples)
+        for place, of_call in gradients.items():
+            finite.append((block.name, torch.isfinite(of_call).all()))
+            rows = block.rows.output_rows(of_call.detach()).any(-1)
+            rows = rows.reshape(len(rows), n_examples, -1)
+            none = rows.new_zeros(n_seeds, *rows.shape[1:])
+            reached.setdefault(sites[place], none)[seeds] |= rows
+
+    graph.back_propagate(vectors, graph.seeds_at_once, note, retain_graph=True)
+    for (name, _), is_finite in zip(finite, read([flag for _, flag in finite]), strict=True):
+        if not is_finite:
+            raise ValueError(f"LoRA layer {name}: non-finite gradients")
+    return reached
+
+
+def _lasts(layer: str, shape: torch.Size, positions: Positions) -> bool:
+    """Whether a later text batch of the same size has its rows in the same order."""
+    if not positions.is_text or "experts" in layer.split("."):  # a router picks their rows
+        return False
+    by_example = shape[0] in (positions.n_examples, positions.n_rows)
+    return by_example or shape.numel() == positions.n_tokens
+
+
+def _is_conclusive(rows: torch.Tensor | None) -> bool:
+    """Whether gradients `(S, B, rows)` came, and not only where `(T, B)` has the same rows."""
+    if rows is None:
+        return False
+    rows = rows.any(0)
+    if rows.shape[0] == rows.shape[1]:
+        rows = rows & ~torch.eye(len(rows), dtype=torch.bool, device=rows.device)
+    return bool(rows.any())

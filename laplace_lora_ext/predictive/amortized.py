@@ -1,0 +1,187 @@
+"""Variances of logits that are learnt: a ridge regression of their logarithms, and the way back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+PENALTIES = torch.logspace(-10, 1, 23, dtype=torch.float64)
+"""Penalties to choose from, in units of the largest squared singular value of the features."""
+
+_MARGIN = math.log(2)
+_COMPONENTS = 64  # all there are up to ten classes
+
+
+class Ridge(NamedTuple):
+    """A ridge regression of q targets on p features.
+
+    Attributes
+    ----------
+    weights : torch.Tensor
+        `(p, q)`
+    residuals : torch.Tensor
+        `(N, q)`, of each example when the regression leaves it out
+    """
+
+    weights: torch.Tensor
+    residuals: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LearntVariance:
+    """Variances of a posterior's logits as a function of features x `(B, p)`, one forward pass's.
+
+    Beside the C logits stands a last number f_0, which is always 0. For each two of them
+
+        log Var(f_j - f_k) = b_jk + ((x - mean) / scale) W c_jk
+
+    by ridge regression, at most a factor of 2 beyond the variances that it has learnt from. From
+    these differences follows the covariance of the logits.
+
+    Attributes
+    ----------
+    mean, scale : torch.Tensor
+        `(p,)` mean and standard deviation of the features
+    weights : torch.Tensor
+        `(p, q)`, W
+    components : torch.Tensor
+        `(q, P)`, the c: the at most 64 leading principal components of the P = C (C + 1) / 2 pairs
+    offset, lowest, highest : torch.Tensor
+        `(P,)` mean logarithm of each variance (b), and the lowest and the highest of those learnt
+    prior_precision, curvature_scale : torch.Tensor
+        of the posterior whose variances these are
+    r_squared : float
+        share of the variance of the logarithms that is explained when each example is left out
+    mean_error : float
+        mean absolute error of the logarithms when each example is left out
+    n_examples : int
+        learnt from, swapped and unlabelled ones included
+    """
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+    weights: torch.Tensor
+    components: torch.Tensor
+    offset: torch.Tensor
+    lowest: torch.Tensor
+    highest: torch.Tensor
+    prior_precision: torch.Tensor
+    curvature_scale: torch.Tensor
+    r_squared: float
+    mean_error: float
+    n_examples: int
+
+    @classmethod
+    def of(
+        cls,
+        features: torch.Tensor,
+        log_variances: torch.Tensor,
+        prior_precision: torch.Tensor,
+        curvature_scale: torch.Tensor,
+    ) -> LearntVariance:
+        """Learn from N examples: features `(N, p)`, and what `log_variances` made, `(N, P)`.
+
+        All is computed in float64, and kept on the CPU.
+        """
+        X, Y = features.cpu().double(), log_variances.cpu().double()
+        if len(X) < 3:
+            raise ValueError(f"Variances can't be learnt from {len(X)} examples: give more.")
+        mean, scale, offset = X.mean(0), X.std(0, correction=0), Y.mean(0)
+        # What does not vary says nothing, and rounding makes no feature.
+        varies = scale > 1e-6 * X.abs().amax(0)
+        scale = torch.where(varies, scale, torch.inf)
+        U, s, components = torch.linalg.svd(Y - offset, full_matrices=False)
+        scores = (U * s)[:, :_COMPONENTS]
+        components = components[:_COMPONENTS]
+        weights, residuals = ridge((X - mean) / scale, scores)
+        errors = Y - offset - (scores - residuals) @ components
+        total = (Y - offset).square().sum()
+        return cls(
+            *(mean, scale, weights, components, offset, Y.amin(0), Y.amax(0)),
+            *(prior_precision.detach().cpu().clone(), curvature_scale.detach().cpu().clone()),
+            1 - (errors.square().sum() / total.clamp_min(torch.finfo(X.dtype).tiny)).item(),
+            errors.abs().mean().item(),
+            len(X),
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> LearntVariance:
+        """The same elsewhere or in another precision."""
+        tensors = {k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        kept = {k: v.to(device, dtype) for k, v in tensors.items() if k not in _OF_POSTERIOR}
+        return replace(self, **kept)
+
+    def is_of(self, prior_precision: torch.Tensor, curvature_scale: torch.Tensor) -> bool:
+        """Whether these are the variances of a posterior with this prior and scale."""
+        now = prior_precision, curvature_scale
+        learnt = self.prior_precision, self.curvature_scale
+        return all(torch.equal(a.detach().to(b), b) for a, b in zip(now, learnt, strict=True))
+
+    def covariance(self, features: torch.Tensor) -> torch.Tensor:
+        """Covariances `(B, C, C)` for features `(B, p)`.
+
+        The variances of logits and of their differences are those learnt; as they need not fit
+        together, the matrices may have negative eigenvalues.
+        """
+        scores = ((features - self.mean) / self.scale) @ self.weights
+        logs = self.offset + scores @ self.components
+        return covariances(logs.clamp(self.lowest - _MARGIN, self.highest + _MARGIN).exp())
+
+
+_OF_POSTERIOR = {"prior_precision", "curvature_scale"}
+
+
+def ridge(X: torch.Tensor, Y: torch.Tensor) -> Ridge:
+    """Regress centred targets `(N, q)` on centred features `(N, p)`, by the best of `PENALTIES`.
+
+    The penalty minimises the mean squared error of examples that are left out. With
+    `X = U diag(s) Vᵀ` these errors follow from one fit: `(y_n - ŷ_n) / (1 - h_n)`, where
+    `h_n = 1/N + Σ_k U_nk² s_k² / (s_k² + penalty)` is the leverage with a free intercept.
+    """
+    U, s, Vt = torch.linalg.svd(X, full_matrices=False)
+    kept = s > s[:1] * max(X.shape) * torch.finfo(s.dtype).eps
+    U, s, Vt = U[:, kept], s[kept], Vt[kept]
+    along, squares = U.mT @ Y, s.square()
+    across = Y - U @ along
+    free = (1 - 1 / len(X) - U.square().sum(1)).clamp_min(0)  # 1 - h without a penalty
+    best: tuple[float, torch.Tensor, torch.Tensor] | None = None
+    for penalty in PENALTIES * (squares[0] if len(squares) else 1):
+        left = penalty / (squares + penalty)
+        residuals = (across + U @ (left[:, None] * along)) / (free + U.square() @ left)[:, None]
+        error = residuals.square().mean().item()
+        if best is None or error < best[0]:
+            best = error, penalty, residuals
+    assert best is not None
+    _, penalty, residuals = best
+    return Ridge(Vt.mT @ ((s / (squares + penalty))[:, None] * along), residuals)
+
+
+def log_variances(f_var: torch.Tensor) -> torch.Tensor:
+    """Logarithms of the variances of C logits and of all their differences, `(B, P)`.
+
+    These are the differences of C + 1 numbers, the first of which is 0. Of covariances
+    `(B, C, C)`; a variance of 0 counts as the smallest that rounding leaves beside the others.
+    """
+    V = pad(f_var, (1, 0, 1, 0))
+    own = V.diagonal(dim1=-2, dim2=-1)
+    j, k = torch.triu_indices(*V.shape[-2:], offset=1, device=V.device)
+    variances = own[..., j] + own[..., k] - 2 * V[..., j, k]
+    kind = torch.finfo(V.dtype)
+    least = (kind.eps * own.amax(-1, keepdim=True)).clamp_min(kind.tiny)
+    return variances.maximum(least).log()
+
+
+def covariances(variances: torch.Tensor) -> torch.Tensor:
+    """Covariances `(B, C, C)` from variances `(B, P)` in the order of `log_variances`.
+
+    With D_j0 = Var(f_j) and D_jk = Var(f_j - f_k): `V_jk = (D_j0 + D_k0 - D_jk) / 2`.
+    """
+    n_numbers = (1 + math.isqrt(1 + 8 * variances.shape[-1])) // 2
+    j, k = torch.triu_indices(n_numbers, n_numbers, offset=1, device=variances.device)
+    D = variances.new_zeros(*variances.shape[:-1], n_numbers, n_numbers)
+    D[..., j, k] = D[..., k, j] = variances
+    own = D[..., 0, 1:]
+    return (own[..., :, None] + own[..., None, :] - D[..., 1:, 1:]) / 2

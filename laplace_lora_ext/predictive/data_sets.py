@@ -1,0 +1,98 @@
+"""A function of batches over a whole data set, in its order, shared by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from laplace_lora_ext.messages import naming
+from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.processes.exchange import count, rank
+from laplace_lora_ext.processes.shards import Shard, joined
+
+Columns = tuple[torch.Tensor, ...]
+"""Tensors with a row for each example."""
+
+
+def is_batch(x: Any, collate_fn: Any = None) -> bool:
+    """Whether something is one batch, and neither a loader nor a data set."""
+    single = isinstance(x, Mapping | torch.Tensor | np.ndarray | tuple) and collate_fn is None
+    return single or not (hasattr(x, "__iter__") or hasattr(x, "__getitem__"))
+
+
+def over_loader(
+    loader: Iterable[Any],
+    evaluate: Callable[[Any], Columns],
+    description: str = "",
+    progress_bar: bool = False,
+    places: Callable[[int], torch.Tensor] | None = None,
+    alone: bool = False,
+) -> Columns:
+    """What a function makes of each batch, in the data's order and each example once.
+
+    Parameters
+    ----------
+    loader : iterable of batches
+        each rank's own part of the data
+    evaluate : callable
+        takes a batch
+    description, progress_bar
+        as for `named_batches`
+    places : callable, optional
+        as `Shard.places`, for a loader that does not show them
+    alone : bool, default=False
+        whether to leave out the other ranks; else all ranks must call this, and get the same
+
+    Raises
+    ------
+    ValueError
+        If there are no data; an error of a batch names it.
+    """
+    places = places or Shard(loader).places
+    parts, found = [], [torch.empty(0, dtype=torch.long)]
+    for name, batch in named_batches(loader, description, progress_bar):
+        with naming(name):
+            parts.append(evaluate(batch))
+        found.append(places(len(parts[-1][0])))
+    columns = tuple(map(torch.cat, zip(*parts, strict=True))) if parts else None
+    of_all = columns if alone else joined(torch.cat(found), columns)
+    if of_all is None:
+        raise ValueError("The loader has no data.")
+    return of_all
+
+
+def over_data(
+    data: Any,
+    evaluate: Callable[[Any], Columns],
+    collate_fn: Callable[[Any], Any] | None,
+    batch_size: int,
+    description: str = "",
+    progress_bar: bool = False,
+) -> Columns:
+    """As `over_loader`, of a loader or of a data set with indices, the longest texts first.
+
+    `collate_fn` and `batch_size` are those of a data set's loader. The ranks share a data set, and
+    a loader that shows which examples each rank gets: then all of them must call this. Any other
+    loader's examples are a rank's own.
+    """
+    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if collate_fn is None and (not indexed or isinstance(data, list)):
+        alone = not Shard(data).is_known
+        return over_loader(data, evaluate, description, progress_bar, alone=alone)
+    order = _by_length(data)[rank() :: count()]
+    loader = DataLoader(Subset(data, order.tolist()), batch_size, collate_fn=collate_fn)
+    parts = iter(order.split(batch_size))
+    return over_loader(loader, evaluate, description, progress_bar, lambda _: next(parts))
+
+
+def _by_length(data_set: Any) -> torch.Tensor:
+    """`(N,)` indices, those of the longest texts first."""
+    rows = (data_set[place] for place in range(len(data_set)))
+    lengths = [
+        len(r["input_ids"]) if isinstance(r, Mapping) and "input_ids" in r else 0 for r in rows
+    ]
+    return torch.tensor(lengths).argsort(descending=True, stable=True)

@@ -1,0 +1,171 @@
+"""The layer that makes the logits, found by what it returns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
+from laplace_lora_ext.models.logits_model import LogitsModel
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    VOCABULARY,
+    TwoLinear,
+    llama_with_output_layer,
+    lora_model,
+    ragged_batches,
+)
+from tests.support.snapshots import Snapshot, half_trained
+from tests.support.texts import encoder_decoder
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "num_labels": 3,
+    "pad_token_id": 0,
+}
+
+
+def built(name: str, **settings) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, name.partition("For")[0] + "Config")(**SIZES, **settings)
+    return getattr(transformers, name)(config).eval()
+
+
+def with_adapter(name: str, *targets: str) -> nn.Module:
+    """The adapter is in the output layer, or a copy of the head is trained beside it."""
+    model = get_peft_model(built(name), LoraConfig(task_type="SEQ_CLS", target_modules=[*targets]))
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.3)
+    return model.eval()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TwoLinear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x) / 2
+
+
+class TwoHeads(TwoLinear):
+    """The last layer that runs is not the one whose outputs are the logits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(x)
+        self.second(self.first(-x).tanh())
+        return logits
+
+
+def head(model: nn.Module, name: str) -> nn.Module:
+    (layer,) = (m for n, m in model.named_modules() if n.endswith(name) and "original" not in n)
+    return layer
+
+
+CLASSIFIERS = {
+    "BERT": (lambda: built("BertForSequenceClassification"), "classifier"),
+    "RoBERTa": (lambda: built("RobertaForSequenceClassification"), "classifier.out_proj"),
+    "head beside the adapter": (lambda: lora_model("bert").eval(), "modules_to_save.default"),
+    "RoBERTa's head beside the adapter": (
+        lambda: with_adapter("RobertaForSequenceClassification", "query"),
+        "default.out_proj",
+    ),
+    "Llama": (lambda: built("LlamaForSequenceClassification"), "score"),
+    "GPT-NeoX": (lambda: built("GPTNeoXForSequenceClassification"), "score"),
+}
+
+
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_the_output_layer_makes_the_logits_of_what_it_read(name, padding_side):
+    make, layer = CLASSIFIERS[name]
+    plain = make()
+    model = LogitsModel(plain)
+    for batch in ragged_batches(padding_side=padding_side):
+        with model.prepared():
+            logits, hidden = logits_and_hidden_states(model, batch)
+            torch.testing.assert_close(logits, model(batch))
+            torch.testing.assert_close(head(plain, layer)(hidden), logits)
+
+
+ANSWERING = {
+    "GPT-2": (lambda: lora_model("gpt2").eval(), "lm_head", {}),
+    "Llama with LoRA there": (lambda: llama_with_output_layer().eval(), "lm_head", {}),
+    "T5": (lambda: encoder_decoder("t5"), "lm_head", {}),
+    "BERT": (lambda: built("BertForMaskedLM"), "decoder", {"mask_token_id": 1}),
+}
+
+
+@pytest.mark.parametrize("padding_side", ["right", "left"])
+@pytest.mark.parametrize("name", ANSWERING)
+def test_a_language_models_is_read_where_it_answers(name, padding_side):
+    make, layer, options = ANSWERING[name]
+    plain = make()
+    model = LogitsModel(plain, CLASS_TOKEN_IDS, **options)
+    for batch in ragged_batches(padding_side=padding_side):
+        batch["input_ids"][batch["input_ids"] == 1] = 3
+        batch["input_ids"][:, -2 if padding_side == "left" else 1] = 1
+        with model.prepared():
+            logits, hidden = logits_and_hidden_states(model, batch)
+            torch.testing.assert_close(logits, model(batch))
+            of_all = head(plain, layer)(hidden)
+            torch.testing.assert_close(of_all[:, CLASS_TOKEN_IDS], logits)
+
+
+def test_logits_may_be_capped_afterwards():
+    plain = built("Gemma2ForCausalLM", head_dim=8, num_key_value_heads=1, query_pre_attn_scalar=8)
+    model = LogitsModel(plain, CLASS_TOKEN_IDS)
+    with model.prepared(), torch.no_grad():
+        logits, hidden = logits_and_hidden_states(model, ragged_batches()[0])
+        cap = plain.config.final_logit_softcapping
+        expected = (plain.lm_head(hidden) / cap).tanh() * cap
+    torch.testing.assert_close(logits, expected[:, CLASS_TOKEN_IDS])
+
+
+@pytest.mark.parametrize("make", [TwoLinear, TwoHeads])
+def test_a_plain_module_has_one_too(make):
+    torch.manual_seed(0)
+    plain, x = make(), torch.randn(4, 5)
+    model = LogitsModel(plain)
+    for _ in range(2):
+        logits, hidden = logits_and_hidden_states(model, x)
+        torch.testing.assert_close(plain.second(hidden), logits)
+        torch.testing.assert_close(hidden, plain.first(x).tanh())
+
+
+def test_without_such_a_layer_there_are_no_hidden_states():
+    model = LogitsModel(Scaled())
+    for _ in range(2):
+        logits, hidden = logits_and_hidden_states(model, torch.randn(4, 5))
+        assert logits.shape == (4, 3)
+        assert hidden is None
+
+
+def test_only_the_first_pass_looks_at_all_layers():
+    plain = lora_model("bert").eval()
+    model, seen = LogitsModel(plain), []
+    plain.register_forward_pre_hook(
+        lambda *_: seen.append(sum(len(m._forward_hooks) for m in plain.modules()))
+    )
+    for batch in ragged_batches():
+        logits_and_hidden_states(model, batch)
+    assert seen[0] > 10
+    assert seen[1:] == [1, 1]
+
+
+def test_the_model_is_left_as_it_was():
+    plain = half_trained(lora_model("bert"))
+    before = Snapshot(plain)
+    model = LogitsModel(plain)
+    with model.prepared():
+        logits_and_hidden_states(model, ragged_batches()[0])
+    with pytest.raises(ValueError, match="input_ids"), model.prepared():
+        logits_and_hidden_states(model, {"unknown": torch.ones(2, 2)})
+    before.assert_equal(plain)

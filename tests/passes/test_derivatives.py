@@ -1,0 +1,77 @@
+"""Jacobians of the logits against torch's and the host's."""
+
+from __future__ import annotations
+
+import laplace
+import pytest
+import torch
+from torch import nn
+
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import find_blocks
+from laplace_lora_ext.passes import jacobians as library_jacobians
+from tests.support.dense import exact_ggn, jacobians, softmax_fisher
+from tests.support.models import (
+    Detour,
+    Sorting,
+    laplace_keywords,
+    lora_model,
+    pairs,
+    ragged_batches,
+    with_lora,
+)
+from tests.support.posteriors import make
+
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("kind", [Detour, Sorting])
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature(structure, kind):
+    model, ((X, y),) = with_lora(kind(), "used", "unused"), pairs()
+    la, alone = make(model, structure), make(model, structure, target_modules=["used"])
+    for posterior in (la, alone):
+        posterior.fit([(X, y)])
+    torch.testing.assert_close(la(X), alone(X), **EXACT)
+    log_dets = [p.log_det_posterior_precision for p in (la, alone)]
+    torch.testing.assert_close(*log_dets, **EXACT)  # other blocks add log 1
+    if structure != "lowrank_kron":
+        H = exact_ggn(jacobians(model, X), softmax_fisher(model(X).detach()))
+        torch.testing.assert_close(la.H, H.diag() if structure == "diag" else H, **EXACT)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_predictive_equals_that_of_the_hosts_jacobians(kind):
+    la, batches = make(lora_model(kind), **laplace_keywords(kind)), ragged_batches()
+    la.fit(batches)
+    with la.model.prepared([block.weight for block in la.blocks]):
+        host = laplace.curvature.CurvatureInterface(la.model, "classification")
+        Js, f = host.jacobians(batches[0])
+    f_mu, f_var = la.predictive_moments(batches[0])
+    torch.testing.assert_close(f_mu, f, **EXACT)
+    torch.testing.assert_close(f_var, la.functional_variance(Js), **EXACT)
+    torch.testing.assert_close(la.backend.jacobians(batches[0])[0], Js, **EXACT)
+
+
+class SharedRows(nn.Module):
+    """A layer projects the inputs, and an embedding that all examples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.embedding = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.layer(self.embedding)).tanh()
+
+
+@pytest.mark.parametrize("kind", [SharedRows, Detour])
+@pytest.mark.parametrize("number", [1, 2])
+def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(kind, number):
+    layers = {SharedRows: ("layer",), Detour: ("used", "unused")}[kind]
+    model, ((X, _),) = with_lora(kind(), *layers), pairs()
+    combined = torch.randn(number, len(X), 3, generator=torch.Generator().manual_seed(5)).double()
+    blocks = find_blocks(model)
+    Js, _ = library_jacobians(LogitsModel(model), blocks, X, directions=lambda _: combined)
+    expected = torch.einsum("sbc,bcp->bsp", combined, jacobians(model, X))
+    torch.testing.assert_close(Js, expected, **EXACT)

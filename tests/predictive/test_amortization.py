@@ -1,0 +1,246 @@
+"""Predictions from one forward pass, against exact ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_lora_ext import from_pretrained
+from laplace_lora_ext.predictive.amortized import LearntVariance
+from tests.support.models import lora_model, plain_model, ragged_batches, with_lora
+from tests.support.posteriors import (
+    STRUCTURES,
+    count_forward_passes,
+    fitted,
+    generator,
+    make,
+    plain_regression,
+    some_precision,
+)
+from tests.support.ranks import on_ranks, strided_loader
+from tests.support.snapshots import Snapshot, half_trained
+from tests.support.texts import fitted_text
+
+LINKS = ["mean_field", "runners_up", "probit", "mc", "bridge"]
+AMORTIZED = {"pred_type": "amortized"}
+
+
+class Exponential(nn.Module):
+    """The logits' variances are proportional to exp(2 x_0), which the output layer reads."""
+
+    def __init__(self, n_outputs: int = 3) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.head = nn.Linear(9, n_outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = x[:, :1].exp() * self.layer(torch.ones_like(x))
+        return self.head(torch.cat([x, z], dim=1))
+
+
+def inputs(n: int, seed: int, spread: float = 1.0) -> torch.Tensor:
+    return spread * (2 * torch.rand(n, 5, generator=generator(seed)).double() - 1)
+
+
+def exponential(structure: str = "lowrank_kron", likelihood: str = "classification", **keywords):
+    """A posterior that has learnt its variances."""
+    model = with_lora(Exponential(), "layer")
+    la = make(model, structure, likelihood, **keywords)
+    y = torch.arange(40) % 3
+    targets = torch.nn.functional.one_hot(y).double() if likelihood == "regression" else y
+    la.fit([(inputs(40, 1), targets)])
+    la.amortize([inputs(40, 2), inputs(40, 3)])
+    return la
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("link", LINKS)
+def test_variances_that_are_linear_in_the_features_predict_exactly(structure, link):
+    la, X = exponential(structure), inputs(20, 4, spread=0.9)
+    assert la.learnt_variance.r_squared > 1 - 1e-8
+    how = {"link_approx": link, "generator": generator()}
+    found = la(X, **AMORTIZED, **how)
+    exact = la(la.predictive_moments(X), **(how | {"generator": generator()}))
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    assert (exact - la.model(X).softmax(-1)).abs().max() > 0.01
+    if link != "bridge":
+        decision = la.predict(X, link, generator=generator(), **AMORTIZED)
+        expected = la.predict(X, link, generator=generator())
+        for one, other in zip(decision, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        proba = la.predict_proba(X, link, **AMORTIZED)
+        torch.testing.assert_close(
+            torch.from_numpy(proba),
+            torch.from_numpy(la.predict_proba(X, link)),
+            rtol=1e-5,
+            atol=1e-5,
+        )
+
+
+def test_regression_has_a_mean_and_a_covariance():
+    la, X = exponential(likelihood="regression", sigma_noise=0.7), inputs(20, 4, spread=0.9)
+    for found, exact in zip(la(X, **AMORTIZED), la(X), strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="no covariance between examples"):
+        la(X, joint=True, **AMORTIZED)
+    for n_outputs in (1, 2):
+        la, X = plain_regression(n_outputs)
+        la.amortize([X])
+        _, f_var = la(3 * X, **AMORTIZED)
+        assert torch.linalg.eigvalsh(f_var).min() > -1e-12
+        assert (f_var.diagonal(dim1=1, dim2=2) > 0).all()
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_prediction_is_one_forward_pass(kind, monkeypatch):
+    la, batches = fitted(kind), ragged_batches()
+    la.amortize(batches)
+    la(batches[0], **AMORTIZED)
+    passes = count_forward_passes(la)
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_, **__: pytest.fail("a backward pass"))
+    for link in (*LINKS, "bridge_norm"):
+        probs = la(batches[0], link_approx=link, **AMORTIZED)
+        torch.testing.assert_close(probs.sum(1), torch.ones(3).double())
+        assert not probs.requires_grad
+    la.predict(batches[0], **AMORTIZED)
+    la.predict_proba(batches[0], **AMORTIZED)
+    assert len(passes) == len(LINKS) + 3
+
+
+def test_what_it_learns_from():
+    la, batches = fitted(), ragged_batches()
+    unlabelled = [{k: v for k, v in b.items() if k != "labels"} for b in ragged_batches(seed=7)]
+    assert la.amortize(batches, None).n_examples == 8
+    assert la.amortize(batches).n_examples == 16  # a copy of each text
+    found = la.amortize(batches, unlabelled)
+    assert found.n_examples == 16
+    both = la.amortize([*batches, *ragged_batches(seed=7)], None)
+    torch.testing.assert_close(found.weights.abs(), both.weights.abs())
+    assert found is not both
+    assert la.learnt_variance is both
+    assert isinstance(both, LearntVariance)
+    la, X = plain_regression()
+    assert la.amortize([X]).n_examples == 12  # numbers have no swapped copies
+
+
+def test_copies_are_seeded():
+    la, batches = fitted(), ragged_batches()
+    before = torch.get_rng_state()
+    found = [la.amortize(batches, generator=g).offset for g in (None, None, generator(1))]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_it_belongs_to_a_fit_and_a_prior():
+    la, batches = fitted(), ragged_batches()
+    with pytest.raises(ValueError, match=r"No variance is learnt for this fit: call la\.amortize"):
+        la(batches[0], **AMORTIZED)
+    la.amortize(batches)
+    expected = la(batches[0], **AMORTIZED)
+    before = la.prior_precision
+    for name, value in (
+        ("prior_precision", 2 * before),
+        ("prior_precision", some_precision(la, "layerwise")),
+        ("temperature", 2.0),
+    ):
+        old = getattr(la, name)
+        setattr(la, name, value)
+        for predict in (la, la.predict, la.predict_proba):
+            with pytest.raises(ValueError, match="The prior has changed since"):
+                predict(batches[0], **AMORTIZED)
+        setattr(la, name, old)
+        assert torch.equal(la(batches[0], **AMORTIZED), expected)
+    la.fit(batches)
+    with pytest.raises(ValueError, match="No variance is learnt"):
+        la.predict(batches[0], **AMORTIZED)
+
+
+def test_what_is_refused():
+    la, batches = fitted(), ragged_batches()
+    with pytest.raises(ValueError, match="unlabelled is \"swapped\", data or None, not 'more'"):
+        la.amortize(batches, "more")
+    with pytest.raises(ValueError, match="The loader has no data"):
+        la.amortize([])
+    with pytest.raises(ValueError, match="batch 0: The batch's texts have no tokens"):
+        la.amortize([{"input_ids": torch.ones(2, 0).long()}], None)
+    la.amortize(batches)
+    with pytest.raises(ValueError, match="Moments hold no inputs"):
+        la(la.predictive_moments(batches[0]), **AMORTIZED)
+    with pytest.raises(ValueError, match='neither "glm" nor "amortized"'):
+        la.predict(batches[0], pred_type="nn")
+    with torch.no_grad():
+        la.blocks[0].weight.mul_(2)
+    for use in (lambda: la(batches[0], **AMORTIZED), lambda: la.amortize(batches)):
+        with pytest.raises(RuntimeError, match="weights"):
+            use()
+    with pytest.raises(AttributeError, match="fit"):
+        make(plain_model()).amortize([inputs(4, 1)])
+    with pytest.raises(NotImplementedError, match=r"la\.score"):
+        fitted_text().amortize(batches)
+    rewards = make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
+    with pytest.raises(ValueError, match="reward_modeling learns from pairs"):
+        rewards.amortize(batches)
+
+
+def test_an_error_leaves_what_was_learnt_before():
+    la, batches = fitted(), ragged_batches()
+    before = la.amortize(batches)
+    with pytest.raises(ValueError, match="batch 1"):
+        la.amortize([batches[0], {"input_ids": torch.ones(2, 0).long()}], None)
+    assert la.learnt_variance is before
+
+
+def test_it_is_saved_with_the_posterior(tmp_path):
+    la, batches = fitted(), ragged_batches()
+    la.amortize(batches)
+    expected = la(batches[0], **AMORTIZED)
+    other = make(la.model.model, backend_kwargs={"rank": 3})
+    other.load_state_dict(la.state_dict())
+    la.save_pretrained(tmp_path)
+    model = lora_model("bert")
+    for loaded in (other, from_pretrained(model, tmp_path)):
+        torch.testing.assert_close(loaded(batches[0], **AMORTIZED), expected)
+        assert loaded.learnt_variance.r_squared == la.learnt_variance.r_squared
+    state = fitted().state_dict()
+    assert state["learnt_variance"] is None
+    del state["learnt_variance"]  # of an earlier version
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="No variance is learnt"):
+        other(batches[0], **AMORTIZED)
+
+
+def test_it_follows_the_model_into_another_precision():
+    la = fitted(model=lora_model("bert", torch.float32))
+    la.amortize(ragged_batches())
+    before = la(ragged_batches()[0], **AMORTIZED)
+    assert before.dtype == torch.float32
+    la.model.double()
+    after = la(ragged_batches()[0], **AMORTIZED)
+    assert after.dtype == torch.float64
+    torch.testing.assert_close(after.float(), before, rtol=1e-4, atol=1e-5)
+
+
+def test_the_model_is_left_as_it_was():
+    model = half_trained(lora_model("bert"))
+    la, batches = fitted(model=model), ragged_batches()
+    before = Snapshot(model)
+    la.amortize(batches)
+    la.predict_proba(batches, **AMORTIZED)
+    with pytest.raises(ValueError, match="no tokens"):
+        la(({"input_ids": torch.ones(2, 0).long()}), **AMORTIZED)
+    before.assert_equal(model)
+
+
+def test_ranks_learn_as_one_process_does():
+    def job(_):
+        la = fitted(batches=strided_loader(), rank=100)
+        learnt = la.amortize(strided_loader(), None)
+        return learnt.offset, learnt.n_examples, la(ragged_batches()[0], **AMORTIZED)
+
+    results, expected = on_ranks(job, 2), job(0)
+    for result in results:
+        assert not isinstance(result, Exception), result
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)

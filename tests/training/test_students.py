@@ -1,0 +1,204 @@
+"""A student: an ordinary adapter that has learnt a posterior's probabilities."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from peft import PeftModel
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from laplace_lora_ext import LaplaceMixture
+from tests.support.models import base_model, lora_model, ragged_batches
+from tests.support.posteriors import make
+from tests.support.snapshots import Snapshot
+
+LENGTHS = (7, 4, 5, 6) * 4
+
+
+class Texts(Dataset):
+    """Sixteen padded texts."""
+
+    def __init__(self, seed: int = 1) -> None:
+        (self.batch,) = ragged_batches(lengths=LENGTHS, batch_size=16, seed=seed)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {key: value[index] for key, value in self.batch.items()}
+
+
+def collate(examples):
+    return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+
+
+def case(tmp_path, kind="bert", *callbacks, adapter="default", likelihood="classification", **how):
+    """A broad posterior around a model that is sure of itself, and its trainer."""
+    n_labels = 1 if likelihood == "regression" else 3
+    model = lora_model(kind, torch.float32, n_labels=n_labels)
+    head = model.base_model.model
+    head = head.classifier.modules_to_save["default"] if kind == "bert" else head.lm_head
+    head.weight.data *= 8
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=5,
+        max_steps=400,
+        learning_rate=5e-3,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_strategy="no",
+        **how,
+    )
+    trainer = Trainer(model, arguments, collate, Texts(), callbacks=list(callbacks))
+    answers = {} if kind == "bert" else {"class_token_ids": [3, 11, 25]}
+    la = make(model, likelihood=likelihood, **answers)
+    batch = Texts().batch
+    la.fit([batch | {"labels": batch["labels"].float()} if likelihood == "regression" else batch])
+    la.prior_precision = 1e-4 if kind == "bert" else 1e-7
+    return la, trainer
+
+
+def assert_same(model, before):
+    """But for what an earlier training would have left on modules."""
+    now = Snapshot(model)
+    before.attributes = now.attributes
+    before.assert_equal(model)
+
+
+def log_probs(model, batch):
+    with torch.no_grad():
+        return model.eval()(**{k: v for k, v in batch.items() if k != "labels"}).logits.log_softmax(
+            -1
+        )
+
+
+def divergence(targets, log_p):
+    return (targets * (targets.log() - log_p)).sum(-1).mean().item()
+
+
+def test_its_own_probabilities_are_the_posteriors(tmp_path):
+    la, trainer = case(tmp_path)
+    batch = Texts().batch
+    targets = la(batch, link_approx="mean_field")
+    of_map = divergence(targets, log_probs(trainer.model, batch))
+    assert of_map > 0.1
+    before = Snapshot(trainer.model)
+    assert la.distill(trainer) == "calibrated"
+    assert trainer.model.active_adapter == "default"
+    student, teacher = (
+        {
+            n.replace(".calibrated", ".default")
+            for n, _ in trainer.model.named_parameters()
+            if key in n
+        }
+        for key in (".calibrated", ".default")
+    )
+    assert student == teacher
+    trainer.model.delete_adapter("calibrated")
+    assert_same(trainer.model, before)
+    torch.manual_seed(0)
+    loaded = PeftModel.from_pretrained(base_model("bert", 3, 12), tmp_path / "calibrated")
+    assert divergence(targets, log_probs(loaded, batch)) < 0.2 * of_map
+
+
+def test_answers_share_the_probability_that_the_model_gives_them(tmp_path):
+    la, trainer = case(tmp_path, "gpt2")
+    batch, ids = Texts().batch, la.model.class_token_ids
+    last = batch["attention_mask"].sum(1) - 1
+    rows = torch.arange(len(last))
+    before = log_probs(trainer.model, batch)[rows, last].exp()
+    targets = la(batch, link_approx="mean_field")
+    of_map = divergence(targets, (before[:, ids] / before[:, ids].sum(1, keepdim=True)).log())
+    assert of_map > 0.03
+    trainer.model.set_adapter(la.distill(trainer, unlabelled=None))
+    after = log_probs(trainer.model, batch)[rows, last].exp()
+    share, own = after[:, ids].sum(1), before[:, ids].sum(1)
+    assert (share - own).abs().mean() < 0.1 * own.mean()
+    found = (after[:, ids] / share[:, None]).log()
+    assert divergence(targets, found) < 0.3 * of_map
+
+
+class Seen(TrainerCallback):
+    """The data of each training that begins."""
+
+    def __init__(self) -> None:
+        self.data: list = []
+
+    def on_train_begin(self, args, state, control, train_dataloader=None, **_):
+        self.data.append((train_dataloader.dataset, state.max_steps))
+
+
+def test_it_learns_from_training_texts_and_copies_with_swapped_tokens(tmp_path):
+    seen = Seen()
+    la, trainer = case(tmp_path, "bert", seen)
+    texts = [row["input_ids"][row["attention_mask"].bool()] for row in Texts()]
+    more = [{k: v for k, v in text.items() if k != "labels"} for text in Texts(2)]
+    for number, unlabelled in enumerate((None, "swapped", more)):
+        la.distill(trainer, unlabelled, f"student_{number}")
+    (alone, steps), (swapped, _), (with_more, _) = seen.data
+    assert steps == 120  # 30 % of the training's
+    assert [len(alone), len(swapped), len(with_more)] == [16, 32, 32]
+    for records in (alone, swapped, with_more):
+        assert all(
+            torch.equal(r["input_ids"], text) for r, text in zip(records, texts, strict=False)
+        )
+    pool = set(torch.cat(texts).tolist())
+    for record, text in zip(swapped[16:], texts, strict=True):
+        changed = record["input_ids"] != text
+        assert 0 <= changed.sum() <= round(0.3 * len(text))
+        assert set(record["input_ids"].tolist()) <= pool
+    assert any(not torch.equal(r["input_ids"], t) for r, t in zip(swapped[16:], texts, strict=True))
+
+
+def test_a_mixture_teaches_its_mean(tmp_path):
+    la, trainer = case(tmp_path)
+    trainer.model.add_adapter("other", trainer.model.peft_config["default"])
+    trainer.model.set_adapter("other")
+    with torch.no_grad():
+        trainer.model.base_model.model.classifier.modules_to_save["other"].weight.mul_(-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the other adapter is untrained
+        other = make(trainer.model)
+        other.fit([Texts().batch])
+    trainer.model.set_adapter("default")
+    mixture, batch = LaplaceMixture([la, other]), Texts().batch
+    targets = mixture(batch, link_approx="mean_field")
+    trainer.model.set_adapter(mixture.distill(trainer))
+    assert divergence(targets, log_probs(trainer.model, batch)) < 0.1
+
+
+class Stops(TrainerCallback):
+    def on_step_end(self, *_, **__):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_student_leaves_nothing_behind(tmp_path):
+    la, trainer = case(tmp_path, "bert", Stops())
+    before, of_trainer = Snapshot(trainer.model), dict(vars(trainer))
+    with pytest.raises(KeyboardInterrupt):
+        la.distill(trainer)
+    assert_same(trainer.model, before)
+    assert list(trainer.model.peft_config) == ["default"]
+    assert vars(trainer) == of_trainer
+
+
+def test_what_can_not_be_taught_is_said(tmp_path):
+    la, trainer = case(tmp_path)
+    with pytest.raises(ValueError, match="an adapter 'default' already"):
+        la.distill(trainer, adapter_name="default")
+    with pytest.raises(ValueError, match="unlabelled must be"):
+        la.distill(trainer, unlabelled="more")
+    other = case(tmp_path)[1]
+    with pytest.raises(ValueError, match="has trained another model"):
+        la.distill(other)
+    la, trainer = case(tmp_path, likelihood="regression")
+    with pytest.raises(ValueError, match="regression has none"):
+        la.distill(trainer)
+    assert list(trainer.model.peft_config) == ["default"]
