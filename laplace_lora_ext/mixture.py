@@ -24,7 +24,7 @@ from laplace_lora_ext.models.adapters import (
     own_adapter_back,
     write_adapter,
 )
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments
