@@ -24,7 +24,7 @@ from laplace_lora_ext.models.adapters import (
     own_adapter_back,
     write_adapter,
 )
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments
@@ -434,7 +434,7 @@ def _differing_base(first: Any, other: Any) -> str | None:
     weights: list[dict[str, Any]] = [
         {
             name: weight
-            for name, weight in member._fitted.state.weights.items()
+            for name, weight in member._fitted.weights.items()
             if ".lora_" not in name and ".modules_to_save" not in name
         }
         for member in (first, other)

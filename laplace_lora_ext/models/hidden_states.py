@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.undoing import removing_hooks
 
 _KNOWN = "output layer"  # its name in `model.layouts`, or "" where there is none
 _LAST = 8  # calls of layers to search for the logits, so that few activations are kept
@@ -36,9 +36,9 @@ def logits_and_hidden_states(
         if given.ndim > 1 and given.shape[:-1] == output.shape[:-1]:
             calls.append((layer, given, output))
 
-    with removing_hooks() as handles:
+    with ExitStack() as hooks:
         for layer in _watched(model):
-            handles.append(layer.register_forward_hook(note))
+            hooks.callback(layer.register_forward_hook(note).remove)
         logits = model(batch)
     for layer, inputs, outputs in calls:
         place = _place(model, outputs, logits)

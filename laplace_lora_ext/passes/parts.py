@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from laplace_lora_ext.models.batches import number_of_rows
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.passes.proof import ONE_AT_A_TIME
 from laplace_lora_ext.processes.shards import rows
