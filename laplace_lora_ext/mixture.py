@@ -275,7 +275,7 @@ class LaplaceMixture:
         if method == "gridsearch" and self.likelihood == "language_modeling":
             method = TokenGridSearch(**options)
         elif method == "gridsearch":
-            method = GridSearch(**({"link_approx": "mean_field"} | options))
+            method = GridSearch(**{"link_approx": "mean_field", **options})
         elif method == "entropy":
             self.prior_precision = 1.0
             data = options["train_loader"]

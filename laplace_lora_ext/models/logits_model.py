@@ -257,7 +257,7 @@ class LogitsModel(nn.Module):
     def _prepared(self, trainable: Sequence[torch.Tensor]) -> Iterator[None]:
         modules = list(self.modules())
         modes = [module.training for module in modules]
-        before = [
+        before: list[tuple[dict[str, Any], str, bool, Any]] = [
             (module._parameters, name, parameter.requires_grad, parameter.grad)
             for module in modules
             for name, parameter in module._parameters.items()
