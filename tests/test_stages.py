@@ -8,10 +8,17 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+)
 
 from laplace_lora_ext import LaplaceMixture, from_pretrained, in_stages, train_in_stages
 from laplace_lora_ext.metrics import quality
@@ -19,7 +26,7 @@ from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.training.examples import divided
 from tests.support.models import base_model, lora_model, plain_model
 from tests.support.posteriors import fitted, generator, validation_loss
-from tests.support.ranks import Texts, on_ranks, strided_loader
+from tests.support.ranks import Texts, on_ranks
 from tests.support.snapshots import Snapshot
 from tests.support.trainers import N, Stop, Watch, trainer_of, values
 
@@ -165,9 +172,16 @@ class Endless(IterableDataset):
         return iter([])
 
 
-((_, HELD),) = divided(DataLoader(Texts(N)), 0.2, generator(42))
-OF_TWO_CLASSES = [text | {"labels": torch.tensor(p % 2)} for p, text in enumerate(Texts(N))]
-OF_TWO_CLASSES[HELD.indices[0]]["labels"] = torch.tensor(2)
+((REST, HELD),) = divided(DataLoader(Texts(N)), 0.2, generator(42))
+
+
+def of_two_classes(*others):
+    """Texts of two classes, but for the given ones."""
+    labels = torch.arange(N) % 2
+    labels[list(others)] = 2
+    return [text | {"labels": label} for text, label in zip(Texts(N), labels, strict=True)]
+
+
 POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3])
 
 
@@ -179,7 +193,11 @@ POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3])
         ({"model_init": lambda: None}, {}, "model_init makes a new model"),
         ({"optimizer": object()}, {}, "was given an optimizer"),
         ({"get_train_dataloader": lambda: DataLoader(Texts(N))}, {}, "must read self.train_data"),
-        ({"train_dataset": OF_TWO_CLASSES}, {}, r"any example of the classes \[2\]"),
+        (
+            {"train_dataset": of_two_classes(HELD.indices[0])},
+            {},
+            r"of the classes \[2\]",
+        ),
         ({"train_dataset": [t | {"position_ids": POSITIONS} for t in Texts(N)]}, {}, "packed"),
         ({}, {"held_out": 1.0}, "between 0 and 1"),
         ({}, {"held_out": 0.01}, "too few"),
@@ -231,22 +249,25 @@ def in_ranks(rank, folder):
     AcceleratorState._reset_state()
     trainer = trainer_of(folder, max_steps=2, ddp_backend="gloo", eval_data=Texts(9))
     la = train_in_stages(trainer)
-    return la(BATCH), la.n_data, trainer.state.log_history[-1]
+    return la(BATCH), (la.n_data, trainer.state.log_history[-1])
+
+
+def without_training(rank=0):
+    """One rank holds out a class that the other one learns."""
+    texts = of_two_classes(REST.indices[0], HELD.indices[1])
+    sampler = DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None
+    loader = DataLoader(texts, batch_size=2, sampler=sampler)
+    options = {"generator": generator(42), "backend_kwargs": {"rank": 24}}  # exact in any order
+    la = in_stages(lambda *_: None, lora_model("bert"), loader, **options)
+    return la.prior_precision, la.n_data
 
 
 def test_processes_train_and_choose_together(tmp_path):
-    one, other = on_ranks(in_ranks, 2, tmp_path)
-    torch.testing.assert_close(one[0], other[0])
-    assert one[1:] == other[1:]
-    assert one[1] == N
-
-    def chosen(rank=0, of=strided_loader):
-        model = lora_model("bert")
-        shares, rank = [], {"rank": 24}  # exact: no order matters
-        la = in_stages(lambda *c: shares.append(c[2]), model, of(N), backend_kwargs=rank)
-        return la.prior_precision, shares
-
-    expected, _ = chosen()
-    for prior_precision, shares in on_ranks(chosen, 2):
-        torch.testing.assert_close(prior_precision, expected, rtol=0.02, atol=0)
-        assert shares == [0.8, 0.25]
+    (one, figures), (other, same) = on_ranks(in_ranks, 2, tmp_path)
+    torch.testing.assert_close(one, other)
+    assert figures == same
+    assert figures[0] == N
+    expected, _ = without_training()
+    for prior_precision, n_data in on_ranks(without_training, 2):
+        torch.testing.assert_close(prior_precision, expected, rtol=0.01, atol=0)
+        assert n_data == N

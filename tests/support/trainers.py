@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def trainer_of(
     **settings: Any,
 ) -> Trainer:
     """A trainer of a tiny encoder with twenty texts, whose ordinary training has five steps."""
+    gc.freeze()  # what is there now: accelerate collects garbage before each training
     options: dict[str, Any] = {"max_steps": 5, "save_steps": 1, "logging_steps": 1}
     options |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2}
     options |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 5}
