@@ -15,7 +15,6 @@ from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.predictive.variance_shares import VarianceShares
 from laplace_lora_ext.stages import in_stages, train_in_stages
 from laplace_lora_ext.structures import (
     DiagLoRALaplace,
@@ -66,7 +65,6 @@ __all__ = [
     "TokenValGD",
     "TuningHistory",
     "ValGD",
-    "VarianceShares",
     "from_pretrained",
     "in_stages",
     "train_in_stages",

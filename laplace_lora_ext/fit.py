@@ -17,7 +17,6 @@ from laplace_lora_ext.models.model_state import FittedModel
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.passes.checks import check_called
-from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.processes.exchange import together
 
 
@@ -76,7 +75,6 @@ def fit(
         fitted.mean = mean
         fitted._fitted = fitted_model
         fitted._posterior_scale = None
-        fitted._agreement = MapAgreement()
         fitted.learnt_variance = None
     vars(la).update(vars(fitted))
 

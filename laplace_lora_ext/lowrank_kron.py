@@ -26,7 +26,6 @@ from laplace_lora_ext.predictive.statistics import (
     of_all_ranks,
     statistics_of_batch,
 )
-from laplace_lora_ext.predictive.variance_shares import VarianceShares
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.processes.shards import Shard
 
@@ -185,7 +184,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return of_all_ranks(parts, torch.cat(places), self.H, scale, device)
 
     @exclusive
-    def variance_by_layer(self, x: Any) -> VarianceShares:
+    def variance_by_layer(self, x: Any) -> dict[str, float]:
         """Where the uncertainty comes from: each layer's share of the logits' variance.
 
         The curvature is block-diagonal. A posterior over only some layers (the paper's table 15,
@@ -198,8 +197,15 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
         Returns
         -------
-        VarianceShares
-            by block, by transformer layer, and for the A and the B matrices
+        dict of str to float
+            for each transformer layer, such as "model.layers.3", and each module outside the
+            layers, such as "lm_head"; they sum to 1. `PredictiveStatistics.variance_by_block` has
+            the variances of each LoRA weight
+
+        Raises
+        ------
+        ValueError
+            If the logits don't depend on any LoRA weight.
         """
         self._check_H_init()
         if isinstance(x, PredictiveStatistics):
@@ -208,7 +214,14 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         else:
             statistics = self._statistics((x, None), self._device, self._dtype)
         variances = statistics.variance_by_block(self.prior_precision, self._H_factor)
-        return VarianceShares.of(self.blocks, variances.mean(0))
+        total = variances.sum().item()
+        if not total > 0:
+            raise ValueError("The logits have no variance: they don't depend on any LoRA weight.")
+        shares: dict[str, float] = {}
+        for block, variance in zip(self.blocks, variances.sum(0).tolist(), strict=True):
+            layer = block.transformer_layer
+            shares[layer] = shares.get(layer, 0.0) + variance / total
+        return shares
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics:
         if not isinstance(loader, PredictiveStatistics):

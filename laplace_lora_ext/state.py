@@ -13,7 +13,6 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.model_state import FittedModel
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.map_agreement import MapAgreement
 
 
 @exclusive
@@ -49,7 +48,6 @@ def load_state_dict(la: Posterior, state_dict: dict[str, Any]) -> None:
     follow(loaded)
     loaded._fitted = FittedModel(la.model, la.blocks)
     loaded._posterior_scale = None
-    loaded._agreement = MapAgreement()
     learnt = state_dict.get("learnt_variance")
     loaded.learnt_variance = learnt and LearntVariance(**learnt).to(la._device, la._dtype)
     vars(la).update(vars(loaded))

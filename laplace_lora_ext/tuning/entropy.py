@@ -67,8 +67,7 @@ def mean_entropy(la: Posterior, data: Any, progress_bar: bool = False) -> float:
     Classes are predicted with the link "mean_field"; a regression's densities include its noise.
     `data` are as for `MatchedEntropy`.
     """
-    with la.trying():  # no prediction is counted
-        return _mean(la, _moments(la, data, progress_bar)(la.prior_precision))
+    return _mean(la, _moments(la, data, progress_bar)(la.prior_precision))
 
 
 def _moments(la: Posterior, data: Any, progress_bar: bool) -> Any:
