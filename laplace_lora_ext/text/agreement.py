@@ -12,7 +12,6 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.processes.shards import total_size
 from laplace_lora_ext.text.on_grid import Drawn, OnGrid, TextPosterior
 from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.method import check_max_examples
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +56,6 @@ log_prior_prec_max, grid_size, log_prior_prec_base
         super().__post_init__()
         if not 0 < self.max_change < 1:
             raise ValueError(f"max_change must be between 0 and 1, not {self.max_change}.")
-        check_max_examples(self.max_examples)
 
     def _search(self, la: TextPosterior) -> TuningHistory:  # pyright: ignore[reportIncompatibleMethodOverride]
         stride = max(1, total_size(self.train_loader, la.n_data) // self.max_examples)
