@@ -12,7 +12,7 @@ from benchmarks import options
 
 # A module in `benchmarks.experiments` of the same name runs each.
 COMMANDS = (
-    *(options.Tuning, options.Calibration, options.Overview),
+    *(options.Tuning, options.Calibration, options.Stages, options.Overview),
     *(options.Text, options.Fidelity, options.Cost, options.Scale, options.Table7b),
 )
 

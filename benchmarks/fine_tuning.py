@@ -134,7 +134,9 @@ class Pretrained:
 
         def trained() -> dict[int, Weights]:
             how: Any = (settings, not self.options.quiet, recipe)
-            return train(model.model, loader, lambda x: cross_entropy(model(x), x["labels"]), *how)
+            smooth: Any = {"label_smoothing": recipe.label_smoothing if recipe else 0.0}
+            loss_of = lambda x: cross_entropy(model(x), x["labels"], **smooth)  # noqa: E731
+            return train(model.model, loader, loss_of, *how)
 
         key = [asdict(settings), loader.dataset, seed, *([recipe.name] if recipe else [])]
         return read_or_train(model.model, key, self.options.cache, trained)
@@ -167,16 +169,20 @@ def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType | None) 
     return get_peft_model(base, lora)
 
 
-def fine_tune(
-    pretrained: Pretrained, records: Records, seed: int, recipe: Recipe | None = None
-) -> AdaptedModel:
-    """Fine-tune LoRA weights, and an encoder's head, by maximum likelihood."""
-    settings = pretrained.hyperparameters
+def untrained(pretrained: Pretrained, seed: int) -> Any:
+    """The pretrained model with new LoRA layers."""
     transformers.set_seed(seed)
     base = pretrained.load()
     if getattr(base, "is_loaded_in_8bit", False):
         base = prepare_model_for_kbit_training(base)
-    model = with_lora(base, settings, pretrained.task_type)
+    return with_lora(base, pretrained.hyperparameters, pretrained.task_type)
+
+
+def fine_tune(
+    pretrained: Pretrained, records: Records, seed: int, recipe: Recipe | None = None
+) -> AdaptedModel:
+    """Fine-tune LoRA weights, and an encoder's head, by maximum likelihood."""
+    settings, model = pretrained.hyperparameters, untrained(pretrained, seed)
     if recipe is not None:
         recipe.prepare(model)
     adapted = AdaptedModel(

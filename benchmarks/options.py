@@ -112,6 +112,16 @@ class Calibration(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Stages(SeveralSeeds):
+    """Training in stages and mixtures, beside ensembles, temperatures and smoothed labels."""
+
+    members: int = option(3, "adapters to train in stages, for mixtures and ensembles")
+    smoothing: tuple[float, ...] = option(
+        (0.1, 0.2, 0.35, 0.5), "shares of label smoothing to try, beside none", nargs="*"
+    )
+
+
+@dataclass(frozen=True)
 class Text(Reading):
     """Free text by a pretrained language model (extra llm): half an hour a seed."""
 

@@ -46,11 +46,17 @@ class Hyperparameters:
         steps = epochs * math.ceil(texts / self.batch_size)
         return replace(self, steps=steps, warmup_steps=int(warmup * steps), checkpoints=1)
 
+    def for_share(self, share: float) -> "Hyperparameters":
+        """The same for a share of the steps, warm-up and decay included, with one checkpoint."""
+        steps, warmup = round(share * self.steps), round(share * self.warmup_steps)
+        return replace(self, steps=max(1, steps), warmup_steps=warmup, checkpoints=1)
+
 
 class Recipe:
     """Maximum likelihood by AdamW without weight decay; other recipes override parts of it."""
 
     name = "maximum likelihood"
+    label_smoothing = 0.0
 
     def prepare(self, model: torch.nn.Module) -> None:
         """Add parameters to be trained beside the weights."""
@@ -70,6 +76,14 @@ class Recipe:
     def deviations(self, model: torch.nn.Module, optimizer: Any) -> Weights:
         """What a checkpoint keeps beside the weights."""
         return {}
+
+
+class Smoothed(Recipe):
+    """Labels that leave a share of the probability to all classes alike."""
+
+    def __init__(self, label_smoothing: float) -> None:
+        self.name = f"label smoothing {label_smoothing}"
+        self.label_smoothing = label_smoothing
 
 
 def train(
@@ -113,9 +127,14 @@ def train(
 def read_or_train(
     model: torch.nn.Module, key: Any, cache: Path, train: Callable[[], dict[int, Weights]]
 ) -> dict[int, Weights]:
-    """Read what an earlier training from the same weights with the same key has left, or train."""
+    """Read what an earlier training from the same weights with the same key has left, or train.
+
+    Adapters beside the one to be trained make no difference.
+    """
     digest = hashlib.sha256(json.dumps(key).encode())
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and (".lora_" in name or ".modules_to_save." in name):
+            continue
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     path = cache / f"fine-tuned-{digest.hexdigest()[:16]}.pt"

@@ -12,6 +12,7 @@ from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.mixture import LaplaceMixture
+from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
@@ -25,7 +26,6 @@ from laplace_lora_ext.text.agreement import TokenAgreement
 from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.gridsearch import TokenGridSearch
 from laplace_lora_ext.text.scores import Scores, TextScores
-from laplace_lora_ext.text.val_gd import TokenValGD
 from laplace_lora_ext.tuning import (
     Agreement,
     GridSearch,
@@ -47,6 +47,7 @@ __all__ = [
     "Laplace",
     "LaplaceCallback",
     "LaplaceMixture",
+    "LearntVariance",
     "LoRALaplace",
     "LowRankKron",
     "LowRankKronDecomposed",
@@ -62,7 +63,6 @@ __all__ = [
     "TextScores",
     "TokenAgreement",
     "TokenGridSearch",
-    "TokenValGD",
     "TuningHistory",
     "ValGD",
     "from_pretrained",

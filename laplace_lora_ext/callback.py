@@ -7,6 +7,7 @@ from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
+import torch
 from laplace.baselaplace import BaseLaplace
 from torch import nn
 from torch.utils.data import DataLoader
@@ -15,6 +16,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.predictive.data_sets import over_loader
+from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.training.examples import in_order
 from laplace_lora_ext.training.trainers import same_random_states
 from laplace_lora_ext.tuning import TuningHistory, required_data
@@ -79,6 +82,11 @@ class LaplaceCallback(TrainerCallback):
             raise ValueError(
                 f'method="{_TRAINS}" trains again with the trainer: pass it, as in '
                 f'LaplaceCallback(method="{_TRAINS}", trainer=trainer).'
+            )
+        if method == _TRAINS and every_checkpoint:
+            raise ValueError(
+                f'method="{_TRAINS}" would train again at every checkpoint: leave every_checkpoint '
+                "out."
             )
         self._batch_size = batch_size
         self._trainer = trainer
@@ -187,9 +195,14 @@ def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
         found = [la.score(batch) for _, batch in named_batches(loader)]
         total = sum(float(scores.sums.log_prob.sum()) for scores in found)
         count = sum(int(scores.labelled.sum()) for scores in found)
-        return {"eval_laplace_nll": -total / count}
-    statistics = la.predictive_statistics(loader)
-    moments = statistics.moments(la.prior_precision)
-    predicted = la(moments, link_approx=_LINK, fitting=True).cpu()
-    found = quality(predicted, statistics.required_targets())
+        totals, counts = zip(*gathered((total, count)), strict=True)
+        return {"eval_laplace_nll": -sum(totals) / sum(counts)}
+
+    def evaluate(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        X, y = la.model.split(batch)
+        predicted = la(X, link_approx=_LINK, fitting=True)
+        return predicted.cpu(), la.trained_likelihood.check_targets(y, predicted).cpu()
+
+    predicted, targets = over_loader(loader, evaluate)
+    found = quality(predicted, targets)
     return {f"eval_laplace_{name}": found[name] for name in ("nll", "ece")}

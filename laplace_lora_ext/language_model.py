@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from typing import Any, NoReturn
@@ -10,37 +10,31 @@ from typing import Any, NoReturn
 import torch
 from laplace.curvature import CurvatureInterface
 from torch import nn
+from transformers import PreTrainedModel
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
-from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
+from laplace_lora_ext.models.adapters import only_active
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
-from laplace_lora_ext.models.weights import LoRAWeights
+from laplace_lora_ext.models.weights import LoRAWeights, Values
 from laplace_lora_ext.passes.checks import check_logits
 from laplace_lora_ext.text.agreement import TokenAgreement
-from laplace_lora_ext.text.draws import Noise
-from laplace_lora_ext.text.generation import GeneratedText, Settings
-from laplace_lora_ext.text.gridsearch import TokenGridSearch
-from laplace_lora_ext.text.joined import TextPasses
-from laplace_lora_ext.text.mixture import predictive
-from laplace_lora_ext.text.perturbations import Perturbation, SampledWeights
-from laplace_lora_ext.text.prompts import given
-from laplace_lora_ext.text.proof import proven
+from laplace_lora_ext.text.draws import drawn
+from laplace_lora_ext.text.generation import GeneratedText, write
+from laplace_lora_ext.text.gridsearch import TokenGridSearch, TokenSecondTraining
 from laplace_lora_ext.text.scores import TextScores, score
-from laplace_lora_ext.text.second_training import TokenSecondTraining
-from laplace_lora_ext.text.val_gd import TokenValGD
 from laplace_lora_ext.tuning import Marglik, TuningHistory, TuningMethod, build
 from laplace_lora_ext.tuning.by_name import tuned
+from laplace_lora_ext.tuning.loss_search import draw_seed
 
 _NAME = "language_modeling"
 _METHODS: dict[str, type[TuningMethod]] = {
     "agreement": TokenAgreement,
     "marglik": Marglik,
     "gridsearch": TokenGridSearch,
-    "val_gd": TokenValGD,
     "second_training": TokenSecondTraining,
 }
 
@@ -71,15 +65,6 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     backend : type of LowRankKronInterface, default=LowRankKronGGN
     backend_kwargs : dict, optional
         `rank` (10), `tail` (True), and `num_samples` (1) draws of every text
-    products : Perturbation, optional
-        how to compute products of the Jacobian with draws: `ForwardMode()` or
-        `CentralDifference(step)` from `laplace_lora_ext.text.perturbations`. If omitted, the first
-        batch that needs products decides
-
-    Attributes
-    ----------
-    products : Perturbation or None
-        None until a batch decides; set it to None to let the next batch decide again
 
     Raises
     ------
@@ -99,7 +84,6 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         *,
         backend: type[CurvatureInterface] | None = None,
         backend_kwargs: dict[str, Any] | None = None,
-        products: Perturbation | None = None,
         **kwargs: Any,
     ) -> None:
         if likelihood != _NAME:
@@ -112,7 +96,6 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         backend_of_host: Any = {"backend": backend, "backend_kwargs": settings}
         super().__init__(model, "classification", **backend_of_host, **kwargs)
         self.trained_likelihood = LIKELIHOODS[_NAME]
-        self.products = products
 
     @property
     def likelihood(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -138,11 +121,10 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
 
         Parameters
         ----------
-        method : {"marglik", "agreement", "gridsearch", "val_gd", "second_training"} or TuningMethod
-            "marglik" needs no data, "agreement" training texts (`TokenAgreement`), "gridsearch" and
-            "val_gd" validation texts (`TokenGridSearch`, `TokenValGD`), and "second_training" a
-            function that trains (`SecondTraining`). The other methods would need Jacobians of the
-            whole vocabulary
+        method : {"marglik", "agreement", "gridsearch", "second_training"} or TuningMethod
+            "marglik" needs no data, "agreement" training texts (`TokenAgreement`), "gridsearch"
+            validation texts (`TokenGridSearch`), and "second_training" a function that trains
+            (`SecondTraining`). The other methods would need Jacobians of the whole vocabulary
         verbose : bool, default=False
             print the result
         **options
@@ -170,7 +152,6 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         batch: Mapping[str, Any],
         n_samples: int = 10,
         generator: torch.Generator | None = None,
-        method: str = "linearized",
     ) -> TextScores:
         """How likely texts are, and how uncertain the model is of each of their tokens.
 
@@ -179,14 +160,11 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         batch : Mapping
             texts with labels, as for `fit`
         n_samples : int, default=10
-            draws of the posterior, S; 0 scores the trained model itself. Scoring takes `1 + 2 S`
-            forward passes, of which those of short texts run as one batch, and the memory of a few
-            logits `(N, V)` whatever S is
+            models with weights drawn from the posterior, S, of which `sample_adapters` writes the
+            like; 0 scores the trained model itself. Scoring takes `1 + S` forward passes, and the
+            memory of a few logits `(N, V)` whatever S is
         generator : torch.Generator, optional
             for the draws: with the same state, another batch gets the same draws
-        method : {"linearized", "adapters"}
-            "linearized" draws from the model that is linear in the LoRA weights. "adapters" runs
-            the model with drawn weights, as `sample_adapters` writes them, in S forward passes
 
         Returns
         -------
@@ -198,20 +176,9 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
             If the batch has no labelled token or does not suit the model, or a logit is not
             finite.
         RuntimeError
-            If the model is not the fitted one, or no way to multiply with its Jacobian works.
+            If the model is not the fitted one.
         """
-        self._check_H_init()
-        self._check_model()
-        way = self._way(method, batch, n_samples)
-        return self._score(batch, way, Noise.seeded(n_samples, generator))
-
-    def _score(self, batch: Mapping[str, Any], way: Perturbation, noise: Noise) -> TextScores:
-        f, tokens = self.tokens(batch)
-        with self.model.prepared():
-            directions = noise.directions(self._precision, self.blocks)
-            passes = TextPasses(self.model, self.blocks, batch)
-            drawn = passes.drawn(way, directions, noise.n_samples, f)
-            return score(f, drawn, tokens, self.model.labelled(batch).to(f.device))
+        return score_texts([self], batch, n_samples, generator)
 
     def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The trained model's logits `(N, V)` for the labelled tokens, and the tokens, `(N,)`."""
@@ -221,27 +188,6 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         check_logits(f)
         return f, self.trained_likelihood.check_targets(self.model.targets(batch), f)
 
-    @property
-    def _precision(self) -> LowRankKronDecomposed:
-        precision: Any = self.posterior_precision
-        return precision
-
-    def way(self, batch: Any) -> Perturbation:
-        """How to multiply with Jacobians: the way that a batch proved right."""
-        if self.products is None:
-            with self.model.prepared():
-                weights = LoRAWeights(self.model, self.blocks)
-                typical = Noise(1, 0).direction(0, self._precision, self.blocks)
-                self.products = proven(partial(weights.run, batch), weights.values, typical)
-        return self.products
-
-    def _way(self, method: str, batch: Any, n_samples: int) -> Perturbation:
-        if not isinstance(n_samples, Integral) or n_samples < 0:
-            raise ValueError(f"n_samples must be a whole number, 0 or more, and is {n_samples}.")
-        if method not in ("linearized", "adapters"):
-            raise ValueError(f'method {method!r} is neither "linearized" nor "adapters".')
-        return SampledWeights() if method == "adapters" or not n_samples else self.way(batch)
-
     @exclusive
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -250,25 +196,22 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         *,
         n_samples: int = 10,
         generator: torch.Generator | None = None,
-        method: str = "linearized",
         **generation_kwargs: Any,
     ) -> GeneratedText:
         """Write texts, drawing each next token from the posterior predictive.
 
-        This runs transformers' own `generate` with all of its options (greedy, sampling, beams,
-        stopping, logits processors) and with its caches. A whole text keeps the same draws, so
-        each draw is one model reading that text. The passes of all draws run as one batch beside
-        the model's own, unless prompts are long or the model mixes its rows; then one after the
-        other. Without draws the texts equal those of the model's own `generate`.
+        This runs transformers' own `generate`, greedy or sampling, with its stopping, its logits
+        processors and its caches, for one text after the other. A whole text keeps the same draws,
+        so each draw is one model reading that text. Without draws the texts equal those of the
+        model's own `generate`.
 
         Parameters
         ----------
-        n_samples, generator, method
-            as for `score`
+        n_samples, generator
+            as for `score`; each token takes `1 + S` forward passes
         **generation_kwargs
             for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them, padded on
-            the left unless an encoder reads them, images or sounds as a processor makes them,
-            `max_new_tokens` and so on
+            the left unless an encoder reads them, `max_new_tokens` and so on
 
         Returns
         -------
@@ -277,31 +220,13 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
         Raises
         ------
         NotImplementedError
-            For beam search if the model returns no `Cache`, for `past_key_values` that hold a text
-            already, without `use_cache=False` for a model that keeps something else, for several
-            texts a prompt beside images, and for models with a `generate` of their own.
+            For beams, several texts a prompt, `past_key_values`, images beside text, and models
+            with a `generate` of their own; without `use_cache=False` also for `guidance_scale` and
+            models that keep no cache.
         ValueError
             If there are no prompts, or if they are padded on the wrong side.
         """
-        self._check_H_init()
-        self._check_model()
-        transformer = self.model.transformer
-        settings = Settings.of(transformer, generation_kwargs)
-        prompt = given(transformer, generation_kwargs, settings, self.model.device)
-        way = self._way(method, prompt.as_text(), n_samples)
-        noise = Noise.seeded(n_samples, generator)
-        with self.model.prepared(), way.passes():
-            weights = LoRAWeights(transformer, self.blocks)
-            draws = [
-                way.draw(weights.values, direction)
-                for direction in noise.directions(self._precision, self.blocks)
-            ]
-            beams, known = settings.num_beams > 1, self.model.layouts
-            with predictive(transformer, weights, draws, prompt, beams, known):
-                output = transformer.generate(**(generation_kwargs | prompt.inputs()))
-        sequences = getattr(output, "sequences", output)
-        batch = prompt.continued(sequences, settings)
-        return GeneratedText(sequences, self._score(batch, way, noise), output)
+        return generate_texts([self], generation_kwargs, n_samples, generator)
 
     # --- what would need Jacobians of the whole vocabulary ------------------------------------
 
@@ -309,3 +234,80 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     amortize: Any = _refuse
     _moments: Any = _refuse
     _statistics: Any = _refuse
+
+
+def score_texts(
+    members: Sequence[LanguageModelLaplace],
+    batch: Mapping[str, Any],
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> TextScores:
+    """`LanguageModelLaplace.score` of a posterior, or of a mixture of several."""
+    return _score(members, batch, _drawn(members, n_samples, generator))
+
+
+def generate_texts(
+    members: Sequence[LanguageModelLaplace],
+    generation_kwargs: dict[str, Any],
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> GeneratedText:
+    """`LanguageModelLaplace.generate` of a posterior, or of a mixture of several.
+
+    Without draws, a mixture is that of the trained models.
+    """
+    first = members[0]
+    transformer, draws = first.model.transformer, list(_drawn(members, n_samples, generator))
+    used = draws
+    if not draws and len(members) > 1:
+        used = [(m, LoRAWeights(transformer, m.blocks).values) for m in members]
+    with first.model.prepared():
+        sequences, batch, outputs = write(
+            transformer,
+            [partial(_run, transformer, *draw) for draw in used],
+            first.model.device,
+            generation_kwargs,
+        )
+    return GeneratedText(sequences, _score(members, batch, draws), outputs)
+
+
+def _run(
+    transformer: PreTrainedModel,
+    la: LanguageModelLaplace,
+    values: Values,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    with only_active(transformer, la.blocks[0].adapter):
+        return LoRAWeights(transformer, la.blocks).call(values, args, kwargs)
+
+
+def _drawn(
+    members: Sequence[LanguageModelLaplace], n_samples: int, generator: torch.Generator | None
+) -> Iterable[tuple[LanguageModelLaplace, Values]]:
+    """Draws, divided among the members, the first ones getting the rest."""
+    if not isinstance(n_samples, Integral) or n_samples < 0:
+        raise ValueError(f"n_samples must be a whole number, 0 or more, and is {n_samples}.")
+    for place, member in enumerate(members):
+        member._check_H_init()
+        own = (int(n_samples) + len(members) - 1 - place) // len(members)
+        if own:
+            yield from ((member, values) for values in drawn(member, own, draw_seed(generator)))
+
+
+def _score(
+    members: Sequence[LanguageModelLaplace],
+    batch: Mapping[str, Any],
+    draws: Iterable[tuple[LanguageModelLaplace, Values]],
+) -> TextScores:
+    found = [member.tokens(batch) for member in members]
+    f, tokens = found[0]
+    if len(found) > 1:  # logits of the mixture of the trained models
+        f = torch.stack([f.log_softmax(-1) for f, _ in found]).logsumexp(0)
+
+    def logits() -> Iterator[torch.Tensor]:
+        for la, values in draws:
+            with la.model.prepared():
+                yield LoRAWeights(la.model, la.blocks).run(batch, values)
+
+    return score(f, logits(), tokens, members[0].model.labelled(batch).to(f.device))

@@ -14,6 +14,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
+from laplace_lora_ext.language_model import generate_texts, score_texts
 from laplace_lora_ext.laplace import from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_counts
@@ -23,16 +24,20 @@ from laplace_lora_ext.models.adapters import (
     own_adapter_back,
     write_adapter,
 )
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.saving import write_draw
+from laplace_lora_ext.text.generation import GeneratedText
+from laplace_lora_ext.text.gridsearch import TokenGridSearch
+from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning.entropy import MatchedEntropy, mean_entropy
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.method import TuningMethod
 
 _DESCRIPTION = "laplace_mixture.json"
 
@@ -61,10 +66,26 @@ class MixtureStatistics:
     members : tuple of PredictiveStatistics
     priors : tuple of torch.Tensor
         the members' own prior precisions, which a common factor multiplies
+
+    Raises
+    ------
+    ValueError
+        If the members' targets come in other orders.
     """
 
     members: tuple[PredictiveStatistics, ...]
     priors: tuple[torch.Tensor, ...]
+
+    def __post_init__(self) -> None:
+        first, *others = self.members
+        if first.targets is None:
+            return
+        targets = first.targets
+        if any(not torch.equal(targets, other.required_targets()) for other in others):
+            raise ValueError(
+                "Each member passes over the data, and got them in another order: pass a loader "
+                "that does not shuffle."
+            )
 
     def moments(self, factor: float | torch.Tensor, scale: Any = None) -> MixtureMoments:
         """Moments with the members' prior precisions multiplied by a factor."""
@@ -181,6 +202,39 @@ class LaplaceMixture:
 
     distill = students.distill
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def score(
+        self,
+        batch: Any,
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+    ) -> TextScores:
+        """How likely texts are; `n_samples` draws are divided among the members.
+
+        Parameters, result and errors are those of `LanguageModelLaplace.score`.
+        """
+        members: Any = self.members
+        with self.model.lock:
+            return score_texts(members, batch, n_samples, generator)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def generate(
+        self,
+        *,
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+        **generation_kwargs: Any,
+    ) -> GeneratedText:
+        """Write texts; `n_samples` draws are divided among the members.
+
+        Parameters, result and errors are those of `LanguageModelLaplace.generate`.
+        """
+        members: Any = self.members
+        with self.model.lock:
+            return generate_texts(members, generation_kwargs, n_samples, generator)
+
     # --- prior ---------------------------------------------------------------------------------
 
     @property
@@ -189,24 +243,28 @@ class LaplaceMixture:
 
     @prior_precision.setter
     def prior_precision(self, factor: float | torch.Tensor) -> None:
-        factor = as_tensor(factor).detach().cpu().float().reshape(1)
+        factor = as_tensor(factor).detach().cpu().float()
+        if factor.numel() != 1:
+            raise ValueError("A mixture has one factor of all its members' prior precisions.")
+        factor = factor.reshape(1)
         for member, prior in zip(self.members, self._priors, strict=True):
             member.prior_precision = factor.to(prior) * prior
         self._factor = factor
 
     def optimize_prior_precision(
-        self, method: str | GridSearch = "gridsearch", **options: Any
+        self, method: str | TuningMethod = "gridsearch", **options: Any
     ) -> TuningHistory:
         """Choose the common factor of the members' prior precisions that suits the mixture.
 
         Parameters
         ----------
-        method : {"gridsearch", "entropy"} or GridSearch
+        method : {"gridsearch", "entropy"}, GridSearch or TokenGridSearch
             "gridsearch" needs data that no member has learnt. "entropy" needs texts alone, such as
             the training data: it makes the mixture as uncertain about them as its members are
         **options
-            of `GridSearch`: `val_loader`, a loader or what `predictive_statistics` returned, with
-            the link "mean_field" by default; of "entropy": `train_loader`
+            of `GridSearch`, or of texts `TokenGridSearch`: `val_loader`, a loader or what
+            `predictive_statistics` returned, with the link "mean_field" by default. Of "entropy":
+            `train_loader`
 
         Returns
         -------
@@ -214,14 +272,16 @@ class LaplaceMixture:
             its prior precisions are the factors
         """
         mixture: Any = self
-        if method == "gridsearch":
+        if method == "gridsearch" and self.likelihood == "language_modeling":
+            method = TokenGridSearch(**options)
+        elif method == "gridsearch":
             method = GridSearch(**({"link_approx": "mean_field"} | options))
         elif method == "entropy":
             self.prior_precision = 1.0
             data = options["train_loader"]
             entropies = [mean_entropy(member, data) for member in self.members]
             return MatchedEntropy(entropy=sum(entropies) / len(self), **options)(mixture)
-        elif options or not isinstance(method, GridSearch):
+        elif options or not isinstance(method, GridSearch | TokenGridSearch):
             raise ValueError(f'method must be "gridsearch" or "entropy", not {method!r}.')
         return method(mixture)
 
@@ -288,18 +348,13 @@ class LaplaceMixture:
             If files are damaged, or an adapter or the base model is not that of the fit.
         """
         names = json.loads(Path(folder, _DESCRIPTION).read_text(encoding="utf-8"))["members"]
-        held = model.peft_config if isinstance(model, PeftModel) else {}
-        for name in names:
-            if name not in held:
-                path = str(Path(folder, name))
-                if isinstance(model, PeftModel):
-                    model.load_adapter(path, name)
-                else:
-                    model = PeftModel.from_pretrained(model, path, name)
-        assert isinstance(model, PeftModel)
+        if not isinstance(model, PeftModel):
+            model = PeftModel.from_pretrained(model, str(Path(folder, names[0])), names[0])  # pyright: ignore[reportArgumentType]
         members = []
         with own_adapter_back(model):
             for name in names:
+                if name not in model.peft_config:
+                    model.load_adapter(str(Path(folder, name)), name)
                 model.set_adapter(name)
                 members.append(from_pretrained(model, Path(folder, name), **kwargs))
         return cls(members)
@@ -308,12 +363,10 @@ class LaplaceMixture:
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> MixtureStatistics | None:
         """Statistics of a data set, or the given ones; None where a member has none."""
-        if isinstance(loader, MixtureStatistics):
-            return MixtureStatistics(loader.members, self._priors)
-        found = [member.statistics_of(loader, progress_bar) for member in self.members]
-        if any(statistics is None for statistics in found):
-            return None
-        return MixtureStatistics(tuple(found), self._priors)  # pyright: ignore[reportArgumentType]
+        parts = loader.members if isinstance(loader, MixtureStatistics) else [loader] * len(self)
+        pairs = zip(self.members, parts, strict=True)
+        found: Any = tuple(member.statistics_of(part, progress_bar) for member, part in pairs)
+        return None if None in found else MixtureStatistics(found, self._priors)
 
     @contextmanager
     def trying(self) -> Iterator[None]:
@@ -335,6 +388,7 @@ class LaplaceMixture:
     model = _of_first("model")
     likelihood = _of_first("likelihood")
     trained_likelihood = _of_first("trained_likelihood")
+    _predicted_likelihood = _of_first("_predicted_likelihood")
     sigma_noise = _of_first("sigma_noise")
     dict_key_y = _of_first("dict_key_y")
     n_outputs = _of_first("n_outputs")
@@ -377,18 +431,18 @@ def _check_alike(members: Sequence[LoRALaplace]) -> None:
 
 def _differing_base(first: Any, other: Any) -> str | None:
     """A weight of the base model in which two posteriors differ; None if there is none."""
-    weights = [
+    weights: list[dict[str, Any]] = [
         {
             name: weight
-            for name, weight in member._fitted.state.weights.items()
+            for name, weight in member._fitted.weights.items()
             if ".lora_" not in name and ".modules_to_save" not in name
         }
         for member in (first, other)
     ]
     names = weights[0].keys() | weights[1].keys()
     for name in sorted(names):
-        pair = [of_member.get(name) for of_member in weights]
-        if None in pair or not pair[0].equals(pair[1]):
+        own, its = (of_member.get(name) for of_member in weights)
+        if own is None or its is None or not own.equals(its):
             return name
     return None
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import load_peft_weights, set_peft_model_state_dict
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from transformers import set_seed
 
 from laplace_lora_ext.callback import eval_figures
 from laplace_lora_ext.laplace import Laplace
@@ -22,16 +23,19 @@ from laplace_lora_ext.models.adapters import (
     add_fresh_adapter,
     find_peft_model,
     own_adapter_back,
+    read_adapter,
     write_adapter,
 )
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import find_transformer
-from laplace_lora_ext.training.examples import divided, in_order
+from laplace_lora_ext.processes.exchange import gathered, of_first, together
+from laplace_lora_ext.training.examples import divided, in_order, taken
 from laplace_lora_ext.training.trainers import (
     check_trainer,
     loader_of,
     same_random_states,
     train,
+    whole_loader,
 )
 from laplace_lora_ext.tuning.entropy import MatchedEntropy, mean_entropy
 from laplace_lora_ext.tuning.history import TuningHistory
@@ -43,7 +47,7 @@ Train = Callable[[nn.Module, Dataset, float], object]
 """Trains a model's active adapter on examples, for a share of the steps of a whole training."""
 
 _MEMBER = "member_{}"  # adapters of a mixture but the first, which is the user's
-_DONE = "laplace_stage.json"
+_MARK = "laplace_stage.json"  # null while a training goes on, then its log
 
 
 class Stages(NamedTuple):
@@ -80,7 +84,8 @@ def train_in_stages(
 
     Callbacks, logs, evaluations and checkpoints of the trainer work in both stages. The adapter and
     the posterior end in its `output_dir`, checkpoints of the first stage in "stage_1" there, and
-    the posterior's figures in `trainer.state.log_history`, with the logs of all stages.
+    the posterior's figures in `trainer.state.log_history`, with the logs of all stages. After each
+    training the random states are those of the trainer's seed.
 
     Parameters
     ----------
@@ -115,15 +120,21 @@ def train_in_stages(
     check_trainer(trainer)
     options |= {"likelihood": likelihood or _likelihood(trainer, options)}
     log: list[dict[str, Any]] = []
-    folders = _folders(Path(trainer.args.output_dir), members)
     find_peft_model(trainer.model)
+    folders = list(_folders(Path(trainer.args.output_dir), members))
+    trainings = iter(enumerate(folders, 1))
 
     def run(model: nn.Module, examples: Dataset, share: float) -> None:
-        log.extend(_trained(trainer, examples, share, *next(folders), resume_from_checkpoint))
+        number, (stage, folder) = next(trainings)
+        if number == 1 and not resume_from_checkpoint and trainer.args.should_save:
+            for _, each in folders:
+                (each / _MARK).unlink(missing_ok=True)
+        entries = _trained(trainer, examples, share, folder, resume_from_checkpoint)
+        log.extend(entry | {"stage": stage} for entry in entries)
+        set_seed(trainer.args.seed + number)  # whether it has been trained now, or before
 
     generator = torch.Generator().manual_seed(trainer.args.data_seed or trainer.args.seed)
-    whole = DataLoader(trainer.train_dataset)
-    batches = _Batches(whole, lambda examples: loader_of(trainer, examples))
+    batches = _Batches(whole_loader(trainer), lambda examples: loader_of(trainer, examples))
     choices = held_out, members, generator, progress_bar
     stages = _in_stages(run, trainer.model, batches, *choices, options)
     _finish(trainer, stages, log)
@@ -194,6 +205,7 @@ def _in_stages(
     check_counts(members=members)
     options = {"subset_of_weights": "lora", "hessian_structure": "lowrank_kron"} | options
     ((rest, held),) = divided(batches.whole, held_out, generator)
+    everything = taken(batches.whole)
     first, validation = batches.of(rest), batches.of(held)
     _check(model, first, validation, options)
 
@@ -203,11 +215,13 @@ def _in_stages(
         return la
 
     with own_adapter_back(model):
-        firsts, actives = [], []
-        for number in range(members):
-            if number:
-                add_fresh_adapter(find_peft_model(model), _MEMBER.format(number))
+        actives = [active_again(model)]
+        for number in range(1, members):
+            add_fresh_adapter(find_peft_model(model), _MEMBER.format(number))
             actives.append(active_again(model))
+        firsts = []
+        for activate in actives:
+            activate()
             train(model, rest, 1 - held_out)
             firsts.append(fitted(first))
         choice: Any = firsts[0] if members == 1 else LaplaceMixture(firsts)
@@ -220,8 +234,8 @@ def _in_stages(
         seconds = []
         for activate, choice_of_member in zip(actives, carried, strict=True):
             activate()
-            train(model, batches.whole.dataset, SECOND_STAGE)
-            seconds.append(fitted(batches.of(batches.whole.dataset)))
+            train(model, everything, SECOND_STAGE)
+            seconds.append(fitted(batches.of(everything)))
             choice_of_member.carry_over(seconds[-1], first)
     return Stages(seconds[0] if members == 1 else LaplaceMixture(seconds), history)
 
@@ -240,8 +254,9 @@ class _Carried(NamedTuple):
     def carry_over(self, la: Any, texts: DataLoader) -> None:
         la.prior_precision = self.prior_precision
         if self.entropy is not None:
-            start = {"init_prior_prec": self.prior_precision}
-            method = MatchedEntropy(train_loader=texts, entropy=self.entropy, **start)
+            method = MatchedEntropy(
+                train_loader=texts, entropy=self.entropy, init_prior_prec=self.prior_precision
+            )
             la.optimize_prior_precision(method=method)
 
 
@@ -254,17 +269,19 @@ def _check(
     model: nn.Module, first: DataLoader, validation: DataLoader, options: dict[str, Any]
 ) -> None:
     """Refuse what can't be fitted or chosen, before any training."""
-    with same_random_states(), warnings.catch_warnings():
+    found: list[set[Any]] = [set(), set()]
+    with same_random_states(), warnings.catch_warnings(), together():
         warnings.simplefilter("ignore")  # the fits will warn
         la: Any = Laplace(model, **options)
-    found: list[set[Any]] = [set(), set()]
-    for labels, loader in zip(found, (first, validation), strict=True):
-        for name, batch in named_batches(loader):
-            with naming(name):
-                _, y = la.model.split(batch)
-            if not (la.trained_likelihood.is_gaussian or _writes(la)):
-                labels.update(y.flatten().tolist())
-    lost = sorted(found[1] - found[0])
+        la.fit(list(islice(first, 1)))
+        for labels, loader in zip(found, (first, validation), strict=True):
+            for name, batch in named_batches(loader):
+                with naming(name):
+                    _, y = la.model.split(batch)
+                if not (la.trained_likelihood.is_gaussian or _writes(la)):
+                    labels.update(y.flatten().tolist())
+        in_first, in_held = (set().union(*gathered(labels)) for labels in found)
+    lost = sorted(in_held - in_first)
     if lost:
         raise ValueError(
             f"The first stage would train without any example of the classes {lost}, which are all "
@@ -290,37 +307,50 @@ def _folders(output: Path, members: int) -> Iterator[tuple[str, Path]]:
 
 
 def _trained(
-    trainer: Any, examples: Any, share: float, stage: str, folder: Path, resume: bool
+    trainer: Any, examples: Any, share: float, folder: Path, resume: bool
 ) -> list[dict[str, Any]]:
     """Train the active adapter and save it, or load what an interrupted run has saved; its log."""
-    done = folder / _DONE
+    mark = folder / _MARK
+    begun = of_first(mark.stat().st_mtime if resume and mark.exists() else None)
+    log = of_first(None if begun is None else json.loads(mark.read_text(encoding="utf-8")))
     model = find_peft_model(trainer.model)
-    adapter = model.active_adapter
-    if resume and done.exists():
-        weights = load_peft_weights(str(folder if adapter == "default" else folder / adapter))
-        set_peft_model_state_dict(model, weights, adapter)
-        return json.loads(done.read_text(encoding="utf-8"))
-    done.unlink(missing_ok=True)
-    train(trainer, examples, share, folder, resume)
-    log = [entry | {"stage": stage} for entry in trainer.state.log_history]
+    adapter: Any = model.active_adapter
+    if log is not None:
+        read_adapter(model, adapter, folder)
+        return log
+    if begun is None and trainer.args.should_save:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.write_text("null", encoding="utf-8")
+    checkpoint = None if begun is None else _last_checkpoint(folder, begun)
+    train(trainer, examples, share, folder, checkpoint)
+    log = trainer.state.log_history
     if trainer.args.should_save:
         write_adapter(model, adapter, {}, folder)
-        done.write_text(json.dumps(log), encoding="utf-8")
+        mark.write_text(json.dumps(log), encoding="utf-8")
     return log
 
 
+def _last_checkpoint(folder: Path, since: float) -> Path | None:
+    """The last whole checkpoint since a time; those before it are of another training."""
+    states = folder.glob("checkpoint-*/trainer_state.json")  # a trainer writes it last
+    times = {path.parent: path.stat().st_mtime for path in states}
+    last = max(times, key=times.__getitem__, default=None)
+    return last if last is not None and times[last] >= since else None
+
+
 def _finish(trainer: Any, stages: Stages, log: list[dict[str, Any]]) -> None:
-    """Add figures to the logs, and save adapter, posterior and logs."""
+    """Save adapter and posterior, add figures to the logs, and save these."""
     la, history = stages
+    trainer.save_model()
+    if trainer.args.should_save:
+        la.save_pretrained(trainer.args.output_dir)
+    priors = [member.prior_precision.mean().item() for member in getattr(la, "members", [la])]
     found = {
         "laplace_held_out_nll": history.objective.min().item(),
-        "laplace_prior_precision": la.prior_precision.mean().item(),
+        "laplace_prior_precision": sum(priors) / len(priors),
     }
     if trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict):
         found |= eval_figures(la, loader_of(trainer, trainer.eval_dataset))
     trainer.state.log_history = log
     trainer.log(found)
-    trainer.save_model()
-    if trainer.args.should_save:
-        la.save_pretrained(trainer.args.output_dir)
-        trainer.save_state()
+    trainer.save_state()

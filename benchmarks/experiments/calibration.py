@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -163,7 +163,8 @@ class Trial:
                 if method.key == "map":
                     map_classes = prediction.probabilities[TEST].argmax(-1)
                 name = {"protocol": protocol.title, "method": method.key, "name": method.title}
-                rows.append({**name, **seconds, **self._row(prediction, map_classes)})
+                row = row_of(prediction, self._labels, map_classes)
+                rows.append({"seed": self.seed, **name, **seconds, **row})
         return rows
 
     def _predictions(
@@ -228,25 +229,28 @@ class Trial:
         la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
         return la
 
-    def _row(self, prediction: Prediction, map_classes: torch.Tensor) -> Row:
-        """Measure the test texts and each shifted set."""
-        found, prior = prediction.probabilities, prediction.prior
-        test, labels = found[TEST], self._labels[TEST]
-        row: Row = {
-            **{"seed": self.seed, "prior": prior.key, "chosen_by": prior.title},
-            **{key: getattr(prediction, key) for key in ("link", "chosen", "is_choice", "regret")},
-            **quality(test, labels),
-            "calibrated_ece": metrics.calibrated_ece(test),
-            "away_from_map": (test.argmax(-1) != map_classes).double().mean().item(),
-            "reliability": reliability(test, labels),
-            "shifted": {},
+
+def row_of(
+    prediction: Prediction, labels_of: Mapping[str, torch.Tensor], map_classes: torch.Tensor
+) -> Row:
+    """Measure the test texts and each shifted set."""
+    found, prior = prediction.probabilities, prediction.prior
+    test, labels = found[TEST], labels_of[TEST]
+    row: Row = {
+        **{"prior": prior.key, "chosen_by": prior.title},
+        **{key: getattr(prediction, key) for key in ("link", "chosen", "is_choice", "regret")},
+        **quality(test, labels),
+        "calibrated_ece": metrics.calibrated_ece(test),
+        "away_from_map": (test.argmax(-1) != map_classes).double().mean().item(),
+        "reliability": reliability(test, labels),
+        "shifted": {},
+    }
+    for name in (name for name in found if name != TEST):
+        shifted, classes = found[name], labels_of[name]
+        both = torch.cat([test, shifted]), torch.cat([labels, classes])
+        row["shifted"][name] = {
+            **(quality(shifted, classes) if bool((classes >= 0).all()) else {}),
+            **metrics.shift_detection(test, shifted),
+            "selective_accuracy": metrics.selective_accuracy(*both),
         }
-        for name in (name for name in found if name != TEST):
-            shifted, classes = found[name], self._labels[name]
-            both = torch.cat([test, shifted]), torch.cat([labels, classes])
-            row["shifted"][name] = {
-                **(quality(shifted, classes) if bool((classes >= 0).all()) else {}),
-                **metrics.shift_detection(test, shifted),
-                "selective_accuracy": metrics.selective_accuracy(*both),
-            }
-        return row
+    return row

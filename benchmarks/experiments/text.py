@@ -131,19 +131,17 @@ def methods(
     la: Any, options: Text, seed: int, train: list[Any], validation: list[Any]
 ) -> Iterable[tuple[str, str, Callable[[], Predictor]]]:
     """Methods in turn; the prior precision is chosen before each posterior that uses it."""
-    draws, first = options.draws, validation[0]
+    draws = options.draws
     yield "MAP", "", lambda: Predictor(la)
     yield "Temperature scaling", "validation", lambda: free_text.scaled(la, validation)
     yield "TFB", "training texts", lambda: free_text.training_free(la, draws, train)
+    how: Any = {"n_samples": draws, "progress_bar": not options.quiet}
     la.optimize_prior_precision("marglik")
-    yield "Sampled weights", "evidence", lambda: posterior(la, draws, first, False)
-    yield "Linearised", "evidence", lambda: posterior(la, draws, first, True)
-    grid: Any = {**GRID, "n_samples": draws, "grid_size": options.grid_size}
-    grid["progress_bar"] = not options.quiet
-    generator = torch.Generator().manual_seed(seed)
-    la.optimize_prior_precision("agreement", train_loader=train, generator=generator, **grid)
-    yield "Linearised", "agreement", lambda: posterior(la, draws, first, True)
-    generator.manual_seed(seed)
-    la.optimize_prior_precision("gridsearch", val_loader=validation, generator=generator, **grid)
-    yield "Sampled weights", "validation", lambda: posterior(la, draws, first, False)
-    yield "Linearised", "validation", lambda: posterior(la, draws, first, True)
+    yield "Posterior", "evidence", lambda: posterior(la, draws)
+    how["generator"] = torch.Generator().manual_seed(seed)
+    la.optimize_prior_precision("agreement", train_loader=train, **how)
+    yield "Posterior", "agreement", lambda: posterior(la, draws)
+    how["generator"].manual_seed(seed)
+    grid = {**GRID, "grid_size": options.grid_size}
+    la.optimize_prior_precision("gridsearch", val_loader=validation, **grid, **how)
+    yield "Posterior", "validation", lambda: posterior(la, draws)

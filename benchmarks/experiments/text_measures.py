@@ -123,5 +123,5 @@ def relative_cost(la: Any, batch: Any, draws: int, clock: Clock) -> dict[str, fl
     la.load_state_dict(state)
     return {
         "fit_ratio": of_fit / of_both,
-        "score_ratio": of_score / of_forward / (1 + 2 * draws),
+        "score_ratio": of_score / of_forward / (1 + draws),
     }

@@ -14,8 +14,7 @@ from benchmarks.models import AdaptedModel
 from laplace_lora_ext import LanguageModelLaplace
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import LoRAWeights
-from laplace_lora_ext.text.draws import Noise
-from laplace_lora_ext.text.perturbations import SampledWeights, drawn_logits
+from laplace_lora_ext.text.draws import drawn
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Predictor:
     """Predicts a batch's labelled tokens: logits of the trained model and of every draw."""
 
     la: LanguageModelLaplace
-    draws: Callable[[Any, torch.Tensor], Iterable[torch.Tensor]] = lambda *_: ()
+    draws: Callable[[Any], Iterable[torch.Tensor]] = lambda _: ()
     temperature: float = 1.0
     is_posterior: bool = False
 
@@ -31,7 +30,7 @@ class Predictor:
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Iterable[torch.Tensor], torch.Tensor]:
         """Logits `(N, V)`, those of each draw, and the labels `(N,)`."""
         f, tokens = self.la.tokens(batch)
-        return f / self.temperature, self.draws(batch, f), tokens
+        return f / self.temperature, self.draws(batch), tokens
 
 
 class Writer(AdaptedModel):
@@ -49,17 +48,10 @@ def scaled(la: LanguageModelLaplace, validation: Iterable[Any]) -> Predictor:
     return Predictor(la, temperature=fit_temperature(logits, tokens))
 
 
-def posterior(la: LanguageModelLaplace, draws: int, batch: Any, linearized: bool) -> Predictor:
-    """The posterior as it is now, linearised or with sampled weights."""
-    precision: Any = la.posterior_precision
-    noise, weights = Noise(draws, 0), LoRAWeights(la.model, la.blocks)
-    way = la.way(batch) if linearized else SampledWeights()
-
-    def drawn(batch: Any, f: torch.Tensor) -> Iterable[torch.Tensor]:
-        passes = partial(map, partial(weights.run, batch))
-        return drawn_logits(way, weights.values, noise.directions(precision, la.blocks), passes, f)
-
-    return Predictor(la, drawn, is_posterior=True)
+def posterior(la: LanguageModelLaplace, draws: int) -> Predictor:
+    """The posterior as it is now."""
+    weights, values = LoRAWeights(la.model, la.blocks), list(drawn(la, draws, 0))
+    return Predictor(la, lambda batch: map(partial(weights.run, batch), values), is_posterior=True)
 
 
 def training_free(la: LanguageModelLaplace, draws: int, texts: list[Any]) -> Predictor:
@@ -67,10 +59,10 @@ def training_free(la: LanguageModelLaplace, draws: int, texts: list[Any]) -> Pre
     members = sampled.training_free(Writer(la.model.model), texts, draws=draws)
 
     @torch.no_grad()
-    def drawn(batch: Any, _: torch.Tensor) -> Iterator[torch.Tensor]:
+    def logits(batch: Any) -> Iterator[torch.Tensor]:
         yield from (logits_of(batch) for logits_of in members.logits())
 
-    return Predictor(la, drawn)
+    return Predictor(la, logits)
 
 
 def token_loss(model: Any, batch: Any) -> torch.Tensor:

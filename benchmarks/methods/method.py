@@ -1,11 +1,12 @@
 """What a method is; and the methods without a posterior: MAP, ensembles, temperature scaling."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import nll_loss
 from torch.utils.data import DataLoader
 
 from benchmarks.models import AdaptedModel
@@ -107,13 +108,18 @@ def at_temperature(model: AdaptedModel, temperature: float) -> Members:
 
 
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """The number to divide logits by for the lowest NLL."""
+    """The number to divide logits by for the lowest NLL.
+
+    Of `(members, texts, classes)`, that of the members' mean probabilities.
+    """
+    logits = logits.reshape(-1, *logits.shape[-2:])
     log_temperature = torch.zeros((), requires_grad=True)
     optimizer = torch.optim.LBFGS([log_temperature], max_iter=100, line_search_fn="strong_wolfe")
 
     def closure() -> Any:
         optimizer.zero_grad()
-        loss = cross_entropy(logits / log_temperature.exp(), labels)
+        members = (logits / log_temperature.exp()).log_softmax(-1)
+        loss = nll_loss(members.logsumexp(0) - math.log(len(members)), labels)
         loss.backward()
         return loss
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import tqdm
 
-from laplace_lora_ext.fitting.identity import hashes
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.same_model import hashes
 from laplace_lora_ext.passes.checks import noting_calls
 from laplace_lora_ext.processes.exchange import count, gathered, rank
 from laplace_lora_ext.processes.shards import Share, refuse_copies
@@ -88,7 +88,10 @@ class _Report:
     """What a rank tells the others about its sums."""
 
     def __init__(self, la: Posterior, sums: Sums) -> None:
-        self.identity = hashes(la) if count() > 1 else {}
+        settings = type(la).__name__, la.likelihood, la._dtype, la._settings()
+        self.identity = {"settings": repr(settings)}
+        if count() > 1:
+            self.identity |= hashes(la.model, la.blocks)
         self.n_data, self.loss = sums.n_data, sums.loss.item()
         self.n_outputs, self.called = la.model.output_size, sums.called
 

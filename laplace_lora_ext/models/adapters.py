@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from laplace_lora_ext.undoing import undoing
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that do
 
 
 @contextmanager
@@ -30,21 +30,19 @@ def only_active(model: nn.Module, adapter: str) -> Iterator[None]:
         and module._active_adapter not in (adapter, [adapter])
     ]
     before = [layer._active_adapter for layer in layers]
-
-    def restore() -> None:
-        for layer, active in zip(layers, before, strict=True):
-            layer._active_adapter = active
-
-    with undoing(restore):
+    try:
         for layer in layers:
             layer._active_adapter = adapter
         yield
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer._active_adapter = active
 
 
 def active_again(model: nn.Module) -> Callable[[], None]:
     """What makes the adapter that is active now so again, with the same weights trainable."""
     peft_models = [module for module in model.modules() if isinstance(module, PeftModel)]
-    active = [peft_model.active_adapter for peft_model in peft_models]
+    active: list[Any] = [peft_model.active_adapter for peft_model in peft_models]
     flags = [(weight, weight.requires_grad) for weight in model.parameters()]
 
     def activate() -> None:
@@ -86,19 +84,32 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
     Raises
     ------
     ValueError
-        If there is an adapter of that name.
+        If there is an adapter of that name, or another adapter would change the base model.
     """
     if adapter in model.peft_config:
         raise ValueError(
             f"The model has an adapter {adapter!r} already: remove it with model.delete_adapter, "
             "or rename it."
         )
-    like = model.active_adapter
+    like: Any = model.active_adapter
+    initialisation = getattr(model.peft_config[like], "init_lora_weights", True)
+    if str(initialisation).startswith(_CHANGE_BASE):
+        raise ValueError(
+            f"init_lora_weights={initialisation!r} changes the base model, so that it can't hold "
+            "another adapter: choose another initialisation, or train with models of their own."
+        )
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     model.add_adapter(adapter, deepcopy(model.peft_config[like]))
     model.set_adapter(adapter)
     for name, weight in model.named_parameters():
         weight.requires_grad_(name.replace(f".{adapter}", f".{like}") in trained - {name})
+
+
+def read_adapter(model: PeftModel, adapter: str, directory: Path) -> None:
+    """Give an adapter the weights that `write_adapter`, or a trainer, saved in a directory."""
+    folder = directory if adapter == "default" else directory / adapter
+    weights = load_peft_weights(str(folder), device="cpu")
+    set_peft_model_state_dict(model, weights, adapter)
 
 
 def find_peft_model(model: nn.Module) -> PeftModel:

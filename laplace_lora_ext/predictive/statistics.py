@@ -11,7 +11,7 @@ import torch
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.curvature.spectrum import Spectrum
 from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.models.default_device import as_tensor, set_aside
+from laplace_lora_ext.models.locks import as_tensor, cpu_as_default
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes import visit_jacobians
@@ -113,7 +113,7 @@ class PredictiveStatistics:
     def _device(self) -> torch.device:
         return self.f_mu.device
 
-    @set_aside()
+    @cpu_as_default()
     @without_autocast
     def moments(
         self, prior_precision: float | torch.Tensor, scale: float | torch.Tensor | None = None
@@ -145,7 +145,7 @@ class PredictiveStatistics:
         f_var = torch.cat([self._covariance(*part, leading, remaining) for part in parts])
         return Moments(self.f_mu, f_var)
 
-    @set_aside()
+    @cpu_as_default()
     @without_autocast
     def variance_by_block(
         self, prior_precision: float | torch.Tensor, scale: float | torch.Tensor | None = None

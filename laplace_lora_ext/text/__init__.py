@@ -1,1 +1,1 @@
-"""Free text: draws of the posterior, what they change, scores of texts, generation."""
+"""Free text: the model with drawn weights, scores of texts, choices of the prior, generation."""

@@ -1,46 +1,46 @@
-"""Draws of a posterior as directions from the trained weights, reproducible at any time."""
+"""Draws of the posterior as LoRA weights, the same ones whenever asked, and losses under them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
-from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
-from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.models.weights import Values, held, shaped
-from laplace_lora_ext.tuning.loss_search import draw_seed
+from laplace_lora_ext.messages import naming
+from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.weights import Values
+from laplace_lora_ext.predictive.networks import drawn_weights
+from laplace_lora_ext.processes.exchange import gathered
 
 
-class Noise:
-    """Standard normal numbers, `(parameters,)` for each draw, stored as a seed.
+def drawn(la: Posterior, n_samples: int, seed: int) -> Iterator[Values]:
+    """LoRA weights of each draw, under any prior precision from the noise of the same seed."""
+    la._check_model()
+    generator = torch.Generator(la._device).manual_seed(seed)
+    return (drawn_weights(la, generator) for _ in range(n_samples))
 
-    Directions under two prior precisions come from the same numbers.
+
+def mean_over_tokens(
+    la: Posterior, batches: Iterable[Any], numbers_of: Callable[[Any], torch.Tensor]
+) -> tuple[float, int]:
+    """The mean of batches' numbers `(N,)` over all tokens and processes, and how many texts.
+
+    Raises
+    ------
+    ValueError
+        If there are no batches.
     """
-
-    def __init__(self, n_samples: int, seed: int) -> None:
-        self.n_samples = n_samples
-        self._seed = seed
-
-    @classmethod
-    def seeded(cls, n_samples: int, generator: torch.Generator | None) -> Noise:
-        """With a seed from a generator or torch's random state; 0 draws leave that untouched."""
-        return cls(n_samples, draw_seed(generator) if n_samples else 0)
-
-    def direction(
-        self, index: int, precision: LowRankKronDecomposed, blocks: Sequence[Block]
-    ) -> Values:
-        """`P^(-1/2) z` for a draw z: a sample of the Gaussian with mean 0 and precision P."""
-        generator = torch.Generator().manual_seed(self._seed + index)
-        like = precision.blocks[0].small.values
-        n_params = sum(block.weight.numel() for block in blocks)
-        z = torch.randn(n_params, generator=generator, dtype=like.dtype).to(like.device)
-        with torch.autocast(like.device.type, enabled=False):
-            direction = precision.bmm(z, exponent=-0.5)
-            return shaped(direction.masked_fill(held(blocks, like.device), 0), blocks)
-
-    def directions(
-        self, precision: LowRankKronDecomposed, blocks: Sequence[Block]
-    ) -> Iterator[Values]:
-        """The directions of all draws, one at a time."""
-        return (self.direction(index, precision, blocks) for index in range(self.n_samples))
+    total, n_tokens, n_texts = 0.0, 0, 0
+    for name, batch in named_batches(batches):
+        with naming(name), la.model.prepared():
+            numbers = numbers_of(batch)
+        total += numbers.double().sum().item()
+        n_tokens += len(numbers)
+        n_texts += len(batch[la.dict_key_y])
+    of_ranks = gathered((total, n_tokens, n_texts))
+    total, n_tokens, n_texts = (sum(numbers) for numbers in zip(*of_ranks, strict=True))
+    if not n_tokens:
+        raise ValueError("The loader has no data.")
+    return total / n_tokens, n_texts

@@ -1,20 +1,38 @@
-"""What `generate` returns, and the options of transformers' own one that matter to it."""
+"""What `generate` continues, and the posterior predictive of each next token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
-from transformers import MaxTimeCriteria, PreTrainedModel
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.likelihoods import IGNORED
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.text.scores import TextScores
 
-Stop = Callable[[torch.Tensor, Any], Any]
-"""Takes sequences `(B, T)` and scores, and returns whether, or which of them, to stop."""
+Inputs = dict[str, torch.Tensor]
+
+Draw = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Calls the model with the weights of a draw: takes arguments and keywords."""
+
+# What makes several texts of a prompt, or calls the model otherwise than token by token.
+_REFUSED = (
+    *("num_beams", "num_return_sequences", "guidance_scale"),
+    *("past_key_values", "cache", "assistant_model"),
+)
+
+_CACHES = ("cache", "past_key_values", "cache_params")  # what transformers' versions call theirs
+_STATES = ("state", "mems", "past_buckets_states")  # other things that models keep
 
 
 @dataclass(frozen=True)
@@ -24,84 +42,218 @@ class GeneratedText:
     Attributes
     ----------
     sequences : torch.Tensor
-        `(B, T)` tokens, the prompts first; what an encoder-decoder's decoder reads and writes
+        `(B, T)` tokens, the prompts first, padded on the right; what an encoder-decoder's decoder
+        reads and writes
     scores : TextScores
         of the generated tokens, under the same draws; an encoder-decoder's have no place for the
         first token of `sequences`, which nothing predicts
-    output : Any
-        what transformers' `generate` returned
+    outputs : list
+        what transformers' `generate` returned for each text
     """
 
     sequences: torch.Tensor
     scores: TextScores
-    output: Any
+    outputs: list[Any]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Options of `generate` that matter here, wherever they are set.
+def write(
+    transformer: PreTrainedModel,
+    draws: Sequence[Draw],
+    device: torch.device,
+    generation_kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, Inputs, list[Any]]:
+    """Run a model's `generate` under the predictive of draws, for one text after the other.
 
-    Attributes
-    ----------
-    num_beams, num_return_sequences : int
-    endings : list of int
-        tokens that end a text
-    padding : int or None
-    stops : list of callable
-        what else ends some texts of a batch before others
+    Returns
+    -------
+    sequences : torch.Tensor
+        `(B, T)`
+    batch : dict
+        the texts, with labels on what was written
+    outputs : list
+        what `generate` returned for each text
+
+    Raises
+    ------
+    ValueError
+        If prompts are missing, padded on the wrong side, or not one row a text.
+    NotImplementedError
+        For several texts a prompt, and for what draws can't follow.
     """
+    config, given = transformer.config, generation_kwargs.get("generation_config")
+    configs = [given, getattr(transformer, "generation_config", None), config]
 
-    num_beams: int
-    endings: list[int]
-    padding: int | None
-    num_return_sequences: int = 1
-    stops: Sequence[Stop] = ()
+    def option(name: str) -> Any:
+        found = [generation_kwargs.get(name), *(getattr(each, name, None) for each in configs)]
+        return next((value for value in found if value is not None), None)
 
-    @classmethod
-    def of(cls, transformer: PreTrainedModel, generation_kwargs: Mapping[str, Any]) -> Settings:
-        given = generation_kwargs.get("generation_config")
-        configs = [given, getattr(transformer, "generation_config", None), transformer.config]
+    generate = _checked_generate(transformer, option)
+    end, padding = option("eos_token_id"), option("pad_token_id")
+    endings = [] if end is None else as_tensor(end).flatten().tolist()
+    inputs = _model_inputs(transformer, generation_kwargs, device)
+    if "input_ids" in inputs and "attention_mask" not in inputs:  # as `generate` makes it
+        no_token = padding is None or padding in endings
+        inputs["attention_mask"] = (inputs["input_ids"] != (-1 if no_token else padding)).long()
+    _check_inputs(inputs, config.is_encoder_decoder)
+    texts, outputs = [], []
+    for row in range(len(next(iter(inputs.values())))):
+        text = {name: values[row : row + 1] for name, values in inputs.items()}
+        with predictive(transformer, draws, text):
+            outputs.append(generate(**(generation_kwargs | text)))
+        texts.append(getattr(outputs[-1], "sequences", outputs[-1])[0])
+    fill = next((token for token in (padding, *endings) if token is not None), 0)
+    sequences = pad_sequence(texts, batch_first=True, padding_value=fill)
+    labels = pad_sequence(texts, batch_first=True, padding_value=IGNORED)
+    if config.is_encoder_decoder:
+        decoded = {"decoder_input_ids": sequences[:, :-1], "labels": labels[:, 1:]}
+        return sequences, inputs | decoded, outputs
+    mask, n_read = inputs["attention_mask"], inputs["input_ids"].shape[1]
+    labels[:, :n_read] = IGNORED
+    mask = torch.cat([mask, (labels[:, n_read:] != IGNORED).to(mask)], dim=1)
+    return sequences, {"input_ids": sequences, "attention_mask": mask, "labels": labels}, outputs
 
-        def setting(name: str) -> Any:
-            found = [generation_kwargs.get(name), *(getattr(c, name, None) for c in configs)]
-            return next((value for value in found if value is not None), None)
 
-        end = setting("eos_token_id")
-        endings = [] if end is None else as_tensor(end).flatten().tolist()
-        criteria = generation_kwargs.get("stopping_criteria") or ()
-        stops = [stop for stop in criteria if not isinstance(stop, MaxTimeCriteria)]
-        tokenizer = generation_kwargs.get("tokenizer")
-        if setting("stop_strings") and tokenizer is not None:
-            stops.append(transformers.StopStringCriteria(tokenizer, setting("stop_strings")))
-        return cls(
-            setting("num_beams") or 1,
-            endings,
-            setting("pad_token_id"),
-            setting("num_return_sequences") or 1,
-            stops,
+def _checked_generate(transformer: Any, option: Callable[[str], Any]) -> Callable[..., Any]:
+    if transformer.generate.__module__.startswith("transformers.models."):
+        raise NotImplementedError(
+            f"{type(transformer).__name__} has a generate of its own, whose texts the posterior "
+            "can't follow: let the model write, and score what it wrote with la.score(batch)."
+        )
+    refused = [name for name in _REFUSED if option(name) not in (None, 1)]
+    if refused:
+        raise NotImplementedError(
+            "generate writes one text a prompt, token by token from the first one on: leave out "
+            f"{', '.join(refused)}, or pass 1 where the model's own default is another number."
+        )
+    return transformer.generate
+
+
+def _model_inputs(
+    transformer: PreTrainedModel, generation_kwargs: Mapping[str, Any], device: torch.device
+) -> Inputs:
+    """Tensors that are no options of `generate`, but what the model is to continue."""
+    mixin: Any = GenerationMixin
+    options = vars(GenerationConfig()) | inspect.signature(mixin.generate).parameters
+    inputs = {
+        name: value.to(device)
+        for name, value in generation_kwargs.items()
+        if isinstance(value, torch.Tensor) and name not in options
+    }
+    encoder: Any = transformer.get_encoder() if transformer.config.is_encoder_decoder else None
+    main = "input_ids" if encoder is None else encoder.main_input_name
+    if main not in inputs:
+        raise ValueError(f"Pass {main}, as a tokenizer or processor makes them.")
+    return inputs
+
+
+def _check_inputs(inputs: Inputs, encodes: bool) -> None:
+    if encodes:
+        others = [name for name in inputs if name.startswith("decoder_")]
+    else:
+        others = [name for name in inputs if name not in ("input_ids", "attention_mask")]
+    if others:
+        raise NotImplementedError(
+            f"generate continues texts, and does not know how {', '.join(others)} go on: leave "
+            "them out, or let the model write, and score what it wrote with la.score(batch)."
+        )
+    shapes = {name: tuple(values.shape) for name, values in inputs.items()}
+    is_whole = len({shape[:1] if encodes else shape for shape in shapes.values()}) == 1
+    if not is_whole or not all(len(shape) > 1 and math.prod(shape) for shape in shapes.values()):
+        raise ValueError(
+            f"Pass whole texts, a row of each input for every text, not tensors of shapes {shapes}."
+        )
+    if not encodes and not inputs["attention_mask"][:, -1].all():
+        raise ValueError(
+            "A prompt ends with padding, after which nothing can be written: pad on the left."
         )
 
-    def is_padding(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Which tokens are padding; none if the token of padding also ends texts."""
-        if self.padding is None or self.padding in self.endings:
-            return torch.zeros_like(tokens, dtype=torch.bool)
-        return tokens == self.padding
 
-    def written(self, sequences: torch.Tensor, start: int) -> torch.Tensor:
-        """`(B, T - start)` booleans, true at generated tokens up to the first that ends a text."""
-        new = sequences[:, start:]
-        ends = torch.isin(new, torch.tensor(self.endings, device=new.device, dtype=new.dtype))
-        before_end = ends.cumsum(1) - ends.int() == 0
-        more_to_come = (~self.is_padding(new)).flip(1).cumsum(1).flip(1) > 0
-        return before_end & more_to_come & ~self._is_padded(sequences, start, ends)
+@contextmanager
+def predictive(
+    transformer: PreTrainedModel,
+    draws: Sequence[Draw],
+    text: Inputs,
+) -> Iterator[None]:
+    """Replace the model's logits by log-probabilities of the mixture over draws, for one text.
 
-    def _is_padded(self, sequences: torch.Tensor, start: int, ends: torch.Tensor) -> torch.Tensor:
-        """Where a text that was stopped goes on with padding that looks like an ending."""
-        padded = torch.zeros_like(ends)
-        first = (ends & (sequences[:, start:] == self.padding)).int().argmax(1)
-        for place in first[first > 0].unique().tolist() if self.stops else ():
-            whole = sequences[:, : start + place]
-            for stop in self.stops:
-                padded[:, place] |= torch.as_tensor(stop(whole, None), device=ends.device)
-            padded[:, place] &= first == place
-        return padded
+    Everything in `generate` that acts on logits then sees these. A `LogitsProcessor` would come
+    after transformers' own ones, and allow again what they forbid. Each draw has a cache of its own
+    and, of an encoder-decoder, its own encoding of the source.
+
+    Raises
+    ------
+    NotImplementedError
+        If the model keeps what it has read in anything but a cache, or reads another text in turn.
+    """
+    if not draws:
+        yield
+        return
+    kept: list[dict[str, Any]] = [{} for _ in draws]
+    repeating, log_p = False, torch.zeros(())
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the draws before the model itself, while its cache still is what they know."""
+        nonlocal repeating, log_p
+        if repeating:
+            return
+        repeating, log_p = True, torch.tensor(-math.inf)
+        try:
+            for draw, of_draw in zip(draws, kept, strict=True):
+                logits = _logits(draw, of_draw, text, args, kwargs)
+                log_p = torch.logaddexp(log_p.to(logits), logits.log_softmax(-1))
+            log_p = log_p - math.log(len(draws))
+        finally:
+            repeating = False
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not repeating:
+            output.logits = log_p
+
+    with ExitStack() as hooks:
+        hooks.callback(transformer.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hooks.callback(transformer.register_forward_hook(after).remove)
+        yield
+
+
+def _logits(
+    draw: Draw,
+    kept: dict[str, Any],
+    text: Inputs,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """A draw's logits; what it keeps for the next call is changed in place."""
+    name = next((name for name in _CACHES if name in kwargs), "cache")
+    given = kwargs.get(name)
+    kept.setdefault("cache", copy.deepcopy(given))
+    if _size(given) != _size(kept["cache"]):
+        raise NotImplementedError(
+            "Something in generate reads another text in turn, or changes the model's cache, "
+            "which draws can't follow: leave it out, or pass use_cache=False."
+        )
+    own: dict[str, Any] = {name: kept["cache"]} if name in kwargs else {}
+    if kwargs.get("encoder_outputs") is not None:
+        # Those of the trained weights: with others, encoders read the source anew.
+        own["encoder_outputs"] = kept.get("encoded")
+        own |= {} if "encoded" in kept else text
+    output = draw(args, kwargs | own)
+    kept["cache"] = getattr(output, name, None) if name in kwargs else None
+    keeps = kwargs.get("use_cache") and kept["cache"] is None
+    if keeps or any(kwargs.get(state) is not None for state in _STATES):
+        raise NotImplementedError(
+            "The model keeps what it has read in no cache, which draws need for themselves: "
+            "pass use_cache=False."
+        )
+    if "encoder_outputs" in own:
+        kept["encoded"] = BaseModelOutput(output.encoder_last_hidden_state)
+    return output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+
+
+def _size(cache: Any) -> Any:
+    """How much a cache holds, to compare with another of its kind."""
+    if isinstance(cache, tuple):
+        return cache[0][0].shape
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, ValueError):  # None, or what counts no positions
+        return None

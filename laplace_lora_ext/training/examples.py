@@ -65,6 +65,13 @@ def divided(
         yield chosen(data, order[:start] + order[end:]), chosen(data, order[start:end])
 
 
+def taken(loader: DataLoader) -> Any:
+    """A loader's data set, without examples that its sampler leaves out."""
+    data: Any = loader.dataset
+    places = shards.examples_of(loader)
+    return data if len(places) == len(data) else chosen(data, places.tolist())
+
+
 def in_order(examples: Any, like: DataLoader) -> DataLoader:
     """Batches of examples as another loader makes them, each example once and in the data's order.
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import get_last_checkpoint
 
+from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
 from laplace_lora_ext.training.examples import in_order
 
 
@@ -42,10 +42,20 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
+def whole_loader(trainer: Any) -> DataLoader:
+    """All training examples of a trainer, as rows of its data set; each process gets its share."""
+    return in_order(trainer.train_dataset, DataLoader(trainer.train_dataset))
+
+
 def loader_of(trainer: Any, examples: Any) -> DataLoader:
     """A trainer's batches of some examples, each once and in order.
 
     They have the columns and the collator of training, and the batch size of evaluation.
+
+    Raises
+    ------
+    ValueError
+        If the trainer reads other data than its `train_dataset`.
     """
     before = trainer.train_dataset
     trainer.train_dataset = examples
@@ -54,6 +64,11 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
             made = trainer.get_train_dataloader()
     finally:
         trainer.train_dataset = before
+    if len(made.dataset) != len(examples):
+        raise ValueError(
+            "The trainer can't train on some of its examples: its get_train_dataloader must read "
+            "self.train_dataset."
+        )
     size = trainer.args.per_device_eval_batch_size
     return in_order(
         made.dataset, DataLoader(made.dataset, batch_size=size, collate_fn=made.collate_fn)
@@ -61,7 +76,11 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
 
 
 def train(
-    trainer: Any, examples: Any, share_of_steps: float, folder: Path, resume: bool = False
+    trainer: Any,
+    examples: Any,
+    share_of_steps: float,
+    folder: Path,
+    checkpoint: Path | None = None,
 ) -> None:
     """Train a trainer's model with an optimizer and a schedule of their own.
 
@@ -75,20 +94,24 @@ def train(
         how many steps to take, relative to a training on all its data
     folder : Path
         for checkpoints
-    resume : bool, default=False
-        whether to go on from the last checkpoint in the folder, if there is one
+    checkpoint : Path, optional
+        where to go on
     """
     args, data = trainer.args, trainer.train_dataset
-    checkpoint = get_last_checkpoint(str(folder)) if resume and folder.is_dir() else None
     trainer.args = _shortened(args, share_of_steps, len(data) / len(examples))
     trainer.args.output_dir = str(folder)
     trainer.train_dataset = examples
     trainer.optimizer = trainer.lr_scheduler = None
     trainer.model_wrapped = trainer.model  # a wrapper knows the weights that were trained before
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
         trainer.args, trainer.train_dataset = args, data
+        trainer.optimizer = trainer.lr_scheduler = None
+    best, model = trainer.state.best_model_checkpoint, find_peft_model(trainer.model)
+    adapter: Any = model.active_adapter
+    if args.load_best_model_at_end and best is not None and adapter != "default":
+        read_adapter(model, adapter, Path(best))  # the trainer has read "default"
 
 
 def _shortened(args: Any, share_of_steps: float, fewer: float) -> Any:
@@ -97,7 +120,8 @@ def _shortened(args: Any, share_of_steps: float, fewer: float) -> Any:
     if args.max_steps > 0:
         args.max_steps = max(1, round(share_of_steps * args.max_steps))
     else:
-        args.num_train_epochs = share_of_steps * fewer * args.num_train_epochs
+        # Rounding errors would make one more step.
+        args.num_train_epochs = round(share_of_steps * fewer * args.num_train_epochs, 9)
     if args.warmup_steps >= 1:  # below 1 it is a share
         args.warmup_steps = round(share_of_steps * args.warmup_steps)
     return args
@@ -110,7 +134,7 @@ def restored(trainer: Any) -> Iterator[None]:
     Within, callbacks that fit posteriors take no part.
     """
     handler = trainer.callback_handler
-    parts = [vars(part) for part in (trainer, handler)]
+    parts = [vars(part) for part in (trainer, trainer.control, handler, *handler.callbacks)]
     before = [dict(part) for part in parts]
     modes = [(module, module.training) for module in trainer.model.modules()]
     handler.callbacks = [c for c in handler.callbacks if not getattr(c, "fits_posteriors", False)]

@@ -9,7 +9,7 @@ import torch
 from laplace.utils import fix_prior_prec_structure
 
 from laplace_lora_ext.messages import check_counts
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 from laplace_lora_ext.tuning.history import TuningHistory

@@ -27,8 +27,8 @@ def some_of(data: Data, max_examples: int, n_data: int, seed: int) -> Data:
     if isinstance(data, PredictiveStatistics):
         return data
     loader: Any = data
+    chance = max_examples / max(1, total_size(loader, n_data))
     if data_size(loader) is None or (count() > 1 and not Share(loader).is_dealt):
-        chance = max_examples / max(1, total_size(data, n_data))
         return data if chance >= 1 else _SomeBatches(data, chance, seed + rank())
     examples = examples_of(loader)
     if len(examples) <= max_examples:

@@ -19,11 +19,11 @@ from laplace_lora_ext.models.adapters import (
     find_peft_model,
     own_adapter_back,
 )
-from laplace_lora_ext.models.default_device import restored as own_default_device
+from laplace_lora_ext.models.locks import users_default
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.training.examples import divided, in_order
-from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored
+from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored, whole_loader
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import TuningHistory
@@ -147,7 +147,7 @@ class SecondTraining(TuningMethod):
             assert self.train_loader is not None
             return self.train_loader
         check_trainer(self.trainer)
-        return DataLoader(self.trainer.train_dataset)
+        return whole_loader(self.trainer)
 
     def _batches(self, examples: Any, like: DataLoader) -> DataLoader:
         if self.trainer is None:
@@ -172,7 +172,7 @@ class SecondTraining(TuningMethod):
 
     def _from_function(self, part: Dataset) -> nn.Module:
         assert self.train is not None
-        with own_default_device():
+        with users_default():
             model = self.train(part)
         if not isinstance(model, nn.Module):
             raise TypeError(f"train must return the model it has trained, not {model!r}.")
@@ -182,7 +182,7 @@ class SecondTraining(TuningMethod):
         model, adapter = find_peft_model(la.model), _NAME.format(number)
         if find_peft_model(self.trainer.model) is not model:
             raise ValueError("The trainer has trained another model than that of the posterior.")
-        with restored(self.trainer), own_default_device():
+        with restored(self.trainer), users_default():
             set_seed(self.trainer.args.seed + 1 + number)
             if model.active_adapter != la.blocks[0].adapter:
                 model.set_adapter(la.blocks[0].adapter)

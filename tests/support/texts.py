@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,10 @@ from transformers import (
 )
 
 import tests.support.dense as dense
+from laplace_lora_ext.models.lora_layers import find_blocks
+from laplace_lora_ext.tuning.loss_search import draw_seed
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
-from tests.support.posteriors import make
+from tests.support.posteriors import make, sizes
 
 PROMPT = 2  # tokens of a text that no label is on
 LENGTHS = (7, 4, 5, 7, 3, 6)
@@ -78,6 +81,21 @@ def pairs_of_texts() -> dict[str, torch.Tensor]:
     (target,) = ragged_batches(lengths=(3, 4, 2), padded_to=4, seed=2)
     labels = torch.where(target["attention_mask"].bool(), target["input_ids"], -100)
     return source | {"labels": labels}
+
+
+def drawn_models(la: Any, n_samples: int, seed: torch.Generator) -> list[nn.Module]:
+    """Copies of a model with weights that dense algebra draws, as a generator makes `score` do."""
+    by_block = zip(la.prior_precision.expand(len(la.blocks)), sizes(la), strict=True)
+    prior = torch.cat([precision.expand(size) for precision, size in by_block])
+    root = dense.power(la.H.to_matrix() + prior.diag(), -0.5)
+    noise, models = torch.Generator().manual_seed(draw_seed(seed)), []
+    for _ in range(n_samples):
+        z = torch.randn(1, la.n_params, generator=noise, dtype=torch.float64)[0]
+        models.append(copy.deepcopy(la.model.model))
+        blocks = find_blocks(models[-1])
+        for block, part in zip(blocks, (la.mean + root @ z).split(sizes(la)), strict=True):
+            block.weight.data = part.view_as(block.weight)
+    return models
 
 
 def token_jacobians(

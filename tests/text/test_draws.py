@@ -2,30 +2,21 @@
 
 import torch
 
-from laplace_lora_ext.text.draws import Noise
-from tests.support.dense import power
-from tests.support.texts import fitted_text
+from laplace_lora_ext.models.weights import flattened
+from laplace_lora_ext.text.draws import drawn
+from laplace_lora_ext.tuning.loss_search import draw_seed
+from tests.support.posteriors import generator
+from tests.support.texts import drawn_models, fitted_text
 
 
-def flat(direction):
-    return torch.cat([part.flatten() for part in direction])
-
-
-def test_a_draw_is_the_root_of_the_covariance_times_noise():
-    la = fitted_text()
-    noise = torch.randn(
-        la.n_params, generator=torch.Generator().manual_seed(6), dtype=torch.float64
-    )
-    found = flat(Noise(2, 5).direction(1, la.posterior_precision, la.blocks))
-    expected = power(la.posterior_precision.to_matrix(), -0.5) @ noise
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
-
-
-def test_draws_are_the_same_whenever_asked_and_have_the_shapes_of_the_weights():
-    la = fitted_text()
-    noise = Noise(3, 0)
-    once, again = (list(noise.directions(la.posterior_precision, la.blocks)) for _ in range(2))
-    assert len(once) == 3
-    assert [part.shape for part in once[0]] == [block.weight.shape for block in la.blocks]
-    assert all(torch.equal(flat(a), flat(b)) for a, b in zip(once, again, strict=True))
-    assert not torch.equal(flat(once[0]), flat(once[1]))
+def test_a_draw_is_the_mean_and_the_root_of_the_covariance_times_noise():
+    la = fitted_text(prior_precision=3.0)
+    seed = draw_seed(generator())
+    once, again = (list(drawn(la, 2, seed)) for _ in range(2))
+    for values, same, model in zip(once, again, drawn_models(la, 2, generator()), strict=True):
+        expected = dict(model.named_parameters())
+        for value, other, block in zip(values, same, la.blocks, strict=True):
+            assert torch.equal(value, other)
+            torch.testing.assert_close(value, expected[block.name], rtol=1e-8, atol=1e-10)
+    assert not torch.equal(once[0][0], once[1][0])
+    assert torch.equal(flattened(la.blocks, la._device), la.mean)

@@ -1,282 +1,268 @@
-"""Generated texts, against next-token distributions of scores and the model's own `generate`."""
+"""Generated texts, against a loop over drawn models without caches, and the models' own."""
 
 from __future__ import annotations
 
-import math
-from functools import partial
-
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteria,
+    Speech2TextConfig,
+    Speech2TextForConditionalGeneration,
     StoppingCriteriaList,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
-from laplace_lora_ext.models.weights import LoRAWeights
-from laplace_lora_ext.text.draws import Noise
-from laplace_lora_ext.text.perturbations import (
-    CentralDifference,
-    ForwardMode,
-    SampledWeights,
-    drawn_logits,
-)
-from laplace_lora_ext.tuning.loss_search import draw_seed
-from tests.support.models import VOCABULARY, lora_model, ragged_batches
+from tests.support.families import FAMILIES, RIGHT
+from tests.support.models import VOCABULARY, lora_model, ragged_batches, with_lora
 from tests.support.posteriors import generator
-from tests.support.texts import encoder_decoder, fitted_text, pairs_of_texts
+from tests.support.snapshots import Snapshot, half_trained
+from tests.support.texts import drawn_models, encoder_decoder, fitted_text, pairs_of_texts
 
-WAYS = {"forward": ForwardMode(), "difference": CentralDifference(1e-4)}
 N_NEW = 5
-
-
-def prompts(lengths=(4, 2, 3)):
-    (batch,) = ragged_batches(lengths, padding_side="left", padded_to=4)
-    return {key: batch[key] for key in ("input_ids", "attention_mask")}
-
-
-def posterior(model=None, **keywords):
-    return fitted_text(model, prior_precision=20.0, **keywords)
-
-
-def predictive(la, way, tokens, source=None):
-    """Log-probabilities `(V,)` of the token after a text, by passes without a cache.
-
-    With a source, the text is what a decoder has read and written.
-    """
-    if source is None:
-        text = {"input_ids": torch.cat([tokens, tokens[-1:]])[None]}
-        text["labels"] = torch.full_like(text["input_ids"], -100)
-    else:
-        text = {"input_ids": source[None], "decoder_input_ids": tokens[None]}
-        text["labels"] = torch.full_like(tokens[None], -100)
-    text["labels"][0, -1] = 1
-    weights = LoRAWeights(la.model, la.blocks)
-    directions = Noise(3, draw_seed(generator())).directions(la.posterior_precision, la.blocks)
-    with torch.no_grad():
-        f = la.model(text)
-        drawn = drawn_logits(
-            way, weights.values, directions, partial(map, partial(weights.run, text)), f
-        )
-        return torch.stack(list(drawn)).softmax(-1).mean(0)[0].log()
-
-
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("way", ["forward", "difference", "adapters"])
-def test_every_token_is_the_most_likely_one_under_the_predictive(way, cached):
-    la = posterior(products=WAYS.get(way))
-    method = "adapters" if way == "adapters" else "linearized"
-    found = la.generate(
-        **prompts(),
-        n_samples=3,
-        generator=generator(),
-        method=method,
-        max_new_tokens=N_NEW,
-        do_sample=False,
-        use_cache=cached,
-        eos_token_id=-1,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    assert found.sequences.shape == (3, 4 + N_NEW)
-    for row, length in enumerate((4, 2, 3)):
-        tokens = found.sequences[row, 4 - length :]
-        for new in range(N_NEW):
-            log_p = predictive(la, WAYS.get(way, SampledWeights()), tokens[: length + new])
-            torch.testing.assert_close(
-                found.output.logits[new][row].double(), log_p, rtol=1e-5, atol=1e-5
-            )
-            assert tokens[length + new] == log_p.argmax()
-            of_token = found.scores.tokens.log_prob[row, 4 + new]
-            torch.testing.assert_close(of_token, log_p.max(), rtol=1e-5, atol=1e-5)
-    assert torch.equal(found.scores.labelled.sum(1), torch.full((3,), N_NEW))
-
-
-def sources():
-    batch = pairs_of_texts()
-    return {key: batch[key] for key in ("input_ids", "attention_mask")}
-
-
-def posterior_of_pairs(kind, **keywords):
-    return posterior(encoder_decoder(kind), batches=[pairs_of_texts()], **keywords)
-
-
-@pytest.mark.parametrize("begun", [None, torch.tensor([[7, 9]] * 3), torch.tensor([[0, 9]] * 3)])
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("way", ["forward", "difference", "adapters"])
-@pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_a_decoder_writes_what_its_draws_make_of_the_source(kind, way, cached, begun):
-    la = posterior_of_pairs(kind, products=WAYS.get(way))
-    found = la.generate(
-        **sources(),
-        **({} if begun is None else {"decoder_input_ids": begun}),
-        n_samples=3,
-        generator=generator(),
-        method="adapters" if way == "adapters" else "linearized",
-        max_new_tokens=N_NEW,
-        do_sample=False,
-        use_cache=cached,
-        eos_token_id=-1,
-        pad_token_id=-1,
-        forced_eos_token_id=None,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    first = {None: 1}.get(begun) or (3 if begun[0, 0] else 2)  # transformers puts a 0 in front
-    assert found.sequences.shape == (3, first + N_NEW)
-    for row, length in enumerate((5, 3, 4)):
-        source = sources()["input_ids"][row, :length]
-        for new in range(N_NEW):
-            tokens = found.sequences[row, : first + new]
-            log_p = predictive(la, WAYS.get(way, SampledWeights()), tokens, source)
-            torch.testing.assert_close(
-                found.output.logits[new][row].double(), log_p, rtol=1e-5, atol=1e-5
-            )
-            assert found.sequences[row, first + new] == log_p.argmax()
-            of_token = found.scores.tokens.log_prob[row, first + new - 1]
-            torch.testing.assert_close(of_token, log_p.max(), rtol=1e-5, atol=1e-5)
-    assert torch.equal(found.scores.labelled.sum(1), torch.full((3,), N_NEW))
-
-
-def test_an_encoder_reads_the_source_once_for_all_draws():
-    la, calls = posterior_of_pairs("t5", products=ForwardMode()), []
-    encoder = la.model.transformer.get_encoder()
-    encoder.register_forward_hook(lambda *_: calls.append(1))
-    found = la.generate(**sources(), n_samples=3, max_new_tokens=N_NEW, eos_token_id=-1)
-    proof, of_scores = 1 + 2, 1 + 3 + 1
-    assert found.sequences.shape[1] == 1 + N_NEW
-    assert len(calls) == (1 + proof + 1) + of_scores
-
-
-OPTIONS = {
-    "greedy": {"do_sample": False},
-    "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 10},
-    "beams": {"num_beams": 3, "do_sample": False},
-    "several": {"do_sample": True, "num_return_sequences": 2},
+PAD = 0
+GREEDY = {"max_new_tokens": N_NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": PAD}
+SAMPLING = {"max_new_tokens": N_NEW, "do_sample": True, "temperature": 0.7, "pad_token_id": PAD}
+_SOUNDS = {
+    **{"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"decoder_start_token_id": 2, "d_model": 8},
+    **{
+        f"{side}_{size}": n
+        for side in ("encoder", "decoder")
+        for size, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 12))
+    },
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", ["gpt2", "t5", "bart"])
-def test_without_draws_texts_are_the_models_own(kind, options):
-    la = posterior() if kind == "gpt2" else posterior_of_pairs(kind)
-    given = prompts() if kind == "gpt2" else sources()
-    texts = []
-    for generate in (
-        la.model.model.generate,
-        lambda **given: la.generate(n_samples=0, **given).sequences,
-    ):
+def writer(kind):
+    """A posterior and a batch of what it continues: three texts, padded, or sounds."""
+    if kind in ("t5", "bart"):
+        batch = pairs_of_texts()
+        la = fitted_text(encoder_decoder(kind), [batch], prior_precision=20.0)
+        return la, {key: batch[key] for key in ("input_ids", "attention_mask")}
+    if kind == "sounds":
         torch.manual_seed(0)
-        texts.append(generate(**given, max_new_tokens=6, pad_token_id=0, **OPTIONS[options]))
-    assert torch.equal(*texts)
-    assert la.products is None  # nor does it matter how to multiply with Jacobians
+        sizes = {"input_feat_per_channel": 4, "conv_channels": 8, "max_target_positions": 16}
+        model = Speech2TextForConditionalGeneration(Speech2TextConfig(**_SOUNDS, **sizes))
+        model = with_lora(model, "q_proj", "v_proj").double().eval()
+        sounds = torch.randn(3, 24, 4, generator=generator()).double()
+        mask = (torch.arange(24) < torch.tensor([[24], [20], [12]])).long()
+        given = {"input_features": sounds, "attention_mask": mask}
+        labels = {"labels": torch.tensor([[5, 6, 2], [7, 2, -100], [9, 8, 2]])}
+        return fitted_text(model, [given | labels], prior_precision=20.0), given
+    model = lora_model("gpt2").eval() if kind == "gpt2" else FAMILIES[kind].model(RIGHT)
+    (batch,) = ragged_batches((4, 2, 3), padding_side="left", padded_to=4)
+    prompts = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    return fitted_text(model, prior_precision=20.0), prompts
 
 
-@pytest.mark.parametrize("way", ["forward", "difference", "adapters"])
-@pytest.mark.parametrize("options", ["beams", "several"])
+def continued(models, given, begun):
+    """Tokens that a mixture of models writes after others, and their log-probabilities."""
+    tokens, log_probs = begun, []
+    with torch.no_grad():
+        for _ in range(N_NEW):
+            read = {"decoder_input_ids": tokens} if given else {"input_ids": tokens}
+            p = torch.stack([model(**given, **read).logits[0, -1].softmax(-1) for model in models])
+            log_probs.append(p.mean(0).max().log())
+            tokens = torch.cat([tokens, p.mean(0).argmax().view(1, 1)], dim=1)
+    return tokens[0], torch.stack(log_probs)
+
+
+@pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "bart"])
-def test_caches_change_no_text(kind, options, way):
-    own = posterior if kind == "gpt2" else partial(posterior_of_pairs, kind)
-    la, given = own(products=WAYS.get(way)), prompts() if kind == "gpt2" else sources()
-    read = given if kind == "gpt2" else given | {"decoder_input_ids": given["input_ids"]}
-    cached_output = la.model.model(**read, use_cache=True).past_key_values
-    if options == "beams" and isinstance(cached_output, tuple):
-        with pytest.raises(NotImplementedError, match="newer transformers"):
-            la.generate(**given, n_samples=2, **OPTIONS[options])
-        return
+def test_texts_are_those_of_a_mixture_of_drawn_models(kind, cached):
+    la, given = writer(kind)
+    models = drawn_models(la, 3, generator())
+    options = GREEDY | {"use_cache": cached, "forced_eos_token_id": None}
+    found = la.generate(**given, n_samples=3, generator=generator(), **options)
+    for row, mask in enumerate(given["attention_mask"].bool()):
+        text = given["input_ids"][row][mask][None]
+        if kind == "gpt2":
+            expected, log_probs = continued(models, {}, text)
+            expected = torch.cat([given["input_ids"][row][~mask], expected])
+        else:
+            expected, log_probs = continued(models, {"input_ids": text}, torch.tensor([[0]]))
+        assert torch.equal(found.sequences[row], expected)
+        of_tokens = found.scores.tokens.log_prob[row][found.scores.labelled[row]]
+        exact = {"rtol": 1e-5 if kind == "t5" else 1e-8, "atol": 0}  # T5 normalises in float32
+        torch.testing.assert_close(of_tokens, log_probs, **exact)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "bart", "sounds", "Mamba"])
+def test_without_draws_texts_are_the_models_own_row_by_row(kind, options):
+    la, given = writer(kind)
+    options = options | {"eos_token_id": 7}
+    torch.manual_seed(0)
+    found = la.generate(**given, n_samples=0, **options)
+    torch.manual_seed(0)
+    rows = [{key: of[row : row + 1] for key, of in given.items()} for row in range(3)]
+    texts = [la.model.model.generate(**row, **options)[0] for row in rows]
+    expected = pad_sequence(texts, batch_first=True, padding_value=PAD)
+    assert torch.equal(found.sequences, expected)
+    n_read = given["input_ids"].shape[1] if kind in ("gpt2", "Mamba") else 1
+    assert found.scores.labelled.sum(1).tolist() == [len(text) - n_read for text in texts]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "bart", "sounds", "Mamba"])
+def test_caches_change_no_text(kind):
+    la, given = writer(kind)
     texts = []
     for cached in (True, False):
         torch.manual_seed(0)
-        found = la.generate(
-            **given,
-            n_samples=2,
-            generator=generator(),
-            method="adapters" if way == "adapters" else "linearized",
-            max_new_tokens=6,
-            use_cache=cached,
-            pad_token_id=0,
-            eos_token_id=-1,
-            **OPTIONS[options],
-        )
+        options = SAMPLING | {"eos_token_id": -1, "use_cache": cached}
+        found = la.generate(**given, n_samples=2, generator=generator(), **options)
         texts.append(found.sequences)
     assert torch.equal(*texts)
 
 
-def test_what_transformers_own_processors_forbid_stays_forbidden():
-    la = posterior(products=ForwardMode())
-    usual = la.generate(**prompts(), n_samples=2, generator=generator(), max_new_tokens=1)
-    forbidden = usual.sequences[:, -1].tolist()
-    other = la.generate(
-        **prompts(),
-        n_samples=2,
-        generator=generator(),
-        max_new_tokens=1,
-        suppress_tokens=forbidden,
+def test_each_new_token_takes_a_pass_a_draw_and_encoders_read_once_a_draw():
+    la, given = writer("t5")
+    passes, encodings = [], []
+    la.model.transformer.register_forward_hook(lambda *_: passes.append(1))
+    la.model.transformer.get_encoder().register_forward_hook(lambda *_: encodings.append(1))
+    la.generate(**given, n_samples=3, **GREEDY)
+    of_scores = 1 + 3
+    assert len(passes) == 3 * N_NEW * (1 + 3) + of_scores
+    assert len(encodings) == 3 * (1 + 3) + of_scores
+
+
+def test_texts_of_many_lengths_are_padded_and_scored_up_to_their_ends():
+    la, given = writer("gpt2")
+    greedy = la.generate(**given, n_samples=2, generator=generator(), **GREEDY).sequences
+    end = int(greedy[0, 5])
+    options = GREEDY | {"eos_token_id": torch.tensor([end])}
+    found = la.generate(**given, n_samples=2, generator=generator(), **options)
+    assert not found.scores.labelled[:, :4].any()
+    for row, text in enumerate(found.sequences):
+        stops = (greedy[row, 4:] == end).nonzero()[:, 0].tolist() or [N_NEW - 1]
+        n_new = stops[0] + 1
+        assert torch.equal(text[: 4 + n_new], greedy[row, : 4 + n_new])
+        assert (text[4 + n_new :] == PAD).all()
+        assert found.scores.labelled[row].sum() == n_new
+        alone = {key: of[row : row + 1] for key, of in given.items()}
+        again = la.generate(**alone, n_samples=2, generator=generator(), **options).scores
+        torch.testing.assert_close(found.scores.log_prob[row], again.log_prob[0])
+
+
+def test_a_mask_that_is_not_given_is_made_as_transformers_does():
+    la, given = writer("gpt2")
+    masked = la.generate(**given, n_samples=2, generator=generator(), **GREEDY)
+    tokens = given["input_ids"]
+    found = la.generate(input_ids=tokens, n_samples=2, generator=generator(), **GREEDY)
+    assert torch.equal(found.sequences, masked.sequences)
+    options = GREEDY | {"eos_token_id": PAD, "n_samples": 0}  # then padding is text
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    unmasked, expected = (
+        la.generate(input_ids=tokens, **of_mask, **options).outputs[1].logits[0]
+        for of_mask in ({}, {"attention_mask": torch.ones_like(tokens)})
     )
-    assert not set(other.sequences[:, -1].tolist()) & set(forbidden)
+    torch.testing.assert_close(unmasked, expected)
+    assert not torch.allclose(unmasked, la.generate(**given, **options).outputs[1].logits[0])
 
 
-def test_processors_see_log_probabilities_of_the_predictive():
-    class Sum(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            sums.append(scores.exp().sum(-1))
-            return scores
-
+def test_processors_see_log_probabilities_and_what_they_forbid_stays_forbidden():
     sums = []
-    la = posterior(products=ForwardMode())
-    la.generate(
-        **prompts(),
-        n_samples=2,
-        max_new_tokens=2,
-        eos_token_id=-1,
-        logits_processor=LogitsProcessorList([Sum()]),
-    )
-    torch.testing.assert_close(torch.stack(sums), torch.ones(2, 3), check_dtype=False)
+
+    def note(input_ids, scores):
+        sums.append(scores.exp().sum(-1))
+        return scores
+
+    la, given = writer("gpt2")
+    options = {"n_samples": 2, "max_new_tokens": 1, "pad_token_id": PAD}
+    processors = {"logits_processor": LogitsProcessorList([note])}
+    usual = la.generate(**given, generator=generator(), **options, **processors).sequences
+    torch.testing.assert_close(torch.stack(sums), torch.ones(3, 1))
+    forbidden = {"suppress_tokens": usual[:, -1].tolist()}
+    other = la.generate(**given, generator=generator(), **options, **forbidden).sequences
+    assert not set(other[:, -1].tolist()) & set(usual[:, -1].tolist())
 
 
 def test_draws_are_seeded_and_the_model_stays_as_it_was():
-    model = lora_model("gpt2")
-    la = posterior(model)
-    model.train()
-    hooks = len(model.get_base_model()._forward_hooks)
-    runs = [
-        la.generate(**prompts(), n_samples=2, generator=generator(), max_new_tokens=3)
-        for _ in range(2)
-    ]
+    model = half_trained(lora_model("gpt2"))
+    la = fitted_text(model, prior_precision=20.0)
+    _, given = writer("gpt2")
+    before = Snapshot(model)
+    runs = [la.generate(**given, n_samples=2, generator=generator(), **GREEDY) for _ in range(2)]
     assert torch.equal(runs[0].sequences, runs[1].sequences)
     assert torch.equal(runs[0].scores.tokens.total, runs[1].scores.tokens.total)
-    assert model.training
-    assert len(model.get_base_model()._forward_hooks) == hooks
-    assert math.isfinite(runs[0].scores.log_prob.sum())
+    other = la.generate(**given, n_samples=2, generator=generator(1), **GREEDY)
+    assert not torch.equal(runs[0].scores.tokens.total, other.scores.tokens.total)
+    before.assert_equal(model, random_state=False)
+
+    def fail(*_):
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        la.generate(**given, n_samples=2, stopping_criteria=StoppingCriteriaList([fail]))
+    before.assert_equal(model, random_state=False)
 
 
-def test_a_prompt_of_one_token_is_continued():
-    la = posterior()
-    found = la.generate(input_ids=torch.tensor([[5]]), n_samples=2, max_new_tokens=2)
-    assert found.sequences.shape[0] == 1
-    assert (found.sequences < VOCABULARY).all()
+def test_a_processor_that_reads_another_text_is_refused():
+    la, given = writer("gpt2")
+
+    def read(input_ids, scores):
+        la.model.model(input_ids=input_ids[:, :1])
+        return scores
+
+    options = GREEDY | {"n_samples": 2, "logits_processor": LogitsProcessorList([read])}
+    with pytest.raises(NotImplementedError, match="another text in turn"):
+        la.generate(**given, **options)
+    assert la.generate(**given, **options, use_cache=False).sequences.shape == (3, 4 + N_NEW)
 
 
-class EveryThird(StoppingCriteria):
-    """Stops texts after a token that three divides."""
+@pytest.mark.parametrize(
+    "option",
+    [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}, {"guidance_scale": 1.5}],
+)
+def test_several_texts_a_prompt_are_refused_wherever_they_are_asked_for(option):
+    la, given = writer("gpt2")
+    with pytest.raises(NotImplementedError, match="one text a prompt.*" + next(iter(option))):
+        la.generate(**given, **option)
+    for name, value in option.items():
+        setattr(la.model.transformer.generation_config, name, value)
+    with pytest.raises(NotImplementedError, match="one text a prompt"):
+        la.generate(**given, n_samples=0)
+    own = {name: 1 for name in option if name != "do_sample"}
+    assert len(la.generate(**given, **GREEDY, **own, n_samples=2).sequences) == 3
 
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids[:, -1] % 3 == 0
+
+def test_what_can_not_be_continued_is_refused():
+    la, given = writer("gpt2")
+    with pytest.raises(ValueError, match="Pass input_ids"):
+        la.generate(inputs_embeds=torch.zeros(1, 2, 12))
+    for name, value in (
+        ("inputs_embeds", torch.zeros(3, 4, 12)),
+        ("pixel_values", torch.zeros(3, 3, 8, 8)),
+        ("token_type_ids", torch.zeros(3, 4)),
+    ):
+        with pytest.raises(NotImplementedError, match=f"does not know how {name}"):
+            la.generate(**given, **{name: value})
+    for tokens, mask in (((3,), (3,)), ((1, 3), (1, 5)), ((1, 0), (1, 0)), ((2, 3), (1, 3))):
+        shapes = {"input_ids": torch.ones(tokens).long(), "attention_mask": torch.ones(mask).long()}
+        with pytest.raises(ValueError, match="Pass whole texts"):
+            la.generate(**shapes)
+    tokens = torch.tensor([[7, 8, 9], [5, 6, 0]])
+    for padded in (
+        {"attention_mask": (tokens > 0).long()},
+        {"pad_token_id": 0, "eos_token_id": 59},
+    ):
+        with pytest.raises(ValueError, match="pad on the left"):
+            la.generate(input_ids=tokens, **padded)
+    la, given = writer("t5")
+    with pytest.raises(NotImplementedError, match="does not know how decoder_input_ids"):
+        la.generate(**given, decoder_input_ids=given["input_ids"])
 
 
-@pytest.mark.parametrize("padding", [0, 2])
-def test_padding_that_looks_like_an_ending_is_none_where_a_text_was_stopped(padding):
-    la = posterior()
-    options = {"eos_token_id": 2, "pad_token_id": padding, "max_new_tokens": 8, "n_samples": 0}
-    options |= {"do_sample": True, "top_k": 20}
-    options["stopping_criteria"] = StoppingCriteriaList([EveryThird()])
-    given = {key: value.repeat(4, 1) for key, value in prompts().items()}
+def test_models_that_generate_in_another_way_are_refused_by_name():
     torch.manual_seed(0)
-    found = la.generate(**given, **options)
-    new = found.sequences[:, 4:]
-    labelled = found.scores.labelled[:, 4:]
-    assert labelled.all(1).sum() < 12
-    for row in range(12):
-        stops = (((new[row] % 3 == 0) | (new[row] == 2)).nonzero()[:, 0]).tolist() or [7]
-        assert labelled[row].sum() == stops[0] + 1
+    sizes = {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 16}
+    model = WhisperForConditionalGeneration(WhisperConfig(**_SOUNDS, **sizes))
+    model = with_lora(model, "q_proj", "v_proj").eval()
+    sounds = torch.randn(2, 4, 16, generator=generator()).double()
+    batch = {"input_features": sounds, "labels": torch.tensor([[5, 6, 2], [7, 2, -100]])}
+    la = fitted_text(model, [batch])
+    assert la.score(batch, 2).log_prob.isfinite().all()
+    with pytest.raises(NotImplementedError, match=r"Whisper\w* has a generate of its own"):
+        la.generate(input_features=sounds)

@@ -2,68 +2,75 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from laplace_lora_ext import TokenGridSearch
-from laplace_lora_ext.text.perturbations import ForwardMode
-from tests.support.posteriors import generator
+from laplace_lora_ext.tuning.loss_search import draw_seed
+from tests.support.models import lora_model
+from tests.support.posteriors import count_forward_passes, generator
+from tests.support.ranks import on_ranks
 from tests.support.texts import fitted_text, text_batches
 
-GRID = {"log_prior_prec_min": -1, "log_prior_prec_max": 3, "grid_size": 17, "n_samples": 2}
+GRID = {"log_prior_prec_min": -1, "log_prior_prec_max": 3, "grid_size": 5, "n_samples": 2}
 
 
-def validation():
-    return text_batches(lengths=(6, 5, 7, 4), seed=7)
+def validation(**ragged):
+    return text_batches(lengths=(6, 5, 7, 4), seed=7, **ragged)
 
 
 def direct(la, prior_precision):
     """Mean negative log-likelihood of a token, by one score of each batch."""
     la.prior_precision = prior_precision
-    scores = [la.score(batch, 2, generator(3)) for batch in validation()]
+    seed = draw_seed(generator(3))
+    scores = [la.score(batch, 2, generator(seed)) for batch in validation()]
     total = sum(of_batch.sums.log_prob.sum() for of_batch in scores)
     return -total / sum(of_batch.labelled.sum() for of_batch in scores)
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_interpolated_losses_are_those_of_direct_scores(layerwise):
-    la = fitted_text(products=ForwardMode())
+def test_the_losses_are_those_of_scores_and_the_least_is_chosen(layerwise):
+    la = fitted_text()
     base = torch.linspace(0.5, 2, len(la.blocks)).double() if layerwise else torch.ones(1).double()
     start = {"init_prior_prec": base} if layerwise else {}
+    passes = count_forward_passes(la)
     history = la.optimize_prior_precision(
         method="gridsearch", val_loader=validation(), generator=generator(3), **GRID, **start
     )
-    chosen = la.prior_precision.clone()
-    grid = torch.logspace(-1, 3, 17).double()
-    torch.testing.assert_close(history.prior_precision, grid[:, None] * base)
-    for index in (0, 5, 9, 16):
-        expected = direct(la, history.prior_precision[index])
-        assert history.objective[index].item() == pytest.approx(expected.item(), rel=2e-3)
-    torch.testing.assert_close(
-        chosen, history.prior_precision[history.objective.argmin()].to(chosen)
-    )
+    assert len(passes) == 5 * (2 + 1) * len(validation())
+    grid = torch.logspace(-1, 3, 5, dtype=torch.float64)
+    points = history.prior_precision.double()
+    torch.testing.assert_close(points, grid[:, None] * base, rtol=1e-6, atol=0)
+    best = history.prior_precision[history.objective.argmin()]
+    torch.testing.assert_close(la.prior_precision, best.to(la.prior_precision))
+    expected = torch.stack([direct(la, point) for point in history.prior_precision])
+    torch.testing.assert_close(history.objective, expected, rtol=1e-10, atol=0)
 
 
-def test_the_batches_do_not_matter():
-    la = fitted_text(products=ForwardMode())
-    losses = [
-        TokenGridSearch(val_loader=batches, generator=generator(3), **GRID)(la).objective
-        for batches in (
-            text_batches(lengths=(6, 5, 7, 4), seed=7),
-            text_batches(lengths=(6, 5, 7, 4), seed=7, batch_size=1),
-            text_batches(lengths=(6, 5, 7, 4), seed=7, batch_size=4, padding_side="left"),
-        )
-    ]
+def test_neither_batches_nor_the_models_mode_matter():
+    model = lora_model("gpt2")
+    la, losses = fitted_text(model), []
+    for ragged in ({}, {"batch_size": 1}, {"batch_size": 4, "padding_side": "left"}):
+        model.train(bool(ragged))
+        method = TokenGridSearch(val_loader=validation(**ragged), generator=generator(3), **GRID)
+        losses.append(method(la).objective)
+        assert model.training == bool(ragged)
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=0)
     torch.testing.assert_close(losses[0], losses[2], rtol=1e-9, atol=0)
 
 
-def test_products_are_made_at_the_nodes_alone():
-    la = fitted_text(products=ForwardMode())
-    calls = []
-    la.model.register_forward_hook(lambda *_: calls.append(1))
-    la.optimize_prior_precision(
-        "gridsearch", val_loader=validation(), **(GRID | {"grid_size": 200})
-    )
-    assert len(calls) <= 2 * (1 + 2 * 8)  # two batches, and eight nodes of two draws each
+def test_ranks_choose_by_the_texts_of_all_of_them():
+    la = fitted_text()
+
+    def choose(texts, draws):
+        history = TokenGridSearch(val_loader=texts, generator=draws, **GRID)(la)
+        return history.objective, la.prior_precision
+
+    # The draws of all ranks are those of a seed that the first one draws.
+    expected = choose(text_batches(batch_size=2), generator(draw_seed(generator())))
+    texts = text_batches(batch_size=2)
+    for result in on_ranks(lambda rank: choose(texts[rank::2], generator(rank)), 2):
+        assert not isinstance(result, Exception), result
+        torch.testing.assert_close(result, expected)
 
 
 def test_what_is_wrong_with_the_data_is_said_and_the_prior_stays():
@@ -76,4 +83,36 @@ def test_what_is_wrong_with_the_data_is_said_and_the_prior_stays():
         la.optimize_prior_precision("gridsearch", val_loader=[], **GRID)
     with pytest.raises(ValueError, match="pass val_loader"):
         la.optimize_prior_precision("gridsearch")
+    with pytest.raises(ValueError, match="at least 1"):
+        la.optimize_prior_precision("gridsearch", val_loader=[], grid_size=0)
     assert torch.equal(la.prior_precision, before)
+
+
+FEW = {"n_samples": 2, "grid_size": 9}
+
+
+def test_held_out_texts_choose():
+    texts = [{key: value[0] for key, value in one.items()} for one in text_batches(batch_size=1)]
+    seen = []
+
+    def train(examples):
+        seen.extend(examples.indices)
+        return lora_model("gpt2", lora_alpha=3).eval()
+
+    la = fitted_text()
+    torch.manual_seed(0)
+    la.optimize_prior_precision(
+        method="second_training",
+        train=train,
+        train_loader=DataLoader(texts, batch_size=2),
+        held_out=0.4,
+        search=lambda **options: TokenGridSearch(generator=generator(3), **FEW, **options),
+    )
+    part = DataLoader([texts[place] for place in seen], batch_size=2)
+    rest = DataLoader([texts[place] for place in range(6) if place not in seen], batch_size=2)
+    other = fitted_text(lora_model("gpt2", lora_alpha=3).eval(), part)
+    other.optimize_prior_precision(
+        method="gridsearch", val_loader=rest, generator=generator(3), **FEW
+    )
+    assert torch.equal(la.prior_precision, other.prior_precision)
+    assert len(seen) == 4

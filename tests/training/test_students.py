@@ -61,7 +61,7 @@ def case(tmp_path, kind="bert", *callbacks, adapter="default", likelihood="class
     la = make(model, likelihood=likelihood, **answers)
     batch = Texts().batch
     la.fit([batch | {"labels": batch["labels"].float()} if likelihood == "regression" else batch])
-    la.prior_precision = 1.0
+    la.prior_precision = 1e-4 if kind == "bert" else 1e-7
     return la, trainer
 
 
@@ -87,6 +87,8 @@ def test_its_own_probabilities_are_the_posteriors(tmp_path):
     la, trainer = case(tmp_path)
     batch = Texts().batch
     targets = la(batch, link_approx="mean_field")
+    of_map = divergence(targets, log_probs(trainer.model, batch))
+    assert of_map > 0.1
     before = Snapshot(trainer.model)
     assert la.distill(trainer) == "calibrated"
     assert trainer.model.active_adapter == "default"
@@ -101,7 +103,7 @@ def test_its_own_probabilities_are_the_posteriors(tmp_path):
     assert student == teacher
     trainer.model.delete_adapter("calibrated")
     assert_same(trainer.model, before)
-    of_map = divergence(targets, log_probs(trainer.model, batch))
+    torch.manual_seed(0)
     loaded = PeftModel.from_pretrained(base_model("bert", 3, 12), tmp_path / "calibrated")
     assert divergence(targets, log_probs(loaded, batch)) < 0.2 * of_map
 
@@ -113,7 +115,8 @@ def test_answers_share_the_probability_that_the_model_gives_them(tmp_path):
     rows = torch.arange(len(last))
     before = log_probs(trainer.model, batch)[rows, last].exp()
     targets = la(batch, link_approx="mean_field")
-    of_map = divergence(targets, la.model(batch).log_softmax(-1).detach())
+    of_map = divergence(targets, (before[:, ids] / before[:, ids].sum(1, keepdim=True)).log())
+    assert of_map > 0.03
     trainer.model.set_adapter(la.distill(trainer, unlabelled=None))
     after = log_probs(trainer.model, batch)[rows, last].exp()
     share, own = after[:, ids].sum(1), before[:, ids].sum(1)

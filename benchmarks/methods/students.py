@@ -1,0 +1,70 @@
+"""Students: adapters that learn a teacher's probabilities, by `laplace_lora_ext`'s `distill`."""
+
+import tempfile
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.fine_tuning import Pretrained
+from benchmarks.methods.method import Loaders, Probabilities
+from benchmarks.models import AdaptedModel
+from laplace_lora_ext.models.adapters import find_peft_model, own_adapter_back
+from laplace_lora_ext.training.students import distill
+
+
+class Scaled:
+    """A posterior's model at a temperature, to teach a student in its place."""
+
+    likelihood = "classification"
+
+    def __init__(self, la: Any, temperature: float) -> None:
+        self.model, self.blocks, self.temperature = la.model, la.blocks, temperature
+
+    @torch.no_grad()
+    def __call__(self, batch: Any, **_: Any) -> torch.Tensor:
+        with self.model.prepared():
+            return (self.model(batch) / self.temperature).softmax(-1)
+
+
+def predict_with_student(
+    teacher: Any, pretrained: Pretrained, unlabelled: str | None, seed: int, loaders: Loaders
+) -> Probabilities:
+    """Train a student of a posterior, a mixture or `Scaled`, predict with it, and delete it."""
+    model = find_peft_model(teacher.model)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(pretrained, model, seed, folder)
+        name = distill(teacher, trainer, unlabelled, "student")
+    adapted = AdaptedModel(model, pretrained.class_token_ids)
+    with own_adapter_back(model):
+        model.set_adapter(name)
+        model.eval()
+        found = {key: adapted.logits(loader).softmax(-1) for key, loader in loaders.items()}
+    model.delete_adapter(name)
+    return found
+
+
+def _trainer(pretrained: Pretrained, model: Any, seed: int, folder: str) -> Any:
+    """A trainer with the settings of the lab's own loop."""
+    settings = pretrained.hyperparameters
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        max_steps=settings.steps,
+        warmup_steps=settings.warmup_steps,
+        learning_rate=settings.learning_rate,
+        per_device_train_batch_size=settings.batch_size,
+        max_grad_norm=0.0,
+        lr_scheduler_type="linear",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        use_cpu=not pretrained.device.startswith("cuda"),
+        seed=seed,
+    )
+    return transformers.Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=pretrained.data["train"],  # pyright: ignore[reportArgumentType]
+        data_collator=transformers.DataCollatorWithPadding(pretrained.tokenizer),
+    )
