@@ -16,7 +16,6 @@ from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.predictive.variance_shares import VarianceShares
 from laplace_lora_ext.stages import in_stages, train_in_stages
 from laplace_lora_ext.structures import (
     DiagLoRALaplace,
@@ -66,7 +65,6 @@ __all__ = [
     "TokenGridSearch",
     "TuningHistory",
     "ValGD",
-    "VarianceShares",
     "from_pretrained",
     "in_stages",
     "train_in_stages",

@@ -16,7 +16,6 @@ from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
 from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.passes.checks import check_called
-from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.processes.exchange import together
 
 
@@ -75,7 +74,6 @@ def fit(
         fitted.mean = mean
         fitted._fitted = fitted_model
         fitted._posterior_scale = None
-        fitted._agreement = MapAgreement()
         fitted.learnt_variance = None
     vars(la).update(vars(fitted))
 

@@ -36,7 +36,6 @@ from laplace_lora_ext.passes import Directions, every_output, jacobians
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive import amortization, decisions, glm, networks, posterior_predictive
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import by_name, prior
@@ -120,7 +119,6 @@ class LoRALaplace(ParametricLaplace):
         warn_if_untrained(self.blocks)
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self._predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
-        self._agreement = MapAgreement()
         self.learnt_variance: LearntVariance | None = None
         self._fitted: ModelState | None = None
         if issubclass(backend, LowRankKronInterface):

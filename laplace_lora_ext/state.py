@@ -15,7 +15,6 @@ from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.map_agreement import MapAgreement
 
 _KEYS = {"cls_name", "likelihood", "settings", "model", "mean", "H", "loss", "n_data", "n_outputs"}
 _KEYS |= {"prior_mean", "prior_precision", "sigma_noise", "temperature", "enable_backprop"}
@@ -54,7 +53,6 @@ def load_state_dict(la: Posterior, state_dict: dict[str, Any]) -> None:
     follow(loaded)
     loaded._fitted = ModelState.of(la.model, la.blocks)
     loaded._posterior_scale = None
-    loaded._agreement = MapAgreement()
     learnt = state_dict.get("learnt_variance")
     loaded.learnt_variance = learnt and LearntVariance(**learnt).to(la._device, la._dtype)
     vars(la).update(vars(loaded))

@@ -120,7 +120,7 @@ class Trial:
         """Each layer's share of the variance of the test logits, with the prior by evidence."""
         la, statistics = self._posterior_and_statistics
         la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
-        return la.variance_by_layer(statistics).by_layer
+        return la.variance_by_layer(statistics)
 
     def jacobians_by_margin(self) -> list[dict[str, float]]:
         """How far the weights can move the model's choice, where it is sure and where it isn't.

@@ -50,7 +50,7 @@ def run(options: Tuning) -> Iterator[Result]:
     test = la.predictive_statistics(pretrained.loader(TEST, PREDICTION_BATCH_SIZE))
     choices = list(_choices(la, searches, test, options))
     la.optimize_prior_precision(**searches["marglik, layerwise"])
-    shares = la.variance_by_layer(test).by_block
+    shares = la.variance_by_layer(test)
     for name, search in searches.items():
         if search.get("link_approx") in (None, "probit"):  # other links would take as long
             timed(name, lambda search=search: la.optimize_prior_precision(**search))

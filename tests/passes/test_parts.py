@@ -22,7 +22,6 @@ def facts(la, batch):
         *la.predictive_moments(batch),
         *statistics.moments(0.1),
         statistics.targets,
-        torch.tensor(statistics.batch_sizes),
     )
 
 
