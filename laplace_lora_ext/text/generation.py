@@ -225,7 +225,8 @@ def _logits(
     """A draw's logits; what it keeps for the next call is changed in place."""
     name = next((name for name in _CACHES if name in kwargs), "cache")
     given = kwargs.get(name)
-    kept.setdefault("cache", copy.deepcopy(given))
+    if not kept:  # an empty one: a text begins
+        kept["cache"] = copy.deepcopy(given)
     if _size(given) != _size(kept["cache"]):
         raise NotImplementedError(
             "Something in generate reads another text in turn, or changes the model's cache, "
