@@ -205,7 +205,7 @@ POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3])
         ({}, {"members": 2}, "has an adapter 'member_1' already"),
         ({}, {"likelihood": "best"}, "best"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_work_is_refused_before_any_training(tmp_path, change, options, message):
     trainer = trainer_of(tmp_path, watch := Watch())
