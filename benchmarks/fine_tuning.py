@@ -80,14 +80,13 @@ class Pretrained:
         data = {name: self.records(examples) for name, examples in predicted.items()}
         for records in data.values():
             records.sort(key=lambda record: len(record["input_ids"]))
-        fitted = {name: self.records(getattr(self.task, name)) for name in ("train", "validation")}
-        return data | fitted
+        return data | {"train": self.records(self.task.train)}
 
     @property
     def description(self) -> dict[str, Any]:
         """The task in figures."""
         task = self.task
-        sizes = {name: len(getattr(task, name)) for name in ("train", "validation", TEST)}
+        sizes = {name: len(getattr(task, name)) for name in ("train", TEST)}
         shifted = {name: len(examples) for name, examples in task.shifted.items()}
         return {"name": task.name, "classes": list(task.classes), **sizes, "shifted": shifted}
 
@@ -117,11 +116,6 @@ class Pretrained:
             collate_fn=lambda batch: transformers.BatchEncoding(pad(batch)).to(self.device),
         )
 
-    def for_epochs(self, epochs: int) -> "Pretrained":
-        """The same, but trained for this many passes over the texts, with one checkpoint."""
-        settings = self.hyperparameters.for_epochs(epochs, len(self.task.train))
-        return replace(self, hyperparameters=settings)
-
     def train_or_read(
         self,
         model: LogitsModel,
@@ -142,12 +136,12 @@ class Pretrained:
         return read_or_train(model.model, key, self.options.cache, trained)
 
 
-def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
+def prepare(options: TextRun, seed: int) -> Pretrained:
     """Read the task that the options ask for, and find its model."""
     if options.task not in TASKS:
         raise SystemExit(f"Unknown task {options.task!r}; there are {', '.join(TASKS)}.")
     source = TASKS[options.task]
-    task = source.read(options, seed, validation)
+    task = source.read(options, seed)
     folder = source.model(options)
     given: dict[str, Any] = {"model": folder} if isinstance(folder, str) else {}
     given |= {name: x for name in OVERRIDES if (x := getattr(options, name, None)) is not None}
@@ -188,7 +182,6 @@ def fine_tune(
     adapted = AdaptedModel(
         model,
         pretrained.class_token_ids,
-        initial={n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad},
         another=cache(lambda number: fine_tune(pretrained, records, seed + MEMBER_SEEDS * number)),
         retrained=lambda recipe: fine_tune(pretrained, records, seed, recipe),
     )

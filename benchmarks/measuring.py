@@ -33,7 +33,6 @@ KNOWN_WARNINGS = (
     r"\d+ of \d+ predictions prefer another class",  # a column of the table
     "There is a performance drop",  # the stock classes' price, which tables show
     "ASDL backend is used which does not",  # likewise
-    "Full backward hook is firing",  # bayesian-lora hooks layers whose inputs have no gradient
 )
 
 Job = Callable[[], object]

@@ -5,10 +5,9 @@ import math
 import torch
 from torchmetrics.functional.classification import binary_auroc
 
-from laplace_lora_ext.metrics import checked, entropy, quality, risk_coverage
+from laplace_lora_ext.metrics import checked, entropy, quality
 
 CALIBRATED_DRAWS = 50  # of labels
-COVERAGES = tuple(number / 20 for number in range(1, 21))
 
 
 def calibrated_ece(probabilities: torch.Tensor) -> float:
@@ -33,10 +32,3 @@ def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, floa
         "shifted_entropy": outside.mean().item(),
         "shift_auroc": binary_auroc(scores.clamp(0, 1), is_shifted).item(),
     }
-
-
-def selective_accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Accuracy on the surest texts, at `COVERAGES`; a text of no class counts as wrong."""
-    _, risk = risk_coverage(entropy(probabilities), probabilities.argmax(-1) == labels)
-    counts = [max(1, round(coverage * len(labels))) for coverage in COVERAGES]
-    return [1 - risk[count - 1].item() for count in counts]

@@ -5,7 +5,6 @@ import torch
 
 from benchmarks.metrics import (
     calibrated_ece,
-    selective_accuracy,
     shift_detection,
 )
 
@@ -13,14 +12,6 @@ from benchmarks.metrics import (
 def test_entropy_tells_shifted_texts_from_others():
     sure, even = torch.eye(2)[[0, 1, 1, 0]], torch.full((4, 2), 0.5)
     assert shift_detection(sure, even)["shift_auroc"] == 1
-
-
-def test_selective_accuracy_keeps_the_most_certain():
-    probabilities = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.99, 0.01], [0.5, 0.5]])
-    accuracies = selective_accuracy(probabilities, torch.tensor([0, 1, 0, -1]))
-    assert accuracies[0] == accuracies[9] == 1
-    assert accuracies[14] == pytest.approx(2 / 3)
-    assert accuracies[-1] == 0.5
 
 
 def test_calibrated_probabilities_have_the_error_of_chance():
