@@ -30,7 +30,6 @@ SHARE_OF_LIMIT = 1 / 4
 KNOWN_WARNINGS = (
     "By default `link_approx`",  # every call names its link
     "The posterior is over lora_A and lora_B",  # a head stays at its MAP value everywhere
-    r"\d+ of \d+ predictions prefer another class",  # a column of the table
     "There is a performance drop",  # the stock classes' price, which tables show
     "ASDL backend is used which does not",  # likewise
 )

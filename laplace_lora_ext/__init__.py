@@ -12,10 +12,10 @@ from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.mixture import LaplaceMixture
+from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.predictive.variance_shares import VarianceShares
 from laplace_lora_ext.stages import in_stages, train_in_stages
 from laplace_lora_ext.structures import (
     DiagLoRALaplace,
@@ -47,6 +47,7 @@ __all__ = [
     "Laplace",
     "LaplaceCallback",
     "LaplaceMixture",
+    "LearntVariance",
     "LoRALaplace",
     "LowRankKron",
     "LowRankKronDecomposed",
@@ -64,7 +65,6 @@ __all__ = [
     "TokenGridSearch",
     "TuningHistory",
     "ValGD",
-    "VarianceShares",
     "from_pretrained",
     "in_stages",
     "train_in_stages",

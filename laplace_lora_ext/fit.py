@@ -11,13 +11,11 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext.fitting.moving import follow
 from laplace_lora_ext.fitting.sums import sums_of
-from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged
 from laplace_lora_ext.models.locks import exclusive
-from laplace_lora_ext.models.model_state import FittedModel
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
 from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.passes.checks import check_called
-from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.processes.exchange import together
 
 
@@ -62,7 +60,7 @@ def fit(
         else:
             la._check_model()
         follow(la)
-        fitted_model, mean = FittedModel(la.model, la.blocks), flattened(la.blocks, la._device)
+        fitted_model, mean = ModelState.of(la.model, la.blocks), flattened(la.blocks, la._device)
         H, loss, n_data, called = sums_of(la, train_loader, progress_bar)
         _check_still(la, fitted_model, mean)
         if override or not la.n_data:
@@ -76,16 +74,14 @@ def fit(
         fitted.mean = mean
         fitted._fitted = fitted_model
         fitted._posterior_scale = None
-        fitted._agreement = MapAgreement()
         fitted.learnt_variance = None
     vars(la).update(vars(fitted))
 
 
-def _check_still(la: Posterior, before: FittedModel, mean: torch.Tensor) -> None:
+def _check_still(la: Posterior, before: ModelState, mean: torch.Tensor) -> None:
     """Refuse sums of a model that has changed on the way, as by an optimizer in the loader."""
     try:
-        check_unchanged(la.blocks, mean)
-        before.check()
+        check_same(la.model, la.blocks, before, mean)
     except RuntimeError as error:
         raise RuntimeError(
             f"The model has changed while its training data were read. {error}"

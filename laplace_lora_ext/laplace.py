@@ -17,7 +17,7 @@ from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.logits_model import find_transformer
-from laplace_lora_ext.models.model_state import ModelState
+from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
 
 _CLASSES = (

@@ -18,7 +18,7 @@ from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.fitting import kind
 from laplace_lora_ext.fitting.hosts_pass import curvature_of
 from laplace_lora_ext.fitting.hyperparameters import Positive
-from laplace_lora_ext.fitting.moving import check_model, follow, places_of
+from laplace_lora_ext.fitting.moving import follow, places_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -30,14 +30,12 @@ from laplace_lora_ext.models.lora_layers import (
     warn_of_frozen,
     warn_of_other_trainable,
 )
-from laplace_lora_ext.models.model_state import FittedModel
 from laplace_lora_ext.models.preference_model import PreferenceModel
-from laplace_lora_ext.models.weights import held
+from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
 from laplace_lora_ext.passes import Directions, every_output, jacobians
 from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive import amortization, decisions, glm, networks, posterior_predictive
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.map_agreement import MapAgreement
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import by_name, prior
@@ -46,9 +44,8 @@ from laplace_lora_ext.tuning import by_name, prior
 class LoRALaplace(ParametricLaplace):
     """What all Laplace approximations over LoRA weights share.
 
-    The posterior is over the `lora_A` and `lora_B` weights of the active adapter, and those of its
-    embeddings (`lora_embedding_A`, `lora_embedding_B`). Everything else in the model, even a
-    trainable head, stays at its MAP value. No method changes the model.
+    The posterior is over the `lora_A` and `lora_B` weights of the active adapter. Everything else
+    in the model, even a trainable head, stays at its MAP value. No method changes the model.
 
     Parameters
     ----------
@@ -122,9 +119,8 @@ class LoRALaplace(ParametricLaplace):
         warn_if_untrained(self.blocks)
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self._predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
-        self._agreement = MapAgreement()
         self.learnt_variance: LearntVariance | None = None
-        self._fitted: FittedModel | None = None
+        self._fitted: ModelState | None = None
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
         else:
@@ -222,7 +218,13 @@ class LoRALaplace(ParametricLaplace):
 
     fit: Any = data_fit.fit
 
-    _check_model = check_model
+    def _check_model(self) -> None:
+        """Refuse a model that has changed since the fit, and follow it where it has gone."""
+        if self._fitted is None:
+            check_runs(self.model, self.blocks)
+            return
+        check_same(self.model, self.blocks, self._fitted, self.mean)
+        follow(self)
 
     def _check_H_init(self) -> None:  # noqa: N802
         super()._check_H_init()
@@ -291,8 +293,7 @@ class LoRALaplace(ParametricLaplace):
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        fixed = held(self.blocks, self._device)
-        return torch.where(fixed, self.mean, super().sample(n_samples, generator))
+        return super().sample(n_samples, generator)
 
     @exclusive
     def _glm_predictive_samples(

@@ -14,21 +14,16 @@ from torch.utils.data import DataLoader
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.passes import Directions, every_output, visit_jacobians
 from laplace_lora_ext.passes.parts import in_parts
 from laplace_lora_ext.precision import without_autocast
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import (
     PredictiveStatistics,
-    of_all_ranks,
     statistics_of_batch,
 )
-from laplace_lora_ext.predictive.variance_shares import VarianceShares
-from laplace_lora_ext.processes.exchange import together
-from laplace_lora_ext.processes.shards import Shard
 
 
 class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
@@ -145,7 +140,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     @exclusive
     @torch.inference_mode(False)
-    @together()
     def predictive_statistics(
         self,
         loader: DataLoader | Iterable[Any],
@@ -175,17 +169,17 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             not finite. The message names the batch.
         """
         self._check_H_init()
-        parts, places, shard = [], [torch.empty(0, dtype=torch.long)], Shard(loader)
-        for name, batch in named_batches(loader, "[Predictive statistics]", progress_bar):
-            with naming(name):
-                labelled = self.model.split_if_labelled(batch)
-                parts.append(self._statistics(labelled, device, dtype))
-                places.append(shard.places(len(parts[-1])))
-        scale = self._H_factor.detach()
-        return of_all_ranks(parts, torch.cat(places), self.H, scale, device)
+
+        def of_batch(batch: Any) -> Columns:
+            return self._statistics(self.model.split_if_labelled(batch), device, dtype).columns
+
+        columns = over_loader(loader, of_batch, "[Predictive statistics]", progress_bar)
+        f_mu, projections, inner_products, *targets = (column.to(device) for column in columns)
+        fit = self.H.spectrum, self._H_factor.detach()
+        return PredictiveStatistics(f_mu, projections, inner_products, *fit, *targets)
 
     @exclusive
-    def variance_by_layer(self, x: Any) -> VarianceShares:
+    def variance_by_layer(self, x: Any) -> dict[str, float]:
         """Where the uncertainty comes from: each layer's share of the logits' variance.
 
         The curvature is block-diagonal. A posterior over only some layers (the paper's table 15,
@@ -198,8 +192,15 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
         Returns
         -------
-        VarianceShares
-            by block, by transformer layer, and for the A and the B matrices
+        dict of str to float
+            for each transformer layer, such as "model.layers.3", and each module outside the
+            layers, such as "lm_head"; they sum to 1. `PredictiveStatistics.variance_by_block` has
+            the variances of each LoRA weight
+
+        Raises
+        ------
+        ValueError
+            If the logits don't depend on any LoRA weight.
         """
         self._check_H_init()
         if isinstance(x, PredictiveStatistics):
@@ -208,7 +209,14 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         else:
             statistics = self._statistics((x, None), self._device, self._dtype)
         variances = statistics.variance_by_block(self.prior_precision, self._H_factor)
-        return VarianceShares.of(self.blocks, variances.mean(0))
+        total = variances.sum().item()
+        if not total > 0:
+            raise ValueError("The logits have no variance: they don't depend on any LoRA weight.")
+        shares: dict[str, float] = {}
+        for block, variance in zip(self.blocks, variances.sum(0).tolist(), strict=True):
+            layer = block.transformer_layer
+            shares[layer] = shares.get(layer, 0.0) + variance / total
+        return shares
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics:
         if not isinstance(loader, PredictiveStatistics):
@@ -225,16 +233,9 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         dtype: torch.dtype,
     ) -> PredictiveStatistics:
         self._check_model()
-        fitted = self.model, self.blocks, self.trained_likelihood, self.H, self._H_factor.detach()
-        X, y = batch
-
-        def statistics(part: Any, place: slice) -> PredictiveStatistics:
-            labels = None if y is None else y[place]
-            return statistics_of_batch(*fitted, (part, labels), device, dtype)
-
-        n_examples = None if y is None else len(y)
-        parts = in_parts(self.model, X, self.n_outputs, statistics, n_examples)
-        return parts[0] if len(parts) == 1 else PredictiveStatistics.concatenate(parts)
+        scale = self._H_factor.detach()
+        fitted = self.model, self.blocks, self.trained_likelihood, self.H, scale, self.n_outputs
+        return statistics_of_batch(*fitted, batch, device, dtype)
 
     def _settings(self) -> dict[str, Any]:
         return super()._settings() | self.backend.settings

@@ -24,7 +24,7 @@ from laplace_lora_ext.models.adapters import (
     own_adapter_back,
     write_adapter,
 )
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import Moments
@@ -275,7 +275,7 @@ class LaplaceMixture:
         if method == "gridsearch" and self.likelihood == "language_modeling":
             method = TokenGridSearch(**options)
         elif method == "gridsearch":
-            method = GridSearch(**({"link_approx": "mean_field"} | options))
+            method = GridSearch(**{"link_approx": "mean_field", **options})
         elif method == "entropy":
             self.prior_precision = 1.0
             data = options["train_loader"]
@@ -434,7 +434,7 @@ def _differing_base(first: Any, other: Any) -> str | None:
     weights: list[dict[str, Any]] = [
         {
             name: weight
-            for name, weight in member._fitted.state.weights.items()
+            for name, weight in member._fitted.weights.items()
             if ".lora_" not in name and ".modules_to_save" not in name
         }
         for member in (first, other)

@@ -29,7 +29,7 @@ from laplace_lora_ext.models.adapters import (
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.processes.exchange import gathered, of_first, together
-from laplace_lora_ext.training.examples import divided, in_order
+from laplace_lora_ext.training.examples import divided, in_order, taken
 from laplace_lora_ext.training.trainers import (
     check_trainer,
     loader_of,
@@ -205,6 +205,7 @@ def _in_stages(
     check_counts(members=members)
     options = {"subset_of_weights": "lora", "hessian_structure": "lowrank_kron"} | options
     ((rest, held),) = divided(batches.whole, held_out, generator)
+    everything = taken(batches.whole)
     first, validation = batches.of(rest), batches.of(held)
     _check(model, first, validation, options)
 
@@ -233,8 +234,8 @@ def _in_stages(
         seconds = []
         for activate, choice_of_member in zip(actives, carried, strict=True):
             activate()
-            train(model, batches.whole.dataset, SECOND_STAGE)
-            seconds.append(fitted(batches.of(batches.whole.dataset)))
+            train(model, everything, SECOND_STAGE)
+            seconds.append(fitted(batches.of(everything)))
             choice_of_member.carry_over(seconds[-1], first)
     return Stages(seconds[0] if members == 1 else LaplaceMixture(seconds), history)
 

@@ -15,7 +15,7 @@ FOLDERS = [
     *("fitting", "predictive", "training", "tuning", "text"),
 ]
 FLOORS = [
-    {"messages", "readings", "undoing", "precision", "files", "metrics", "likelihoods"},
+    {"messages", "readings", "precision", "files", "metrics", "likelihoods"},
     *({folder} for folder in FOLDERS),
     {"fit", "saving", "state"},
     {"lora_laplace"},
@@ -103,7 +103,7 @@ def test_functions_fit_on_a_screen():
 
 
 def test_tensors_stay_where_they_are():
-    """Within `set_aside`, torch's own function moves them to the CPU."""
+    """Within `cpu_as_default`, torch's own function moves them to the CPU."""
     for name, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in MOVING:

@@ -15,8 +15,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import laplace_lora_ext
 from laplace_lora_ext import LaplaceCallback
+from laplace_lora_ext.callback import eval_figures
 from laplace_lora_ext.metrics import quality
 from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted
 from tests.support.texts import text_batches
 
 
@@ -151,6 +153,17 @@ def test_what_a_method_lacks_is_said(tmp_path):
         LaplaceCallback(method="best")
     with pytest.raises(ValueError, match=r"trains again with the trainer: pass it"):
         LaplaceCallback(method="second_training")
+    with pytest.raises(ValueError, match="at every checkpoint: leave every_checkpoint out"):
+        LaplaceCallback(method="second_training", trainer=object(), every_checkpoint=True)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_evaluation_figures_are_those_of_predictions(structure):
+    la, batches = fitted(structure=structure), ragged_batches(seed=7)
+    predicted = torch.cat([la(batch, link_approx="mean_field") for batch in batches])
+    expected = quality(predicted, torch.cat([batch["labels"] for batch in batches]))
+    found = eval_figures(la, batches)
+    assert found == {f"eval_laplace_{name}": expected[name] for name in ("nll", "ece")}
 
 
 def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_path):

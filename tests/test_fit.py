@@ -84,7 +84,7 @@ def test_a_failing_refit_leaves_the_fit_before_it(structure, failure, override):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("step", ["_check_still", "copy", "MapAgreement"])
+@pytest.mark.parametrize("step", ["_check_still", "copy"])
 def test_an_interrupt_after_the_pass_leaves_the_fit_before_it(structure, step, monkeypatch):
     la, (X, _) = make(plain_model(), structure), pairs()[0]
     la.fit(pairs(2))

@@ -41,3 +41,43 @@ def test_a_state_that_can_not_be_read_changes_nothing(structure):
         la.load_state_dict(state)
     assert all(vars(la)[name] is value for name, value in before.items() if name != "_agreement")
     assert torch.equal(la(batch), expected)
+
+
+@pytest.mark.parametrize("key", sorted(fitted().state_dict().keys() - {"learnt_variance"}))
+def test_a_state_that_lacks_something_is_refused(key):
+    la = fitted()
+    state = {name: value for name, value in la.state_dict().items() if name != key}
+    other = make(la.model.model)
+    with pytest.raises(ValueError, match=f"'{key}'"):
+        other.load_state_dict(state)
+    assert other.n_data == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cls_name": "DiagLoRALaplace"}, "cls_name='DiagLoRALaplace', not 'LowRankKron"),
+        ({"likelihood": "regression"}, "likelihood='regression', not 'classification'"),
+        ({"mean": torch.zeros(3)}, r"is in torch\.float32.*need torch\.float64"),
+    ],
+)
+def test_a_state_of_another_kind_is_refused(change, message):
+    la = fitted()
+    with pytest.raises(ValueError, match=message):
+        la.load_state_dict(la.state_dict() | {"prior_precision": torch.tensor([7.0])} | change)
+    assert la.prior_precision.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 4}, "rank=3, not 4"),
+        ({"rank": 3, "kfac_approx": "expand"}, "kfac_approx='gradient', not 'expand'"),
+        ({"rank": 3, "tail": False}, "tail=True, not False"),
+        ({"rank": 3, "stochastic": True}, "stochastic=None, not True"),
+    ],
+)
+def test_a_state_of_other_settings_is_not_loaded(settings, message):
+    la = fitted()
+    with pytest.raises(ValueError, match=f"fitted with {message}"):
+        make(la.model.model, backend_kwargs=settings).load_state_dict(la.state_dict())

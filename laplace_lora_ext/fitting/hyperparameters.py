@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.locks import as_tensor
 
 
 class Positive:

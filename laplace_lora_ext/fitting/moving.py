@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from laplace_lora_ext.models.adapter_state import check_runs, check_unchanged
-from laplace_lora_ext.models.placement import check_float64
 from laplace_lora_ext.models.posterior import Posterior
-
-
-def check_model(la: Posterior) -> None:
-    """Refuse a model that has changed since the fit, and follow it where it has gone."""
-    check_runs(la.model, la.blocks)
-    if la._fitted is not None:
-        check_unchanged(la.blocks, la.mean)
-        la._fitted.check()
-        follow(la)
+from laplace_lora_ext.models.selection import check_float64
 
 
 def places_of(la: Posterior) -> list[tuple[torch.device, torch.dtype]]:

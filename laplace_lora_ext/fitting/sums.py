@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
@@ -11,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 import tqdm
 
-from laplace_lora_ext.fitting.identity import hashes
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.same_model import hashes
 from laplace_lora_ext.passes.checks import noting_calls
 from laplace_lora_ext.processes.exchange import count, gathered, rank
-from laplace_lora_ext.processes.shards import Shard, data_size, is_new, refuse_copies, rows
+from laplace_lora_ext.processes.shards import Share, refuse_copies
 
 
 class Sums(NamedTuple):
@@ -48,27 +47,28 @@ def sums_of(la: Posterior, loader: Iterable[Any], progress_bar: bool) -> Sums:
     ValueError
         If there are no data, ranks differ in weights or settings, or two have the same data.
     """
-    shard, expected = Shard(loader), data_size(loader)
+    share = Share(loader)
     zero = torch.zeros((), device=la._device, dtype=torch.float64)
     sums = Sums(la._zeros(), zero, 0)
-    own = expected and math.ceil(expected / count() if shard.is_known else expected)
     hidden = not progress_bar or rank() > 0
-    options = {"unit": " examples", "total": own, "disable": hidden}
+    options = {"unit": " examples", "total": share.size, "disable": hidden}
     with tqdm.tqdm(desc="[Computing Hessian]", **options) as bar:
-        for name, batch in named_batches(loader):
+        for name, batch in named_batches(share.loader):
             with naming(name):
                 X, y = la.model.split(batch)
-                new = is_new(shard.places(len(y)))
-                sums = _plus(la, sums, X, y, new)
-            bar.update(int(new.sum()))
-    reports = gathered(_Report(la, sums, expected if shard.is_known else None))
+                n_new = len(share.places(len(y)))
+                if n_new:
+                    sums = _plus(la, sums, X, y)
+                else:  # a pass that other ranks wait for
+                    la._add_batch(la._zeros(), X, y)
+            bar.update(n_new)
+    if share.size not in (None, sums.n_data):
+        warn(f"The loader gave {sums.n_data} examples, but its data set has {share.size}.")
+    reports = gathered(_Report(la, sums))
     n_data = sum(report.n_data for report in reports)
     if not n_data:
         raise ValueError("The training loader has no data.")
     _check_alike(reports)
-    _warn_of_number(n_data, [report.expected for report in reports])
-    if not shard.is_known:
-        _warn_of_number(sums.n_data, [expected])
     la.model.output_size = max(report.n_outputs for report in reports)
     H = sums.H
     if count() > 1:
@@ -77,13 +77,7 @@ def sums_of(la: Posterior, loader: Iterable[Any], progress_bar: bool) -> Sums:
     return Sums(H, loss.to(sums.loss), n_data, frozenset[int]().union(*(r.called for r in reports)))
 
 
-def _plus(la: Posterior, sums: Sums, X: Any, y: torch.Tensor, new: torch.Tensor) -> Sums:
-    if not new.any():
-        # Ranks that share one model must all make the same number of passes.
-        la._add_batch(la._zeros(), X, y)
-        return sums
-    if not new.all():
-        X, y = rows((X, y), new)
+def _plus(la: Posterior, sums: Sums, X: Any, y: torch.Tensor) -> Sums:
     called = set(sums.called)
     with noting_calls(la.blocks, called):
         loss, H = la._add_batch(sums.H, X, y)
@@ -93,16 +87,13 @@ def _plus(la: Posterior, sums: Sums, X: Any, y: torch.Tensor, new: torch.Tensor)
 class _Report:
     """What a rank tells the others about its sums."""
 
-    def __init__(self, la: Posterior, sums: Sums, expected: int | None) -> None:
-        self.identity = hashes(la) if count() > 1 else {}
+    def __init__(self, la: Posterior, sums: Sums) -> None:
+        settings = type(la).__name__, la.likelihood, la._dtype, la._settings()
+        self.identity = {"settings": repr(settings)}
+        if count() > 1:
+            self.identity |= hashes(la.model, la.blocks)
         self.n_data, self.loss = sums.n_data, sums.loss.item()
         self.n_outputs, self.called = la.model.output_size, sums.called
-        self.expected = expected  # examples of all ranks
-
-
-def _warn_of_number(n_data: int, expected: Sequence[int | None]) -> None:
-    for number in {number for number in expected if number not in (None, n_data)}:
-        warn(f"The loader gave {n_data} examples, but its data set has {number}.")
 
 
 def _check_alike(reports: Sequence[_Report]) -> None:

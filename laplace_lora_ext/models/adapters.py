@@ -14,8 +14,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from laplace_lora_ext.undoing import undoing
-
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that do
 
 
@@ -32,15 +30,13 @@ def only_active(model: nn.Module, adapter: str) -> Iterator[None]:
         and module._active_adapter not in (adapter, [adapter])
     ]
     before = [layer._active_adapter for layer in layers]
-
-    def restore() -> None:
-        for layer, active in zip(layers, before, strict=True):
-            layer._active_adapter = active
-
-    with undoing(restore):
+    try:
         for layer in layers:
             layer._active_adapter = adapter
         yield
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer._active_adapter = active
 
 
 def active_again(model: nn.Module) -> Callable[[], None]:

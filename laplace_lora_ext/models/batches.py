@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.processes.exchange import rank
 
 _OF_TEXTS = ("input_ids", "attention_mask")

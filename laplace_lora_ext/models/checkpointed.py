@@ -11,8 +11,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
-from laplace_lora_ext.undoing import undoing
-
 try:
     from transformers.modeling_layers import GradientCheckpointingLayer
 except ImportError:  # before transformers 4.52, whose models do it in code of their own
@@ -37,17 +35,15 @@ def checkpointed(
     """
     layers: Any = [m for m in model.modules() if _is_checkpointed(m)]
     functions = [layer._gradient_checkpointing_func for layer in layers]
-
-    def restore() -> None:
-        for layer, function in zip(layers, functions, strict=True):
-            layer.training = False
-            layer._gradient_checkpointing_func = function
-
-    with undoing(restore):
+    try:
         for layer in layers:
             layer.training = True  # transformers asks this, and then calls the function
             layer._gradient_checkpointing_func = partial(_run, layer, run_again)
         yield
+    finally:
+        for layer, function in zip(layers, functions, strict=True):
+            layer.training = False
+            layer._gradient_checkpointing_func = function
 
 
 def _run(layer: nn.Module, run_again: Callable, function: Callable, *args: Any) -> Any:

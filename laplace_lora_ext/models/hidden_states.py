@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.undoing import removing_hooks
 
 _KNOWN = "output layer"  # its name in `model.layouts`, or "" where there is none
 _LAST = 8  # calls of layers to search for the logits, so that few activations are kept
@@ -30,13 +30,15 @@ def logits_and_hidden_states(
     calls: deque[tuple[nn.Module, torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
 
     def note(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        rows = [x for x in (*args[:1], output) if isinstance(x, torch.Tensor) and x.ndim > 1]
-        if len(rows) == 2 and rows[0].shape[:-1] == rows[1].shape[:-1]:
-            calls.append((layer, *rows))
+        given = args[0] if args else None
+        if not isinstance(given, torch.Tensor) or not isinstance(output, torch.Tensor):
+            return
+        if given.ndim > 1 and given.shape[:-1] == output.shape[:-1]:
+            calls.append((layer, given, output))
 
-    with removing_hooks() as handles:
+    with ExitStack() as hooks:
         for layer in _watched(model):
-            handles.append(layer.register_forward_hook(note))
+            hooks.callback(layer.register_forward_hook(note).remove)
         logits = model(batch)
     for layer, inputs, outputs in calls:
         place = _place(model, outputs, logits)

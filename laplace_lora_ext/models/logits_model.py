@@ -13,16 +13,21 @@ from peft import PeftMixedModel, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.adapters import only_active
 from laplace_lora_ext.models.answers import AnswerTokens, takes_positions
 from laplace_lora_ext.models.batches import complete, examples_of, moved
-from laplace_lora_ext.models.compiled import running_eagerly, warn_if_compiled
-from laplace_lora_ext.models.default_device import as_tensor, restored, set_aside
-from laplace_lora_ext.models.locks import lock_of
+from laplace_lora_ext.models.locks import (
+    as_tensor,
+    compiled_calls,
+    cpu_as_default,
+    lock_of,
+    running_eagerly,
+    users_default,
+)
 from laplace_lora_ext.models.padding import LeftPadding, rounding_of
-from laplace_lora_ext.models.placement import device_of
 from laplace_lora_ext.models.positions import Positions, positions_of
-from laplace_lora_ext.undoing import undoing
+from laplace_lora_ext.models.selection import device_of
 
 _LABEL_KEYS = ("label", "labels")
 
@@ -79,7 +84,11 @@ class LogitsModel(nn.Module):
                 "A PeftMixedModel mixes kinds of adapters: load the LoRA adapter alone, as a "
                 "PeftModel."
             )
-        warn_if_compiled(model)
+        if any(compiled_calls(module) for module in model.modules()):
+            warn(
+                "The model is compiled: fits and predictions run it eagerly, since compiled code "
+                "does not call LoRA layers as modules."
+            )
         self.model = model
         self.adapter: str | None = None
         self.dict_key_y = dict_key_y
@@ -241,36 +250,35 @@ class LogitsModel(nn.Module):
         """
         active = nullcontext() if self.adapter is None else only_active(self.model, self.adapter)
         prepared = self._prepared(trainable)
-        with self.lock, set_aside(), active, prepared, running_eagerly(self.model):
+        with self.lock, cpu_as_default(), active, prepared, running_eagerly(self.model):
             yield
 
     @contextmanager
     def _prepared(self, trainable: Sequence[torch.Tensor]) -> Iterator[None]:
-        modes, mode = {module: module.training for module in self.modules()}, self.model.training
-        parameters = [
-            (module, name, parameter, parameter.requires_grad, parameter.grad)
-            for module in modes
+        modules = list(self.modules())
+        modes = [module.training for module in modules]
+        before: list[tuple[dict[str, Any], str, bool, Any]] = [
+            (module._parameters, name, parameter.requires_grad, parameter.grad)
+            for module in modules
             for name, parameter in module._parameters.items()
             if parameter is not None
         ]
         wanted = {id(parameter) for parameter in trainable}
-
-        def restore() -> None:
-            for module in self.modules():  # a model may make others as it runs
-                if module.training != modes.get(module, mode):
-                    module.training = modes.get(module, mode)
-            for module, name, _, requires_grad, grad in parameters:
-                # Hooks that offload weights may have replaced parameters. (A script's have no get.)
-                if name in module._parameters and (now := module._parameters[name]) is not None:
-                    now.requires_grad_(requires_grad).grad = grad
-
-        with undoing(restore):
+        try:
             self.eval()
-            for _, _, parameter, _, _ in parameters:
-                if parameter.requires_grad != (id(parameter) in wanted):
-                    parameter.requires_grad_(id(parameter) in wanted)
-                parameter.grad = None
+            for parameters, name, requires_grad, _ in before:
+                is_wanted = id(parameters[name]) in wanted
+                if requires_grad != is_wanted:
+                    parameters[name].requires_grad_(is_wanted)
+                parameters[name].grad = None
             yield
+        finally:
+            for module, mode in zip(modules, modes, strict=True):
+                if module.training != mode:
+                    module.training = mode
+            for parameters, name, requires_grad, grad in before:
+                # Hooks that offload weights may have replaced the parameter.
+                parameters[name].requires_grad_(requires_grad).grad = grad
 
     def _inputs(self, batch: Any) -> Any:
         """The batch without its labels on the model's device, of the same type as before."""
@@ -303,7 +311,7 @@ class LogitsModel(nn.Module):
             return logits_of(self._call(inputs, **options))
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
-        with restored():
+        with users_default():
             if isinstance(inputs, Mapping) and self.transformer is not None:
                 return self.model(**inputs, **kwargs)
             return self.model(inputs, **kwargs)

@@ -15,30 +15,22 @@ from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
 from laplace_lora_ext.models.convolutions import PatchRows
-from laplace_lora_ext.models.embeddings import EmbeddingHalf, halves, is_embedding
-from laplace_lora_ext.models.placement import (
+from laplace_lora_ext.models.rows import LinearRows
+from laplace_lora_ext.models.selection import (
+    active_adapter,
+    adapters_of,
     check_float64,
-    check_in_place,
+    check_plain,
     check_reachable,
     device_of,
+    has_dora,
     is_absent,
+    other_tuners,
+    select,
     values_of,
 )
-from laplace_lora_ext.models.rows import LinearRows
-from laplace_lora_ext.models.selection import active_adapter, adapters_of, select
-from laplace_lora_ext.models.unsupported import (
-    check_apart,
-    check_parameters,
-    check_plain,
-    check_tuner,
-    has_dora,
-    other_tuners,
-)
 
-_NAME = re.compile(
-    r"(?P<layer>.*)\.(?P<parameter>lora_(embedding_)?[AB])\.(?P<adapter>[^.]+)(\.weight)?"
-)
-_BEGIN_AT_ZERO = {"lora_B": "lora_A", "lora_embedding_A": "lora_embedding_B"}  # with the other half
+_NAME = re.compile(r"(?P<layer>.*)\.(?P<matrix>lora_[AB])\.(?P<adapter>[^.]+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -49,9 +41,9 @@ class Block:
     ----------
     name : str
         of the weight, without the prefixes that wrappers add
-    layer : torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d or EmbeddingHalf
+    layer : torch.nn.Linear, torch.nn.Conv1d or torch.nn.Conv2d
         `lora_A` or `lora_B`; its weight `(m, n)` is the block, where n is the size of a patch if
-        the layer is a convolution, and that of the vocabulary if `lora_A` is an embedding's
+        the layer is a convolution
     small_output : bool
         whether the LoRA rank is the size of the layer's output (`lora_A`) or of its input
     owner : peft.tuners.lora.LoraLayer or None
@@ -59,7 +51,7 @@ class Block:
     """
 
     name: str
-    layer: nn.Linear | nn.Conv1d | nn.Conv2d | EmbeddingHalf
+    layer: nn.Linear | nn.Conv1d | nn.Conv2d
     small_output: bool
     owner: Any = None
 
@@ -86,8 +78,6 @@ class Block:
     @cached_property
     def rows(self) -> LinearRows:
         """Makes rows of what the layer is given and returns."""
-        if isinstance(self.layer, EmbeddingHalf):
-            return self.layer
         return LinearRows() if isinstance(self.layer, nn.Linear) else PatchRows(self.layer)
 
     @property
@@ -96,14 +86,9 @@ class Block:
         return self._named("adapter")
 
     @property
-    def parameter(self) -> str:
-        """What PEFT calls it: "lora_A" or "lora_B", or of embeddings "lora_embedding_A" or "_B"."""
-        return self._named("parameter")
-
-    @property
     def matrix(self) -> str:
-        """Which of the two it is: "lora_A" or "lora_B", of embeddings too."""
-        return self.parameter.replace("embedding_", "")
+        """Which of the two it is: "lora_A" or "lora_B"."""
+        return self._named("matrix")
 
     @property
     def lora_layer(self) -> str:
@@ -166,26 +151,24 @@ def find_blocks(
         If there is no LoRA layer, if the adapter is merged, disabled or not the only active
         one, if its weights are on the meta device, or if nothing matches the selection.
     NotImplementedError
-        If LoRA layers of the adapter are not two linear maps, or share weights or compute them, or
-        if those of an embedding are sharded or offloaded; for X-LoRA, FSDP1, DeepSpeed ZeRO-3 and
+        If LoRA layers of the adapter are not two linear maps, or share weights or compute them, as
+        those of embeddings and of fused experts; for FSDP1, DeepSpeed ZeRO-3 and
         devices that lack float64, such as MPS.
     """
-    check_tuner(model)
     check_reachable(model)
-    layers = _by_stripped_name(
-        {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
-    )
+    found = {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
+    layers = {strip_wrappers(name): layer for name, layer in found.items()}
     if not layers:
         raise ValueError(
             f"No LoRA layer in the model (found {other_tuners(model)}). Add one with "
             "peft.get_peft_model."
         )
+    if len(layers) < len(found):  # names differ by a wrapper's alone
+        layers = found
     adapter = active_adapter(layers)
     layers = {name: layer for name, layer in layers.items() if adapter in adapters_of(layer)}
     layers = select(layers, target_modules, layers_to_transform)
     check_plain(layers, adapter)
-    check_parameters(layers, adapter)
-    check_apart(layers, adapter)
     blocks = [
         block
         for name, layer in layers.items()
@@ -194,17 +177,18 @@ def find_blocks(
     on_meta = [block.name for block in blocks if is_absent(block.layer)]
     if on_meta:
         raise ValueError(f"On the meta device are {listed(on_meta)}: load these weights first.")
-    of_embeddings = [b.layer for b in blocks if isinstance(b.layer, EmbeddingHalf)]
-    check_in_place(of_embeddings, "LoRA of an embedding")
     for device in {block.device for block in blocks}:
         check_float64(device)
     return blocks
 
 
 def check_known_to_host(blocks: Sequence[Block]) -> None:
-    """Refuse DoRA and LoRA of embeddings for the host's backends (`NotImplementedError`).
+    """Refuse DoRA for the host's backends, which take every call of a layer for an input.
 
-    These take every call of a linear layer for an input, and know no other layers.
+    Raises
+    ------
+    NotImplementedError
+        The message lists the layers.
     """
     with_dora = [b.name for b in blocks if b.owner is not None and has_dora(b.owner, b.adapter)]
     if with_dora:
@@ -213,24 +197,15 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
             f'inputs: {listed(with_dora)}. Use the structures "lowrank_kron", "diag" or "full", '
             "without `backend`."
         )
-    of_embeddings = [b.name for b in blocks if isinstance(b.layer, EmbeddingHalf)]
-    if of_embeddings:
-        raise NotImplementedError(
-            "The host's backends don't support LoRA of embeddings, whose weights are in no linear "
-            f'layer: {listed(of_embeddings)}. Use the structures "lowrank_kron", "diag" or "full", '
-            "without `backend`, or leave the embedding out with target_modules."
-        )
 
 
 def warn_if_untrained(blocks: Sequence[Block]) -> None:
-    """Warn if all weights are 0 that PEFT initialises so: `lora_B`, and A of embeddings."""
-    beginning = [block for block in blocks if block.parameter in _BEGIN_AT_ZERO]
-    if beginning and not any(block.values.any() for block in beginning):
-        names = sorted({block.parameter for block in beginning})
-        others = [_BEGIN_AT_ZERO[name] for name in names]
+    """Warn if all `lora_B` are 0, as PEFT initialises them."""
+    of_b = [block for block in blocks if block.matrix == "lora_B"]
+    if of_b and not any(block.values.any() for block in of_b):
         warn(
-            f"Every {' and '.join(names)} weight is 0, which makes the curvature of every "
-            f"{' and '.join(others)} 0: the adapter looks untrained. Train it first."
+            "Every lora_B weight is 0, which makes the curvature of every lora_A 0: the adapter "
+            "looks untrained. Train it first."
         )
 
 
@@ -265,17 +240,11 @@ def strip_wrappers(name: str) -> str:
     return re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name)
 
 
-def _by_stripped_name(layers: dict[str, lora.LoraLayer]) -> dict[str, lora.LoraLayer]:
-    stripped = {strip_wrappers(name): layer for name, layer in layers.items()}
-    return stripped if len(stripped) == len(layers) else layers
-
-
-def _blocks_of(name: str, layer: lora.LoraLayer, adapter: str) -> list[Block]:
+def _blocks_of(name: str, layer: Any, adapter: str) -> list[Block]:
     """`lora_A` and `lora_B` of a layer, by the names of their parameters."""
-    kind, weight = ("embedding_", "") if is_embedding(layer) else ("", ".weight")
     return [
-        Block(f"{name}.lora_{kind}{part}.{adapter}{weight}", half, part == "A", layer)
-        for part, half in zip("AB", halves(layer, adapter), strict=True)
+        Block(f"{name}.{part}.{adapter}.weight", getattr(layer, part)[adapter], is_a, layer)
+        for part, is_a in (("lora_A", True), ("lora_B", False))
     ]
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-
-from laplace_lora_ext.undoing import removing_hooks
 
 
 @contextmanager
@@ -32,7 +30,7 @@ def selecting(
 
     calls: list[torch.Size] = []
     layer = transformer.get_output_embeddings()
-    with removing_hooks() as handles:
+    with ExitStack() as hooks:
         if isinstance(layer, nn.Module):
-            handles.append(layer.register_forward_pre_hook(select))
+            hooks.callback(layer.register_forward_pre_hook(select).remove)
         yield calls

@@ -38,7 +38,6 @@ class Posterior(Protocol):
     n_layers: int
     learnt_variance: Any
     _predicted_likelihood: Likelihood
-    _agreement: Any
     _backend: Any
     _backend_cls: Any
     _fitted: Any

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import pad_token
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
 
 _NAMES = "input_ids", "attention_mask"

@@ -12,15 +12,9 @@ class LinearRows:
 
     Attributes
     ----------
-    held_column : int or None
-        a column of the weight that no gradient comes to, as an embedding's of padding
     input_map : tuple
         what decides, beside the inputs, on the rows that these become
     """
-
-    @property
-    def held_column(self) -> int | None:
-        return None
 
     @property
     def input_map(self) -> tuple[Any, ...]:

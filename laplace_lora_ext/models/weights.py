@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.undoing import undoing
 
 Values = list[torch.Tensor]
 """One tensor for each LoRA weight, in the order and shapes of the blocks."""
@@ -28,20 +27,6 @@ def shaped(vector: torch.Tensor, blocks: Sequence[Block]) -> Values:
         part.reshape(block.weight.shape).to(block.weight.device)
         for part, block in zip(parts, blocks, strict=True)
     ]
-
-
-def held(blocks: Sequence[Block], device: torch.device) -> torch.Tensor:
-    """Weights that no gradient comes to, `(parameters,)` booleans.
-
-    They are no part of what was trained, and stay at their values in every draw.
-    """
-    masks = []
-    for block in blocks:
-        mask = torch.zeros(block.shape, dtype=torch.bool, device=device)
-        if block.rows.held_column is not None:
-            mask[:, block.rows.held_column] = True
-        masks.append(mask.flatten())
-    return torch.cat(masks)
 
 
 class LoRAWeights:
@@ -63,24 +48,12 @@ class LoRAWeights:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._module = module
         self._names = [names[id(block.weight)] for block in blocks]
-        self._places = [self._place_of(name) for name in self._names]
         self.values: Values = [block.weight.detach() for block in blocks]
 
     def call(self, values: Values, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the module returns with these weights; its own stay as they are."""
         weights = dict(zip(self._names, values, strict=True))
-        with undoing(self._put_back):  # an interrupt may keep torch from doing so
-            return torch.func.functional_call(self._module, weights, args, dict(kwargs))
-
-    def _place_of(self, name: str) -> tuple[dict[str, Any], str, Any]:
-        """Where a weight is: a module's parameters, its name among them, and itself."""
-        path, _, leaf = name.rpartition(".")
-        parameters = self._module.get_submodule(path)._parameters
-        return parameters, leaf, parameters[leaf]
-
-    def _put_back(self) -> None:
-        for parameters, name, weight in self._places:
-            parameters[name] = weight
+        return torch.func.functional_call(self._module, weights, args, dict(kwargs))
 
     def run(self, batch: Any, values: Values) -> Any:
         """What the module makes of a batch with these weights."""

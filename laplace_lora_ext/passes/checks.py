@@ -6,7 +6,7 @@ The library's own passes are checked by `Recording`, those that the host runs by
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.undoing import removing_hooks
 
 
 @contextmanager
@@ -25,9 +24,9 @@ def noting_calls(blocks: Sequence[Block], called: set[int]) -> Iterator[None]:
     def note(index: int, *_: Any) -> None:
         called.add(index)
 
-    with removing_hooks() as handles:
+    with ExitStack() as hooks:
         for index, block in enumerate(blocks):
-            handles.append(block.layer.register_forward_hook(partial(note, index)))
+            hooks.callback(block.layer.register_forward_hook(partial(note, index)).remove)
         yield
 
 
@@ -138,10 +137,10 @@ def _checking(
         # A pass for functional derivatives, of which there may be others, has no graph of its own.
         differentiable.append(logits.requires_grad)
 
-    with removing_hooks() as handles:
-        handles.append(model.register_forward_hook(finished))
+    with ExitStack() as hooks:
+        hooks.callback(model.register_forward_hook(finished).remove)
         for index, block in enumerate(blocks):
-            handles.append(block.layer.register_forward_hook(partial(finished_layer, index)))
+            hooks.callback(block.layer.register_forward_hook(partial(finished_layer, index)).remove)
         yield used
         if called:
             check_differentiable(*differentiable)

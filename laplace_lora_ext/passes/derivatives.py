@@ -25,40 +25,44 @@ def visit_jacobians(
     """One forward and one batched backward pass that give Jacobians block by block.
 
     `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where the
-    logits don't depend on the block. Only one is held at a time, unless examples share rows; that
-    all are finite is known at the end. The function returns the logits `(B, C)`. With
+    logits don't depend on the block. Only one is in memory at a time, unless examples come one at a
+    time; that all are finite is known at the end. The function returns the logits `(B, C)`. With
     `enable_backprop`, Jacobians and logits are differentiable in the inputs. With other
     `directions`, Jacobians are those of S combinations of the logits, in place of C. Errors are
     those of `record`.
     """
-    unreached = set(range(len(blocks)))
-    of_examples: dict[int, list[torch.Tensor]] = {}  # where they come one at a time
     sums: dict[int, torch.Tensor] = {}
+    of_examples: dict[int, torch.Tensor] = {}  # where they come one at a time
+
+    def deliver(index: int, jacobian: torch.Tensor) -> None:
+        sums[index] = jacobian.detach().sum()
+        visit(index, blocks[index].small_side_first(jacobian))
+
+    def zeros(index: int) -> torch.Tensor:
+        shape = len(logits), len(vectors), *blocks[index].shape
+        dtype = blocks[index].statistics_dtype
+        return blocks[index].values.new_zeros(shape, dtype=dtype)
 
     def take(rows: Rows) -> None:
-        parts = of_examples.setdefault(rows.index, [])
-        parts.append(per_sample_gradients(rows.a, rows.g).transpose(0, 1))
-        if sum(map(len, parts)) < len(recording.logits):
+        jacobian = per_sample_gradients(rows.a, rows.g).transpose(0, 1)
+        if len(jacobian) == len(logits):
+            deliver(rows.index, jacobian)
             return
-        unreached.discard(rows.index)
-        del of_examples[rows.index]
-        jacobian = parts[0] if len(parts) == 1 else torch.cat(parts)
-        sums[rows.index] = jacobian.detach().sum()
-        visit(rows.index, blocks[rows.index].small_side_first(jacobian))
+        if rows.index not in of_examples:  # some examples may not reach the layer
+            of_examples[rows.index] = zeros(rows.index)
+        of_examples[rows.index][rows.example] = jacobian[0]
 
     with record(model, blocks, x, enable_backprop) as recording:
-        vectors = directions(recording.logits.detach())
-        recording.backward(vectors, None, take, at_once=len(vectors), create_graph=enable_backprop)
+        logits = recording.logits
+        vectors = directions(logits.detach())
+        options = {"at_once": len(vectors), "create_graph": enable_backprop}
+        recording.backward(vectors, None, take, **options)
+        for index in set(range(len(blocks))) - sums.keys():
+            deliver(index, of_examples.pop(index) if index in of_examples else zeros(index))
         for index, total in zip(sums, read(list(sums.values())), strict=True):
             if not isfinite(total):
                 raise ValueError(f"LoRA layer {blocks[index].name}: non-finite gradients")
-        for index in unreached:
-            block, rows = blocks[index], directions(recording.logits.detach()).shape[:2]
-            zeros = block.values.new_zeros(
-                *reversed(rows), *block.shape, dtype=block.statistics_dtype
-            )
-            visit(index, block.small_side_first(zeros))
-        return recording.logits if enable_backprop else recording.logits.detach()
+        return logits if enable_backprop else logits.detach()
 
 
 def jacobians(

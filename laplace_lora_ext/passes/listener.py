@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from laplace_lora_ext.passes.checks import (
     name_first_bad_layer,
 )
 from laplace_lora_ext.passes.graph import Call, Graph, outside_vmap
-from laplace_lora_ext.undoing import removing_hooks
 
 
 class Listener:
@@ -47,10 +46,10 @@ class Listener:
         layers with gradient checkpointing on are computed again in each backward pass.
         """
         again = checkpointed(self._model, outside_vmap) if recomputes else nullcontext()
-        with removing_hooks() as handles, again:
+        with ExitStack() as hooks, again:
             for index, block in enumerate(self._blocks):
                 hear = partial(self._hear, index)
-                handles.append(block.layer.register_forward_hook(hear, prepend=True))
+                hooks.callback(block.layer.register_forward_hook(hear, prepend=True).remove)
             yield
 
     def run(self, x: Any) -> Graph:

@@ -50,6 +50,8 @@ class Rows:
         positions of each call
     positions : Positions or None
         None where rows of other examples are among them
+    example : int or None
+        its number, where they come one at a time
     """
 
     index: int
@@ -57,6 +59,7 @@ class Rows:
     g: torch.Tensor
     lengths: Sequence[int]
     positions: Positions | None
+    example: int | None = None
 
     def valid(self) -> torch.Tensor | None:
         """`(B, T)` booleans, false at padding; None where nothing is padded.
@@ -212,7 +215,8 @@ class Recording:
         g = [rows.reshape(len(rows), n_examples, -1, rows.shape[-1]) for rows in outputs]
         lengths = [rows.shape[1] for rows in a]
         dtype = block.statistics_dtype
-        return Rows(index, _joined(a, dtype), _joined(g, dtype), lengths, part.positions)
+        of_layer = _joined(a, dtype), _joined(g, dtype)
+        return Rows(index, *of_layer, lengths, part.positions, part.example)
 
     @contextmanager
     def _mathematics(self, index: int, device: torch.device) -> Iterator[None]:

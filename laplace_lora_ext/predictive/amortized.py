@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -14,21 +13,6 @@ PENALTIES = torch.logspace(-10, 1, 23, dtype=torch.float64)
 
 _MARGIN = math.log(2)
 _COMPONENTS = 64  # all there are up to ten classes
-
-
-class Ridge(NamedTuple):
-    """A ridge regression of q targets on p features.
-
-    Attributes
-    ----------
-    weights : torch.Tensor
-        `(p, q)`
-    residuals : torch.Tensor
-        `(N, q)`, of each example when the regression leaves it out
-    """
-
-    weights: torch.Tensor
-    residuals: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,11 +118,12 @@ class LearntVariance:
 _OF_POSTERIOR = {"prior_precision", "curvature_scale"}
 
 
-def ridge(X: torch.Tensor, Y: torch.Tensor) -> Ridge:
+def ridge(X: torch.Tensor, Y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Regress centred targets `(N, q)` on centred features `(N, p)`, by the best of `PENALTIES`.
 
-    The penalty minimises the mean squared error of examples that are left out. With
-    `X = U diag(s) Vᵀ` these errors follow from one fit: `(y_n - ŷ_n) / (1 - h_n)`, where
+    Returns the weights `(p, q)`, and the errors `(N, q)` of examples that are left out. The penalty
+    minimises the mean of their squares. With `X = U diag(s) Vᵀ` these errors follow from one fit:
+    `(y_n - ŷ_n) / (1 - h_n)`, where
     `h_n = 1/N + Σ_k U_nk² s_k² / (s_k² + penalty)` is the leverage with a free intercept.
     """
     U, s, Vt = torch.linalg.svd(X, full_matrices=False)
@@ -147,16 +132,13 @@ def ridge(X: torch.Tensor, Y: torch.Tensor) -> Ridge:
     along, squares = U.mT @ Y, s.square()
     across = Y - U @ along
     free = (1 - 1 / len(X) - U.square().sum(1)).clamp_min(0)  # 1 - h without a penalty
-    best: tuple[float, torch.Tensor, torch.Tensor] | None = None
+    tried = []
     for penalty in PENALTIES * (squares[0] if len(squares) else 1):
         left = penalty / (squares + penalty)
-        residuals = (across + U @ (left[:, None] * along)) / (free + U.square() @ left)[:, None]
-        error = residuals.square().mean().item()
-        if best is None or error < best[0]:
-            best = error, penalty, residuals
-    assert best is not None
-    _, penalty, residuals = best
-    return Ridge(Vt.mT @ ((s / (squares + penalty))[:, None] * along), residuals)
+        errors = (across + U @ (left[:, None] * along)) / (free + U.square() @ left)[:, None]
+        tried.append((errors.square().mean().item(), penalty, errors))
+    _, penalty, errors = min(tried, key=lambda each: each[0])
+    return Vt.mT @ ((s / (squares + penalty))[:, None] * along), errors
 
 
 def log_variances(f_var: torch.Tensor) -> torch.Tensor:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.processes.exchange import count, rank
-from laplace_lora_ext.processes.shards import Shard, joined
+from laplace_lora_ext.processes.exchange import together
+from laplace_lora_ext.processes.shards import Share, in_order, joined, stacked
 
 Columns = tuple[torch.Tensor, ...]
 """Tensors with a row for each example."""
@@ -29,7 +30,6 @@ def over_loader(
     evaluate: Callable[[Any], Columns],
     description: str = "",
     progress_bar: bool = False,
-    places: Callable[[int], torch.Tensor] | None = None,
     alone: bool = False,
 ) -> Columns:
     """What a function makes of each batch, in the data's order and each example once.
@@ -42,24 +42,26 @@ def over_loader(
         takes a batch
     description, progress_bar
         as for `named_batches`
-    places : callable, optional
-        as `Shard.places`, for a loader that does not show them
     alone : bool, default=False
         whether to leave out the other ranks; else all ranks must call this, and get the same
 
     Raises
     ------
     ValueError
-        If there are no data; an error of a batch names it.
+        If there are no data, or only some batches have labels; an error of a batch names it.
     """
-    places = places or Shard(loader).places
+    share = Share(loader)
     parts, found = [], [torch.empty(0, dtype=torch.long)]
-    for name, batch in named_batches(loader, description, progress_bar):
-        with naming(name):
-            parts.append(evaluate(batch))
-        found.append(places(len(parts[-1][0])))
-    columns = tuple(map(torch.cat, zip(*parts, strict=True))) if parts else None
-    of_all = columns if alone else joined(torch.cat(found), columns)
+    with nullcontext() if alone else together():
+        for name, batch in named_batches(share.loader, description, progress_bar):
+            with naming(name):
+                columns = evaluate(batch)
+                places = share.places(len(columns[0]))
+            if len(places):
+                parts.append(columns)
+                found.append(places)
+        own = stacked(parts) if parts else None
+        of_all = own if alone else joined(torch.cat(found), own)
     if of_all is None:
         raise ValueError("The loader has no data.")
     return of_all
@@ -76,17 +78,17 @@ def over_data(
     """As `over_loader`, of a loader or of a data set with indices, the longest texts first.
 
     `collate_fn` and `batch_size` are those of a data set's loader. The ranks share a data set, and
-    a loader that shows which examples each rank gets: then all of them must call this. Any other
-    loader's examples are a rank's own.
+    a loader that is divided among them: then all of them must call this. Any other loader's
+    examples are a rank's own.
     """
     indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if collate_fn is None and (not indexed or isinstance(data, list)):
-        alone = not Shard(data).is_known
-        return over_loader(data, evaluate, description, progress_bar, alone=alone)
-    order = _by_length(data)[rank() :: count()]
-    loader = DataLoader(Subset(data, order.tolist()), batch_size, collate_fn=collate_fn)
-    parts = iter(order.split(batch_size))
-    return over_loader(loader, evaluate, description, progress_bar, lambda _: next(parts))
+        alone = not Share(data).is_dealt
+        return over_loader(data, evaluate, description, progress_bar, alone)
+    order = _by_length(data)
+    loader = in_order(Subset(data, order.tolist()), batch_size, collate_fn)
+    columns = over_loader(loader, evaluate, description, progress_bar)
+    return tuple(column[order.argsort().to(column.device)] for column in columns)
 
 
 def _by_length(data_set: Any) -> torch.Tensor:

@@ -135,7 +135,6 @@ def predict(
                 found.append(own_links(n_samples, generator)[link_approx](*moments).exp())
                 noise = shared_noise(moments.f_mu, n_samples, generator)
                 draws.append(softmax_samples(*moments, noise).exp())
-            member._agreement.add(found[-1], link_approx)
         return Prediction.of_draws(torch.stack(found).mean(0), torch.cat(draws))
 
     return Prediction(*_over(la, x, of_batch, collate_fn, batch_size, progress_bar))
@@ -169,7 +168,6 @@ def predict_proba(
             moments = _moments(member, part, link_approx, pred_type)
             with torch.autocast(la._device.type, enabled=False):
                 found.append(own_links(1000, torch.Generator())[link_approx](*moments).exp())
-            member._agreement.add(found[-1], link_approx)
         return (torch.stack(found).mean(0),)
 
     (probabilities,) = _over(la, x, of_batch, collate_fn, batch_size, progress_bar)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ import torch
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.curvature.spectrum import Spectrum
 from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.models.default_device import as_tensor, set_aside
+from laplace_lora_ext.models.locks import as_tensor, cpu_as_default
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.passes import visit_jacobians
+from laplace_lora_ext.passes.parts import in_parts
 from laplace_lora_ext.precision import without_autocast
+from laplace_lora_ext.predictive.data_sets import Columns
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.processes.exchange import gathered
-from laplace_lora_ext.processes.shards import joined
+from laplace_lora_ext.processes.shards import stacked
 
 # How many projections to weight at once: moments need no more memory than a copy of these.
 _CHUNK = 2**22
@@ -53,8 +54,6 @@ class PredictiveStatistics:
         `()`, factor of the curvature: 1 / (sigma_noise² temperature)
     targets : torch.Tensor, optional
         `(N,)` labels or `(N, C)` numbers, if the data had any
-    batch_sizes : list of int, optional
-        sizes of the batches that the data came in; by default one batch
 
     Notes
     -----
@@ -67,35 +66,18 @@ class PredictiveStatistics:
     spectrum: Spectrum
     scale: torch.Tensor
     targets: torch.Tensor | None = None
-    batch_sizes: list[int] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if not self.batch_sizes:
-            self.batch_sizes = [len(self.f_mu)]
+    @property
+    def columns(self) -> Columns:
+        """All tensors with a row for each example."""
+        columns = self.f_mu, self.projections, self.inner_products
+        return columns if self.targets is None else (*columns, self.targets)
 
-    @classmethod
-    def concatenate(cls, parts: list[PredictiveStatistics]) -> PredictiveStatistics:
-        """Join the statistics of a data set's batches.
-
-        Raises
-        ------
-        ValueError
-            If there is no example, or only some parts have targets.
-        """
-        if not any(len(part) for part in parts):
-            raise ValueError("The loader has no data.")
-        targets = [part.targets for part in parts if part.targets is not None]
-        if targets and len(targets) < len(parts):
-            raise ValueError("Some batches have labels and others have none.")
-        return cls(
-            torch.cat([part.f_mu for part in parts]),
-            torch.cat([part.projections for part in parts]),
-            torch.cat([part.inner_products for part in parts]),
-            parts[0].spectrum,
-            parts[0].scale,
-            torch.cat(targets) if targets else None,
-            [len(part) for part in parts],
-        )
+    def of(self, columns: Columns) -> PredictiveStatistics:
+        """Statistics of other examples of the same fit, from their `columns`."""
+        f_mu, projections, inner_products, *targets = columns
+        fit = self.spectrum, self.scale
+        return PredictiveStatistics(f_mu, projections, inner_products, *fit, *targets)
 
     def check_fit(self, spectrum: Spectrum) -> None:
         """Refuse the statistics of another fit, by its eigenvalues."""
@@ -112,14 +94,7 @@ class PredictiveStatistics:
         return len(self.f_mu)
 
     def __getitem__(self, index: slice | torch.Tensor) -> PredictiveStatistics:
-        return PredictiveStatistics(
-            self.f_mu[index],
-            self.projections[index],
-            self.inner_products[index],
-            self.spectrum,
-            self.scale,
-            None if self.targets is None else self.targets[index],
-        )
+        return self.of(tuple(column[index] for column in self.columns))
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +113,7 @@ class PredictiveStatistics:
     def _device(self) -> torch.device:
         return self.f_mu.device
 
-    @set_aside()
+    @cpu_as_default()
     @without_autocast
     def moments(
         self, prior_precision: float | torch.Tensor, scale: float | torch.Tensor | None = None
@@ -166,17 +141,11 @@ class PredictiveStatistics:
         """
         leading, remaining = self._variances(prior_precision, scale)
         rows = max(1, _CHUNK // max(1, self.projections[:1].numel()))
-        f_var = torch.cat(
-            [
-                self._covariance(projections, inner_products, leading, remaining)
-                for projections, inner_products in zip(
-                    self.projections.split(rows), self.inner_products.split(rows), strict=True
-                )
-            ]
-        )
+        parts = zip(self.projections.split(rows), self.inner_products.split(rows), strict=True)
+        f_var = torch.cat([self._covariance(*part, leading, remaining) for part in parts])
         return Moments(self.f_mu, f_var)
 
-    @set_aside()
+    @cpu_as_default()
     @without_autocast
     def variance_by_block(
         self, prior_precision: float | torch.Tensor, scale: float | torch.Tensor | None = None
@@ -237,16 +206,37 @@ def statistics_of_batch(
     likelihood: Likelihood,
     H: LowRankKronDecomposed,
     scale: torch.Tensor,
+    n_outputs: int,
     batch: tuple[Any, torch.Tensor | None],
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> PredictiveStatistics:
     """Pass over a batch of inputs, perhaps with targets.
 
-    Each block's Jacobian is projected as soon as it is there. `H` is the curvature without a prior,
-    and `scale`, `()`, its factor.
+    `H` is the curvature without a prior, and `scale`, `()`, its factor.
     """
     X, y = batch
+
+    def of_part(part: Any, place: slice) -> PredictiveStatistics:
+        f_mu, *projected = _projected(model, blocks, H, part)
+        # All blocks together: each copy from an accelerator waits for the work there.
+        leading, products = (
+            torch.cat([each.to(f_mu.device) for each in of_blocks], dim=dim).to(device, dtype)
+            for of_blocks, dim in zip(projected, (2, 1), strict=True)
+        )
+        targets = None if y is None else likelihood.check_targets(y[place], f_mu).to(device)
+        logits = f_mu.to(device, dtype)
+        return PredictiveStatistics(logits, leading, products, H.spectrum, scale, targets)
+
+    n_examples = None if y is None else len(y)
+    parts = in_parts(model, X, n_outputs, of_part, n_examples)
+    return parts[0].of(stacked([part.columns for part in parts]))
+
+
+def _projected(
+    model: LogitsModel, blocks: Sequence[Block], H: LowRankKronDecomposed, X: Any
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Logits, and each block's projections and inner products, made as soon as it is there."""
     projections = [torch.empty(0)] * len(blocks)
     inner_products = [torch.empty(0)] * len(blocks)
 
@@ -259,57 +249,7 @@ def statistics_of_batch(
 
     with torch.autocast(blocks[0].device.type, enabled=False):
         f_mu = visit_jacobians(model, blocks, X, project)
-    if y is not None:
-        y = likelihood.check_targets(y, f_mu).to(device)
-    # All blocks together: each copy from an accelerator waits for the work there.
-    projections = torch.cat([part.to(f_mu.device) for part in projections], dim=2)
-    inner_products = torch.cat([part.to(f_mu.device) for part in inner_products], dim=1)
-    return PredictiveStatistics(
-        f_mu.to(device, dtype),
-        projections.to(device, dtype),
-        inner_products.to(device, dtype),
-        H.spectrum,
-        scale,
-        y,
-    )
-
-
-def of_all_ranks(
-    own: list[PredictiveStatistics],
-    places: torch.Tensor,
-    H: LowRankKronDecomposed,
-    scale: torch.Tensor,
-    device: torch.device | str,
-) -> PredictiveStatistics:
-    """Join the statistics of all ranks, in the data's order and each example once.
-
-    `places`, `(n,)`, says where this rank's examples stand in the data. `H`, `scale` and `device`
-    are those of `statistics_of_batch`.
-    """
-    part = PredictiveStatistics.concatenate(own) if len(places) else None
-    labelled = {each for each in gathered(part and part.targets is not None) if each is not None}
-    if len(labelled) > 1:
-        raise ValueError("Some batches have labels and others have none.")
-    columns = None
-    if part is not None:
-        columns = part.f_mu, part.projections, part.inner_products
-        columns += () if part.targets is None else (part.targets,)
-    of_all = joined(places, columns)
-    if of_all is None:
-        raise ValueError("The loader has no data.")
-    if part is not None and of_all is columns:
-        return part
-    f_mu, projections, inner_products, *targets = (column.to(device) for column in of_all)
-    largest = max(gathered(max((len(batch) for batch in own), default=1)))
-    return PredictiveStatistics(
-        f_mu,
-        projections,
-        inner_products,
-        H.spectrum,
-        scale,
-        targets[0] if targets else None,
-        [len(rows) for rows in f_mu.split(largest)],
-    )
+    return f_mu, projections, inner_products
 
 
 def upper_triangle(matrices: torch.Tensor) -> torch.Tensor:

@@ -1,62 +1,83 @@
-"""Which examples of a data set a loader gives to this process, and which of them twice.
+"""Which examples of a data set this process passes over, and where they stand in it.
 
-Samplers repeat examples to give every rank equally many. Repetitions must not count, and results
-must come back in the data set's order.
+Samplers for several processes repeat examples, so that all of them get equally many, and sums would
+count these twice. So the data of such a loader are dealt anew, each example once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler
 
-from laplace_lora_ext.messages import warn
 from laplace_lora_ext.processes.exchange import count, gathered, rank
 
-_ROUND = 2**40  # more examples than any batch or rank has
-_AGAIN = -1
+_OWN = 2**40  # more examples than any rank has
+_BATCH_SIZE = 8  # where the loader has batches of many sizes
 _ROUNDING = 1e-6  # relative difference of sums over the same data in other batches
-
-Places = Callable[[int, int, int], torch.Tensor]
-"""Takes a batch's number, how many examples came before it and how many it has: their places."""
+_GIVES_ALL = ("torch.utils.data", "accelerate", "transformers")  # samplers: or they draw from all
 
 
-class Shard:
-    """Where the examples that a loader gives to this rank stand in the whole data set.
+class Share:
+    """The part of a loader's examples that this rank passes over.
 
-    Parameters
-    ----------
-    loader : DataLoader or iterable
-        with a `DistributedSampler`, prepared by Accelerate, or any other. Examples of another
-        loader count as this rank's own
+    Where a `DistributedSampler` or Accelerate divides the loader's data, rank r of R gets the
+    examples r, r + R, ... Any other loader's examples are the rank's own.
 
     Attributes
     ----------
-    is_known : bool
-        whether the loader shows which examples other ranks get
+    loader : iterable of batches
+    size : int or None
+        how many examples they have, if the loader tells
+    is_dealt : bool
+        whether all ranks share one data set
 
-    Warns
-    -----
-    UserWarning
-        If Accelerate repeats examples of an iterable data set without telling which.
+    Raises
+    ------
+    ValueError
+        If Accelerate divides an iterable data set, or a sampler divides the data among another
+        number of processes than there are.
     """
 
     def __init__(self, loader: Any) -> None:
-        places = _places_of(loader)
-        self.is_known = loader.is_known if isinstance(loader, Sample) else places is not None
-        self._places = places or _own_places
+        self.is_dealt = count() > 1 and _is_divided(loader)
+        self.loader, self.size = loader, data_size(loader)
+        self._parts: list[torch.Tensor] = []
         self._batches = self._examples = 0
+        if self.is_dealt:
+            examples, size = examples_of(loader), _size_of_batches(loader)
+            own = torch.arange(len(examples))[rank() :: count()]
+            self.size = len(own)
+            self._parts = [part for part in own.split(size) if len(part)]
+            indices = [examples[part].tolist() for part in self._parts]
+            # Ranks that share one model must all make the same number of passes.
+            most = math.ceil(math.ceil(len(examples) / count()) / size)
+            indices += [examples[:1].tolist()] * (most - len(indices))
+            options: dict[str, Any] = {"num_workers": loader.num_workers}
+            options["collate_fn"] = loader.collate_fn
+            self.loader = DataLoader(loader.dataset, batch_sampler=indices, **options)
 
     def places(self, n_examples: int) -> torch.Tensor:
-        """Places of the next batch's examples, `(n_examples,)`; -1 for a repeated example."""
-        result = self._places(self._batches, self._examples, n_examples)
-        self._batches, self._examples = self._batches + 1, self._examples + n_examples
-        return result
+        """Places of the next batch's examples in the whole data; none if it is not to count."""
+        number, before = self._batches, self._examples
+        self._batches, self._examples = number + 1, before + n_examples
+        if not self.is_dealt:
+            return rank() * _OWN + before + torch.arange(n_examples)
+        if number >= len(self._parts):
+            return torch.empty(0, dtype=torch.long)
+        if len(self._parts[number]) != n_examples:
+            raise ValueError(
+                f"The collator made {n_examples} examples of {len(self._parts[number])}: with "
+                "several processes, it must keep their number."
+            )
+        return self._parts[number]
 
 
 def data_size(loader: Any) -> int | None:
@@ -71,74 +92,46 @@ def data_size(loader: Any) -> int | None:
 
 def total_size(loader: Any, otherwise: int) -> int:
     """Number of all ranks' examples, or another number if a loader does not tell."""
-    sizes = gathered((data_size(loader), Shard(loader).is_known))
-    if any(size is None for size, _ in sizes):
-        return otherwise
-    known = [size for size, is_known in sizes if is_known]
-    return known[0] or 0 if known else sum(size or 0 for size, _ in sizes)
+    sizes = gathered(Share(loader).size)
+    return otherwise if None in sizes else sum(size or 0 for size in sizes)
 
 
-class Sample:
-    """A random share of a loader's examples: all ranks together draw what one process would.
+def examples_of(loader: Any) -> torch.Tensor:
+    """`(N,)` indices of the examples that a loader gives, in their order in the data set.
 
-    Parameters
-    ----------
-    loader : DataLoader or iterable
-    split : callable
-        splits a batch into inputs and labels; the labels may be None
-    share : float
-        the chance of each example, from 0 to 1
-    seed : int
+    Other examples of the data set may be validation or test data.
+
+    Raises
+    ------
+    ValueError
+        If there are several processes and a sampler of the user's own.
     """
-
-    def __init__(
-        self, loader: Iterable[Any], split: Callable[[Any], Any], share: float, seed: int
-    ) -> None:
-        self._loader, self._split = loader, split
-        self._share, self._seed = share, seed
-        self.places = torch.empty(0, dtype=torch.long)
-        self.is_known = Shard(loader).is_known
-
-    def __iter__(self) -> Iterator[Any]:
-        shard = Shard(self._loader)
-        for batch in self._loader:
-            X, y = self._split(batch)
-            places = shard.places(_size(X) if y is None else len(y))
-            chosen = is_new(places) & (_uniform(places, self._seed) < self._share)
-            self.places = places[chosen]
-            if chosen.any():
-                X, y = rows((X, y), chosen)
-                yield X if y is None else (X, y)
+    for sampler in _samplers(loader):
+        if isinstance(sampler, SubsetRandomSampler):
+            return torch.tensor(sorted(map(int, sampler.indices)), dtype=torch.long)
+        if not type(sampler).__module__.startswith(_GIVES_ALL):
+            if count() > 1:
+                raise ValueError(
+                    "With several processes, what a sampler of your own gives to all of them can't "
+                    "be known: pass a loader of a torch.utils.data.Subset."
+                )
+            given = {int(place) for each in copy(sampler) for place in np.atleast_1d(each)}
+            return torch.tensor(sorted(given), dtype=torch.long)
+    return torch.arange(len(loader.dataset))
 
 
-def is_new(places: torch.Tensor) -> torch.Tensor:
-    """Whether examples come for the first time, `(n,)` booleans."""
-    return places != _AGAIN
-
-
-def rows(batch: Any, chosen: torch.Tensor) -> Any:
-    """Some examples of a batch, chosen by `(B,)` booleans: rows of all tensors with B rows."""
-    if isinstance(batch, torch.Tensor) and batch.shape[:1] == chosen.shape:
-        return batch[chosen.to(batch.device)]
-    if isinstance(batch, Mapping):
-        return {key: rows(value, chosen) for key, value in batch.items()}
-    if isinstance(batch, np.ndarray) and batch.shape[:1] == chosen.shape:
-        return batch[chosen.cpu().numpy()]
-    if isinstance(batch, list) and len(batch) == len(chosen) and not _has_tensors(batch):
-        return [value for value, taken in zip(batch, chosen.tolist(), strict=True) if taken]
-    if isinstance(batch, list | tuple):
-        return [rows(value, chosen) for value in batch]
-    return batch
-
-
-def _has_tensors(values: list[Any]) -> bool:
-    return any(isinstance(value, torch.Tensor | Mapping | np.ndarray) for value in values)
+def in_order(
+    examples: Any, batch_size: int | None, collate_fn: Callable[[Any], Any] | None
+) -> DataLoader:
+    """Batches of a data set, each example once and in order, which all processes share."""
+    sampler = DistributedSampler(examples, shuffle=False) if count() > 1 else None
+    return DataLoader(examples, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn)
 
 
 def joined(
     places: torch.Tensor, columns: tuple[torch.Tensor, ...] | None
 ) -> tuple[torch.Tensor, ...] | None:
-    """Join the ranks' tensors: one row for each example, in the data's order, without repetitions.
+    """Join the ranks' tensors: one row for each example, in the data's order.
 
     Parameters
     ----------
@@ -150,20 +143,30 @@ def joined(
     Returns
     -------
     tuple of torch.Tensor or None
-        None if no rank has data; two ranks with the same data are refused
+        None if no rank has data
+
+    Raises
+    ------
+    ValueError
+        If two ranks have the same data, or only some of them have labels.
     """
-    if count() == 1 and bool(is_new(places).all() and (places.diff() > 0).all()):
+    if count() == 1:
         return columns
     parts: Any = gathered((places, columns))
     refuse_copies([(len(own), _total(values)) for own, values in parts])
     parts = [part for part in parts if part[1] is not None]
     if not parts:
         return None
-    everywhere = torch.cat([own for own, _ in parts])
-    order = everywhere.argsort()
-    order = order[is_new(everywhere[order])]
-    by_column = zip(*(values for _, values in parts), strict=True)
-    return tuple(torch.cat(column)[order.to(column[0].device)] for column in by_column)
+    order = torch.cat([own for own, _ in parts]).argsort()
+    return tuple(column[order.to(column.device)] for column in stacked([v for _, v in parts]))
+
+
+def stacked(parts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """Join batches' columns; batches of which only some have labels are refused."""
+    parts = list(parts)
+    if len({len(columns) for columns in parts}) > 1:
+        raise ValueError("Some batches have labels and others have none.")
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 def refuse_copies(totals: Sequence[tuple[int, float]]) -> None:
@@ -182,102 +185,41 @@ def _total(columns: Sequence[torch.Tensor] | None) -> float:
     return 0.0 if columns is None else columns[0].double().square().sum().item()
 
 
-def _size(X: Any) -> int:
-    """Number of examples in a batch without labels."""
-    return _size(next(iter(X.values()))) if isinstance(X, Mapping) else len(X)
+def _samplers(loader: Any) -> Iterator[Any]:
+    """A loader's samplers, and those within them."""
+    for name in ("batch_sampler", "sampler"):
+        sampler = getattr(loader, name, None)
+        if sampler is not None:
+            yield sampler
+            yield from _samplers(sampler)
 
 
-def _uniform(places: torch.Tensor, seed: int) -> torch.Tensor:
-    """A number from 0 to 1 for each place, whatever the other places are.
-
-    The finalizer of SplitMix64 (Steele, Lea & Flood, OOPSLA 2014); products overflow as intended.
-    """
-    x = places + torch.full_like(places, seed + 1) * -7046029254386353131
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        x = (x ^ _shifted(x, shift)) * factor
-    return ((x ^ _shifted(x, 31)) & (2**53 - 1)).double() / 2**53
-
-
-def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Shift right as if x were unsigned."""
-    return (x >> by) & (2 ** (64 - by) - 1)
-
-
-def _places_of(loader: Any) -> Places | None:
-    if isinstance(loader, Sample):
-        return lambda *_: loader.places
-    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    if isinstance(loader, DataLoaderDispatcher):
-        return _dispatched(loader)
-    for shard in (batches, sampler):
-        if isinstance(shard, BatchSamplerShard):
-            return _split(shard) if shard.split_batches else _in_turn(shard)
-    if type(batches) is BatchSampler and isinstance(batches.sampler, DistributedSampler):
-        return _strided(batches.sampler)
+def _is_divided(loader: Any) -> bool:
+    """Whether the examples of a loader's data set are divided among the ranks."""
     data_set = getattr(loader, "dataset", None)
-    if isinstance(data_set, IterableDatasetShard) and not data_set.drop_last:
-        warn(
-            "Accelerate fills the last batch of an iterable data set with repeated examples, which "
-            "count twice: prepare the loader with dispatch_batches=True, or drop_last=True."
+    handed_out = isinstance(loader, DataLoaderDispatcher)
+    streams = handed_out and isinstance(data_set, IterableDataset)
+    if streams or isinstance(data_set, IterableDatasetShard):
+        raise ValueError(
+            "Accelerate repeats examples of an iterable data set, which would count twice: give "
+            "each rank a loader of its own examples, which is not prepared."
         )
-    return None
+    for sampler in _samplers(loader):
+        if isinstance(sampler, DistributedSampler | BatchSamplerShard):
+            of_torch = isinstance(sampler, DistributedSampler)
+            number = sampler.num_replicas if of_torch else sampler.num_processes
+            if number != count():
+                raise ValueError(
+                    f"The loader divides its data among {number} processes, and there are "
+                    f"{count()}."
+                )
+            return True
+    return handed_out
 
 
-def _own_places(_: int, before: int, size: int) -> torch.Tensor:
-    return rank() * _ROUND + before + torch.arange(size)
-
-
-def _strided(sampler: DistributedSampler) -> Places:
-    data_set: Any = sampler.dataset
-
-    def places(_: int, before: int, size: int) -> torch.Tensor:
-        result = sampler.rank + sampler.num_replicas * (before + torch.arange(size))
-        return result.masked_fill(result >= len(data_set), _AGAIN)
-
-    return places
-
-
-def _in_turn(shard: BatchSamplerShard) -> Places:
-    """Ranks take turns, a whole batch each."""
-    whole, n_examples = shard.batch_sampler, _length(shard)
-
-    def places(batch: int, _: int, size: int) -> torch.Tensor:
-        turn, row = batch * shard.num_processes + shard.process_index, torch.arange(size)
-        if shard.batch_size is None:  # batches of many sizes, repeated as they are
-            again = torch.full((size,), turn >= len(whole))
-            return (turn * _ROUND + row).masked_fill(again, _AGAIN)
-        result = turn * shard.batch_size + row
-        return result.masked_fill(result >= n_examples, _AGAIN)
-
-    return places
-
-
-def _split(shard: BatchSamplerShard) -> Places:
-    """The ranks share each batch."""
-    n_examples = _length(shard)
-    whole = shard.batch_size or 0
-    own = whole // shard.num_processes
-
-    def places(batch: int, _: int, size: int) -> torch.Tensor:
-        result = batch * whole + own * shard.process_index + torch.arange(size)
-        return result.masked_fill(result >= n_examples, _AGAIN)
-
-    return places
-
-
-def _dispatched(loader: Any) -> Places:
-    """Rank 0 reads the data and sends each rank its part."""
-
-    def places(batch: int, _: int, size: int) -> torch.Tensor:
-        row = loader.state.process_index * size + torch.arange(size)
-        is_last = loader.end_of_dataloader
-        again = row >= (loader.remainder if is_last else _ROUND)
-        return (batch * _ROUND + row).masked_fill(again, _AGAIN)
-
-    return places
-
-
-def _length(shard: BatchSamplerShard) -> float:
-    """Examples in the batches, without repetitions."""
-    source: Any = getattr(shard.batch_sampler, "sampler", None)
-    return len(source) if isinstance(source, Sized) else float("inf")
+def _size_of_batches(loader: Any) -> int:
+    """Of one rank."""
+    batches = loader.batch_sampler
+    size = getattr(batches, "batch_size", None) or loader.batch_size or _BATCH_SIZE
+    splits = getattr(batches, "split_batches", False) or getattr(loader, "split_batches", False)
+    return max(1, size // count()) if splits else size

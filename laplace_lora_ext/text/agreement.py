@@ -17,7 +17,7 @@ from laplace_lora_ext.text.draws import drawn, mean_over_tokens
 from laplace_lora_ext.tuning.agreement import broadest, check_max_change
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.loss_search import draw_seed
-from laplace_lora_ext.tuning.method import TuningMethod, check_max_examples
+from laplace_lora_ext.tuning.method import TuningMethod
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,7 +67,6 @@ class TokenAgreement(TuningMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_max_change(self.max_change)
-        check_max_examples(self.max_examples)
 
     @torch.no_grad()
     def _search(self, la: Posterior) -> TuningHistory:

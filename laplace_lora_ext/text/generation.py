@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,8 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.text.scores import TextScores
-from laplace_lora_ext.undoing import removing_hooks
 
 Inputs = dict[str, torch.Tensor]
 
@@ -210,9 +209,9 @@ def predictive(
         if not repeating:
             output.logits = log_p
 
-    with removing_hooks() as handles:
-        handles.append(transformer.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(transformer.register_forward_hook(after))
+    with ExitStack() as hooks:
+        hooks.callback(transformer.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hooks.callback(transformer.register_forward_hook(after).remove)
         yield
 
 

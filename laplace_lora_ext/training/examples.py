@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
-from copy import copy
-from itertools import chain, pairwise
+from collections.abc import Iterator, Sized
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Subset
 
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.processes import shards
 from laplace_lora_ext.processes.exchange import count, of_first
-from laplace_lora_ext.processes.shards import Shard
 
 _BATCH_SIZE = 8  # where the loader has batches of many sizes
 
@@ -51,12 +49,12 @@ def divided(
             "To hold out examples, their number must be known: pass a DataLoader whose data set "
             "has a length."
         )
-    if count() > 1 and not Shard(loader).is_known:
+    if count() > 1 and not shards.Share(loader).is_dealt:
         raise ValueError(
             "To hold out examples of all ranks, pass a loader with a DistributedSampler, or "
             "accelerator.prepare(loader)."
         )
-    places = _places(loader, len(data))
+    places = shards.examples_of(loader)
     ends = [round(n * held_out * len(places)) for n in range(parts + 1)]
     sizes = [end - start for start, end in pairwise(ends)]
     if not 0 < min(sizes) <= max(sizes) < len(places):
@@ -64,7 +62,14 @@ def divided(
     generator = generator or torch.Generator().manual_seed(0)
     order = of_first(places[torch.randperm(len(places), generator=generator)]).tolist()
     for start, end in pairwise(ends):
-        yield _chosen(data, order[:start] + order[end:]), _chosen(data, order[start:end])
+        yield chosen(data, order[:start] + order[end:]), chosen(data, order[start:end])
+
+
+def taken(loader: DataLoader) -> Any:
+    """A loader's data set, without examples that its sampler leaves out."""
+    data: Any = loader.dataset
+    places = shards.examples_of(loader)
+    return data if len(places) == len(data) else chosen(data, places.tolist())
 
 
 def in_order(examples: Any, like: DataLoader) -> DataLoader:
@@ -73,36 +78,11 @@ def in_order(examples: Any, like: DataLoader) -> DataLoader:
     Of several processes, each gets its share.
     """
     makes_batches = like.batch_sampler is not None  # else the data set does
-    return DataLoader(
-        examples,
-        batch_size=like.batch_size or (_BATCH_SIZE if makes_batches else None),
-        sampler=DistributedSampler(examples, shuffle=False) if count() > 1 else None,
-        collate_fn=like.collate_fn,
-    )
+    batch_size = like.batch_size or (_BATCH_SIZE if makes_batches else None)
+    return shards.in_order(examples, batch_size, like.collate_fn)
 
 
-def _places(loader: DataLoader, n_examples: int) -> torch.Tensor:
-    """Places of the examples that a loader gives: others may be validation or test data."""
-    sampler, batches = loader.sampler, loader.batch_sampler
-    if isinstance(sampler, SubsetRandomSampler):
-        return as_tensor(sampler.indices)
-    if count() == 1 and not _is_torchs(batches):
-        return _sorted(chain.from_iterable(copy(batches)))  # pyright: ignore[reportArgumentType]
-    if count() == 1 and not _is_torchs(sampler):
-        return _sorted(copy(sampler))
-    return torch.arange(n_examples)
-
-
-def _is_torchs(sampler: Any) -> bool:
-    """Whether a sampler is PyTorch's own: those give all examples, or draw from all."""
-    return sampler is None or type(sampler).__module__.startswith("torch.utils.data")
-
-
-def _sorted(places: Iterable[Any]) -> torch.Tensor:
-    return torch.tensor(sorted({int(place) for place in places}))
-
-
-def _chosen(data: Any, places: list[int]) -> Any:
+def chosen(data: Any, places: list[int]) -> Any:
     """Some examples of a data set; trainers know columns only of a `datasets.Dataset`."""
     places = sorted(places)
     return data.select(places) if hasattr(data, "select") else Subset(data, places)

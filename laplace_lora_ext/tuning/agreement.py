@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import tqdm
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
@@ -16,11 +14,11 @@ from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.tuning.history import Recorder, TuningHistory
+from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.loss_search import draw_seed
-from laplace_lora_ext.tuning.method import TuningMethod, check_max_examples
+from laplace_lora_ext.tuning.method import TuningMethod
 from laplace_lora_ext.tuning.moments_along import moments_along, some_of
-from laplace_lora_ext.tuning.roots import FARTHEST, falling_root
+from laplace_lora_ext.tuning.roots import FARTHEST, matched
 
 _CHUNK = 2**22  # numbers that are sampled at once
 
@@ -48,9 +46,9 @@ class Agreement(TuningMethod):
     n_samples : int, default=100
         draws for each example, the same for every prior precision
     max_examples : int, default=2000
-        from a larger data set about this many are drawn at random, and only they pass through the
-        model. The distance is an average, so its error falls with the square root of their number.
-        The history says how many there were
+        from a larger data set this many are drawn at random, and only they pass through the model
+        (of an iterable about as many, in whole batches). The distance is an average, so its error
+        falls with the square root of their number. The history says how many there were
     generator : torch.Generator, optional
         for the draws and the examples; if omitted, every call uses the same
 
@@ -81,7 +79,6 @@ class Agreement(TuningMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_max_change(self.max_change)
-        check_max_examples(self.max_examples)
 
     def _search(self, la: Posterior) -> TuningHistory:
         if la.trained_likelihood.is_gaussian:
@@ -90,38 +87,17 @@ class Agreement(TuningMethod):
             )
         start = self._start(la)
         seed = of_first(0 if self.generator is None else draw_seed(self.generator))
-        data = some_of(la, self.train_loader, self.max_examples, seed)
-        moments = moments_along(la, data, self._rows, self.progress_bar)
+        data = some_of(self.train_loader, self.max_examples, la.n_data, seed)
+        moments = moments_along(la, data, self.progress_bar)
 
         def change(prior_precision: torch.Tensor) -> tuple[float, int]:
             draws = torch.Generator().manual_seed(seed)
-            total, n_examples = 0.0, 0
-            for part in moments(prior_precision):
-                total += mean_change(part, self.n_samples, draws).item()
-                n_examples += len(part.f_mu)
-            if not n_examples:
-                raise ValueError("The loader has no data.")
-            return total / n_examples, n_examples
+            of_all = moments(prior_precision)
+            rows = max(1, _CHUNK // (self.n_samples * of_all.f_mu.shape[1]))
+            changes = [mean_change(part, self.n_samples, draws) for part in of_all.split(rows)]
+            return torch.stack(changes).sum().item() / len(of_all.f_mu), len(of_all.f_mu)
 
         return broadest(la, start, self.max_change, change, self.progress_bar)
-
-    def _rows(self, n_outputs: int) -> int:
-        """Number of examples that are sampled at once."""
-        return max(1, _CHUNK // (self.n_samples * n_outputs))
-
-
-def mean_change(
-    moments: Moments, n_samples: int, generator: torch.Generator | None
-) -> torch.Tensor:
-    """Total variation distance between draws' probabilities and those of the mean logits.
-
-    The mean over the draws, summed over the examples; `()`.
-    """
-    f_mu, f_var = moments.to("cpu")
-    noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
-    drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
-    distance = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2
-    return distance.double().mean(0).sum()
 
 
 def check_max_change(max_change: float) -> None:
@@ -142,25 +118,34 @@ def broadest(
     `change` is the mean distance under a prior precision, and the number of examples that it
     averages.
     """
-    recorder, n_examples = Recorder(), 0
-    bar = tqdm.tqdm(desc="[Comparing draws with the model]", disable=not progress_bar)
+    n_examples = 0
 
-    def excess(log_factor: float) -> float:
+    def value(prior_precision: torch.Tensor) -> float:
         nonlocal n_examples
-        prior_precision = math.exp(log_factor) * start
         mean, n_examples = change(prior_precision)
-        recorder.add(len(recorder.objectives), mean, prior_precision)
-        bar.update()
-        return mean - max_change
+        return mean
 
-    with bar:
-        log_factor = falling_root(excess)
-    la.prior_precision = math.exp(log_factor) * start
-    history = recorder.history(n_examples)
-    if abs(log_factor) > 0.99 * FARTHEST:
+    name = "[Comparing draws with the model]"
+    chosen, history = matched(value, max_change, start, FARTHEST, name, progress_bar)
+    la.prior_precision = chosen
+    if abs((chosen / start).log().max().item()) > 0.99 * FARTHEST:
         warn(
             f"No prior precision within a factor of 1e8 changes the predictions by "
             f"{max_change:g} on average: at {la.prior_precision.mean().item():.3g} it is "
             f"{history.objective[-1].item():.3g}. Is the adapter untrained?"
         )
-    return history
+    return replace(history, n_examples=n_examples)
+
+
+def mean_change(
+    moments: Moments, n_samples: int, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Total variation distance between draws' probabilities and those of the mean logits.
+
+    The mean over the draws, summed over the examples; `()`.
+    """
+    f_mu, f_var = moments.to("cpu")
+    noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
+    drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
+    distance = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2
+    return distance.double().mean(0).sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.tuning.history import Recorder, TuningHistory
+from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.method import TuningMethod
 from laplace_lora_ext.tuning.moments_along import moments_along, some_of
-from laplace_lora_ext.tuning.roots import falling_root
+from laplace_lora_ext.tuning.roots import matched
 
 _SEED = 0  # of the examples: two posteriors are asked about the same ones
 _MOST_EXAMPLES = 2000
@@ -48,17 +48,9 @@ class MatchedEntropy(TuningMethod):
 
     def _search(self, la: Posterior) -> TuningHistory:
         start = self._start(la)
-        moments, recorder = _moments(la, self.train_loader, self.progress_bar), Recorder()
-
-        def excess(log_factor: float) -> float:
-            prior_precision = math.exp(log_factor) * start
-            value = _mean(la, moments(prior_precision))
-            recorder.add(len(recorder.objectives), value, prior_precision)
-            return value - self.entropy
-
-        log_factor = falling_root(excess, _REACH)
-        la.prior_precision = math.exp(log_factor) * start
-        return recorder.history()
+        entropy = _mean_entropy_along(la, self.train_loader, self.progress_bar)
+        la.prior_precision, history = matched(entropy, self.entropy, start, _REACH)
+        return history
 
 
 def mean_entropy(la: Posterior, data: Any, progress_bar: bool = False) -> float:
@@ -67,18 +59,19 @@ def mean_entropy(la: Posterior, data: Any, progress_bar: bool = False) -> float:
     Classes are predicted with the link "mean_field"; a regression's densities include its noise.
     `data` are as for `MatchedEntropy`.
     """
-    with la.trying():  # no prediction is counted
-        return _mean(la, _moments(la, data, progress_bar)(la.prior_precision))
+    return _mean_entropy_along(la, data, progress_bar)(la.prior_precision)
 
 
-def _moments(la: Posterior, data: Any, progress_bar: bool) -> Any:
-    some = some_of(la, data, _MOST_EXAMPLES, _SEED)
-    return moments_along(la, some, lambda _: _ROWS, progress_bar)
+def _mean_entropy_along(
+    la: Posterior, data: Any, progress_bar: bool
+) -> Callable[[torch.Tensor], float]:
+    moments = moments_along(la, some_of(data, _MOST_EXAMPLES, la.n_data, _SEED), progress_bar)
 
+    def mean(prior_precision: torch.Tensor) -> float:
+        parts = moments(prior_precision).split(_ROWS)
+        return torch.cat([_entropies(la, part) for part in parts]).double().mean().item()
 
-def _mean(la: Posterior, parts: Iterable[Moments]) -> float:
-    entropies = torch.cat([_entropies(la, part) for part in parts])
-    return entropies.double().mean().item()
+    return mean
 
 
 def _entropies(la: Posterior, moments: Moments) -> torch.Tensor:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torchmetrics
-from laplace.utils import validate
 
-from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.processes.exchange import count, gathered
-from laplace_lora_ext.processes.shards import Shard, is_new, rows
+from laplace_lora_ext.processes.shards import stacked
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.loss_search import grid_of_priors, search_grid
 from laplace_lora_ext.tuning.method import TuningMethod
+
+_ROWS = 256  # examples that are predicted at once from their moments
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,82 +63,61 @@ class GridSearch(TuningMethod):
     log_prior_prec_base: float = 10.0
 
     def _search(self, la: Posterior) -> TuningHistory:
-        low, high, base = self.log_prior_prec_min, self.log_prior_prec_max, self.log_prior_prec_base
+        limits = self.log_prior_prec_min, self.log_prior_prec_max
         around = self._start(la) if self._is_base else None
-        grid = grid_of_priors(low, high, self.grid_size, base, around)
-        batches = self._batches(la)
+        grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, around)
+        predicted = self._predictions(la)
         loss = self.loss or la.trained_likelihood.metric(la.sigma_noise).to(la._device)
 
         def score(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
-            if isinstance(loss, torchmetrics.Metric):
-                loss.reset()
-            loader: Any = batches()
             try:
-                return validate(
-                    la,  # pyright: ignore[reportArgumentType]
-                    loader,
-                    loss,
-                    self.pred_type,
-                    self.link_approx or ("mc" if self.pred_type == "nn" else "probit"),
-                    self.n_samples,
-                    la.dict_key_y,
-                )
+                *outputs, targets = (column.to(la._device) for column in predicted())
+                return _evaluated(loss, outputs, targets)
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
                 return math.inf  # as the host does, for a matrix that is not a covariance
 
-        with la.model.prepared():  # the host's function leaves the model in evaluation mode
-            history = search_grid(score, grid, self.progress_bar)
+        history = search_grid(score, grid, self.progress_bar)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
 
-    def _batches(self, la: Posterior) -> Callable[[], Iterable[Any]]:
-        """Validation batches as pairs or mappings, anew at each prior precision."""
+    def _predictions(self, la: Posterior) -> Callable[[], Columns]:
+        """Outputs and targets of all validation data at the present prior precision."""
+        options: dict[str, Any] = {"pred_type": self.pred_type, "n_samples": self.n_samples}
+        default = "mc" if self.pred_type == "nn" else "probit"
+        options |= {"link_approx": self.link_approx or default, "fitting": True}
+
+        def outputs(x: Any) -> Columns:
+            found: Any = la(x, **options)
+            return found if isinstance(found, tuple) else (found,)
+
+        def of_batch(batch: Any) -> Columns:
+            X, y = la.model.split(batch)
+            logits = torch.zeros(len(y), la.n_outputs, device=la._device, dtype=la._dtype)
+            return *outputs(X), la.trained_likelihood.check_targets(y, logits)
+
+        la._check_H_init()
         statistics: PredictiveStatistics | None = None
         if self.pred_type == "glm":
             statistics = la.statistics_of(self.val_loader, self.progress_bar)
         if statistics is None:
-            return self._checked_batches(la)
+            return lambda: over_loader(self.val_loader, of_batch)  # pyright: ignore[reportArgumentType]
         targets = statistics.required_targets()
 
-        def batches() -> Iterable[Any]:
+        def of_moments() -> Columns:
             moments = statistics.moments(la.prior_precision, la._H_factor)
-            sizes = statistics.batch_sizes
-            return zip(moments.split(sizes), targets.split(sizes), strict=True)
+            return *stacked([outputs(part) for part in moments.split(_ROWS)]), targets
 
-        return batches
-
-    def _checked_batches(self, la: Posterior) -> Callable[[], Iterable[Any]]:
-        la._check_H_init()
-        if count() > 1 and not isinstance(self.loss, torchmetrics.Metric | None):
-            raise ValueError(
-                "With several processes, pass a torchmetrics.Metric as the loss, which joins their "
-                'results, or use hessian_structure="lowrank_kron" and pred_type="glm".'
-            )
-
-        def batches() -> Iterable[Any]:
-            shard, n_data = Shard(self.val_loader), 0
-            for name, batch in named_batches(self.val_loader):  # pyright: ignore[reportArgumentType]
-                with naming(name):
-                    X, y = la.model.split(batch)
-                    logits = torch.zeros(len(y), la.n_outputs, device=la._device, dtype=la._dtype)
-                    y = la.trained_likelihood.check_targets(y, logits)
-                new = is_new(shard.places(len(y)))
-                n_data += int(new.sum())
-                if new.any():
-                    X, y = (X, y) if new.all() else rows((X, y), new)
-                    yield _Inputs(X), y
-            if not sum(gathered(n_data)):
-                raise ValueError("The loader has no data.")
-
-        return batches
+        return of_moments
 
 
-class _Inputs:
-    """Inputs of any kind for the host's function, which moves them: the model does so itself."""
-
-    def __init__(self, inputs: Any) -> None:
-        self._inputs = inputs
-
-    def to(self, _: torch.device) -> Any:
-        return self._inputs
+def _evaluated(loss: Any, outputs: Sequence[torch.Tensor], targets: torch.Tensor) -> float:
+    """A loss, as the host evaluates it: some metrics take the means of a regression alone."""
+    if not isinstance(loss, torchmetrics.Metric):
+        return loss(*outputs, targets).item()
+    loss.reset()
+    try:
+        loss.update(*outputs, targets)
+    except TypeError:
+        loss.update(outputs[0], targets)
+    return loss.compute().sum().item()

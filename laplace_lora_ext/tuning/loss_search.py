@@ -1,23 +1,15 @@
-"""Minimises a loss in the prior precision: pure optimisation of functions."""
+"""Searches the least loss of prior precisions: on a grid, or along its gradient."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import tqdm
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.history import REACH, Recorder, TuningHistory
-
-NegativeLogLikelihood = Callable[[Moments, torch.Tensor, "torch.Generator | None"], torch.Tensor]
-"""Takes moments, targets and a generator for samples, and returns the loss of each example."""
-
-_CHECKPOINTS = 20  # how often a descent measures the whole validation loss
-_CHUNK = 256  # examples whose logits a checkpoint samples at once
 
 
 def grid_of_priors(
@@ -53,54 +45,30 @@ def search_grid(
     return recorder.history()
 
 
-def minimize_validation_loss(
-    statistics: PredictiveStatistics,
-    log_prior_precision: torch.Tensor,
-    negative_log_likelihood: NegativeLogLikelihood,
+def descent(
+    loss: Callable[[], torch.Tensor],
+    logarithms: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
     n_steps: int,
-    lr: float,
-    batch_size: int,
-    generator: torch.Generator | None = None,
-    progress_bar: bool = False,
-) -> TuningHistory:
-    """Stochastic gradient descent on the validation loss, in the logarithm of the prior precision.
+    description: str,
+    progress_bar: bool,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Follow the gradient of a loss, whose leaves `logarithms` change in place.
 
-    Unlike the paper's constant step size, this one falls to 0 along half a cosine, so that the last
-    steps average over minibatches. It measures the loss of the whole set before the first step and
-    20 times on the way, always with the same draws: these are the history. The leaf
-    `log_prior_precision` changes in place. The other arguments are those of `ValGD`.
+    Yields
+    ------
+    step : int
+    loss : torch.Tensor
+        before the step, which the next iteration takes
     """
-    targets = statistics.required_targets()
-    recorder = Recorder()
-    optimizer = torch.optim.Adam([log_prior_precision], lr=lr)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=n_steps)
-    seed = draw_seed(generator)
-
-    def measure(step: int) -> None:
-        draws = torch.Generator().manual_seed(seed)
-        prior_precision = log_prior_precision.detach().exp()
-        total = 0.0
-        for start in range(0, len(statistics), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            moments = statistics[part].moments(prior_precision)
-            total += negative_log_likelihood(moments, targets[part], draws).sum().item()
-        recorder.add(step, total / len(statistics), prior_precision)
-
-    minibatches = _minibatches(len(statistics), batch_size, generator)
-    every = max(1, n_steps // _CHECKPOINTS)
-    steps = tqdm.trange(n_steps, desc="[Minimizing validation loss]", disable=not progress_bar)
-    measure(0)
-    for step in steps:
-        index = next(minibatches)
+    for step in tqdm.trange(n_steps, desc=description, disable=not progress_bar):
         optimizer.zero_grad()
-        moments = statistics[index].moments(log_prior_precision.exp())
-        negative_log_likelihood(moments, targets[index], generator).mean().backward()
+        value = loss()
+        yield step, value
+        value.backward()
         optimizer.step()
-        log_prior_precision.detach().clamp_(*REACH)
-        schedule.step()
-        if (step + 1) % every == 0 or step + 1 == n_steps:
-            measure(step + 1)
-    return recorder.history()
+        for logarithm in logarithms:
+            logarithm.detach().clamp_(*REACH)
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
@@ -108,13 +76,3 @@ def draw_seed(generator: torch.Generator | None) -> int:
     if generator is None:
         return int(torch.randint(2**31, ()).item())
     return int(torch.randint(2**31, (), generator=generator, device=generator.device).item())
-
-
-def _minibatches(
-    n_examples: int, batch_size: int, generator: torch.Generator | None
-) -> Iterator[torch.Tensor]:
-    """Random minibatches without end, with each example once a round."""
-    device = None if generator is None else generator.device
-    while True:
-        order = torch.randperm(n_examples, generator=generator, device=device)
-        yield from order.cpu().split(batch_size)

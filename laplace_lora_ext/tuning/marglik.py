@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import tqdm
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.tuning.history import REACH, Recorder, TuningHistory
+from laplace_lora_ext.tuning.history import Recorder, TuningHistory
+from laplace_lora_ext.tuning.loss_search import descent
 from laplace_lora_ext.tuning.method import TuningMethod
 
 _WINDOW = 10  # steps over which the evidence must be steady
@@ -60,65 +59,41 @@ class Marglik(TuningMethod):
         logarithms = [self._start(la).log().requires_grad_()]
         if self.optimize_sigma_noise:
             logarithms.append(la.sigma_noise.detach().log().requires_grad_())
-        history = maximize_evidence(
-            la.log_marginal_likelihood,
-            logarithms,
-            self.n_steps,
-            self.lr,
-            self.tolerance,
-            self.progress_bar,
-        )
+        history = self._climb(la, logarithms)
         _warn_of_unbounded(la, logarithms[0])
         la.prior_precision = logarithms[0].detach().exp()
         if self.optimize_sigma_noise:
             la.sigma_noise = of_first(logarithms[1].detach().exp()).to(la._device)
         return history
 
+    def _climb(self, la: Posterior, logarithms: list[torch.Tensor]) -> TuningHistory:
+        """Climb the evidence in the logarithms of the prior precision and perhaps of the noise.
 
-def maximize_evidence(
-    evidence: Callable[..., torch.Tensor],
-    logarithms: Sequence[torch.Tensor],
-    n_steps: int,
-    lr: float,
-    tolerance: float,
-    progress_bar: bool = False,
-) -> TuningHistory:
-    """Climb the evidence in the logarithm of a prior precision, and perhaps of a noise.
+        The evidence is smooth, has no noise and, for a layerwise prior, is a sum of functions of
+        one variable each. That suits Rprop (Riedmiller & Braun, ICNN 1993), which adapts each
+        variable's step to the signs of its slopes.
+        """
+        recorder, spread = Recorder(), math.inf
+        optimizer = torch.optim.Rprop(logarithms, lr=self.lr, step_sizes=(1e-6, 1.0))
 
-    The logarithms are leaves, and change in place; that of the prior precision comes first. The
-    other arguments are those of `Marglik`. The evidence is smooth, has no noise and, for a
-    layerwise prior, is a sum of functions of one variable each. That suits Rprop, which adapts each
-    variable's step to the signs of its slopes.
+        def loss() -> torch.Tensor:
+            return -la.log_marginal_likelihood(*(logarithm.exp() for logarithm in logarithms))
 
-    References
-    ----------
-    Riedmiller & Braun, "A direct adaptive method for faster backpropagation learning: the RPROP
-    algorithm", ICNN 1993.
-    """
-    recorder = Recorder()
-    optimizer = torch.optim.Rprop(logarithms, lr=lr, step_sizes=(1e-6, 1.0))
-    steps = tqdm.trange(n_steps, desc="[Maximizing evidence]", disable=not progress_bar)
-    spread = math.inf
-    for step in steps:
-        optimizer.zero_grad()
-        value = evidence(*(logarithm.exp() for logarithm in logarithms))
-        recorder.add(step, value.item(), logarithms[0].exp())
-        recent = recorder.objectives[-_WINDOW - 1 :]
-        if len(recent) > _WINDOW:
-            spread = max(recent) - min(recent)
-            if spread < tolerance:
-                break
-        (-value).backward()
-        optimizer.step()
-        for logarithm in logarithms:
-            logarithm.detach().clamp_(*REACH)
-    else:
-        if tolerance > 0:
-            warn(
-                f"The evidence has not converged in {n_steps} steps: it varied by {spread:.3g} "
-                "nats over the last ten. Raise n_steps or lr."
-            )
-    return recorder.history()
+        how = self.n_steps, "[Maximizing evidence]", self.progress_bar
+        for step, value in descent(loss, logarithms, optimizer, *how):
+            recorder.add(step, -value.item(), logarithms[0].exp())
+            recent = recorder.objectives[-_WINDOW - 1 :]
+            if len(recent) > _WINDOW:
+                spread = max(recent) - min(recent)
+                if spread < self.tolerance:
+                    break
+        else:
+            if self.tolerance > 0:
+                warn(
+                    f"The evidence has not converged in {self.n_steps} steps: it varied by "
+                    f"{spread:.3g} nats over the last ten. Raise n_steps or lr."
+                )
+        return recorder.history()
 
 
 def _warn_of_unbounded(la: Posterior, logarithm: torch.Tensor) -> None:

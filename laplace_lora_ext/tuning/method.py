@@ -9,19 +9,14 @@ import torch
 from laplace.utils import fix_prior_prec_structure
 
 from laplace_lora_ext.messages import check_counts
-from laplace_lora_ext.models.default_device import as_tensor
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 from laplace_lora_ext.tuning.history import TuningHistory
 
-_COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size")  # options of some methods
+# Options of some methods.
+_COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples", "trainings")
 _STRUCTURES = ["scalar", "layerwise", "diag"]
-
-
-def check_max_examples(max_examples: int) -> None:
-    """Refuse a number of examples below 1."""
-    if max_examples < 1:
-        raise ValueError(f"max_examples must be at least 1, not {max_examples}.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,58 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.predictive.data_sets import over_loader
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.processes.shards import Sample, Shard, joined, total_size
+from laplace_lora_ext.processes.exchange import count, rank
+from laplace_lora_ext.processes.shards import Share, data_size, examples_of, total_size
+from laplace_lora_ext.training.examples import chosen, in_order
 
 Data = Iterable[Any] | PredictiveStatistics
 
 
-def some_of(la: Posterior, data: Data, max_examples: int, seed: int) -> Data:
-    """The data, or about so many of them, drawn at random."""
+def some_of(data: Data, max_examples: int, n_data: int, seed: int) -> Data:
+    """The data, or that many of them, drawn at random; of an iterable about as many, in batches.
+
+    `n_data` is the number of examples where the data don't tell.
+    """
     if isinstance(data, PredictiveStatistics):
         return data
-    share = max_examples / max(1, total_size(data, la.n_data))
-    return data if share >= 1 else Sample(data, la.model.split_if_labelled, share, seed)
+    loader: Any = data
+    chance = max_examples / max(1, total_size(loader, n_data))
+    if data_size(loader) is None or (count() > 1 and not Share(loader).is_dealt):
+        return data if chance >= 1 else _SomeBatches(data, chance, seed + rank())
+    examples = examples_of(loader)
+    if len(examples) <= max_examples:
+        return data
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
+    some = examples[order[:max_examples]].tolist()
+    return in_order(chosen(loader.dataset, some), loader)
+
+
+@dataclass
+class _SomeBatches:
+    """The same batches of an iterable each time, each with a chance of being among them."""
+
+    data: Iterable[Any]
+    chance: float
+    seed: int
+
+    def __iter__(self) -> Iterator[Any]:
+        draw = torch.Generator().manual_seed(self.seed)
+        return (batch for batch in self.data if torch.rand((), generator=draw) < self.chance)
 
 
 def moments_along(
-    la: Posterior, data: Data, rows: Callable[[int], int], progress_bar: bool
-) -> Callable[[torch.Tensor], Iterable[Moments]]:
-    """A function from a prior precision to the data's moments, in parts.
+    la: Posterior, data: Data, progress_bar: bool
+) -> Callable[[torch.Tensor], Moments]:
+    """A function from a prior precision to the data's moments.
 
-    Parameters
-    ----------
-    la : Posterior
-        with "lowrank_kron" the data pass through the model once, or not at all if they are
-        statistics; with other structures at every prior precision, which `la` is left with
-    data : DataLoader, iterable or PredictiveStatistics
-    rows : callable
-        from the number of outputs to the number of examples in a part
-    progress_bar : bool
+    With "lowrank_kron" the data pass through the model once, or not at all if they are statistics;
+    with other structures at every prior precision, which `la` is left with.
     """
     statistics: PredictiveStatistics | None = la.statistics_of(data, progress_bar)
     if statistics is not None:
-        size = rows(statistics.f_mu.shape[1])
-        parts = [statistics[i : i + size] for i in range(0, len(statistics), size)]
-        return lambda prior_precision: (part.moments(prior_precision) for part in parts)
+        return statistics.moments
 
-    def of_batches(prior_precision: torch.Tensor) -> Iterable[Moments]:
+    def of_batches(prior_precision: torch.Tensor) -> Moments:
         la.prior_precision = prior_precision
-        parts, places, shard = [], [torch.empty(0, dtype=torch.long)], Shard(data)
-        for _, batch in named_batches(data):  # pyright: ignore[reportArgumentType]
-            X, _ = la.model.split_if_labelled(batch)
-            parts.append(la.predictive_moments(X).to("cpu"))
-            places.append(shard.places(len(parts[-1].f_mu)))
-        columns = tuple(torch.cat(column) for column in zip(*parts, strict=True)) or None
-        columns = joined(torch.cat(places), columns)
-        return [] if columns is None else Moments(*columns).split(rows(columns[0].shape[1]))
+        return Moments(
+            *over_loader(data, lambda batch: la.predictive_moments(la.model.inputs(batch)))
+        )
 
     return of_batches

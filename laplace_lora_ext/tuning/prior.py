@@ -9,7 +9,6 @@ import torch
 
 from laplace_lora_ext.fitting.moving import follow
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.map_agreement import MapAgreement
 
 
 def log_determinant(la: Posterior) -> torch.Tensor:
@@ -32,14 +31,12 @@ def squared_distance(la: Posterior) -> torch.Tensor:
 
 @contextmanager
 def trying(la: Posterior) -> Iterator[None]:
-    """Try prior precisions: an error restores the old one, and no prediction is counted."""
+    """Try prior precisions: an error restores the old one."""
     follow(la)
     before = la._prior_precision, la._sigma_noise
     try:
-        with la._agreement.paused():
-            yield
+        yield
     except BaseException:
         la._prior_precision, la._sigma_noise = before
         la._posterior_scale = None
         raise
-    la._agreement = MapAgreement()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from laplace_lora_ext.likelihoods import Link
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.links import mean_field, probit, sampled
-from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.loss_search import NegativeLogLikelihood, minimize_validation_loss
+from laplace_lora_ext.tuning.history import Recorder, TuningHistory
+from laplace_lora_ext.tuning.loss_search import descent, draw_seed
 from laplace_lora_ext.tuning.method import TuningMethod
 
 _SMOOTH: dict[str, Link] = {"probit": probit, "mean_field": mean_field}
+_CHECKPOINTS = 20  # how often the whole validation loss is measured
+_ROWS = 256  # examples whose logits it samples at once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,27 +82,58 @@ class ValGD(TuningMethod):
                 'method="val_gd" needs hessian_structure="lowrank_kron": use "gridsearch" instead.'
             )
         with torch.autocast(statistics.f_mu.device.type, enabled=False):  # of the backward pass
-            history = minimize_validation_loss(
-                statistics,
-                logarithm,
-                predictive_loss(la, self.link_approx, self.n_samples),
-                self.n_steps,
-                self.lr,
-                self.batch_size,
-                self.generator,
-                self.progress_bar,
-            )
+            history = self._descend(la, statistics, logarithm)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
 
+    def _descend(
+        self, la: Posterior, statistics: PredictiveStatistics, logarithm: torch.Tensor
+    ) -> TuningHistory:
+        """Stochastic gradient descent, in the logarithm of the prior precision.
 
-def predictive_loss(la: Posterior, link_approx: str, n_samples: int) -> NegativeLogLikelihood:
-    """Negative log-density of each target under Gaussian logits and, for classes, a link."""
+        Unlike the paper's constant step size, this one falls to 0 along half a cosine, so that the
+        last steps average over minibatches. The history is the loss of the whole set before the
+        first step and 20 times on the way, always with the same draws.
+        """
+        targets, recorder = statistics.required_targets(), Recorder()
+        optimizer = torch.optim.Adam([logarithm], lr=self.lr)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.n_steps)
+        seed = draw_seed(self.generator)
+        minibatches = _minibatches(len(statistics), self.batch_size, self.generator)
 
-    def loss(
-        moments: Moments, targets: torch.Tensor, generator: torch.Generator | None
-    ) -> torch.Tensor:
-        link = _SMOOTH.get(link_approx) or sampled(n_samples, generator)
-        return la.trained_likelihood.predictive_loss(link, moments, targets, la.sigma_noise)
+        def losses(
+            index: torch.Tensor | slice, precision: torch.Tensor, generator: torch.Generator | None
+        ) -> torch.Tensor:
+            link = _SMOOTH.get(self.link_approx) or sampled(self.n_samples, generator)
+            moments = statistics[index].moments(precision)
+            likelihood = la.trained_likelihood
+            return likelihood.predictive_loss(link, moments, targets[index], la.sigma_noise)
 
-    return loss
+        def measure(step: int) -> None:
+            draws, precision = torch.Generator().manual_seed(seed), logarithm.detach().exp()
+            parts = [slice(i, i + _ROWS) for i in range(0, len(statistics), _ROWS)]
+            of_all = torch.cat([losses(part, precision, draws) for part in parts])
+            recorder.add(step, of_all.double().mean().item(), precision)
+
+        def loss() -> torch.Tensor:
+            return losses(next(minibatches), logarithm.exp(), self.generator).mean()
+
+        every = max(1, self.n_steps // _CHECKPOINTS)
+        how = self.n_steps, "[Minimizing validation loss]", self.progress_bar
+        for step, _ in descent(loss, [logarithm], optimizer, *how):
+            if step:
+                schedule.step()
+            if step % every == 0:
+                measure(step)
+        measure(self.n_steps)
+        return recorder.history()
+
+
+def _minibatches(
+    n_examples: int, batch_size: int, generator: torch.Generator | None
+) -> Iterator[torch.Tensor]:
+    """Random minibatches without end, with each example once a round."""
+    device = None if generator is None else generator.device
+    while True:
+        order = torch.randperm(n_examples, generator=generator, device=device)
+        yield from order.cpu().split(batch_size)

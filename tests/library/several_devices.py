@@ -105,7 +105,7 @@ def outcomes(model: nn.Module, structure: str) -> dict[str, torch.Tensor]:
         found |= {"statistics": moments.f_var, "diagonal": precision.diag()}
         found["form"] = precision.inv_square_form(rows)
         shares = la.variance_by_layer(loader[0][0])
-        found["shares"] = torch.tensor(list(shares.by_block.values()))
+        found["shares"] = torch.tensor(list(shares.values()))
     return found
 
 

@@ -7,6 +7,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from laplace_lora_ext.models.adapters import add_fresh_adapter
 from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
 from tests.support.posteriors import fitted, generator, make, plain_regression
 
@@ -98,6 +99,23 @@ def test_an_adapter_of_another_name_gets_peft_s_folder(tmp_path):
     assert (folders[10] / "adapter_model.safetensors").exists()
     assert list((tmp_path / "sample_10").glob("*/")) == [folders[10]]  # not the other adapter
     assert not (tmp_path / "sample_10" / "adapter_model.safetensors").exists()
+
+
+def test_a_fresh_adapter_trains_what_the_other_one_does():
+    model = lora_model("bert")
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(weight.requires_grad and "lora_A" not in name)  # LoRA-FA
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    add_fresh_adapter(model, "second")
+    found = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert found == [name.replace(".default", ".second") for name in trained]
+    assert model.active_adapter == "second"
+    with pytest.raises(ValueError, match="'second' already"):
+        add_fresh_adapter(model, "second")
+    model.peft_config["second"].init_lora_weights = "pissa_niter_4"
+    with pytest.raises(ValueError, match="changes the base model"):
+        add_fresh_adapter(model, "third")
+    assert list(model.peft_config) == ["default", "second"]
 
 
 def test_nothing_is_overwritten(tmp_path):

@@ -1,22 +1,22 @@
-"""Threads that share a model take turns."""
+"""Threads that share a model take turns; compiled code and other default devices stay outside."""
+
+from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import signal
 from concurrent.futures import ThreadPoolExecutor, wait
-from threading import Event, Thread
+from threading import Event
 
 import pytest
 import torch
 from torch import nn
 
-from laplace_lora_ext.models.locks import _LOCKS, lock_of
-from tests.support.models import ragged_batches
-from tests.support.posteriors import fitted
+from laplace_lora_ext.models.locks import _LOCKS, as_tensor, cpu_as_default, lock_of, users_default
+from tests.support.models import lora_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted, make
 
-N_THREADS, N_PREDICTIONS = 4, 200
+# --- threads -------------------------------------------------------------------------------------
 
 
 def test_threads_predict_what_one_thread_does_and_leave_the_model_as_it_was():
@@ -27,38 +27,33 @@ def test_threads_predict_what_one_thread_does_and_leave_the_model_as_it_was():
     links = ("probit", "mean_field")
     serial = {(i, link): la(b, link_approx=link) for i, b in enumerate(batches) for link in links}
     state = [(p, p.requires_grad, p.grad, p.clone()) for p in la.model.parameters()]
-    modes = [module.training for module in la.model.modules()]
 
     def predict(number: int) -> float:
         index, link = number % len(batches), links[number % 2]
         found = la(batches[index], link_approx=link)
         return (found - serial[index, link]).abs().max().item()
 
-    with ThreadPoolExecutor(N_THREADS) as pool:
-        errors = list(pool.map(predict, range(N_PREDICTIONS)))
-    assert max(errors) == 0
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(predict, range(100))) == 0
     for parameter, requires_grad, grad, value in state:
         assert parameter.requires_grad == requires_grad
         assert parameter.grad is grad
         assert torch.equal(parameter, value)
-    assert [module.training for module in la.model.modules()] == modes
     assert not any(block.layer._forward_hooks for block in la.blocks)
 
 
 def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
-    la = fitted()
-    batches = ragged_batches()
-    expected = la(batches[0]), la.log_marginal_likelihood()
+    la, batches = fitted(), ragged_batches()
+    expected = la(batches[0])
     uses = [
         lambda: la.fit(batches),
         lambda: la.predictive_statistics(batches),
         lambda: la(batches[0], pred_type="nn", link_approx="mc", n_samples=2),
-        lambda: torch.testing.assert_close(la(batches[0]), expected[0], rtol=0, atol=0),
+        lambda: torch.testing.assert_close(la(batches[0]), expected, rtol=0, atol=0),
     ]
-    with ThreadPoolExecutor(N_THREADS) as pool:
-        for future in [pool.submit(use) for use in uses * 6]:
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(use) for use in uses * 4]:
             future.result()
-    torch.testing.assert_close(la.log_marginal_likelihood(), expected[1], rtol=1e-6, atol=0)
 
 
 USES = {
@@ -95,54 +90,132 @@ def test_nothing_of_a_prior_precision_that_is_only_tried_gets_out(use, tmp_path)
     assert not done
 
 
-def test_a_model_has_one_lock_and_another_model_another():
-    first, second = fitted(), fitted()
-    assert first.model.lock is first.model.lock
-    assert first.model.lock is not second.model.lock
-    with first.model.lock, first.model.lock:  # a thread may take it again
-        waiting = Thread(target=lambda: first.model.lock.acquire(), daemon=True)
-        waiting.start()
-        waiting.join(0.05)
-        assert waiting.is_alive()
-        Thread(target=lambda: second(ragged_batches()[0])).run()
-
-
-def test_a_lock_is_neither_copied_nor_kept():
+def test_each_model_has_a_lock_that_is_neither_copied_nor_kept():
     module = nn.Linear(2, 2)
     lock = lock_of(module)
+    assert lock_of(module) is lock
     assert lock_of(copy.deepcopy(module)) is not lock
     assert torch.equal(pickle.loads(pickle.dumps(module)).weight, module.weight)
+    with lock, lock:  # a thread may take it again
+        pass
     before = len(_LOCKS)
     del module
     gc.collect()
     assert len(_LOCKS) < before
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_process_that_was_forked_while_a_thread_ran_the_model_says_so():
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    held, done = Event(), Event()
+# --- compiled models -----------------------------------------------------------------------------
 
-    def hold():
-        with lock_of(model):
-            held.set()
-            done.wait()
 
-    thread = Thread(target=hold)
-    thread.start()
-    held.wait()
-    with lock_of(other):  # of the thread that forks
-        child = os.fork()
-    if child == 0:
-        signal.alarm(20)  # where it waits for ever
-        try:
-            with lock_of(other), pytest.raises(RuntimeError, match="was forked while another"):
-                lock_of(model)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    done.set()
-    thread.join()
-    with lock_of(model):
-        pass
+def compiled_whole():
+    return torch.compile(lora_model("bert"))
+
+
+def compiled_in_place():
+    model = lora_model("bert")
+    model.compile()
+    return model
+
+
+def compiled_base():
+    model = lora_model("bert")
+    model.base_model.model.bert.encoder = torch.compile(model.base_model.model.bert.encoder)
+    return model
+
+
+@pytest.mark.parametrize("make_model", [compiled_whole, compiled_in_place, compiled_base])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_compiled_model_has_the_posterior_of_the_model_as_it_was(structure, make_model):
+    batch, model = ragged_batches()[0], make_model()
+    before = [dict(vars(module)) for module in model.modules()]
+    expected = fitted(structure=structure).predictive_moments(batch)
+    with pytest.warns(UserWarning, match="The model is compiled: fits and predictions run it eag"):
+        la = fitted(model=model, structure=structure)
+    torch.testing.assert_close(la.predictive_moments(batch), expected, rtol=1e-12, atol=1e-15)
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_a_model_that_is_not_compiled_gives_no_warning(recwarn):
+    make(lora_model("bert"))
+    assert not [w for w in recwarn if "compiled" in str(w.message)]
+
+
+# --- default devices -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere():
+    """A function that makes tensors without a device useless."""
+    if not hasattr(torch, "get_default_device"):
+        pytest.skip("PyTorch does not tell its default device")
+    yield lambda: torch.set_default_device("meta")
+    torch.set_default_device(None)
+
+
+class Wrapper(nn.Module):
+    """A user's, which notes where its own tensors are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.devices = lora_model("bert").eval(), set()
+
+    def forward(self, batch):
+        self.devices.add(torch.ones(1).device.type)
+        return self.model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+
+
+def outcomes(la, batches):
+    """Of every way to choose, and of predictions and statistics."""
+    torch.manual_seed(0)
+    la.fit(batches)
+    found = [la.log_marginal_likelihood()]
+    for method, data in (("marglik", {}), ("agreement", {"train_loader": batches})):
+        la.optimize_prior_precision(method=method, **data)
+        found.append(la.prior_precision)
+    for method in ("gridsearch", "val_gd"):
+        la.optimize_prior_precision(method=method, val_loader=batches)
+        found.append(la.prior_precision)
+    moments = la.predictive_statistics(batches).moments(la.prior_precision)
+    links = [la(batches[0], link_approx=link) for link in ("probit", "mean_field")]
+    return [*found, *moments, *links, la.functional_samples(batches[0], n_samples=1).isfinite()]
+
+
+def test_a_posterior_is_the_same_and_users_code_has_its_default(elsewhere):
+    model, batches = Wrapper(), ragged_batches()
+    expected = outcomes(make(model), batches)
+    assert model.devices == {"cpu"}
+    model.devices.clear()
+    elsewhere()
+    found = outcomes(make(model), batches)
+    assert model.devices == {"meta"}
+    assert torch.ones(1).is_meta
+    torch.set_default_device(None)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_training_has_the_users_default(elsewhere):
+    batches = ragged_batches(batch_size=1)
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    la, devices = make(lora_model("bert").eval()), []
+    la.fit(loader)
+
+    def train(_):
+        devices.append(torch.ones(1).device.type)
+        raise KeyboardInterrupt
+
+    elsewhere()
+    with pytest.raises(KeyboardInterrupt):
+        la.optimize_prior_precision(method="second_training", train=train, train_loader=loader)
+    assert devices == ["meta"]
+    assert torch.ones(1).is_meta
+
+
+def test_tensors_and_numbers_where_the_default_is_set_aside(elsewhere):
+    tensor = torch.ones(2, requires_grad=True)
+    elsewhere()
+    with cpu_as_default():
+        assert torch.ones(1).device.type == "cpu"
+        with users_default():
+            assert torch.ones(1).is_meta
+    assert as_tensor(tensor) is tensor
+    assert as_tensor([1.0, 2.0]).device.type == "cpu"

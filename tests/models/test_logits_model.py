@@ -322,22 +322,6 @@ def test_a_mixed_model_is_refused():
         make(model)
 
 
-class Late(TwoLinear):
-    """Makes a module in its first pass."""
-
-    def forward(self, x):
-        if not hasattr(self, "late"):
-            self.late = nn.Dropout().train(self.training)
-        return super().forward(self.late(x))
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_modules_that_a_model_makes_as_it_runs_get_its_mode(mode):
-    model = with_lora(Late(), "first", "second").train(mode)
-    make(model).fit(pairs())
-    assert {module.training for module in model.modules()} == {mode}
-
-
 class Scripted(TwoLinear):
     """Its inputs pass a compiled script first."""
 

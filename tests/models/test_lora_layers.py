@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
 from peft import (
+    AdaLoraConfig,
+    IA3Config,
     LoraConfig,
     PeftModel,
+    PromptTuningConfig,
     get_peft_model,
     inject_adapter_in_model,
 )
 from torch import nn
+from torch.nn.utils import prune
 
-import laplace_lora_ext
+from laplace_lora_ext import LowRankKronLoRALaplace
 from laplace_lora_ext.models.lora_layers import Block, find_blocks
+from laplace_lora_ext.models.selection import check_float64
 from tests.support.models import (
     TwoLinear,
     base_model,
@@ -26,7 +30,7 @@ from tests.support.models import (
     ragged_batches,
     with_lora,
 )
-from tests.support.posteriors import fitted, make
+from tests.support.posteriors import STRUCTURES, fitted, make
 
 QUERY_AND_VALUE = [
     f"bert.encoder.layer.{layer}.attention.self.{module}.lora_{part}.default.weight"
@@ -34,33 +38,26 @@ QUERY_AND_VALUE = [
     for module in ("query", "value")
     for part in "AB"
 ]
+IN_PEFT = ["base_model.model." + name for name in QUERY_AND_VALUE]
 
 
 def names(blocks: list[Block]) -> list[str]:
     return [block.name for block in blocks]
 
 
-def peft_names(*, prefix: str = "base_model.model.") -> list[str]:
-    return [prefix + name for name in QUERY_AND_VALUE]
-
-
-def test_plain_lora_gives_a_and_b_of_every_layer_in_order(bert):
-    assert names(find_blocks(bert)) == peft_names()
-
-
-def test_a_block_is_the_weight_of_the_named_layer(bert):
-    parameters = dict(bert.named_parameters())
-    for block in find_blocks(bert):
-        assert block.weight is parameters[block.name]
-        assert block.small_output == ("lora_A" in block.name)
-        assert block.weight.shape == ((2, 12) if block.small_output else (12, 2))
+# --- found ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "gpt_neox"])
-def test_blocks_follow_the_order_of_the_models_parameters(kind):
+def test_a_and_b_of_every_layer_come_in_the_order_of_the_models_parameters(kind):
     model = lora_model(kind)
-    ids = [id(p) for name, p in model.named_parameters() if ".lora_" in name]
-    assert [id(block.weight) for block in find_blocks(model)] == ids
+    parameters = {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    blocks = find_blocks(model)
+    assert names(blocks) == list(parameters)
+    for block in blocks:
+        assert block.weight is parameters[block.name]
+        assert block.small_output == ("lora_A" in block.name)
+        assert (2 if block.small_output else block.weight.shape[0]) == block.shape[0]
 
 
 @pytest.mark.parametrize("r", [2, 4])
@@ -68,81 +65,15 @@ def test_rslora_gives_the_posterior_of_lora_with_the_same_scaling(r):
     settings = {"r": r, "lora_dropout": 0.0}
     plain = lora_model("bert", lora_alpha=4 * r**0.5, **settings)
     rs = lora_model("bert", lora_alpha=4, use_rslora=True, **settings)
-    batches = ragged_batches()
-    torch.testing.assert_close(
-        fitted(model=plain, batches=batches).log_marginal_likelihood(),
-        fitted(model=rs, batches=batches).log_marginal_likelihood(),
-        rtol=1e-10,
-        atol=0,
-    )
+    evidences = [fitted(model=model).log_marginal_likelihood() for model in (plain, rs)]
+    torch.testing.assert_close(*evidences, rtol=1e-10, atol=0)
 
 
 def test_rank_pattern_and_alpha_pattern_set_the_rank_of_their_layers():
     model = lora_model("bert", rank_pattern={"query": 3}, alpha_pattern={"value": 1})
     ranks = {b.name.split(".")[-4]: b.weight.shape[0] for b in find_blocks(model)[::2]}
     assert ranks == {"query": 3, "value": 2}
-    la = fitted(model=model, batches=ragged_batches())
-    assert la.n_params == 2 * (3 + 2) * (12 + 12)
-    assert torch.isfinite(la(ragged_batches()[0])).all()
-
-
-@pytest.mark.parametrize(
-    "init", [True, False, "gaussian", "pissa", "pissa_niter_2", "olora", "orthogonal"]
-)
-def test_every_initialisation_is_found(init):
-    torch.manual_seed(0)
-    config = LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=init)
-    try:
-        model = get_peft_model(base_model("bert"), config)
-    except ValueError as error:
-        pytest.skip(f"this PEFT: {error}")
-    assert names(find_blocks(model)) == peft_names()
-
-
-def test_conv1d_bases_are_found_with_inputs_and_outputs_the_right_way_round():
-    model = lora_model("gpt2")
-    shapes = {
-        block.name.split(".", 4)[-1].replace(".default.weight", ""): tuple(block.weight.shape)
-        for block in find_blocks(model)
-        if ".h.0." in block.name
-    }
-    assert shapes == {
-        "0.attn.c_attn.lora_A": (2, 12),
-        "0.attn.c_attn.lora_B": (36, 2),
-        "0.attn.c_proj.lora_A": (2, 12),
-        "0.attn.c_proj.lora_B": (12, 2),
-        "0.mlp.c_proj.lora_A": (2, 48),
-        "0.mlp.c_proj.lora_B": (12, 2),
-    }
-
-
-def test_lora_injected_into_a_plain_module_is_found_and_fitted():
-    torch.manual_seed(0)
-    model = with_lora(TwoLinear(), "first", "second").double()
-    assert names(find_blocks(model)) == [
-        f"{layer}.lora_{part}.default.weight" for layer in ("first", "second") for part in "AB"
-    ]
-    X, y = torch.randn(8, 5).double(), torch.arange(8) % 3
-    la = fitted(model=model, batches=[(X, y)])
-    assert la(X).shape == (8, 3)
-    assert la.n_params == 2 * (5 + 6) + 2 * (6 + 3)
-
-
-def test_lora_of_transformers_add_adapter_gives_the_posterior_of_peft(bert):
-    torch.manual_seed(0)
-    model = base_model("bert").double()
-    model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=["query", "value"]))
-    reference = {
-        n.removeprefix("base_model.model.").replace("modules_to_save.default.", ""): p
-        for n, p in bert.state_dict().items()
-        if "original_module" not in n
-    }
-    model.load_state_dict(reference)
-    assert names(find_blocks(model)) == QUERY_AND_VALUE
-    assert torch.equal(
-        fitted(model=model, batches=ragged_batches()).log_marginal_likelihood(),
-        fitted(model=bert, batches=ragged_batches()).log_marginal_likelihood(),
-    )
+    assert fitted(model=model).n_params == 2 * (3 + 2) * (12 + 12)
 
 
 class Around(nn.Module):
@@ -153,27 +84,14 @@ class Around(nn.Module):
         self.add_module(name, model)
 
 
-@pytest.mark.parametrize(
-    "wrappers",
-    [
-        ["module"],
-        ["_orig_mod"],
-        ["_orig_mod", "module"],
-        ["module", "_orig_mod"],
-        ["module", "module"],
-    ],
-    ids="-in-".join,
-)
+@pytest.mark.parametrize("wrappers", [["module"], ["_orig_mod", "module"], ["module", "module"]])
 def test_prefixes_of_wrappers_are_stripped(bert, wrappers):
     model = bert
     for name in wrappers:
         model = Around(model, name)
-    assert names(find_blocks(model)) == peft_names()
-
-
-def test_prefixes_of_wrappers_are_stripped_within_the_model(bert):
+    assert names(find_blocks(model)) == IN_PEFT
     bert.base_model.model.bert = Around(bert.base_model.model.bert, "_orig_mod")
-    assert names(find_blocks(bert)) == peft_names()
+    assert names(find_blocks(model)) == IN_PEFT
 
 
 def test_two_layers_whose_names_differ_by_a_wrapper_alone_are_both_found():
@@ -184,13 +102,6 @@ def test_two_layers_whose_names_differ_by_a_wrapper_alone_are_both_found():
     assert len(find_blocks(model)) == 4
 
 
-def test_data_parallel_gives_the_posterior_of_the_model_within(bert):
-    batches = ragged_batches()
-    expected = fitted(model=bert, batches=batches).log_marginal_likelihood()
-    la = fitted(model=nn.DataParallel(bert), batches=batches)
-    assert torch.equal(la.log_marginal_likelihood(), expected)
-
-
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_an_adapter_loaded_for_inference_gives_the_same_posterior(kind, tmp_path):
     trained = lora_model(kind)
@@ -198,97 +109,201 @@ def test_an_adapter_loaded_for_inference_gives_the_same_posterior(kind, tmp_path
     torch.manual_seed(0)
     frozen = PeftModel.from_pretrained(base_model(kind).double(), tmp_path)
     frozen.requires_grad_(False)  # older PEFT leaves heads trainable
-    batches, keywords = ragged_batches(), laplace_keywords(kind)
-    expected, actual = (
-        fitted(model=model, batches=batches, **keywords) for model in (trained, frozen)
-    )
-    assert not any(p.requires_grad for p in frozen.parameters())
-    assert names(actual.blocks) == names(expected.blocks)
-    assert torch.equal(actual.mean, expected.mean)
-    assert torch.equal(actual.log_marginal_likelihood(), expected.log_marginal_likelihood())
-    assert torch.equal(actual.H.to_matrix(), expected.H.to_matrix())
-    assert torch.equal(actual(batches[0]), expected(batches[0]))
+    keywords = laplace_keywords(kind)
+    expected, found = (fitted(model=model, **keywords) for model in (trained, frozen))
+    assert names(found.blocks) == names(expected.blocks)
+    assert torch.equal(found.H.to_matrix(), expected.H.to_matrix())
+    batch = ragged_batches()[0]
+    assert torch.equal(found(batch), expected(batch))
 
 
 @pytest.mark.parametrize("structure", ["kron", "diag", "full"])
 def test_a_frozen_adapter_gives_the_same_evidence_in_every_structure(structure, bert):
-    frozen = copy.deepcopy(bert).requires_grad_(False)
-    evidences = []
-    for model in (bert, frozen):
-        la = make(model, structure)
-        la.fit(ragged_batches())
-        evidences.append(la.log_marginal_likelihood())
+    models = bert, copy.deepcopy(bert).requires_grad_(False)
+    evidences = [
+        fitted(model=model, structure=structure).log_marginal_likelihood() for model in models
+    ]
     assert torch.equal(*evidences)
 
 
-def test_weights_on_the_meta_device_are_refused(bert):
-    with pytest.raises(ValueError, match=r"meta.*query\.lora_A"):
-        make(bert.to("meta"))
+# --- selected ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def caught() -> Iterator[list[warnings.WarningMessage]]:
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
-        yield messages
+@pytest.mark.parametrize("active", ["default", "second"])
+def test_only_the_active_adapter_takes_part(bert, active):
+    config = LoraConfig(r=3, target_modules=["value"], modules_to_save=["classifier"])
+    bert.add_adapter("second", config)
+    bert.set_adapter(active)
+    in_second = [name.replace("default", "second") for name in IN_PEFT if ".value." in name]
+    expected = {"default": IN_PEFT, "second": in_second}[active]
+    assert names(find_blocks(bert)) == expected
 
 
-def of_the_library(caught: list[warnings.WarningMessage]) -> list[str]:
-    texts = [str(warning.message) for warning in caught]
-    return [text for text in texts if "lora_B" in text]
+@pytest.mark.parametrize(
+    ("selection", "part"),
+    [
+        ({"target_modules": ["query"]}, "query"),
+        ({"target_modules": r".*layer\.1\..*"}, "layer.1."),  # a pattern of the whole name
+        ({"layers_to_transform": 1}, "layer.1."),
+        ({"layers_to_transform": range(2)}, "layer."),
+        ({"target_modules": ["value"], "layers_to_transform": iter([1])}, "layer.1.attention.self"),
+    ],
+)
+def test_selection_speaks_pefts_words(bert, selection, part):
+    module = selection.get("target_modules", [""])
+    expected = [n for n in IN_PEFT if part in n and (isinstance(module, str) or module[0] in n)]
+    assert names(find_blocks(bert, **selection)) == expected
+    assert len(expected) in (2, 4, 8)
 
 
-def test_an_adapter_whose_b_is_all_zero_is_warned_of_once(caught):
-    laplace_lora_ext.LowRankKronLoRALaplace(
-        inject_adapter_in_model(LoraConfig(r=2, target_modules=["first"]), TwoLinear()),
-        "classification",
-    )
-    untrained = [text for text in of_the_library(caught) if "untrained" in text]
-    assert len(untrained) == 1
+@pytest.mark.parametrize(
+    "selection",
+    [
+        {"target_modules": ["key"]},
+        {"target_modules": []},
+        {"target_modules": "query"},
+        {"layers_to_transform": [7]},
+        {"layers_to_transform": range(0)},
+        {"target_modules": ["query"], "layers_to_transform": 2},
+    ],
+    ids=str,
+)
+def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(bert, selection):
+    with pytest.raises(ValueError, match=r"No LoRA layer matches.*layer\.0\.attention\.self"):
+        find_blocks(bert, **selection)
 
 
-def test_an_adapter_with_one_b_that_is_not_zero_is_not_warned_of(caught):
-    model = inject_adapter_in_model(
-        LoraConfig(r=2, target_modules=["first", "second"]), TwoLinear()
-    )
-    nn.init.normal_(model.second.lora_B["default"].weight)
-    laplace_lora_ext.LowRankKronLoRALaplace(model, "classification")
-    assert not [text for text in of_the_library(caught) if "untrained" in text]
+def test_layers_without_an_index_do_not_match_layers_to_transform():
+    with pytest.raises(ValueError, match="No LoRA layer matches"):
+        find_blocks(with_lora(TwoLinear(), "first"), layers_to_transform=[5])
 
 
-def test_a_fit_of_an_untrained_adapter_is_finite():
-    torch.manual_seed(0)
-    model = inject_adapter_in_model(LoraConfig(r=2, target_modules=["first"]), TwoLinear())
-    with pytest.warns(UserWarning, match="untrained"):
-        la = laplace_lora_ext.LowRankKronLoRALaplace(model.double(), "classification")
+def test_a_selection_is_what_the_posterior_is_over(bert):
+    la = fitted(model=bert, target_modules=["value"], layers_to_transform=[1])
+    assert la.n_params == len(la.mean) == 2 * (2 * 12)
+    assert la.n_layers == 2
+
+
+# --- refused -------------------------------------------------------------------------------------
+
+
+def two_active(model: PeftModel) -> None:
+    model.add_adapter("second", LoraConfig(r=3, target_modules=["query"]))
+    for block in find_blocks(model):
+        block.owner.set_adapter(["default", "second"])
+
+
+def none_active(model: PeftModel) -> None:
+    for block in find_blocks(model)[::2]:
+        block.owner.delete_adapter("default")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.merge_adapter(), r"query is merged .*unmerge_adapter"),
+        (lambda model: model.base_model.disable_adapter_layers(), r"disabled.*enable_adapter"),
+        (two_active, r"Several.*default, second.*set_adapter"),
+        (none_active, "No adapter is active"),
+        (lambda model: model.to("meta"), r"meta.*query\.lora_A"),
+    ],
+)
+def test_an_adapter_that_does_not_run_alone_is_refused(bert, change, message):
+    change(bert)
+    with pytest.raises(ValueError, match=message):
+        find_blocks(bert)
+
+
+def adapted(config: object) -> nn.Module:
+    return get_peft_model(base_model("bert"), config)
+
+
+def around(layer: nn.Module, **settings: object) -> nn.Module:
+    return with_lora(nn.Sequential(layer, nn.Linear(4, 2)), "0", "1", **settings)
+
+
+def pruned() -> nn.Module:
+    model = with_lora(TwoLinear(), "first", "second")
+    prune.random_unstructured(model.second.lora_B["default"], "weight", 0.5)
+    return model
+
+
+def tied() -> nn.Module:
+    model = with_lora(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), "0", "1")
+    model[1].lora_A["default"].weight = model[0].lora_A["default"].weight
+    return model
+
+
+def older_dora() -> nn.Module:
+    model = around(nn.Conv1d(2, 4, 2))
+    model[0].lora_variant, model[0].use_dora = {}, {"default": True}
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: adapted(IA3Config(target_modules=["value"], feedforward_modules=[])), "IA3"),
+        (lambda: adapted(PromptTuningConfig("SEQ_CLS", num_virtual_tokens=2)), "PROMPT_TUNING"),
+        (TwoLinear, "found no adapter at all"),
+        (
+            lambda: adapted(AdaLoraConfig(target_modules=["query"], total_step=10)),
+            r"add B\(A\(x\)\).*layer\.0\.attention\.self\.query.*layer\.1\.attention\.self\.query",
+        ),
+        (lambda: around(nn.Embedding(9, 4)), r"not: 0 \(Embedding\)\. Leave"),
+        (lambda: around(nn.Conv1d(2, 4, 2, groups=2)), r"0 \(Conv1d\)"),
+        (lambda: around(nn.Conv3d(2, 4, 2)), r"0 \(Conv3d\)"),
+        (older_dora, r"0 \(Conv1d DoraLinearVariant\)"),
+        (lambda: around(nn.MultiheadAttention(4, 2)), r"0 \(MultiheadAttention\)"),
+        (pruned, r"weights parameters.*second \(Linear\)\. Leave"),
+        (tied, r"share their storage: 0\.lora_A, 1\.lora_A"),
+    ],
+)
+def test_what_can_not_take_part_is_refused_by_name(model, message):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        find_blocks(model())
+
+
+def test_target_modules_leave_out_what_is_refused():
+    assert len(find_blocks(around(nn.Embedding(9, 4)), target_modules=["1"])) == 2
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_device_without_float64_is_refused(structure):
+    with pytest.raises(NotImplementedError, match=r"which MPS lacks: move the model"):
+        check_float64(torch.device("mps"))
+    la = fitted(structure=structure)
+    with pytest.MonkeyPatch.context() as elsewhere:
+        elsewhere.setattr(Block, "device", torch.device("mps"))
+        with pytest.raises(NotImplementedError, match="MPS"):
+            la(ragged_batches()[0])
+    assert torch.isfinite(la(ragged_batches()[0])).all()
+
+
+# --- warned of -----------------------------------------------------------------------------------
+
+
+def test_heads_and_biases_that_stay_fixed_are_listed_once():
+    with pytest.warns(UserWarning, match="stay at their MAP values") as caught:
+        LowRankKronLoRALaplace(lora_model("bert", lora_bias=True), "classification")
+    (ours,) = [warning for warning in caught if "lora_B" in str(warning.message)]
+    text = str(ours.message)
+    assert text.count("lora_B.default.bias") == 4
+    assert "classifier.modules_to_save.default.weight" in text
+    assert "lora_A.default.weight" not in text
+    assert ours.filename == __file__
+
+
+def test_an_untrained_adapter_is_warned_of_and_can_be_fitted():
+    config = LoraConfig(r=2, target_modules=["first", "second"])
+    model = inject_adapter_in_model(config, TwoLinear()).double()
+    with pytest.warns(UserWarning, match="looks untrained"):
+        la = LowRankKronLoRALaplace(model, "classification")
     X = torch.randn(6, 5).double()
     la.fit([(X, torch.arange(6) % 3)])
-    assert torch.isfinite(la.log_marginal_likelihood())
     assert torch.isfinite(la(X)).all()
-
-
-@pytest.mark.skipif(
-    "lora_bias" not in LoraConfig.__dataclass_fields__, reason="this PEFT has no LoRA biases"
-)
-def test_trainable_heads_and_biases_are_warned_of_once_and_listed(caught):
-    laplace_lora_ext.LowRankKronLoRALaplace(lora_model("bert", lora_bias=True), "classification")
-    held = [text for text in of_the_library(caught) if "stay at their MAP values" in text]
-    assert len(held) == 1
-    assert held[0].count("lora_B.default.bias") == 4
-    for part in ("weight", "bias"):
-        assert f"classifier.modules_to_save.default.{part}" in held[0]
-    assert "lora_A.default.weight" not in held[0]
-
-
-def test_a_model_with_lora_weights_alone_is_not_warned_of(caught):
-    laplace_lora_ext.LowRankKronLoRALaplace(
-        lora_model("gpt2"), "classification", **laplace_keywords("gpt2")
-    )
-    assert not of_the_library(caught)
-
-
-def test_warnings_point_at_the_line_that_made_the_laplace():
-    with pytest.warns(UserWarning, match="stay at their MAP values") as caught:
-        laplace_lora_ext.LowRankKronLoRALaplace(lora_model("bert"), "classification")
-    ours = [warning for warning in caught if "lora_B" in str(warning.message)]
-    assert [warning.filename for warning in ours] == [__file__]
+    nn.init.normal_(model.second.lora_B["default"].weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        make(model)
+        make(lora_model("gpt2"), **laplace_keywords("gpt2"))

@@ -13,7 +13,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-12}
 @pytest.fixture
 def small(monkeypatch):
     """Two texts of seven tokens with three outputs go at once."""
-    monkeypatch.setattr("laplace_lora_ext.passes.parts._AT_ONCE", 2 * 7 * 3)
+    monkeypatch.setattr("laplace_lora_ext.passes.parts._ON_CPU", 2 * 7 * 3)
 
 
 def facts(la, batch):
@@ -22,7 +22,6 @@ def facts(la, batch):
         *la.predictive_moments(batch),
         *statistics.moments(0.1),
         statistics.targets,
-        torch.tensor(statistics.batch_sizes),
     )
 
 
@@ -53,7 +52,7 @@ def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
     la = make(with_lora(Normalized(), "first", "second"))
     la.fit([(X, y)])
     whole = la.predictive_moments(X)
-    monkeypatch.setattr("laplace_lora_ext.passes.parts._AT_ONCE", 2 * 3)
+    monkeypatch.setattr("laplace_lora_ext.passes.parts._ON_CPU", 2 * 3)
     torch.testing.assert_close(la.predictive_moments(X), whole, **EXACT)
     statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)
     torch.testing.assert_close(statistics.f_mu, whole.f_mu, **EXACT)
@@ -75,10 +74,10 @@ class Lengths:
         (torch.zeros(5, 7).long(), [2, 2, 1]),
         (torch.zeros(5, 7).long().numpy(), [2, 2, 1]),
         (torch.zeros(5, 7, 4), [5]),  # features, not tokens
-        (torch.zeros(50, 3), [14, 14, 14, 8]),
+        (torch.zeros(50, 3), [13, 13, 12, 12]),
         ({"input_ids": torch.zeros(5, 7).long(), "n": torch.zeros(3)}, [5]),
         ({"input_ids": torch.zeros(3, 2, 7).long()}, [1, 1, 1]),
-        ({"x": torch.zeros(50, 3), "names": ["a"] * 50}, [14, 14, 14, 8]),
+        ({"x": torch.zeros(50, 3), "names": ["a"] * 50}, [13, 13, 12, 12]),
         ([torch.zeros(50)], [50]),
     ],
 )
@@ -93,3 +92,10 @@ def test_sizes_of_parts(small, x, sizes):
     assert [len(part.f_mu) for part in parts] == sizes
     everything = torch.arange(sum(sizes))
     assert torch.equal(torch.cat([everything[place] for place in places]), everything)
+
+
+def test_an_array_is_taken_apart_as_a_tensor_is(small):
+    la, (batch,) = fitted(), ragged_batches(lengths=(7,) * 8, batch_size=8)
+    calls = count_forward_passes(la)
+    la.predict_proba(batch["input_ids"].numpy(), "probit")
+    assert len(calls) == 4

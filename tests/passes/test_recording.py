@@ -107,10 +107,11 @@ def ordering(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 def routed(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Positions go to one of two layers, by their first number."""
-    is_first = x[..., 0] > 0
     out = x.new_zeros(*x.shape[:2], 3)
-    out = out.masked_scatter(is_first[..., None], m.first(x[is_first]).tanh()[:, :3])
-    return out.masked_scatter(~is_first[..., None], m.second(x[~is_first]).tanh()).mean(1)
+    for chosen, layer in ((x[..., 0] > 0, m.first), (x[..., 0] <= 0, m.second)):
+        if chosen.any():
+            out = out.masked_scatter(chosen[..., None], layer(x[chosen]).tanh()[:, :3])
+    return out.mean(1)
 
 
 def of_windows(m: Any, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -90,6 +92,20 @@ def test_regression_has_a_mean_and_a_covariance():
         _, f_var = la(3 * X, **AMORTIZED)
         assert torch.linalg.eigvalsh(f_var).min() > -1e-12
         assert (f_var.diagonal(dim1=1, dim2=2) > 0).all()
+
+
+def test_variances_that_fit_no_covariance_give_the_nearest_one():
+    la, X = plain_regression()
+    la.amortize([X])
+    # Of outputs with a variance of 1 each, no difference has more than 4.
+    logs = torch.tensor([1.0, 1.0, 10.0]).double().log()
+    weights = torch.zeros_like(la.learnt_variance.weights)
+    la.learnt_variance = replace(
+        la.learnt_variance, weights=weights, offset=logs, lowest=logs, highest=logs
+    )
+    _, f_var = la(X, **AMORTIZED)
+    nearest = torch.tensor([[2.5, -2.5], [-2.5, 2.5]]).double()  # of [[1, -4], [-4, 1]]
+    torch.testing.assert_close(f_var, nearest.expand_as(f_var))
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])

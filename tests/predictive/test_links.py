@@ -10,6 +10,7 @@ from laplace_lora_ext.predictive.links import (
     mean_field,
     monte_carlo,
     probit,
+    runners_up,
     sampled,
     sampled_alike,
     shared_noise,
@@ -69,6 +70,26 @@ def test_two_classes_have_the_probit_approximation_of_their_difference():
     assert torch.equal(p.argmax(-1), f_mu.argmax(-1))
 
 
+@pytest.mark.parametrize("n_classes", [2, 3, 6])
+def test_runners_up_are_shrunk_by_their_own_variance_and_the_others_by_the_mean(n_classes):
+    f_mu, f_var = some_moments(n_classes, scale=5.0)
+    p = runners_up(f_mu, f_var).exp()
+    for m, S, found in zip(f_mu, f_var, p, strict=True):
+        top, *others = m.argsort(descending=True).tolist()
+        D = {j: S[top, top] + S[j, j] - 2 * S[top, j] for j in others[:2]}
+        mean = sum(D.values()) / len(D)
+        shrunk = torch.stack(
+            [
+                -(m[top] - m[j]) / (1 + math.pi / 8 * (0 if j == top else D.get(j, mean))) ** 0.5
+                for j in range(n_classes)
+            ]
+        )
+        torch.testing.assert_close(found, shrunk.softmax(-1))
+    assert torch.equal(p.argmax(-1), f_mu.argmax(-1))
+    if n_classes == 2:
+        torch.testing.assert_close(p, mean_field(f_mu, f_var).exp())
+
+
 @pytest.mark.parametrize("n_classes", [1, 2, 5])
 def test_without_a_variance_of_differences_it_is_the_softmax(n_classes):
     f_mu, _ = some_moments(n_classes)
@@ -125,18 +146,21 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_every_structure_predicts_with_it(structure):
-    la = fitted(structure=structure)
+@pytest.mark.parametrize("link", [mean_field, runners_up])
+def test_every_structure_predicts_with_them(structure, link):
+    la, name = fitted(structure=structure), link.__name__
     batch = ragged_batches(seed=5)[0]
     moments = la.predictive_moments(batch)
-    expected = mean_field(*moments).exp()
-    torch.testing.assert_close(la(batch, link_approx="mean_field"), expected)
-    torch.testing.assert_close(la(moments, link_approx="mean_field"), expected)
-    with pytest.raises(ValueError, match="mean_field"):
-        la(batch, pred_type="nn", link_approx="mean_field")
+    expected = link(*moments).exp()
+    torch.testing.assert_close(la(batch, link_approx=name), expected)
+    torch.testing.assert_close(la(moments, link_approx=name), expected)
+    torch.testing.assert_close(la.predict(batch, name).probabilities, expected)
+    with pytest.raises(ValueError, match=name):
+        la(batch, pred_type="nn", link_approx=name)
 
 
 def test_regression_needs_no_link():
     la, X = plain_regression()
-    for one, other in zip(la(X, link_approx="mean_field"), la(X), strict=True):
-        assert torch.equal(one, other)
+    for link in ("mean_field", "runners_up"):
+        for one, other in zip(la(X, link_approx=link), la(X), strict=True):
+            assert torch.equal(one, other)

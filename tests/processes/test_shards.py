@@ -1,86 +1,120 @@
-"""Which examples a loader gives to a rank, and which of them again."""
+"""Which examples of a loader each rank passes over: all ranks together each of them once."""
 
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from laplace_lora_ext.processes.shards import Sample, Shard, is_new, joined, rows
-from tests.support.ranks import accelerated, on_ranks
+from laplace_lora_ext.processes.shards import Share, examples_of, in_order, joined, total_size
+from tests.support.ranks import accelerated, failures, on_ranks
 
 SIZES = [1, 2, 5, 8, 9, 11, 12, 13]
 
 
-def numbered(n: int, shuffle: bool = False, **options: object) -> DataLoader:
-    generator = torch.Generator().manual_seed(0)
-    return DataLoader(torch.arange(n), shuffle=shuffle, generator=generator, **options)
+def numbered(n: int, **options) -> DataLoader:
+    return DataLoader(torch.arange(n), **{"batch_size": 2} | options)
 
 
-def strided(n, rank, world, drop_last=False):
-    data = torch.arange(n)
-    sampler = DistributedSampler(data, world, rank, shuffle=True, drop_last=drop_last)
-    return DataLoader(data, batch_size=2, sampler=sampler)
+def strided(_, world, n, **options):
+    sampler = DistributedSampler(torch.arange(n), **options)
+    return numbered(n, sampler=sampler)
 
 
-def prepared(n, rank, world, **options):
-    split = options.get("split_batches", False)
-    loader = numbered(n, batch_size=2 * world if split else 2)
-    return prepare_data_loader(
-        loader, num_processes=world, process_index=rank, put_on_device=False, **options
-    )
+def prepared(rank, world, n, shuffle=False, batch_size=2, **options):
+    loader = numbered(n, shuffle=shuffle, batch_size=batch_size)
+    return accelerated(rank, world, loader, **options)
 
+
+def by_batches(rank, world, n):
+    return accelerated(rank, world, DataLoader(torch.arange(n), batch_sampler=SortedBatches(n)))
+
+
+class SortedBatches(BatchSampler):
+    """Batches of many sizes, as those with as many tokens are."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(SequentialSampler(range(n)), 2, drop_last=False)
+        del self.batch_size
+
+
+SortedBatches.__module__ = "torch.utils.data"  # as if it were one that gives all
 
 LOADERS = {
     "DistributedSampler": strided,
+    "DistributedSampler, dropping": lambda *a: strided(*a, drop_last=True),
     "Accelerate": prepared,
+    "Accelerate, shuffled": lambda *a: prepared(*a, shuffle=True),
     "Accelerate, uneven": lambda *a: prepared(*a, even_batches=False),
-    "Accelerate, split": lambda *a: prepared(*a, split_batches=True),
-    "Accelerate, split, uneven": lambda *a: prepared(*a, split_batches=True, even_batches=False),
+    "Accelerate, split": lambda *a: prepared(*a, batch_size=6, split_batches=True),
+    "Accelerate, handed out": lambda *a: prepared(*a, dispatch_batches=True),
+    "Accelerate, batches of many sizes": by_batches,
+    "in order": lambda rank, world, n: in_order(torch.arange(n), 2, None),
 }
 
 
-def given(loader) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of a loader's examples, and the examples."""
-    shard = Shard(loader)
-    assert shard.is_known
-    pairs = [(shard.places(len(batch)), batch) for batch in loader]
-    nothing = torch.empty(0, dtype=torch.long)
-    return (
-        torch.cat([nothing, *(places for places, _ in pairs)]),
-        torch.cat([nothing, *(batch for _, batch in pairs)]),
-    )
+def given(loader):
+    """Columns of all ranks, how many batches there were, and how many examples in the largest."""
+    share = Share(loader)
+    assert share.is_dealt
+    batches, parts, places = [], [torch.empty(0).long()], [torch.empty(0).long()]
+    for batch in share.loader:
+        batches.append(len(batch))
+        here = share.places(len(batch))
+        if len(here):
+            parts.append(batch)
+            places.append(here)
+    assert share.size == sum(map(len, parts))
+    (column,) = joined(torch.cat(places), (torch.cat(parts),)) or ()
+    return column.tolist(), len(batches), max(batches)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_all_ranks_together_have_each_example_once_and_in_order(kind, world):
-    for n in SIZES:
-        ranks = [given(LOADERS[kind](n, rank, world)) for rank in range(world)]
-        places = torch.cat([pair[0] for pair in ranks])
-        examples = torch.cat([pair[1] for pair in ranks])
-        found = examples[is_new(places)][places[is_new(places)].argsort()]
-        if kind == "DistributedSampler":
-            sampler = DistributedSampler(torch.arange(n), 1, 0, shuffle=True)
-            assert found.tolist() == list(sampler)
-        else:
-            assert found.tolist() == list(range(n))
+def test_all_ranks_together_have_each_example_once_and_in_order(kind):
+    def job(rank):
+        return [given(LOADERS[kind](rank, 3, n)) for n in SIZES]
 
-
-def test_what_a_sampler_drops_is_not_missed():
-    places = torch.cat([given(strided(11, rank, 3, drop_last=True))[0] for rank in range(3)])
-    assert sorted(places.tolist()) == list(range(9))
+    of_ranks = on_ranks(job, 3)
+    assert isinstance(of_ranks[0], list), of_ranks[0]
+    for results in zip(*of_ranks, strict=True):
+        columns, n_batches, largest = zip(*results, strict=True)
+        n = len(columns[0])
+        assert all(column == list(range(n)) for column in columns)
+        assert len(set(n_batches)) == 1  # ranks that share a model pass over it together
+        if kind != "Accelerate, batches of many sizes":
+            assert max(largest) <= 2
+    assert [len(column) for column, *_ in of_ranks[0]] == SIZES
 
 
 def test_other_loaders_give_a_rank_its_own():
-    for loader in (
-        [torch.arange(3), torch.arange(2)],
-        numbered(5, batch_size=3),
-        DataLoader(torch.arange(5), batch_sampler=BatchSampler(range(5), 3, drop_last=False)),
-    ):
-        shard = Shard(loader)
-        assert not shard.is_known
-        places = torch.cat([shard.places(len(batch)) for batch in loader])
-        assert places.tolist() == list(range(5))
+    loaders = {
+        "list": [torch.arange(3), torch.arange(2)],
+        "loader": numbered(5, batch_size=3),
+        "batches": DataLoader(torch.arange(5), batch_sampler=BatchSampler(range(5), 3, False)),
+    }
+
+    def job(rank):
+        found = []
+        for loader in loaders.values():
+            share = Share(loader)
+            places = torch.cat([share.places(len(batch)) for batch in share.loader])
+            values = torch.cat(list(share.loader)) + 10 * rank
+            found.append((share.is_dealt, share.size, joined(places, (values,))[0].tolist()))
+        return found, total_size(loaders["loader"], 7), total_size(loaders["list"], 7)
+
+    for found, total, unknown in on_ranks(job, 2):
+        assert [result[:2] for result in found] == [(False, None), (False, 5), (False, 5)]
+        assert found[0][2] == [0, 1, 2, 0, 1, 10, 11, 12, 10, 11]
+        assert found[1][2] == found[2][2] == [*range(5), *range(10, 15)]
+        assert (total, unknown) == (10, 7)
+    assert not Share(strided(0, 1, 5, num_replicas=2, rank=0)).is_dealt  # one process alone
 
 
 class Stream(IterableDataset):
@@ -88,69 +122,71 @@ class Stream(IterableDataset):
         return iter(torch.arange(7))
 
 
-def test_repeated_examples_of_a_stream_are_warned_of():
-    options = {"num_processes": 2, "process_index": 0, "put_on_device": False}
-    loader = prepare_data_loader(
-        DataLoader(Stream(), batch_size=2), dispatch_batches=False, **options
-    )
-    with pytest.warns(UserWarning, match="dispatch_batches=True"):
-        Shard(loader)
+class Own(Sampler):
+    def __iter__(self):
+        return iter([3, 1, 3])
+
+    def __len__(self):
+        return 3
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_batches_that_rank_0_hands_out(split):
+REFUSED = {
+    "repeats examples of an iterable": lambda rank: accelerated(
+        rank, 2, DataLoader(Stream(), batch_size=2), dispatch_batches=False
+    ),
+    "repeats examples of an  iterable": lambda rank: accelerated(
+        rank, 2, DataLoader(Stream(), batch_size=2), dispatch_batches=True
+    ),
+    "among 4 processes, and there are 2": lambda rank: strided(
+        rank, 4, 8, num_replicas=4, rank=rank
+    ),
+    "a sampler of your own": lambda rank: accelerated(rank, 2, numbered(5, sampler=Own())),
+    "must keep their number": lambda rank: DataLoader(
+        torch.arange(4), 2, sampler=DistributedSampler(range(4)), collate_fn=lambda x: x[:1]
+    ),
+    "have the same 4 examples": lambda rank: numbered(4),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_would_count_twice_is_refused(message):
     def job(rank):
-        found = []
-        for n in SIZES[2:]:
-            data = [{"x": number} for number in torch.arange(n)]
-            loader = DataLoader(data, batch_size=3)
-            loader = accelerated(rank, 3, loader, dispatch_batches=True, split_batches=split)
-            shard = Shard(loader)
-            assert shard.is_known
-            pairs = [(shard.places(len(batch["x"])), batch["x"]) for batch in loader]
-            places, batches = (torch.cat(part) for part in zip(*pairs, strict=True))
-            (values,) = joined(places, (batches,)) or ()
-            found.append(values.tolist())
-        return found
+        share = Share(REFUSED[message](rank))
+        pairs = [(share.places(len(batch)), torch.as_tensor(batch)) for batch in share.loader]
+        places, values = (torch.cat(part) for part in zip(*pairs, strict=True))
+        joined(places, (values,))
 
-    for result in on_ranks(job, 3):
-        assert result == [list(range(n)) for n in SIZES[2:]]
+    for error in failures(on_ranks(job, 2)):
+        assert message.replace("  ", " ") in error
 
 
-def test_columns_of_ranks_are_joined():
+def test_a_rank_without_data_or_labels():
     def job(rank):
-        shard = Shard([])
+        share = Share([])
         if rank == 1:
-            return joined(torch.empty(0, dtype=torch.long), None)
+            return joined(torch.empty(0).long(), None)
         values = torch.arange(4).reshape(2, 2) + 10 * rank
-        return joined(shard.places(2), (values, values[:, 0]))
+        return joined(share.places(2), (values, values[:, 0]))
 
     for first, second in on_ranks(job, 3):
         assert first.tolist() == [[0, 1], [2, 3], [20, 21], [22, 23]]
         assert second.tolist() == [0, 2, 20, 22]
     assert on_ranks(lambda _: joined(torch.empty(0).long(), None), 2) == [None, None]
-    places = torch.tensor([3, -1, 0])
-    (values,) = joined(places, (torch.tensor([1, 2, 3]),)) or ()
-    assert values.tolist() == [3, 1]
+    numbers = torch.arange(2.0)
+    some = on_ranks(lambda r: joined(torch.arange(2) + 2 * r, (numbers + r,) * (1 + r)), 2)
+    assert failures(some) == ["Some batches have labels and others have none."] * 2
 
 
-def test_rows_of_everything_that_has_as_many():
-    tensor, y = torch.arange(6).reshape(3, 2), torch.arange(3)
-    chosen = torch.tensor([True, False, True])
-    batch = {"x": tensor, "nested": [tensor, "text"], "other": torch.zeros(2), "n": 3}
-    X, kept = rows((batch, y), chosen)
-    assert kept.tolist() == [0, 2]
-    assert X["x"].tolist() == X["nested"][0].tolist() == [[0, 1], [4, 5]]
-    assert (X["nested"][1], len(X["other"]), X["n"]) == ("text", 2, 3)
-
-
-# Of the published generator SplitMix64, seeded with 0: its numbers are those of place 0.
-SPLIT_MIX = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC)
-
-
-@pytest.mark.parametrize(("seed", "number"), [*enumerate(SPLIT_MIX)])
-def test_the_draw_of_an_example_is_that_of_a_published_generator(seed, number):
-    chance = (number % 2**53) / 2**53
-    loader, split = [torch.zeros(1, 2)], lambda X: (X, None)
-    assert list(Sample(loader, split, chance, seed)) == []
-    assert len(list(Sample(loader, split, chance + 2**-53, seed))) == 1
+@pytest.mark.parametrize(
+    ("options", "examples"),
+    [
+        ({}, range(5)),
+        ({"shuffle": True}, range(5)),
+        ({"sampler": SubsetRandomSampler([4, 0])}, [0, 4]),
+        ({"sampler": WeightedRandomSampler([1.0] * 5, 3)}, range(5)),
+        ({"sampler": Own()}, [1, 3]),
+        ({"batch_sampler": [[2, 0], [1]], "batch_size": 1}, range(3)),
+    ],
+)
+def test_examples_that_a_sampler_leaves_out_are_no_part_of_the_data(options, examples):
+    assert examples_of(numbered(5, **options)).tolist() == list(examples)

@@ -45,12 +45,12 @@ def lora_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def lora_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Those of linear layers, convolutions and embeddings, in the order of the parameters."""
+    """Those of linear layers and convolutions, in the order of the parameters."""
     of_layers = {id(layer.weight) for _, layer in lora_layers(model)}
     return {
         name: weight.detach()
         for name, weight in model.named_parameters()
-        if id(weight) in of_layers or ".lora_embedding_" in name
+        if id(weight) in of_layers
     }
 
 

@@ -1,8 +1,8 @@
-"""Methods by name and as objects, and the options that each takes."""
+"""Methods by name and as objects: their options, where they start, and what a failure leaves."""
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from functools import partial
 from inspect import signature
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext import GridSearch, LoRALaplace
-from laplace_lora_ext.tuning import METHODS
+from laplace_lora_ext import GridSearch, LoRALaplace, Marglik, TuningHistory
+from laplace_lora_ext.tuning import METHODS, required_data
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import fitted, generator
+from tests.support.posteriors import STRUCTURES, fitted, generator
 from tests.support.ranks import Texts
 
 # Of each method, options that all differ from their defaults and matter for the result.
@@ -54,39 +54,30 @@ OPTIONS = {
         "search": partial(GridSearch, link_approx="probit", grid_size=9),
     },
 }
-HOSTS_DEFAULTS = {
-    "pred_type": "glm",
-    "n_steps": 1000,
-    "lr": 0.1,
-    "init_prior_prec": 1.0,
-    "prior_structure": "scalar",
-    "val_loader": None,
-    "loss": None,
-    "log_prior_prec_min": -4,
-    "log_prior_prec_max": 4,
-    "grid_size": 100,
-    "link_approx": None,
-    "n_samples": 100,
-    "verbose": False,
-    "progress_bar": False,
-}
+DATA = {name: required_data(name) for name in METHODS}
 each_method = pytest.mark.parametrize("name", METHODS)
 
 
+def fields_of(name: str) -> dict:
+    return {field.name: field for field in fields(METHODS[name])}
+
+
 @each_method
+@pytest.mark.filterwarnings("ignore:train has returned", "ignore:The posterior is over")
 def test_an_object_finds_what_its_name_finds(name):
     found = []
     for by_name in (True, False):
-        la, options = fitted(), OPTIONS[name] | {"generator": generator(4)}
-        if "generator" not in fields_of(name):
-            del options["generator"]
+        la, options = fitted(), dict(OPTIONS[name])
+        if "generator" in fields_of(name):
+            options["generator"] = generator(4)
         torch.manual_seed(0)
         if by_name:
             history = la.optimize_prior_precision(method=name, **options)
         else:
-            history = la.optimize_prior_precision(method=METHODS[name](**options))
+            history = METHODS[name](**options)(la)
+        assert isinstance(history, TuningHistory)
         assert not la.prior_precision.requires_grad
-        found.append([la.prior_precision, *vars(history).values()])
+        found.append([la.prior_precision, history.objective, history.prior_precision])
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
@@ -95,116 +86,117 @@ def test_a_call_by_name_builds_the_object_of_its_options(name, monkeypatch):
     built = []
     monkeypatch.setattr(METHODS[name], "__call__", lambda self, la: built.append(self))
     options = OPTIONS[name] | {"progress_bar": True}
-    if "generator" in fields_of(name):
-        options["generator"] = generator()
     fitted().optimize_prior_precision(method=name, **options)
-    (method,) = built
-    assert type(method) is METHODS[name]
-    assert vars(method) == vars(METHODS[name](**options))
-    for option, value in options.items():
-        assert getattr(method, option) is value or getattr(method, option) == value
-        assert value != fields_of(name)[option].default
+    assert vars(built[0]) == vars(METHODS[name](**options))
+    assert all(value != fields_of(name)[option].default for option, value in options.items())
+    with pytest.raises(FrozenInstanceError):
+        built[0].progress_bar = False
 
 
-def fields_of(name: str) -> dict:
-    return {field.name: field for field in fields(METHODS[name])}
-
-
-@each_method
-def test_options_have_one_default_by_name_and_as_fields(name):
+def test_a_call_has_the_arguments_of_the_host_that_all_methods_share():
     parameters = signature(LoRALaplace.optimize_prior_precision).parameters
-    for option, field in fields_of(name).items():
-        if option == "link_approx" or option == "val_loader":
-            assert parameters[option].default is None  # each method has a link of its own
-        elif option in parameters:
-            assert parameters[option].default == field.default, option
+    assert list(parameters)[1:] == ["pred_type", "method", "verbose", "options"]
+    assert (parameters["pred_type"].default, parameters["method"].default) == ("glm", "marglik")
 
 
 @each_method
-def test_options_beside_an_object_are_refused(name):
-    la, method = fitted(prior_precision=0.4), METHODS[name](**OPTIONS[name])
-    with pytest.raises(ValueError, match=rf"Pass n_steps, grid_size to {METHODS[name].__name__}"):
-        la.optimize_prior_precision(method=method, n_steps=5, grid_size=7)
-    assert la.prior_precision.tolist() == [0.4]
-
-
-@each_method
-def test_options_that_a_method_lacks_are_refused_and_named(name):
+def test_options_of_others_are_refused_and_named(name):
     la = fitted(prior_precision=0.4)
-    known = fields_of(name)
-    foreign = {
-        option: value
-        for options in OPTIONS.values()
-        for option, value in options.items()
-        if option not in known
-    }
+    of_all = {option: value for options in OPTIONS.values() for option, value in options.items()}
+    foreign = of_all.keys() - fields_of(name).keys()
     assert foreign
-    for option, value in foreign.items():
-        message = rf'method="{name}" has no option {option}; its options are .*{next(iter(known))}'
+    for option in foreign:
+        message = rf'method="{name}" has no option {option}; its options are .*prior_structure'
         with pytest.raises(ValueError, match=message):
-            la.optimize_prior_precision(method=name, **OPTIONS[name] | {option: value})
+            la.optimize_prior_precision(method=name, **OPTIONS[name] | {option: of_all[option]})
+    with pytest.raises(ValueError, match=rf"Pass n_steps, grid_size to {METHODS[name].__name__}"):
+        la.optimize_prior_precision(method=METHODS[name](**OPTIONS[name]), n_steps=5, grid_size=7)
     assert la.prior_precision.tolist() == [0.4]
 
 
-@each_method
-def test_defaults_of_the_host_mean_nothing_to_a_method_that_lacks_them(name):
-    la = fitted()
-    own = OPTIONS[name]
-    la.optimize_prior_precision(method=name, **HOSTS_DEFAULTS | own)
-    for option, default in HOSTS_DEFAULTS.items():
-        assert signature(type(la).optimize_prior_precision).parameters[option].default == default
+BAD = [
+    ({"method": "newton"}, "is none of"),
+    ({"method": "gridsearch"}, "pass val_loader"),
+    ({"method": "val_gd"}, "pass val_loader"),
+    ({"method": "agreement"}, "pass train_loader"),
+    ({"method": "second_training"}, "needs the trainer"),
+    ({"method": "agreement", "train_loader": [], "init_prior_prec": 7.0}, "no data"),
+    ({"method": "val_gd", "val_loader": []}, "no data"),
+    ({"method": "gridsearch", "val_loader": []}, "no data"),
+    ({"method": "gridsearch", "val_loader": [], "pred_type": "nn"}, "no data"),
+    ({"method": "val_gd", "val_loader": "batches", "link_approx": "bridge"}, "links"),
+    ({"method": "val_gd", "val_loader": "batches", "pred_type": "nn"}, "no option pred_type"),
+    ({"method": "val_gd", "val_loader": "unlabelled"}, "need labels"),
+    ({"method": "gridsearch", "val_loader": "unlabelled"}, "need labels"),
+    ({"method": "val_gd", "val_loader": "batches", "init_prior_prec": -1.0}, "above 0"),
+    ({"method": "val_gd", "val_loader": "nan"}, "batch 1: .*non-finite"),
+    ({"method": "gridsearch", "val_loader": "nan"}, "batch 1: .*non-finite"),
+    ({"optimize_sigma_noise": True}, "for regression"),
+    ({"init_prior_prec": 0.0}, "above 0"),
+    ({"init_prior_prec": torch.tensor([1.0] * 7 + [-1.0])}, "above 0"),
+    ({"prior_structure": "diag"}, "scalar or per-layer"),
+    ({"prior_structure": "layers"}, "'layers' is none of"),
+    ({"method": "agreement", "train_loader": [], "max_examples": 0}, "max_examples must be at"),
+    *(
+        ({"method": name, option: 0} | dict.fromkeys(DATA[name], ()), f"{option} must be at least")
+        for name in METHODS
+        for option in ("n_samples", "n_steps", "grid_size", "batch_size")
+        if option in fields_of(name)
+    ),
+]
 
 
-def test_an_object_that_is_no_method_is_refused():
-    la = fitted()
-    with pytest.raises(ValueError, match="none of"):
-        la.optimize_prior_precision(method="newton")
-    with pytest.raises((ValueError, TypeError)):
-        la.optimize_prior_precision(method=object())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"method": "gridsearch"}, "pass val_loader"),
-        ({"method": "val_gd"}, "pass val_loader"),
-        ({"method": "val_gd", "val_loader": []}, "no data"),
-        ({"method": "gridsearch", "val_loader": []}, "no data"),
-        ({"method": "gridsearch", "val_loader": [], "pred_type": "nn"}, "no data"),
-        ({"method": "val_gd", "val_loader": "batches", "link_approx": "bridge"}, "links"),
-        ({"method": "val_gd", "val_loader": "batches", "pred_type": "nn"}, "no option pred_type"),
-        (
-            {"method": "gridsearch", "val_loader": "batches", "max_change": 0.1},
-            "no option max_change",
-        ),
-        ({"method": "val_gd", "val_loader": "unlabelled"}, "need labels"),
-        ({"method": "gridsearch", "val_loader": "unlabelled"}, "need labels"),
-        ({"method": "val_gd", "val_loader": "batches", "init_prior_prec": -1.0}, "above 0"),
-        ({"method": "val_gd", "val_loader": "nan"}, "batch 1: .*non-finite"),
-        ({"method": "gridsearch", "val_loader": "nan"}, "batch 1: .*non-finite"),
-        ({"method": "agreement"}, "pass train_loader"),
-        ({"method": "second_training"}, "pass train, train_loader"),
-        ({"optimize_sigma_noise": True}, "for regression"),
-        ({"init_prior_prec": 0.0}, "above 0"),
-        ({"prior_structure": "diag"}, "scalar or per-layer"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_arguments_leave_the_prior_precision_alone(validation, arguments, message):
     la = fitted(prior_precision=0.4)
-    embedding = la.model.model.get_input_embeddings()
     unlabelled = [{k: v for k, v in batch.items() if k != "labels"} for batch in validation]
     loaders = {"batches": validation, "nan": validation, "unlabelled": unlabelled}
-    loader = arguments.get("val_loader", arguments.get("train_loader"))
-    if loader == "nan":
+    if arguments.get("val_loader") == "nan":
         validation[0]["input_ids"].clamp_(max=58)
         validation[1]["input_ids"][:] = 59
-        embedding.weight.data[59] = torch.nan
-    if isinstance(loader, str):
-        key = "val_loader" if "val_loader" in arguments else "train_loader"
-        arguments = arguments | {key: loaders[loader]}
+        la.model.model.get_input_embeddings().weight.data[59] = torch.nan
+    if isinstance(arguments.get("val_loader"), str):
+        arguments = arguments | {"val_loader": loaders[arguments["val_loader"]]}
     with pytest.raises(ValueError, match=message):
         la.optimize_prior_precision(**arguments)
-    torch.testing.assert_close(la.prior_precision, torch.tensor([0.4]).double())
+    assert la.prior_precision.tolist() == [0.4]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_search_starts_where_it_is_told_to(structure):
+    la = fitted(structure=structure)
+
+    def first_point(**options) -> torch.Tensor:
+        return Marglik(n_steps=1, tolerance=0, **options)(la).prior_precision[0]
+
+    shapes = {"scalar": 1, "layerwise": len(la.blocks)}
+    if structure == "diag":
+        shapes["diag"] = la.n_params
+    for prior, size in shapes.items():
+        start = first_point(init_prior_prec=2.5, prior_structure=prior)
+        torch.testing.assert_close(start, torch.full((size,), 2.5).double())
+    several = torch.linspace(1, 2, len(la.blocks))
+    torch.testing.assert_close(first_point(init_prior_prec=several), several.double())
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_search_that_fails_on_its_way_undoes_everything(structure):
+    la = fitted(structure=structure, prior_precision=0.4)
+    batch, points = ragged_batches()[0], []
+    expected = la(batch), la.sample(2, generator())
+
+    def loss(*_):
+        points.append(la.prior_precision.item())
+        if len(points) == 5:
+            raise KeyboardInterrupt
+        return torch.tensor(float(len(points)))
+
+    with pytest.raises(KeyboardInterrupt):
+        GridSearch(val_loader=ragged_batches(), loss=loss)(la)
+    assert len(set(points)) > 1
+    assert la.prior_precision.tolist() == [0.4]
+    assert torch.equal(la(batch), expected[0])
+    assert torch.equal(la.sample(2, generator()), expected[1])
 
 
 def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
@@ -226,21 +218,19 @@ def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
         assert title in err
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_methods_work_where_gradients_are_off(context, method):
+def test_methods_work_where_gradients_are_off(context, name):
     chosen = []
     for within in (nullcontext, context):
         la = fitted()
         torch.manual_seed(0)
-        options = {name: value for name, value in OPTIONS[method].items() if name != "pred_type"}
-        if method in ("agreement", "val_gd"):
-            key = "train_loader" if method == "agreement" else "val_loader"
-            with within():
-                options[key] = la.predictive_statistics(ragged_batches())
+        options = {key: value for key, value in OPTIONS[name].items() if key != "pred_type"}
         with within(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            la.optimize_prior_precision(method=method, **options)
+            for key in {"agreement": ["train_loader"], "val_gd": ["val_loader"]}.get(name, []):
+                options[key] = la.predictive_statistics(ragged_batches())
+            la.optimize_prior_precision(method=name, **options)
         assert not la.prior_precision.is_inference()
         chosen.append(la.prior_precision)
     torch.testing.assert_close(*chosen)

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from laplace_lora_ext.tuning.history import REACH, Recorder
+from laplace_lora_ext.tuning.history import Recorder
+from laplace_lora_ext.tuning.loss_search import search_grid
 
 
 def test_a_history_has_a_row_for_each_step():
@@ -38,7 +39,9 @@ def test_of_a_long_prior_precision_the_last_row_is_kept(size, rows):
     assert history.prior_precision[-1, 0] == 3
 
 
-def test_the_reach_is_that_of_float32():
-    low, high = (torch.tensor(bound, dtype=torch.float64).exp().item() for bound in REACH)
-    assert low == pytest.approx(torch.finfo(torch.float32).tiny)
-    assert high == pytest.approx(torch.finfo(torch.float32).max)
+def test_a_grid_is_searched_point_by_point():
+    grid = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    losses = iter([2.0, math.inf, 1.0])
+    history = search_grid(lambda point: next(losses), grid)
+    assert torch.equal(history.prior_precision, grid)
+    assert history.objective.tolist() == [2.0, math.inf, 1.0]

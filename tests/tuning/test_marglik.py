@@ -5,7 +5,6 @@ import warnings
 import pytest
 import torch
 
-from laplace_lora_ext.tuning.marglik import maximize_evidence
 from tests.support.posteriors import PRIORS, fitted, plain_regression, sizes
 
 
@@ -77,22 +76,6 @@ def test_a_search_that_is_cut_short_says_so():
     with pytest.warns(UserWarning, match="has not converged in 2 steps") as caught:
         la.optimize_prior_precision(n_steps=2, init_prior_prec=1e-3)
     assert [one.filename for one in caught] == [__file__]
-
-
-def test_an_evidence_of_two_variables_is_maximised_in_both():
-    """Of a parabola in the logarithms, and in a history of the first of them."""
-    logarithms = [torch.tensor([0.0, 1.0]).requires_grad_(), torch.tensor(2.0).requires_grad_()]
-
-    def evidence(first, second):
-        return -((first.log() - 3) ** 2).sum() - (second.log() + 1) ** 2
-
-    history = maximize_evidence(evidence, logarithms, 1000, 0.1, 1e-6)
-    assert len(history.step) < 200
-    torch.testing.assert_close(logarithms[0].detach(), torch.full((2,), 3.0), rtol=0, atol=1e-2)
-    torch.testing.assert_close(logarithms[1].detach(), torch.tensor(-1.0), rtol=0, atol=1e-2)
-    torch.testing.assert_close(history.prior_precision[0], torch.tensor([0.0, 1.0]).exp())
-    torch.testing.assert_close(history.prior_precision[-1].log(), logarithms[0].detach())
-    assert history.objective[0].item() == pytest.approx(-(9 + 4 + 9), rel=1e-5)
 
 
 def test_prior_precisions_stay_within_the_representable_range():

@@ -191,7 +191,7 @@ def descent(val_loader, **others):
         ({"held_out": 0.01}, ValueError, "11 examples are too few"),
         ({"held_out": 0.99}, ValueError, "11 examples are too few"),
         ({"held_out": 0.06, "trainings": 2}, ValueError, "11 examples are too few"),
-        ({"trainings": 0}, ValueError, "at most 5"),
+        ({"trainings": 0}, ValueError, "trainings must be at least 1"),
         ({"trainings": 6}, ValueError, "at most 5"),
         ({"trainings": 2, "search": descent}, ValueError, "use GridSearch"),
         ({"train_loader": [1, 2]}, ValueError, "pass a DataLoader"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_lora_ext.tuning.val_gd import predictive_loss
+from laplace_lora_ext.predictive.links import mean_field, probit, sampled
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
     PRIORS,
@@ -40,10 +40,10 @@ def test_val_gd_finds_the_best_scalar(dtype, tail):
 def test_val_gd_with_samples_ends_near_the_best_scalar():
     la, validation = overconfident()
     statistics = la.predictive_statistics(validation)
-    loss = predictive_loss(la, "mc", 20_000)
 
     def measure(point):
-        return loss(statistics.moments(point), statistics.targets, generator()).mean().item()
+        moments = statistics.moments(point)
+        return losses(la, moments, statistics.targets, "mc", 20_000).mean().item()
 
     best = min(measure(point) for point in torch.logspace(-3, 3, 31))
     la.optimize_prior_precision(
@@ -109,48 +109,83 @@ def test_val_gd_is_for_low_rank_factors(validation):
         la.optimize_prior_precision(method="val_gd", val_loader=validation)
 
 
+def test_a_descent_is_measured_twenty_times_and_at_its_end():
+    la = fitted()
+    statistics = la.predictive_statistics(ragged_batches(seed=7))
+    options = {"val_loader": statistics, "link_approx": "probit", "n_steps": 45}
+    history = la.optimize_prior_precision(method="val_gd", **options)
+    assert history.step.tolist() == [*range(0, 45, 2), 45]
+    best = history.prior_precision[history.objective.argmin()]
+    torch.testing.assert_close(la.prior_precision, best)
+
+
+def test_a_descent_takes_each_example_once_a_round_and_rounds_in_another_order(monkeypatch):
+    la, seen = fitted(), []
+    statistics = la.predictive_statistics(ragged_batches())
+    part_of = type(statistics).__getitem__
+
+    def noting(self, index):
+        if isinstance(index, torch.Tensor):  # else the loss of all examples is measured
+            seen.extend(index.tolist())
+        return part_of(self, index)
+
+    monkeypatch.setattr(type(statistics), "__getitem__", noting)
+    n, options = len(statistics), {"batch_size": 4, "link_approx": "probit", "n_steps": 4}
+    la.optimize_prior_precision(method="val_gd", val_loader=statistics, **options)
+    rounds = seen[:n], seen[n : 2 * n]
+    assert [sorted(one) for one in rounds] == [list(range(n))] * 2
+    assert rounds[0] != rounds[1]
+
+
+def losses(la, moments, targets, link_approx: str, n_samples: int = 6) -> torch.Tensor:
+    """Of each example, with the same draws in each call."""
+    link = {"probit": probit, "mean_field": mean_field}.get(link_approx)
+    link = link or sampled(n_samples, generator())
+    return la.trained_likelihood.predictive_loss(link, moments, targets, la.sigma_noise)
+
+
 @pytest.mark.parametrize("structure", PRIORS)
-@pytest.mark.parametrize(
-    "kind", ["mc", "mc of a singular covariance", "probit", "mean field", "gaussian"]
-)
+@pytest.mark.parametrize("kind", ["mc", "mc, singular", "probit", "mean_field", "gaussian"])
 def test_gradient_of_the_validation_loss(kind, structure):
     if kind == "gaussian":
         la, X = plain_regression()
         statistics = la.predictive_statistics([(X, X[:, :2])], dtype=torch.float64)
-        loss = predictive_loss(la, "mc", 6)
     else:
         la = fitted()
         statistics = la.predictive_statistics(ragged_batches(seed=7), dtype=torch.float64)
-        if "singular" in kind:  # one class is always as likely as another
-            statistics.projections[:, 1] = statistics.projections[:, 0]
-            statistics.inner_products[:] = 0
-        loss = predictive_loss(la, "mc" if "mc" in kind else kind.replace(" ", "_"), 6)
-    precision = some_precision(la, structure).log().requires_grad_()
+    if "singular" in kind:  # one class is always as likely as another
+        statistics.projections[:, 1] = statistics.projections[:, 0]
+        statistics.inner_products[:] = 0
 
-    def validation_loss(logarithm):
+    def loss(logarithm):
         moments = statistics.moments(logarithm.exp())
-        return loss(moments, statistics.targets, generator()).mean()
+        return losses(la, moments, statistics.targets, kind).mean()
 
-    assert torch.autograd.gradcheck(validation_loss, (precision,), atol=1e-5)
+    precision = some_precision(la, structure).log().requires_grad_()
+    assert torch.autograd.gradcheck(loss, (precision,), atol=1e-5)
 
 
-def test_validation_losses_are_those_of_the_predictions(validation):
-    la = fitted(dtype=torch.float32, prior_precision=0.3)
-    statistics = la.predictive_statistics(validation)
+@pytest.mark.parametrize(
+    ("link", "n_samples", "close"),
+    [("probit", 1, 1e-6), ("mean_field", 1, 1e-6), ("mc", 100_000, 0.02)],
+)
+def test_the_history_is_the_loss_of_the_predictions(validation, link, n_samples, close):
+    la = fitted(prior_precision=0.3)
+    statistics = la.predictive_statistics(validation, dtype=torch.float64)
     moments, targets = statistics.moments(0.3), statistics.targets
-    for link in ("probit", "mean_field"):
-        loss = predictive_loss(la, link, 1)
-        expected = -la(moments, link_approx=link).log().gather(1, targets[:, None])[:, 0]
-        torch.testing.assert_close(loss(moments, targets, None), expected)
-    mc = -la(moments, link_approx="mc", n_samples=100_000).log()
-    expected = mc.gather(1, targets[:, None])[:, 0]
-    sampled = predictive_loss(la, "mc", 100_000)(moments, targets, generator())
-    torch.testing.assert_close(sampled, expected, rtol=0.02, atol=0.02)
+    predicted = la(moments, link_approx=link, n_samples=n_samples, generator=generator(1))
+    expected = -predicted.log().gather(1, targets[:, None]).mean().item()
+    options = {"link_approx": link, "n_samples": n_samples, "n_steps": 1, "init_prior_prec": 0.3}
+    history = la.optimize_prior_precision(method="val_gd", val_loader=statistics, **options)
+    assert history.objective[0].item() == pytest.approx(expected, rel=close)
 
+
+def test_the_history_of_a_regression_is_the_density_of_its_targets():
     la, X = plain_regression()
-    y = X[:, :2]
-    moments = la.predictive_statistics([X], dtype=torch.float64).moments(1.0)
-    P = torch.linalg.inv(moments.f_var + 0.25 * torch.eye(2).double())
-    error = (y - moments.f_mu)[:, None]
+    statistics = la.predictive_statistics([(X, X[:, :2])], dtype=torch.float64)
+    f_mu, f_var = statistics.moments(1.0)
+    P = torch.linalg.inv(f_var + 0.25 * torch.eye(2).double())
+    error = (X[:, :2] - f_mu)[:, None]
     log_density = -0.5 * (error @ P @ error.mT).flatten() + 0.5 * (P / (2 * torch.pi)).logdet()
-    torch.testing.assert_close(predictive_loss(la, "mc", 1)(moments, y, None), -log_density)
+    history = la.optimize_prior_precision(method="val_gd", val_loader=statistics, n_steps=1)
+    assert history.objective[0].item() == pytest.approx(-log_density.mean().item())

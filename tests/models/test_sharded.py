@@ -7,8 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.models.placement import check_float64, check_reachable
 from tests.support.models import laplace_keywords, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, make
 from tests.support.ranks import on_ranks, strided_loader
@@ -136,58 +134,3 @@ def test_the_hosts_kron_wants_weights_at_hand():
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     with pytest.raises(NotImplementedError, match=r'structure="kron" needs whole LoRA weights'):
         build(model, "kron").fit(ragged_batches())
-
-
-def test_what_hides_weights_is_refused():
-    class FullyShardedDataParallel(nn.Module):
-        pass
-
-    with pytest.raises(NotImplementedError, match=r"fully_shard \(FSDP2\) instead"):
-        check_reachable(nn.Sequential(FullyShardedDataParallel()))
-    model = lora_model("bert")
-    next(model.parameters()).ds_id = 0
-    with pytest.raises(NotImplementedError, match="DeepSpeed ZeRO-3"):
-        build(model, "lowrank_kron")
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_weights_that_have_no_derivatives_are_refused(structure):
-    with torch.inference_mode():
-        model = lora_model("bert")
-    required = [weight.requires_grad for weight in model.parameters()]
-    with pytest.raises(ValueError, match=r"inference_mode: .*word_embeddings.* and \d+ more"):
-        build(model, structure)
-    assert [weight.requires_grad for weight in model.parameters()] == required
-
-
-@pytest.fixture
-def without_float64(monkeypatch):
-    """Meta plays a device like MPS, whose error this is."""
-    zeros = torch.zeros
-
-    def of_mps(*size, dtype=None, device=None, **options):
-        if dtype == torch.float64 and torch.device(device or "cpu").type == "meta":
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        return zeros(*size, dtype=dtype, device=device, **options)
-
-    monkeypatch.setattr(torch, "zeros", of_mps)
-
-
-def test_a_device_without_float64_is_refused(without_float64, monkeypatch):
-    with pytest.raises(NotImplementedError, match="device meta lacks: move the model"):
-        check_float64(torch.device("meta"))
-    check_float64(torch.device("cpu"))
-    monkeypatch.setattr(Block, "device", torch.device("meta"))
-    with pytest.raises(NotImplementedError, match="device meta lacks"):
-        build(lora_model("bert"), "lowrank_kron")
-
-
-def test_a_posterior_does_not_follow_to_a_device_without_float64(without_float64, monkeypatch):
-    la = build(lora_model("bert"), "lowrank_kron")
-    la.fit(ragged_batches())
-    before = la(ragged_batches()[0])
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(Block, "device", torch.device("meta"))
-        with pytest.raises(NotImplementedError, match="device meta lacks"):
-            la(ragged_batches()[0])
-    assert torch.equal(la(ragged_batches()[0]), before)

@@ -1,0 +1,257 @@
+"""Whether a model is the one that a posterior was fitted to."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners import lora
+from torch import nn
+
+from laplace_lora_ext.messages import listed
+from laplace_lora_ext.models.locks import lock_of
+from laplace_lora_ext.models.logits_model import LogitsModel, find_transformer
+from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
+from laplace_lora_ext.models.selection import find_idle
+from laplace_lora_ext.models.weights import flattened
+from laplace_lora_ext.readings import read
+
+_SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
+_ROUNDING = 2**-6  # between two precisions of which one is bfloat16
+_MERGING = {str(dtype): 16 * torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
+
+_OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.([^.]+)")
+
+
+class Weight(NamedTuple):
+    """A few numbers `(n,)` of a weight, in float64 in main memory."""
+
+    dtype: str
+    shape: list[int]
+    sample: torch.Tensor
+
+    def equals(self, other: Weight) -> bool:
+        """Whether both hold the same numbers, apart from rounding by casts or by merging."""
+        if self.shape != other.shape or self.sample.shape != other.sample.shape:
+            return False
+        if torch.equal(self.sample, other.sample):
+            return True
+        if self.dtype != other.dtype:
+            tolerance = {"rtol": _ROUNDING, "atol": 0.0}
+        else:  # merging an adapter and unmerging it rounds
+            rounding = _MERGING.get(self.dtype, 0.0) * self.sample.abs().max().item()
+            tolerance = {"rtol": 0.0, "atol": rounding}
+        return torch.allclose(self.sample, other.sample, **tolerance, equal_nan=True)
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """All that predictions depend on, except the values of the LoRA weights.
+
+    Attributes
+    ----------
+    blocks : dict
+        shape and scaling by the name of the LoRA weight, without the adapter's name
+    class_token_ids, mask_token_id
+        of the `LogitsModel`
+    weights : dict
+        a `Weight` for each floating-point weight of the base model and the head, by name, and for
+        each buffer that is saved with them. Names leave out the adapter's. Left out altogether are
+        other adapters, modules that this one replaces, weights that are not in memory, quantized
+        ones, and all weights of a model that FSDP2 shards
+    scalings : dict
+        of the LoRA layers of the adapter that are not in the posterior, by name
+    """
+
+    blocks: dict[str, tuple[list[int], float | None]]
+    class_token_ids: list[int] | None
+    mask_token_id: int | None
+    weights: dict[str, Weight]
+    scalings: dict[str, float]
+
+    @classmethod
+    def of(cls, model: LogitsModel, blocks: Sequence[Block]) -> ModelState:
+        """The state of a model as it is now."""
+        adapter, modules = blocks[0].adapter, dict(model.model.named_modules())
+        scalings = {
+            strip_wrappers(name): float(layer.scaling[adapter])
+            for name, layer in modules.items()
+            if isinstance(layer, lora.LoraLayer) and adapter in layer.scaling
+        }
+        of_blocks = {
+            str(_known_as(b.name, adapter)): (list(b.weight.shape), scalings.get(b.lora_layer))
+            for b in blocks
+        }
+        weights = _sampled(dict(_other_weights(modules, blocks)))
+        for block in blocks:
+            scalings.pop(block.lora_layer, None)
+        return cls(of_blocks, model.class_token_ids, model.mask_token_id, weights, scalings)
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> ModelState:
+        """Rebuild what `state_dict` has returned."""
+        weights = {_unwrapped(name): Weight(*weight) for name, weight in state["weights"].items()}
+        blocks = {name: (shape, scaling) for name, (shape, scaling) in state["blocks"].items()}
+        return cls(**{**state, "weights": weights, "blocks": blocks})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names, numbers and tensors, ready for `torch.save`."""
+        return vars(self) | {"weights": {name: tuple(w) for name, w in self.weights.items()}}
+
+    @contextmanager
+    def taking_part(self, model: nn.Module) -> Iterator[None]:
+        """Within, only the LoRA weights of the fit require grad, so that `find_blocks` finds them.
+
+        A loaded adapter does not say which of its weights were frozen in training.
+        """
+        with lock_of(find_transformer(model) or model):
+            weights = {n: w for n, w in model.named_parameters() if ".lora_" in n}
+            before = {name: weight.requires_grad for name, weight in weights.items()}
+            try:
+                for name, weight in weights.items():
+                    bare = _OF_ADAPTER.sub(r".\1", strip_wrappers(name))
+                    weight.requires_grad_(bare in self.blocks)
+                yield
+            finally:
+                for name, weight in weights.items():
+                    weight.requires_grad_(before[name])
+
+    def difference(self, now: ModelState) -> str | None:
+        """What has changed, as a sentence without its full stop; None if nothing has."""
+        before, after = self._facts(), now._facts()
+        for what in before | after:
+            if before.get(what) != after.get(what):
+                return f"{what} was {before.get(what)} at the fit, and now is {after.get(what)}"
+        for name, weight in self.weights.items():
+            if name not in now.weights or not weight.equals(now.weights[name]):
+                return f"The weight {name} differs from that of the fit"
+        return None
+
+    def digest(self) -> str:
+        """A hash of the whole state."""
+        digest = hashlib.sha256(repr(self._facts()).encode())
+        for name, weight in self.weights.items():
+            digest.update(repr((name, weight.dtype, weight.shape)).encode())
+            digest.update(weight.sample.numpy().tobytes())
+        return digest.hexdigest()
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be equal exactly, by what it is."""
+        facts = {"class_token_ids": self.class_token_ids, "mask_token_id": self.mask_token_id}
+        facts |= {f"The LoRA weight {n} (shape, scaling)": x for n, x in self.blocks.items()}
+        return facts | {f"The scaling of {name}": x for name, x in self.scalings.items()}
+
+
+def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
+    """Refuse a model whose LoRA layers are merged, disabled or gone, by a `RuntimeError`."""
+    present: set[int] = set()
+    layers: dict[str, lora.LoraLayer] = {}
+    for name, module in model.model.named_modules():
+        present.update(map(id, module._parameters.values()))
+        if isinstance(module, lora.LoraLayer):
+            layers[strip_wrappers(name)] = module
+    idle = find_idle(layers)
+    if idle is not None:
+        raise RuntimeError(idle)
+    gone = [block.name for block in blocks if id(block.weight) not in present]
+    if gone:
+        raise RuntimeError(
+            f"LoRA weights that the posterior is over are no longer in the model: {listed(gone)}. "
+            "Make a new posterior of the model as it is now."
+        )
+
+
+def check_same(
+    model: LogitsModel, blocks: Sequence[Block], fitted: ModelState, mean: torch.Tensor
+) -> None:
+    """Refuse a model that has changed since a fit, by a `RuntimeError` that names what has.
+
+    Parameters
+    ----------
+    model : LogitsModel
+    blocks : sequence of Block
+    fitted : ModelState
+        at the fit
+    mean : torch.Tensor
+        `(parameters,)`, the LoRA weights of the fit; compared in the weights' present precision
+    """
+    check_runs(model, blocks)
+    parts = mean.split([block.weight.numel() for block in blocks])
+    pairs = zip((block.values.flatten() for block in blocks), parts, strict=True)
+    differ = read([(values != part.to(values)).any() for values, part in pairs])
+    if any(differ):
+        raise RuntimeError(
+            f"The weights of LoRA layer {blocks[differ.index(True)].name} have changed since the "
+            "fit: fit again, or load the weights of the fit."
+        )
+    difference = fitted.difference(ModelState.of(model, blocks))
+    if difference is not None:
+        raise RuntimeError(f"{difference}: fit again, or undo the change.")
+
+
+def hashes(model: LogitsModel, blocks: Sequence[Block]) -> dict[str, str]:
+    """Of what a fit depends on: fits of two processes belong together where these are equal."""
+    weights = flattened(blocks, torch.device("cpu")).double().numpy()
+    return {
+        "LoRA weights": hashlib.sha256(weights.tobytes()).hexdigest(),
+        "base or head": ModelState.of(model, blocks).digest(),
+    }
+
+
+def _other_weights(
+    modules: Mapping[str, nn.Module], blocks: Sequence[Block]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights of the base model, the head and other LoRA layers, by name; see `ModelState`."""
+    adapter, ours = blocks[0].adapter, {id(block.weight) for block in blocks}
+    if any(hasattr(type(module), "reshard") for module in modules.values()):
+        return  # FSDP2 replaces parameters between passes
+    for prefix, module in modules.items():
+        for name, weight in [*module._parameters.items(), *module._buffers.items()]:
+            if weight is None or id(weight) in ours or name in module._non_persistent_buffers_set:
+                continue
+            is_plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
+            known_as = _known_as(f"{prefix}.{name}", adapter)
+            if known_as is not None and is_plain and not weight.is_meta:
+                yield known_as, weight
+
+
+def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
+    """A few numbers of each weight, with one wait for each device."""
+    places: dict[Any, list[str]] = {}
+    for name, weight in weights.items():
+        places.setdefault((weight.device, weight.dtype), []).append(name)
+    found = {}
+    for (_, dtype), names in places.items():
+        samples = [_sample(weights[name]) for name in names]
+        numbers = torch.cat(samples).cpu().double().split([len(sample) for sample in samples])
+        for name, sample in zip(names, numbers, strict=True):
+            found[name] = Weight(str(dtype), list(weights[name].shape), sample)
+    return found
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """`(n,)`; a view where the weight is contiguous."""
+    step, n = max(1, weight.numel() // _SAMPLED), min(_SAMPLED, weight.numel())
+    if not weight.is_contiguous():
+        return weight.detach().flatten()[::step][:n]
+    return weight.detach().as_strided((n,), (step,))
+
+
+@lru_cache(2**16)  # every call of a posterior asks for all of them
+def _known_as(name: str, adapter: str) -> str | None:
+    """None for weights of other adapters, and of modules that this one replaces."""
+    others = {owner for _, owner in _OF_ADAPTER.findall(name)} - {adapter}
+    if others or ".original_module." in name:
+        return None
+    return _unwrapped(_OF_ADAPTER.sub(r".\1", strip_wrappers(name)))
+
+
+def _unwrapped(name: str) -> str:
+    """Without PEFT's "base_layer", which another adapter may bring."""
+    return name.replace(".base_layer.", ".")

@@ -1,0 +1,314 @@
+"""A posterior is used with the model that it was fitted to, and with no other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from laplace_lora_ext import from_pretrained
+from laplace_lora_ext.models.same_model import ModelState, hashes
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    TwoLinear,
+    base_model,
+    lora_model,
+    pairs,
+    ragged_batches,
+    with_lora,
+)
+from tests.support.posteriors import STRUCTURES, fitted, make
+
+USES = {
+    "glm": lambda la, batches: la(batches[0]),
+    "nn": lambda la, batches: la(batches[0], pred_type="nn", link_approx="mc", n_samples=2),
+    "moments": lambda la, batches: la.predictive_moments(batches[0]),
+    "functional samples": lambda la, batches: la.functional_samples(batches[0], n_samples=2),
+    "more data": lambda la, batches: la.fit(batches, override=False),
+}
+RANK = {"backend_kwargs": {"rank": 3}}
+
+
+def adapter(la) -> torch.Tensor:
+    return la.blocks[3].weight
+
+
+def head(la) -> torch.Tensor:
+    return la.model.model.base_model.model.classifier.modules_to_save["default"].weight
+
+
+def base(la) -> torch.Tensor:
+    return la.model.model.base_model.model.bert.encoder.layer[0].output.dense.weight
+
+
+def outside(la) -> torch.Tensor:
+    """A LoRA weight that is not in the posterior."""
+    return (
+        la.model.model.base_model.model.bert.encoder.layer[1]
+        .attention.self.query.lora_B["default"]
+        .weight
+    )
+
+
+PARTS = {
+    adapter: r"value\.lora_B\.default\.weight have changed since the fit: fit again",
+    head: r"classifier\.modules_to_save\.weight differs from that of the fit: fit again",
+    base: r"output\.dense\.weight differs from that of the fit",
+    outside: r"query\.lora_B\.weight differs from that of the fit",
+}
+
+
+def only_values(structure: str = "lowrank_kron", **keywords):
+    return fitted(structure=structure, target_modules=["value"], **keywords)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_weight_that_has_changed_since_the_fit_is_named(part, structure):
+    la, (batch, *_) = only_values(structure), ragged_batches()
+    weight, expected = part(la), la(batch)
+    before = weight.detach().clone()
+    weight.data[0, 0] += 1e-6  # seen by no version counter
+    with pytest.raises(RuntimeError, match=PARTS[part]):
+        la(batch)
+    weight.data.copy_(before)
+    assert torch.equal(la(batch), expected)
+    la.fit(ragged_batches())
+    la(batch)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_every_use_looks(use):
+    la, batches = fitted(), ragged_batches()
+    USES[use](la, batches)
+    base(la).data.mul_(1.001)
+    for refused in (
+        USES[use],
+        lambda la, batches: la.predictive_statistics(batches),
+        lambda la, batches: la.variance_by_layer(batches[0]),
+    ):
+        with pytest.raises(RuntimeError, match="differs from that of the fit"):
+            refused(la, batches)
+
+
+def merge(model):
+    model.merge_adapter()
+
+
+def disable(model):
+    model.base_model.disable_adapter_layers()
+
+
+def unload(model):
+    model.unload()
+
+
+def replace(model):
+    query(model).lora_A["default"] = nn.Linear(12, 2, bias=False).double()
+
+
+def scale(model):
+    query(model).set_scale("default", 3.0)
+
+
+def query(model):
+    return model.base_model.model.bert.encoder.layer[0].attention.self.query
+
+
+def replace_weight(model):
+    layer = model.base_model.model.bert.pooler.dense
+    layer.weight = nn.Parameter(layer.weight.detach() * 1.001)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (merge, "query is merged into the base model: call"),
+        (disable, "query is disabled: call"),
+        (unload, r"no longer in the model: .*query\.lora_A"),
+        (replace, r"no longer in the model: .*query\.lora_A"),
+        (scale, r"query\.lora_A.*was \(\[2, 12\], 2\.0\) at the fit, and now is .*6\.0"),
+        (replace_weight, r"bert\.pooler\.dense\.weight differs from that of the fit"),
+    ],
+)
+@pytest.mark.parametrize("use", USES)
+def test_an_adapter_or_a_base_that_is_another_is_named(use, change, message):
+    la = fitted()
+    change(la.model.model)
+    with pytest.raises(RuntimeError, match=message):
+        USES[use](la, ragged_batches())
+    if change in (merge, disable, unload, replace):
+        with pytest.raises(RuntimeError, match=message):
+            la.fit(ragged_batches())
+
+
+def test_a_scaling_outside_the_posterior_counts_as_well(tmp_path):
+    la = only_values()
+    la.save_pretrained(tmp_path)
+    scale(la.model.model)
+    with pytest.raises(RuntimeError, match=r"scaling of .*self\.query was 2\.0 at the fit"):
+        la(ragged_batches()[0])
+    with pytest.raises(ValueError, match=r"scaling of .*self\.query was 2\.0 at the fit"):
+        from_pretrained(la.model.model, tmp_path)
+
+
+class Normed(TwoLinear):
+    """Has running averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+def test_running_averages_that_move_after_the_fit_are_named(tmp_path):
+    model, batches = with_lora(Normed(), "first", "second"), pairs(2)
+    la = make(model)
+    la.fit(batches)
+    la(batches[0][0])
+    la.save_pretrained(tmp_path)
+    model.train()(batches[0][0])
+    with pytest.raises(RuntimeError, match=r"norm\.running_mean differs from that of the fit"):
+        la(batches[0][0])
+    with pytest.raises(ValueError, match=r"norm\.running_mean differs from that of the fit"):
+        from_pretrained(model, tmp_path)
+
+
+# --- what is no change ---------------------------------------------------------------------------
+
+
+def test_an_adapter_may_be_merged_and_unmerged():
+    model, batch = lora_model("bert", torch.float32), ragged_batches()[0]
+    la = fitted(model=model)
+    expected = la(batch)
+    for _ in range(3):
+        model.merge_adapter()
+        model.unmerge_adapter()
+    torch.testing.assert_close(la(batch), expected, rtol=1e-5, atol=1e-6)
+
+
+def active_of(model):
+    """What is active in each layer, and what requires grad."""
+    layers = [m.active_adapters for m in model.modules() if hasattr(m, "active_adapters")]
+    return layers, [parameter.requires_grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("target", ["query", "intermediate.dense"])  # in its layers, or not
+@pytest.mark.parametrize("active", ["other", ["default", "other"]], ids=str)
+@pytest.mark.parametrize("use", USES)
+def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, active):
+    la, batches = fitted(), ragged_batches()
+    torch.manual_seed(0)
+    expected, model = USES[use](la, batches), la.model.model
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=[target], init_lora_weights=False)
+    model.add_adapter("other", config)
+    model.base_model.model.classifier.modules_to_save["other"].weight.data.mul_(2)
+    model.set_adapter("other")
+    for layer in (m for m in model.modules() if isinstance(m, LoraLayer)):
+        layer.set_adapter(active)
+    before = active_of(model)
+    torch.manual_seed(0)
+    torch.testing.assert_close(USES[use](la, batches), expected)
+    assert active_of(model) == before
+    model.delete_adapter("other")
+    model.set_adapter("default")
+    la(batches[0])
+
+
+def test_weights_may_have_any_precision_and_be_quantized():
+    assert torch.isfinite(fitted(dtype=torch.bfloat16)(ragged_batches()[0])).all()
+
+    class Quantized(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func in (torch.Tensor.flatten, torch.Tensor.as_strided):
+                raise NotImplementedError(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    model = lora_model("bert")
+    layer = model.base_model.model.bert.pooler.dense
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantized), requires_grad=False)
+    assert torch.isfinite(fitted(model=model)(ragged_batches()[0])).all()
+
+
+# --- states --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_state_of_another_model_is_not_loaded(part):
+    la = only_values()
+    other = make(la.model.model, target_modules=["value"], **RANK)
+    state = la.state_dict()
+    part(other).data.add_(1e-6)
+    message = "other LoRA weights" if part is adapter else PARTS[part].partition(":")[0]
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(state)
+    assert other.n_data == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("bert", {"target_modules": ["value"]}, r"query\.lora_A\.weight .* and now is None"),
+        (
+            "gpt2",
+            {"class_token_ids": CLASS_TOKEN_IDS[::-1]},
+            r"class_token_ids was \[11, 23, 42\] at the fit, and now is \[42, 23, 11",
+        ),
+    ],
+)
+def test_a_state_of_other_layers_or_answers_is_not_loaded(kind, settings, message):
+    la = fitted(kind)
+    with pytest.raises(ValueError, match=f"fitted to another model. .*{message}"):
+        make(la.model.model, **settings, **RANK).load_state_dict(la.state_dict())
+
+
+def test_a_state_is_loaded_under_another_name_of_the_adapter_and_another_precision_of_the_base():
+    model = lora_model("bert", torch.float32)
+    la = fitted(model=model)
+    config = LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
+    renamed = get_peft_model(base_model("bert"), config, "renamed")
+    weights = {k.replace(".default.", ".renamed."): v for k, v in model.state_dict().items()}
+    renamed.load_state_dict(weights)
+    renamed.base_model.model.bert.embeddings.bfloat16().float().bfloat16()
+    other = make(renamed, **RANK)
+    other.load_state_dict(la.state_dict())
+    assert torch.equal(other.log_marginal_likelihood(), la.log_marginal_likelihood())
+    renamed.base_model.model.bert.embeddings.word_embeddings.weight.data.add_(0.1)
+    with pytest.raises(ValueError, match="word_embeddings"):
+        other.load_state_dict(la.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_sample_is_a_few_numbers_wherever_they_are(dtype):
+    class Holding(nn.Module):
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__()
+            self.model = nn.Module()
+            self.model.register_buffer("weight", weight)
+            self.class_token_ids = self.mask_token_id = None
+
+    blocks = fitted().blocks
+    weight = torch.arange(40).reshape(8, 5).to(dtype)
+    for view in (weight, weight[2:], weight.mT, weight.mT[1:], weight[:, 1], weight[:0]):
+        (found,) = ModelState.of(Holding(view), blocks).weights.values()
+        step = max(1, view.numel() // 32)
+        assert found.sample.tolist() == view.double().flatten()[::step][:32].tolist()
+        assert found.equals(found)
+
+
+def test_hashes_change_with_what_they_are_of_and_with_nothing_else():
+    def differing(la):
+        now = hashes(la.model, la.blocks)
+        return {name for name, value in before.items() if now[name] != value}
+
+    before = hashes((la := fitted()).model, la.blocks)
+    assert not differing(fitted(prior_precision=3.0, rank=2))
+    base(la).data.add_(1e-3)
+    assert differing(la) == {"base or head"}
+    adapter(la).data.add_(1e-3)
+    assert differing(la) == {"base or head", "LoRA weights"}

@@ -1,0 +1,70 @@
+"""Trainers of the small models, and callbacks that watch or stop them."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from tests.support.models import lora_model
+from tests.support.ranks import Texts
+
+N = 20
+
+
+def trainer_of(
+    folder: Path,
+    *callbacks: TrainerCallback,
+    model: nn.Module | None = None,
+    data: Any = None,
+    eval_data: Any = None,
+    **settings: Any,
+) -> Trainer:
+    """A trainer of a tiny encoder with twenty texts, whose ordinary training has five steps."""
+    gc.freeze()  # what is there now: accelerate collects garbage before each training
+    options: dict[str, Any] = {"max_steps": 5, "save_steps": 1, "logging_steps": 1}
+    options |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2}
+    options |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 5}
+    arguments = TrainingArguments(output_dir=str(folder), **options | settings)
+    model = lora_model("bert", torch.float32) if model is None else model
+    data = {"train_dataset": Texts(N) if data is None else data, "eval_dataset": eval_data}
+    trainer = Trainer(model, arguments, callbacks=list(callbacks), **data)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+class Watch(TrainerCallback):
+    """Remembers each training's data, and of each step its learning rate and optimizer's memory."""
+
+    def __init__(self) -> None:
+        self.data: list[Any] = []
+        self.steps: list[list[tuple[float, int]]] = []
+
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        self.data.append(train_dataloader.dataset)
+        self.steps.append([])
+
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        rate = optimizer.param_groups[0]["lr"]
+        self.steps[-1].append((rate, len(optimizer.state)))
+
+
+class Stop(TrainerCallback):
+    """Breaks off at a step, counted over all trainings."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("killed")
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all weights, by name."""
+    return {name: value.clone() for name, value in model.state_dict().items()}

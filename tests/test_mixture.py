@@ -1,0 +1,248 @@
+"""A mean of several posteriors' predictions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import load_peft_weights
+from torch.utils.data import DataLoader
+
+from laplace_lora_ext import GridSearch, LaplaceMixture
+from laplace_lora_ext.models.adapters import add_fresh_adapter
+from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
+from tests.support.models import base_model, lora_model, ragged_batches, real_targets
+from tests.support.posteriors import count_forward_passes, fitted, generator, make, plain_regression
+from tests.support.ranks import Texts
+
+GRID = {"log_prior_prec_min": -1, "log_prior_prec_max": 1, "grid_size": 3}
+
+
+def numbers():
+    (batch,) = ragged_batches(batch_size=8)
+    return [batch | {"labels": real_targets(8, 2)}]
+
+
+def preferences():
+    batch, *_ = ragged_batches(n_classes=2)
+    texts = {key: value for key, value in batch.items() if key != "labels"}
+    pairs = {key: torch.stack([value, value.flip(0)], 1) for key, value in texts.items()}
+    return [pairs | {"labels": batch["labels"]}]
+
+
+KINDS = {
+    "classes": ("bert", {}, ragged_batches, {}),
+    "diagonal": ("bert", {}, ragged_batches, {"structure": "diag"}),
+    "answers": ("gpt2", {}, ragged_batches, {}),
+    "numbers": ("bert", {"n_labels": 2}, numbers, {"likelihood": "regression"}),
+    "rewards": ("bert", {"n_labels": 1}, preferences, {"likelihood": "reward_modeling"}),
+}
+
+
+def two(kind: str = "classes", **other):
+    """Posteriors around two adapters of one model, the first of which is active; their data."""
+    base, options, data, keywords = KINDS[kind]
+    model, batches = lora_model(base, **options), data()
+    first = fitted(base, batches, model=model, prior_precision=2.0, **keywords)
+    if other:
+        model.add_adapter("second", type(model.peft_config["default"])(r=2, **other))
+        model.set_adapter("second")
+    else:
+        add_fresh_adapter(model, "second")
+    for name, weight in model.double().named_parameters():
+        if ".second" in name:
+            torch.nn.init.normal_(weight, std=0.4)
+    second = fitted(base, batches, model=model, prior_precision=0.5, **keywords)
+    model.set_adapter("default")
+    return first, second, batches
+
+
+CALLS = [
+    *({"link_approx": link} for link in ("probit", "mean_field", "bridge", "bridge_norm", "mc")),
+    {"pred_type": "nn", "link_approx": "mc", "n_samples": 3},
+]
+
+
+@pytest.mark.parametrize("kind", ["classes", "answers"])
+def test_probabilities_are_the_members_mean(kind):
+    first, second, (batch, *_) = two(kind)
+    mixture = LaplaceMixture([first, second])
+    for call in CALLS:
+        shared = generator()
+        expected = sum(la(batch, generator=shared, **call) for la in (first, second)) / 2
+        torch.testing.assert_close(mixture(batch, generator=generator(), **call), expected)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "rewards"])
+def test_numbers_have_the_mixtures_moments(kind):
+    first, second, (batch,) = two(kind)
+    mixture = LaplaceMixture([first, second])
+
+    def squared(mean, like):
+        return mean**2 if like.ndim == mean.ndim else mean[..., None] * mean[..., None, :]
+
+    for options in ({}, {"joint": True}, {"diagonal_output": True}):
+        (m, S), (n, T) = (la(batch, **options) for la in (first, second))
+        mean, covariance = mixture(batch, **options)
+        torch.testing.assert_close(mean, (m + n) / 2)
+        second_moment = (S + squared(m, S) + T + squared(n, T)) / 2
+        torch.testing.assert_close(covariance + squared(mean, S), second_moment)
+    for predict in (mixture.predict, mixture.predict_proba):
+        with pytest.raises(ValueError, match="predicts numbers"):
+            predict(batch)
+    if kind == "rewards":
+        preferred = [la(batch, fitting=True) for la in (first, second)]
+        torch.testing.assert_close(mixture(batch, fitting=True), sum(preferred) / 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
+    first, second, batches = two(kind)
+    mixture = LaplaceMixture([first, second])
+    history = mixture.optimize_prior_precision(val_loader=batches, **GRID)
+    losses, factors = [], [0.1, 1, 10]
+    for factor in factors:
+        first.prior_precision, second.prior_precision = 2 * factor, 0.5 * factor
+        metric = first.trained_likelihood.metric(first.sigma_noise)
+        for batch in batches:
+            by_hand = LaplaceMixture([first, second])
+            found = by_hand(batch, link_approx="mean_field", fitting=True)
+            metric.update(*(found if isinstance(found, tuple) else (found,)), batch["labels"])
+        losses.append(metric.compute().item())
+    assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
+    best = factors[losses.index(min(losses))]
+    assert mixture.prior_precision.item() == pytest.approx(best)
+    priors = [la.prior_precision.item() for la in mixture.members]
+    assert priors == pytest.approx([2 * best, 0.5 * best])
+    if kind != "diagonal":
+        given = mixture.predictive_statistics(batches)
+        search = GridSearch(val_loader=given, link_approx="mean_field", **GRID)
+        assert torch.equal(search(mixture).objective, history.objective)
+        assert len(given) == sum(len(batch["labels"]) for batch in batches)
+
+
+def test_given_posteriors_keep_their_priors_and_the_mixture_its_own():
+    first, second, batches = two()
+    mixture, before = LaplaceMixture([first, second]), first(batches[0])
+    mixture.prior_precision = 10
+    assert [la.prior_precision.item() for la in (first, second)] == [2, 0.5]
+    assert torch.equal(first(batches[0]), before)
+    first.prior_precision = 7
+    first.fit(batches[:1])
+    assert mixture.n_data == 8
+    with pytest.raises(ZeroDivisionError):
+        mixture.optimize_prior_precision(val_loader=batches, loss=lambda *_: 1 / 0)
+    assert mixture.prior_precision.item() == 10
+    assert [la.prior_precision.item() for la in mixture.members] == [20, 5]
+
+
+def test_entropies_are_those_of_all_members_draws():
+    first, second, (batch, *_) = two()
+    mixture = LaplaceMixture([first, second])
+    passes = [count_forward_passes(la) for la in mixture.members]
+    found = mixture.predict(batch, "probit", n_samples=40, generator=generator(5))
+    assert passes == [[1], [1]]
+    shared, drawn = generator(5), []
+    for la in (first, second):
+        moments = la.predictive_moments(batch)
+        noise = shared_noise(moments.f_mu, 40, shared)
+        drawn.append(softmax_samples(*moments, noise).exp())
+    drawn = torch.cat(drawn)
+    total, aleatoric = (torch.special.entr(p).sum(-1) for p in (drawn.mean(0), drawn))
+    torch.testing.assert_close(found.probabilities, mixture(batch, link_approx="probit"))
+    torch.testing.assert_close(found.total_entropy, total)
+    torch.testing.assert_close(found.epistemic_entropy, total - aleatoric.mean(0))
+    of_label = drawn[:, range(3), found.labels]
+    torch.testing.assert_close(found.label_variance, of_label.var(0, correction=0))
+    expected = mixture(batch, link_approx="mean_field").numpy()
+    assert mixture.predict_proba(batch) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("targets", [{}, {"target_modules": ["key"], "task_type": "SEQ_CLS"}])
+def test_it_is_saved_and_loaded_with_its_adapters_and_heads(targets, tmp_path):
+    first, second, (batch, *_) = two(**targets)
+    mixture = LaplaceMixture([first, second])
+    mixture.prior_precision = 3
+    mixture.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    bare, model = base_model("bert").double(), lora_model("bert")  # which has the first adapter
+    trainable = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    for given in (bare, model):
+        loaded = LaplaceMixture.from_pretrained(given, tmp_path)
+        torch.testing.assert_close(loaded(batch), mixture(batch))
+    assert model.active_adapter == "default"
+    assert trainable == [name for name, weight in model.named_parameters() if weight.requires_grad]
+    (tmp_path / "second" / "laplace_posterior.json").write_text("{")
+    with pytest.raises(ValueError, match="second"):
+        LaplaceMixture.from_pretrained(model := lora_model("bert"), tmp_path)
+    assert list(model.peft_config) == ["default"]
+
+
+def test_adapters_are_drawn_from_each_member(tmp_path):
+    first, second, _ = two()
+    folders = LaplaceMixture([first, second]).sample_adapters(3, tmp_path / "m", generator(2))
+    shared = generator(2)
+    own = first.sample_adapters(2, tmp_path / "a", shared)
+    own += second.sample_adapters(1, tmp_path / "b", shared)
+    parts = [folder.relative_to(tmp_path / "m").as_posix() for folder in folders]
+    assert parts == ["sample_0", "sample_1", "sample_2/second"]
+    for folder, other in zip(folders, own, strict=True):
+        found, expected = (load_peft_weights(str(path)) for path in (folder, other))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def with_other(change):
+    """Two posteriors, after a change of the second one's model."""
+    first, second, _ = two()
+    change(second)
+    return [first, second]
+
+
+def other_base():
+    model = lora_model("bert")
+    model.get_base_model().bert.pooler.dense.bias.data += 0.1
+    return fitted(model=model)
+
+
+def answering(*tokens):
+    la = make(lora_model("gpt2"), class_token_ids=tokens)
+    la.fit(ragged_batches())
+    return la
+
+
+REFUSED = {
+    "needs two posteriors": lambda: [fitted()],
+    "Member 1 has no fit": lambda: [fitted(), make(lora_model("bert"))],
+    "differ in n_outputs": lambda: [fitted(), fitted(model=lora_model("bert", n_labels=4))],
+    "differ in likelihood": lambda: [plain_regression(3)[0], fitted()],
+    "other base models, as .*pooler": lambda: [fitted(), other_base()],
+    "answer with other class_token_ids": lambda: [answering(1, 2, 3), answering(3, 2, 1)],
+    "no longer in the model: .*second": lambda: with_other(
+        lambda la: la.model.model.delete_adapter("second")
+    ),
+    "have changed since the fit": lambda: with_other(lambda la: la.blocks[0].weight.data.mul_(2)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_mixed_is_refused(message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        LaplaceMixture(REFUSED[message]())
+
+
+def test_what_a_mixture_lacks_is_said(tmp_path):
+    first, second, batches = two()
+    mixture = LaplaceMixture([first, second])
+    with pytest.raises(ValueError, match="method must be"):
+        mixture.optimize_prior_precision("marglik")
+    with pytest.raises(ValueError, match="one factor"):
+        mixture.prior_precision = torch.ones(8)
+    given = mixture.predictive_statistics(batches)
+    with pytest.raises(ValueError, match="belong to another fit"):
+        LaplaceMixture([second, first]).optimize_prior_precision(val_loader=given)
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="does not shuffle"):
+        mixture.predictive_statistics(DataLoader(Texts(), batch_size=3, shuffle=True))
+    with pytest.raises(ValueError, match="one PeftModel"):
+        LaplaceMixture([first, fitted()]).save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        LaplaceMixture.from_pretrained(lora_model("bert"), tmp_path)
