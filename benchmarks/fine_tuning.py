@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, TaskType, get_peft_model
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -44,17 +44,12 @@ class Pretrained:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         how: dict[str, Any] = {"torch_dtype": getattr(torch, self.options.dtype)}
-        in_8bit = self.options.load_in_8bit
-        if in_8bit:
-            how["quantization_config"] = transformers.BitsAndBytesConfig(load_in_8bit=True)
-            how["device_map"] = {"": self.device}
         if self.task.is_prompt:
             kind: Any = transformers.AutoModelForCausalLM
         else:
             kind = transformers.AutoModelForSequenceClassification
             how["num_labels"] = len(self.task.classes)
-        model = kind.from_pretrained(self.folder, **how)
-        return model if in_8bit else model.to(self.device)
+        return kind.from_pretrained(self.folder, **how).to(self.device)
 
     @property
     def task_type(self) -> TaskType | None:
@@ -166,10 +161,7 @@ def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType | None) 
 def untrained(pretrained: Pretrained, seed: int) -> Any:
     """The pretrained model with new LoRA layers."""
     transformers.set_seed(seed)
-    base = pretrained.load()
-    if getattr(base, "is_loaded_in_8bit", False):
-        base = prepare_model_for_kbit_training(base)
-    return with_lora(base, pretrained.hyperparameters, pretrained.task_type)
+    return with_lora(pretrained.load(), pretrained.hyperparameters, pretrained.task_type)
 
 
 def fine_tune(

@@ -1,24 +1,11 @@
-"""Measures of class probabilities (texts, classes): calibration and uncertainty."""
+"""Measures of class probabilities (texts, classes): how they tell shifted texts."""
 
 import math
 
 import torch
 from torchmetrics.functional.classification import binary_auroc
 
-from laplace_lora_ext.metrics import checked, entropy, quality
-
-CALIBRATED_DRAWS = 50  # of labels
-
-
-def calibrated_ece(probabilities: torch.Tensor) -> float:
-    """The ECE that these probabilities would have if they were right: on labels drawn from them.
-
-    Of a finite number of texts, no method can be shown to have a lower one.
-    """
-    draws = torch.Generator().manual_seed(0)
-    labels = torch.multinomial(checked(probabilities), CALIBRATED_DRAWS, True, generator=draws)
-    errors = [quality(probabilities, drawn)["ece"] for drawn in labels.T]
-    return sum(errors) / len(errors)
+from laplace_lora_ext.metrics import entropy
 
 
 def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, float]:

@@ -51,7 +51,6 @@ class TextRun(Reading):  # where the default is None, the task chooses
         None, "model for choices or a paper's task: its name on the hub, or a folder"
     )
     dtype: str = option("float32", "of the model's weights", choices=DTYPES)
-    load_in_8bit: bool = option(False, "quantise the model's weights with bitsandbytes")
     batch_size: int | None = option(None, "texts in a batch, for training and fitting")
     maximum_length: int | None = option(None, "tokens to keep of a text")
     learning_rate: float | None = option(None, "at the start, or after warming up")

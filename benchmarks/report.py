@@ -29,7 +29,6 @@ PACKAGES = (
 NO_SETTINGS = {"output", "cache", "data", "runs", "quiet"}
 TITLES = {
     **{"label": "Method", "name": "Method", "nll": "NLL", "ece": "ECE"},
-    **{"calibrated_ece": "ECE if calibrated", "away_from_map": "Away from MAP"},
     **{"shift_auroc": "AUROC of shift", "aurc": "Area under risk-coverage"},
     **{"prediction_batch_size": "Batch", "protocol": "Data"},
 }

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from benchmarks.options import Overview
-from benchmarks.report import Result, Row, cell, label, records, save, table
+from benchmarks.report import Lines, Result, Row, cell, draw_lines, label, records, save, table
 
 COUNTS = (1, 2, 3, 5)  # of members
 COLUMNS = ["accuracy", "nll", "ece", "regret", "trainings", "forward_passes"]
@@ -52,6 +52,8 @@ def run(options: Overview) -> Iterator[Result]:
     figures = {"tasks": records(rows), "all": records(of_all), "seeds": seeds, "against": against}
     yield figures, parts
     draw(rows, options.output / "overview.png")
+    panels = {"NLL above the least of the task, mean of the tasks": over_cost(rows)}
+    draw_lines(options.output / "costs.png", panels, "Forward passes of a prediction")
 
 
 def run_by_run(frame: Any, ours: str) -> list[Row]:
@@ -90,6 +92,13 @@ def read(folder: Path) -> Any:
 def shown(rows: Sequence[Row]) -> list[Row]:
     """Rows that belong in diagrams and overviews, in the order of `SHOWN`."""
     return [row for keys in SHOWN for row in rows if tuple(row[key] for key in KEYS) == keys]
+
+
+def over_cost(rows: Any) -> Lines:
+    """NLL over the forward passes of a prediction, a point for each method."""
+    above = rows.assign(nll=rows["nll"] - rows.groupby("task")["nll"].transform("min"))
+    means = above.groupby("name", sort=False)[["forward_passes", "nll"]].mean().dropna()
+    return {str(name): ([x], [y]) for name, x, y in means.itertuples()}
 
 
 def draw(rows: Any, path: Path) -> None:

@@ -13,15 +13,8 @@ from torch.utils.data import DataLoader
 from benchmarks import report
 from benchmarks.experiments.calibration import Tests, figures_of, text_of
 from benchmarks.experiments.overview import COUNTS, shown
-from benchmarks.fine_tuning import (
-    MEMBER_SEEDS,
-    TEST,
-    Pretrained,
-    fine_tune,
-    prepare,
-    untrained,
-)
-from benchmarks.methods.method import fit_temperature, labels_of
+from benchmarks.fine_tuning import MEMBER_SEEDS, TEST, Pretrained, fine_tune, prepare, untrained
+from benchmarks.methods.method import Loaders, fit_temperature, labels_of
 from benchmarks.methods.posteriors import over_lora
 from benchmarks.methods.priors import FACTORS, Prior, probabilities
 from benchmarks.methods.students import Scaled, predict_with_student
@@ -58,8 +51,6 @@ TAUGHT_BY = {
     "swapped": Prior("swapped", "training texts and swapped copies"),
 }
 MOST_TAUGHT = 2  # members of a mixture that teaches
-
-Loaders = Mapping[str, DataLoader]
 
 
 def run(options: Stages) -> Iterator[Result]:
