@@ -12,16 +12,15 @@ from benchmarks import options
 
 # A module in `benchmarks.experiments` of the same name runs each.
 COMMANDS = (
-    *(options.Tuning, options.Calibration, options.Stages, options.Overview),
-    *(options.Text, options.Fidelity, options.Cost, options.Scale, options.Table7b),
+    *(options.Stages, options.Calibration, options.Overview),
+    *(options.Text, options.Cost, options.Scale),
 )
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Describe the command line; help needs no heavy import."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    _describe(parser, options.Compare)
-    commands = parser.add_subparsers(title="other benchmarks", metavar="COMMAND")
+    commands = parser.add_subparsers(title="benchmarks", metavar="COMMAND", required=True)
     for experiment in COMMANDS:
         summary = cleandoc(experiment.__doc__ or "").partition("\n")[0]
         _describe(commands.add_parser(experiment.__name__.lower(), help=summary), experiment)
@@ -61,16 +60,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = vars(build_parser().parse_args(argv))
     experiment = arguments.pop("experiment")
     name = experiment.__name__.lower()
-    if name in ("compare", "tuning"):
-        # OpenMP's threads spin while they wait, which makes a run several times slower if other
-        # work keeps the processor busy. OpenMP reads this when PyTorch is imported.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # OpenMP's threads spin while they wait, which makes a run several times slower if other work
+    # keeps the processor busy. OpenMP reads this when PyTorch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from benchmarks import measuring, report  # heavy
 
     chosen = experiment(**{each.name: arguments[each.name] for each in fields(experiment)})
     measuring.set_up(chosen)
-    files = ("figures", "table") if name == "compare" else (name, name)
-    report.publish(import_module(f"benchmarks.experiments.{name}").run, chosen, *files)
+    report.publish(import_module(f"benchmarks.experiments.{name}").run, chosen, name)
 
 
 if __name__ == "__main__":

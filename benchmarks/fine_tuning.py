@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, TaskType, get_peft_model
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -44,17 +44,12 @@ class Pretrained:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         how: dict[str, Any] = {"torch_dtype": getattr(torch, self.options.dtype)}
-        in_8bit = self.options.load_in_8bit
-        if in_8bit:
-            how["quantization_config"] = transformers.BitsAndBytesConfig(load_in_8bit=True)
-            how["device_map"] = {"": self.device}
         if self.task.is_prompt:
             kind: Any = transformers.AutoModelForCausalLM
         else:
             kind = transformers.AutoModelForSequenceClassification
             how["num_labels"] = len(self.task.classes)
-        model = kind.from_pretrained(self.folder, **how)
-        return model if in_8bit else model.to(self.device)
+        return kind.from_pretrained(self.folder, **how).to(self.device)
 
     @property
     def task_type(self) -> TaskType | None:
@@ -80,14 +75,13 @@ class Pretrained:
         data = {name: self.records(examples) for name, examples in predicted.items()}
         for records in data.values():
             records.sort(key=lambda record: len(record["input_ids"]))
-        fitted = {name: self.records(getattr(self.task, name)) for name in ("train", "validation")}
-        return data | fitted
+        return data | {"train": self.records(self.task.train)}
 
     @property
     def description(self) -> dict[str, Any]:
         """The task in figures."""
         task = self.task
-        sizes = {name: len(getattr(task, name)) for name in ("train", "validation", TEST)}
+        sizes = {name: len(getattr(task, name)) for name in ("train", TEST)}
         shifted = {name: len(examples) for name, examples in task.shifted.items()}
         return {"name": task.name, "classes": list(task.classes), **sizes, "shifted": shifted}
 
@@ -117,11 +111,6 @@ class Pretrained:
             collate_fn=lambda batch: transformers.BatchEncoding(pad(batch)).to(self.device),
         )
 
-    def for_epochs(self, epochs: int) -> "Pretrained":
-        """The same, but trained for this many passes over the texts, with one checkpoint."""
-        settings = self.hyperparameters.for_epochs(epochs, len(self.task.train))
-        return replace(self, hyperparameters=settings)
-
     def train_or_read(
         self,
         model: LogitsModel,
@@ -142,12 +131,12 @@ class Pretrained:
         return read_or_train(model.model, key, self.options.cache, trained)
 
 
-def prepare(options: TextRun, seed: int, validation: int = 0) -> Pretrained:
+def prepare(options: TextRun, seed: int) -> Pretrained:
     """Read the task that the options ask for, and find its model."""
     if options.task not in TASKS:
         raise SystemExit(f"Unknown task {options.task!r}; there are {', '.join(TASKS)}.")
     source = TASKS[options.task]
-    task = source.read(options, seed, validation)
+    task = source.read(options, seed)
     folder = source.model(options)
     given: dict[str, Any] = {"model": folder} if isinstance(folder, str) else {}
     given |= {name: x for name in OVERRIDES if (x := getattr(options, name, None)) is not None}
@@ -172,10 +161,7 @@ def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType | None) 
 def untrained(pretrained: Pretrained, seed: int) -> Any:
     """The pretrained model with new LoRA layers."""
     transformers.set_seed(seed)
-    base = pretrained.load()
-    if getattr(base, "is_loaded_in_8bit", False):
-        base = prepare_model_for_kbit_training(base)
-    return with_lora(base, pretrained.hyperparameters, pretrained.task_type)
+    return with_lora(pretrained.load(), pretrained.hyperparameters, pretrained.task_type)
 
 
 def fine_tune(
@@ -188,7 +174,6 @@ def fine_tune(
     adapted = AdaptedModel(
         model,
         pretrained.class_token_ids,
-        initial={n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad},
         another=cache(lambda number: fine_tune(pretrained, records, seed + MEMBER_SEEDS * number)),
         retrained=lambda recipe: fine_tune(pretrained, records, seed, recipe),
     )

@@ -32,7 +32,6 @@ KNOWN_WARNINGS = (
     "The posterior is over lora_A and lora_B",  # a head stays at its MAP value everywhere
     "There is a performance drop",  # the stock classes' price, which tables show
     "ASDL backend is used which does not",  # likewise
-    "Full backward hook is firing",  # bayesian-lora hooks layers whose inputs have no gradient
 )
 
 Job = Callable[[], object]

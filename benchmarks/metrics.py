@@ -1,25 +1,11 @@
-"""Measures of class probabilities (texts, classes): calibration and uncertainty."""
+"""Measures of class probabilities (texts, classes): how they tell shifted texts."""
 
 import math
 
 import torch
 from torchmetrics.functional.classification import binary_auroc
 
-from laplace_lora_ext.metrics import checked, entropy, quality, risk_coverage
-
-CALIBRATED_DRAWS = 50  # of labels
-COVERAGES = tuple(number / 20 for number in range(1, 21))
-
-
-def calibrated_ece(probabilities: torch.Tensor) -> float:
-    """The ECE that these probabilities would have if they were right: on labels drawn from them.
-
-    Of a finite number of texts, no method can be shown to have a lower one.
-    """
-    draws = torch.Generator().manual_seed(0)
-    labels = torch.multinomial(checked(probabilities), CALIBRATED_DRAWS, True, generator=draws)
-    errors = [quality(probabilities, drawn)["ece"] for drawn in labels.T]
-    return sum(errors) / len(errors)
+from laplace_lora_ext.metrics import entropy
 
 
 def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, float]:
@@ -33,10 +19,3 @@ def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, floa
         "shifted_entropy": outside.mean().item(),
         "shift_auroc": binary_auroc(scores.clamp(0, 1), is_shifted).item(),
     }
-
-
-def selective_accuracy(probabilities: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Accuracy on the surest texts, at `COVERAGES`; a text of no class counts as wrong."""
-    _, risk = risk_coverage(entropy(probabilities), probabilities.argmax(-1) == labels)
-    counts = [max(1, round(coverage * len(labels))) for coverage in COVERAGES]
-    return [1 - risk[count - 1].item() for count in counts]

@@ -30,7 +30,6 @@ class AdaptedModel:
 
     model: nn.Module
     class_token_ids: list[int] | None = None  # a causal language model's answers
-    initial: Weights = field(default_factory=dict)  # the trained weights, before training
     checkpoints: dict[int, Weights] = field(default_factory=dict)  # by the number of steps
     another: "Callable[[int], AdaptedModel] | None" = None  # trains with another seed
     retrained: "Callable[[Recipe], AdaptedModel] | None" = None  # trains by another recipe

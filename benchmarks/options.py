@@ -10,7 +10,7 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 STOCK = ("stock_kron", "stock_kron_asdl", "stock_diag")
-CONTESTANTS = ("bare", "lowrank_kron", "lowrank_kron_paper", *STOCK, "bayesian_lora")
+CONTESTANTS = ("bare", "lowrank_kron", "lowrank_kron_paper", *STOCK)
 
 
 def option(default: Any, text: str, **keywords: Any) -> Any:
@@ -47,46 +47,13 @@ class TextRun(Reading):  # where the default is None, the task chooses
     data: Path | None = option(
         None, "the paper's tasks as DATA/dataset/configuration/split.jsonl; the hub by default"
     )
-    shifted: tuple[str, ...] = option(
-        (), "for obqa: arc_challenge arc_easy computer_science engineering law health", nargs="*"
-    )
     model: str | None = option(
         None, "model for choices or a paper's task: its name on the hub, or a folder"
     )
     dtype: str = option("float32", "of the model's weights", choices=DTYPES)
-    load_in_8bit: bool = option(False, "quantise the model's weights with bitsandbytes")
     batch_size: int | None = option(None, "texts in a batch, for training and fitting")
     maximum_length: int | None = option(None, "tokens to keep of a text")
     learning_rate: float | None = option(None, "at the start, or after warming up")
-
-
-@dataclass(frozen=True)
-class OneModel(TextRun):
-    train_examples: int | None = option(300, "texts to fine-tune on")
-    epochs: int = option(20, "passes over the training texts")
-    seed: int = option(0, "of data, training and sampling", type=int)
-    samples: int = option(10000, "samples of each text's logits with the link mc")
-
-
-@dataclass(frozen=True)
-class Compare(OneModel):
-    """The README's example beside its alternatives: five minutes on two idle cores."""
-
-    validation_examples: int = option(100, "texts that choose a temperature")
-    test_examples: int | None = option(200, "texts to measure every method on")
-    shifted_examples: int | None = option(100, "texts from another distribution")
-    every_row: bool = option(False, "add lowrank_kron by the evidence, and the paper's scalar, mc")
-
-
-@dataclass(frozen=True)
-class Tuning(OneModel):
-    """What it costs to choose a prior precision, and what it gains: a quarter of an hour."""
-
-    validation_examples: int = option(200, "texts that choose a prior precision")
-    test_examples: int | None = option(1000, "texts to measure every choice on")
-    grid_size: int = option(100, "points of the grid")
-    stock_grid_size: int = option(4, "points of the stock class's grid; each costs the same")
-    steps: int = option(1000, "steps of val_gd")
 
 
 @dataclass(frozen=True)
@@ -98,16 +65,10 @@ class SeveralSeeds(TextRun):
 
 @dataclass(frozen=True)
 class Calibration(SeveralSeeds):
-    """Calibration of every method on one task: a quarter of an hour to an hour per seed."""
+    """Methods that need no held-out texts on one task: a quarter of an hour to hours per seed."""
 
     methods: tuple[str, ...] | None = option(
         None, "methods to measure beside MAP, by key or by name in the table; all by default"
-    )
-    samples: int = option(1000, "samples of each text's logits with the link mc")
-    whole: bool = option(False, "train on all texts alone, and choose nothing on a fifth of them")
-    curves: bool = option(False, "measure at the first seed's checkpoints too")
-    trainings: int = option(
-        1, "others that hold out a fifth of the texts each and choose lowrank_kron's prior together"
     )
 
 
@@ -146,26 +107,12 @@ class Text(Reading):
 
 @dataclass(frozen=True)
 class Overview(Run):
-    """Every method over several tasks, read from runs of calibration: seconds."""
+    """Every method over several tasks, read from runs of calibration and stages: seconds."""
 
-    runs: tuple[Path, ...] = option((), "folders written by `calibration`")
+    runs: tuple[Path, ...] = option((), "folders written by `calibration` and `stages`")
     ours: str = option(
-        "lowrank_kron, second training, mean_field", "method to compare with all others, run by run"
+        "In stages, held-out texts, mean_field", "method to compare with all others, run by run"
     )
-
-
-@dataclass(frozen=True)
-class Fidelity(Reading):
-    """Each curvature's error against the exact one, and its memory: twelve minutes."""
-
-    hidden_size: int = option(128, "width of the models, a multiple of 8")
-    ranks: tuple[int, ...] = option((4, 10, 32), "ranks of the large factors")
-    base_examples: int = option(2000, "texts to pretrain on, all weights")
-    train_examples: int = option(200, "texts to fit LoRA weights and posteriors to")
-    test_examples: int = option(100, "texts to compare predictive covariances on")
-    epochs: int = option(100, "passes of the LoRA training over its texts")
-    files_per_library: int | None = option(200, "source files to read per library")
-    seeds: tuple[int, ...] = option((0, 1), "of texts, weights and training", type=int)
 
 
 @dataclass(frozen=True)
@@ -205,23 +152,4 @@ class Scale(Run):
     batches: int = option(2, "in a fit")
     repetitions: int = option(3, "calls to time")
     limit: float = option(300.0, "seconds after which to stop a measurement")
-    seed: int = option(0, "of weights and tokens", type=int)
-
-
-@dataclass(frozen=True)
-class Table7b(Run):
-    """The paper's table of costs, in the shape of Llama-2-7B; a small shape runs on a CPU."""
-
-    hidden_size: int = option(4096, "width of the model")
-    layers: int = option(32, "of the model")
-    heads: int = option(32, "attention heads")
-    intermediate_size: int = option(11008, "width inside the feed-forward layers")
-    vocabulary: int = option(32000, "tokens that the model knows")
-    rank: int = option(8, "r of the LoRA layers")
-    batch_size: int = option(4, "texts in a batch")
-    length: int = option(300, "tokens of a text")
-    classes: tuple[int, ...] = option((2, 4), "answers, one row of the table each")
-    dtype: str = option("bfloat16", "of the weights", choices=DTYPES)
-    steps: int = option(10, "training steps to time")
-    batches: int = option(50, "in the Laplace fit")
     seed: int = option(0, "of weights and tokens", type=int)

@@ -36,12 +36,6 @@ class Shape:
         if not 2 <= self.classes <= self.vocabulary:
             raise SystemExit(f"--classes must be from 2 to {self.vocabulary}")
 
-    @property
-    def number_of_weights(self) -> int:
-        """Weights of the model, LoRA layers and norms not counted."""
-        layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size
-        return self.layers * layer + 2 * self.vocabulary * self.hidden_size
-
 
 def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
     """Make a model on the device, in its precision; only its LoRA weights are trainable."""

@@ -29,7 +29,6 @@ PACKAGES = (
 NO_SETTINGS = {"output", "cache", "data", "runs", "quiet"}
 TITLES = {
     **{"label": "Method", "name": "Method", "nll": "NLL", "ece": "ECE"},
-    **{"calibrated_ece": "ECE if calibrated", "away_from_map": "Away from MAP"},
     **{"shift_auroc": "AUROC of shift", "aurc": "Area under risk-coverage"},
     **{"prediction_batch_size": "Batch", "protocol": "Data"},
 }
@@ -45,9 +44,7 @@ Result = tuple[Figures, Sequence[str]]  # figures, and paragraphs and tables
 Lines = Mapping[str, tuple[Any, Any]]  # x and y by a line's label
 
 
-def publish(
-    experiment: Callable[[Any], Iterator[Result]], options: Run, name: str, text_name: str
-) -> None:
+def publish(experiment: Callable[[Any], Iterator[Result]], options: Run, name: str) -> None:
     """Run an experiment; write all that it yields, as soon as it does; print the words of it."""
     known, started = provenance(options), time.perf_counter()
     machine = known["machine"]
@@ -58,7 +55,7 @@ def publish(
         text = "\n\n".join([*parts, f"{hardware}; {seconds:.0f} s in all."])
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / f"{name}.json").write_text(found + "\n", encoding="utf-8")
-        (options.output / f"{text_name}.md").write_text(text + "\n", encoding="utf-8")
+        (options.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
         print(text)
 
 
@@ -193,16 +190,6 @@ def draw_lines(path: Path, panels: Mapping[str, Lines], xlabel: str, scale: str 
             panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
             panel.xaxis.set_minor_locator(NullLocator())
     save(figure, path, *axes)
-
-
-def draw_shares(shares: Mapping[str, float], path: Path) -> None:
-    """Draw the share of each layer or weight in the variance of the test logits."""
-    figure = Figure(figsize=(8, 0.2 * len(shares) + 1.5), layout="constrained")
-    panel = figure.subplots()
-    panel.barh(list(shares), list(shares.values()))
-    panel.set_xlabel("Share of the test logits' variance")
-    panel.invert_yaxis()
-    save(figure, path)
 
 
 def save(figure: Figure, path: Path, *explained: Any, columns: int = 0) -> None:

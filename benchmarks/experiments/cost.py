@@ -86,7 +86,7 @@ def contest(
 ) -> Iterator[measuring.Message]:
     """Measure one method at one shape, in a process of its own; failures have the kind "failed"."""
     sizes = sorted(set(options.prediction_batch_sizes))
-    holds_jacobian = key.startswith("stock") or key == "bayesian_lora"
+    holds_jacobian = key.startswith("stock")
     is_wide = shape.hidden_size > WIDEST_WITH_LARGE_BATCHES
     if holds_jacobian or (is_wide and torch.device(device).type != "cuda"):
         sizes = [size for size in sizes if size <= max(LARGEST_BATCH, sizes[0])]
@@ -167,9 +167,8 @@ def text_of(figures: Figures, options: Cost) -> list[str]:
     return [
         "Random weights in the shape of Llama: they tell about shapes and speed only. The batches "
         f"of a fit have {options.batch_size} texts of {options.length} tokens and "
-        f"{options.classes} classes.\nBare loops are the model's passes alone; bayesian-lora fits "
-        "with one sampled label and one backward pass.\nSeconds are medians of "
-        f"{options.repetitions} warm calls unless a number is given; megabytes are peaks over "
+        f"{options.classes} classes.\nBare loops are the model's passes alone. Seconds are medians "
+        f"of {options.repetitions} warm calls unless a number is given; megabytes are peaks over "
         "model and data.",
         table(rows, ["name", *PLACE, *FIGURES]),
         *(["\n".join(failures)] if failures else []),

@@ -1,19 +1,38 @@
-"""Calibration of every method over several tasks, from the files that `calibration` wrote."""
+"""Calibration of every method over several tasks, from the files of other runs."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from benchmarks.experiments.calibration_report import shown
 from benchmarks.options import Overview
-from benchmarks.report import Result, Row, cell, label, records, save, table
+from benchmarks.report import Lines, Result, Row, cell, draw_lines, label, records, save, table
 
-COLUMNS = ["accuracy", "nll", "ece", "regret", "fit_seconds", "predict_seconds"]
+COUNTS = (1, 2, 3, 5)  # of members
+COLUMNS = ["accuracy", "nll", "ece", "regret", "trainings", "forward_passes"]
+COLUMNS += ["fit_seconds", "predict_seconds"]
+FILES = ("calibration.json", "stages.json")
 SPANS = ["regret", "fit_seconds", "predict_seconds"]
+# What diagrams and overviews show of each method: its key, prior and link.
+KEYS = ("method", "prior", "link")
+ONE_BY_ONE = ("mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon")
+SHOWN = (
+    *((key, "", "") for key in ("map", *ONE_BY_ONE)),
+    ("kron", "marglik_layerwise", "probit"),
+    *(("lowrank_kron", prior, "mean_field") for prior in ("marglik_scalar", "tfb_rule")),
+    *(("lowrank_kron", prior, "mean_field") for prior in ("agreement", "validation_elsewhere")),
+    ("second_mixture", "as_uncertain", "mean_field"),
+    *(("temperature_scaling", prior, "") for prior in ("validation", "validation_elsewhere")),
+    *((f"staged_map_{n}", prior, "") for n in COUNTS for prior in ("", "held_out_temperature")),
+    ("label_smoothing", "held_out", ""),
+    ("staged_map_1_student", "swapped", ""),
+    *((f"staged_{n}", "held_out", "mean_field") for n in COUNTS),
+    *((f"staged_{n}_amortized", "swapped", "mean_field") for n in COUNTS),
+    *((f"staged_{n}_student", "swapped", "") for n in COUNTS),
+)
 PANELS = {"nll": "NLL above the least of the task", "ece": "ECE"}
 
 
@@ -33,6 +52,8 @@ def run(options: Overview) -> Iterator[Result]:
     figures = {"tasks": records(rows), "all": records(of_all), "seeds": seeds, "against": against}
     yield figures, parts
     draw(rows, options.output / "overview.png")
+    panels = {"NLL above the least of the task, mean of the tasks": over_cost(rows)}
+    draw_lines(options.output / "costs.png", panels, "Forward passes of a prediction")
 
 
 def run_by_run(frame: Any, ours: str) -> list[Row]:
@@ -58,12 +79,26 @@ def span(values: Any) -> str | None:
 
 
 def read(folder: Path) -> Any:
-    """The rows to show from a run of `calibration`, with the task's name."""
-    figures = json.loads((folder / "calibration.json").read_text(encoding="utf-8"))
+    """The rows to show from a run of `calibration` or `stages`, with the task's name."""
+    (file,) = (folder / name for name in FILES if (folder / name).exists())
+    figures = json.loads(file.read_text(encoding="utf-8"))
     rows = shown(figures["methods"])
-    return pd.DataFrame(rows).assign(
+    frame = pd.DataFrame(rows).assign(
         name=[label(row) for row in rows], task=figures["task"]["name"]
     )
+    return frame.reindex(columns=["name", "task", "seed", *COLUMNS])
+
+
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """Rows that belong in diagrams and overviews, in the order of `SHOWN`."""
+    return [row for keys in SHOWN for row in rows if tuple(row[key] for key in KEYS) == keys]
+
+
+def over_cost(rows: Any) -> Lines:
+    """NLL over the forward passes of a prediction, a point for each method."""
+    above = rows.assign(nll=rows["nll"] - rows.groupby("task")["nll"].transform("min"))
+    means = above.groupby("name", sort=False)[["forward_passes", "nll"]].mean().dropna()
+    return {str(name): ([x], [y]) for name, x, y in means.itertuples()}
 
 
 def draw(rows: Any, path: Path) -> None:

@@ -1,10 +1,8 @@
 """Training in stages and mixtures of what it trains, beside what they compete with."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict
 from functools import partial
-from itertools import islice
 from time import process_time
 from typing import Any, NamedTuple
 
@@ -13,26 +11,16 @@ import transformers
 from torch.utils.data import DataLoader
 
 from benchmarks import report
-from benchmarks.experiments.calibration import TIMED_BATCHES, row_of
-from benchmarks.experiments.calibration_report import SPLIT, WHOLE, shown
-from benchmarks.fine_tuning import (
-    MEMBER_SEEDS,
-    PREDICTION_BATCH_SIZE,
-    TEST,
-    Pretrained,
-    fine_tune,
-    prepare,
-    untrained,
-)
-from benchmarks.measuring import repeated_seconds
-from benchmarks.methods import priors
-from benchmarks.methods.method import fit_temperature, labels_of
+from benchmarks.experiments.calibration import Tests, figures_of, text_of
+from benchmarks.experiments.overview import COUNTS, shown
+from benchmarks.fine_tuning import MEMBER_SEEDS, TEST, Pretrained, fine_tune, prepare, untrained
+from benchmarks.methods.method import Loaders, fit_temperature, labels_of
 from benchmarks.methods.posteriors import over_lora
-from benchmarks.methods.priors import NO_PRIOR, Prediction, Prior
+from benchmarks.methods.priors import FACTORS, Prior, probabilities
 from benchmarks.methods.students import Scaled, predict_with_student
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Stages
-from benchmarks.report import Figures, Result, Row, say
+from benchmarks.report import Result, Row, say
 from benchmarks.training import Records, Smoothed
 from laplace_lora_ext import LaplaceMixture
 from laplace_lora_ext.metrics import negative_log_likelihood
@@ -44,14 +32,18 @@ from laplace_lora_ext.training.students import STEPS
 from laplace_lora_ext.tuning.entropy import MatchedEntropy, mean_entropy
 
 HELD_OUT = 0.2
-COUNTS = (1, 2, 3, 5)  # of members
-REPETITIONS = 3
 REST, HELD = "training texts of the first stage", "held-out texts"
 LINK = "mean_field"
+EXPLAINED = (
+    "Trainings are steps relative to an ordinary training's; forward passes are the seconds of a "
+    "prediction relative to the bare model's; seconds are processor time."
+)
 FIGURES = ("accuracy", "nll", "ece", "regret", "chosen", "trainings", "forward_passes")
 FIGURES += ("fit_seconds", "predict_seconds")
 TEMPERATURE = Prior("held_out_temperature", "temperature of the held-out texts")
 ENTROPY_KEPT = Prior("held_out", "held-out texts")
+VALIDATION = Prior("validation", "validation")
+ELSEWHERE = Prior("validation_elsewhere", "second training")
 PRIOR_KEPT = Prior("held_out_prior", "held-out texts, prior precision kept")
 AS_UNCERTAIN = Prior("as_uncertain", "second training, entropy of its members")
 TAUGHT_BY = {
@@ -60,41 +52,19 @@ TAUGHT_BY = {
 }
 MOST_TAUGHT = 2  # members of a mixture that teaches
 
-Loaders = Mapping[str, DataLoader]
-
 
 def run(options: Stages) -> Iterator[Result]:
-    """Measure each seed, and report after it."""
+    """Measure each seed, and report after each of its parts."""
     rows: list[Row] = []
     for seed in options.seeds:
         pretrained = prepare(options, seed)
         trial = Trial(pretrained, seed)
         for part in (trial.ordinary, trial.in_stages, trial.smoothed):
             rows += part()
-            figures = {
-                "task": pretrained.description,
-                "hyperparameters": asdict(pretrained.hyperparameters),
-                "methods": rows,
-            }
-            yield figures, text_of(figures)
-        first = [row for row in rows if row["seed"] == options.seeds[0]]
-        report.draw_reliability(shown(first), options.output / "reliability.png")
-
-
-def text_of(figures: Figures) -> list[str]:
-    """All that has been measured so far, in words and a table."""
-    rows, task = figures["methods"], figures["task"]
-    seeds = sorted({row["seed"] for row in rows})
-    aurocs = {f"AUROC of {name}": name for name in rows[0]["shifted"]}
-    for title, name in aurocs.items():
-        rows = [{**row, title: row["shifted"][name]["shift_auroc"]} for row in rows]
-    return [
-        f"Task {task['name']}: {task['train']} training texts, {task['test']} test texts, "
-        f"{len(task['classes'])} classes. Seeds: {', '.join(map(str, seeds))}; mean ± standard "
-        "deviation of several. Trainings are steps relative to an ordinary training's, forward "
-        "passes the seconds of a prediction relative to the bare model's.",
-        report.table(report.over_seeds(rows, ["name", "chosen_by"], [*FIGURES, *aurocs])),
-    ]
+            words = text_of(pretrained, rows, FIGURES)
+            yield figures_of(pretrained, rows), [*words, EXPLAINED]
+    first = [row for row in rows if row["seed"] == options.seeds[0]]
+    report.draw_reliability(shown(first), options.output / "reliability.png")
 
 
 class Member(NamedTuple):
@@ -106,9 +76,7 @@ class Member(NamedTuple):
 
     def predict(self, name: str, prior_precision: torch.Tensor) -> torch.Tensor:
         """Class probabilities (texts, classes) of a data set."""
-        return priors.probabilities(
-            self.la, self.statistics[name].moments(prior_precision), LINK, 1
-        )
+        return probabilities(self.la, self.statistics[name].moments(prior_precision), LINK)
 
 
 class Choice(NamedTuple):
@@ -136,18 +104,17 @@ class Trial:
         self.whole = pretrained.loader("train")
         ((rest, held),) = divided(self.whole, HELD_OUT)
         self.rest, self.held = pretrained.loader(list(rest)), pretrained.loader(list(held))
-        names = (TEST, *pretrained.task.shifted)
-        self.tests = {name: pretrained.loader(name, PREDICTION_BATCH_SIZE) for name in names}
-        self.labels = {name: labels_of(loader) for name, loader in self.tests.items()}
+        self.tests = Tests(pretrained, seed)
+        self.loaders = self.tests.loaders
         self.seconds: dict[str, float] = {}  # of a prediction of all test texts, by its kind
 
     def ordinary(self) -> list[Row]:
         """Ordinary training, and a second one that holds out a fifth of the texts."""
         model = fine_tune(self.pretrained, self._records(self.whole), self.seed)
-        own = self._fitted(model.model, self.whole, {REST: self.rest, **self.tests})
+        own = self._fitted(model.model, self.whole, {REST: self.rest, **self.loaders})
         self.seconds = {
-            "bare": self._seconds(lambda batch: model.logits([batch])),
-            "exact": self._seconds(lambda batch: own.la(batch, link_approx=LINK)),
+            "bare": self.tests.seconds(lambda batch: model.logits([batch])),
+            "exact": self.tests.seconds(lambda batch: own.la(batch, link_approx=LINK)),
         }
 
         def train(examples: Any) -> Any:
@@ -157,28 +124,27 @@ class Trial:
 
         how: Any = {"method": "second_training", "train": train, "train_loader": self.whole}
         (second,) = own.la.optimize_prior_precision(**how).posteriors
-        other = self._with_statistics(second, {REST: self.rest, HELD: self.held, **self.tests})
+        other = self._with_statistics(second, {REST: self.rest, HELD: self.held, **self.loaders})
         both, chosen = [own, other], [own.la.prior_precision] * 2
         temperature = self._temperature([other])
         scaling = ("temperature_scaling", "Temperature scaling")
         mixture = ("second_mixture", "Mixture of two")
-        elsewhere = partial(self._row, prior=priors.ELSEWHERE, trainings=2 - HELD_OUT)
-        fits = {"fit_seconds": own.seconds + other.seconds}
+        elsewhere = partial(self.tests.row, prior=ELSEWHERE, trainings=2 - HELD_OUT)
+        fits: Any = {"fit_seconds": own.seconds + other.seconds}
         return [
-            self._row("map", "MAP", **self._bare([own]), trainings=1),
-            self._row(
+            self.tests.row("map", "MAP", **self._bare([own]), trainings=1),
+            self.tests.row(
                 *scaling,
                 **self._bare([other], temperature),
                 trainings=1 - HELD_OUT,
-                prior=priors.TEMPERATURE,
-                protocol=SPLIT,
+                prior=VALIDATION,
             ),
             elsewhere(*scaling, **self._bare([own], temperature)),
             elsewhere("lowrank_kron", "lowrank_kron", **self._exact([own], chosen[:1]), **fits),
             *(
                 elsewhere(*mixture, **self._exact(both, prior_precisions), **fits, prior=prior)
                 for prior, prior_precisions in (
-                    (priors.ELSEWHERE, chosen),
+                    (ELSEWHERE, chosen),
                     (AS_UNCERTAIN, self._as_uncertain(both)),
                 )
             ),
@@ -216,7 +182,7 @@ class Trial:
         for number, again in enumerate(activate):
             again()
             self.train(model, self._records(self.whole), SECOND_STAGE, number)
-            seconds.append(self._fitted(model, self.whole, {REST: self.rest, **self.tests}))
+            seconds.append(self._fitted(model, self.whole, {REST: self.rest, **self.loaders}))
         return [row for n in counts for row in self._staged(firsts[:n], seconds[:n], choices[n])]
 
     def _staged(
@@ -228,7 +194,7 @@ class Trial:
         if count > 1:
             names = (f"{count} MAPs in stages", f"Mixture of {count} in stages")
         trainings = count * (1 - HELD_OUT + SECOND_STAGE)
-        bare = partial(self._row, f"staged_map_{count}", names[0], trainings=trainings)
+        bare = partial(self.tests.row, f"staged_map_{count}", names[0], trainings=trainings)
         yield bare(**self._bare(members))
         temperature = self._temperature(firsts)
         yield bare(**self._bare(members, temperature), prior=TEMPERATURE)
@@ -236,7 +202,7 @@ class Trial:
             "trainings": trainings,
             "fit_seconds": sum(member.seconds for member in (*firsts, *members)),
         }
-        row = partial(self._row, f"staged_{count}", names[1], **costs)
+        row = partial(self.tests.row, f"staged_{count}", names[1], **costs)
         kept = [choice.prior_precision for choice in choices]
         yield row(**self._exact(members, kept), prior=PRIOR_KEPT)
         las = [c.carried_over(member) for c, member in zip(choices, members, strict=True)]
@@ -263,11 +229,11 @@ class Trial:
             def predict(batch: Any) -> torch.Tensor:
                 return la(batch, pred_type="amortized", link_approx=LINK).detach().cpu()
 
-            seconds = self._seconds(predict)
-            yield self._row(
+            seconds = self.tests.seconds(predict)
+            yield self.tests.row(
                 f"{method}_amortized",
                 f"{name}, learnt variance",
-                {key: torch.cat([*map(predict, loader)]) for key, loader in self.tests.items()},
+                {key: torch.cat([*map(predict, loader)]) for key, loader in self.loaders.items()},
                 prior=TAUGHT_BY[unlabelled],
                 link=LINK,
                 predict_seconds=seconds,
@@ -280,8 +246,8 @@ class Trial:
         self, teacher: Any, unlabelled: str | None, method: str, name: str, costs: dict[str, float]
     ) -> Row:
         started = process_time()
-        found = predict_with_student(teacher, self.pretrained, unlabelled, self.seed, self.tests)
-        return self._row(
+        found = predict_with_student(teacher, self.pretrained, unlabelled, self.seed, self.loaders)
+        return self.tests.row(
             f"{method}_student",
             f"{name}, student",
             found,
@@ -301,12 +267,12 @@ class Trial:
         amount = min(losses, key=lambda tried: losses[tried])
         model = self._smoothed(amount)
         self.train(model.model, self._records(self.whole), SECOND_STAGE, 0, amount)
-        found = {name: model.logits(loader).softmax(-1) for name, loader in self.tests.items()}
+        found = {name: model.logits(loader).softmax(-1) for name, loader in self.loaders.items()}
         name = ("label_smoothing", "Label smoothing in stages")
         trainings = len(losses) * (1 - HELD_OUT) + SECOND_STAGE
         bare = {"predict_seconds": self.seconds["bare"], "forward_passes": 1.0}
         own = {"prior": ENTROPY_KEPT, "chosen": amount, "trainings": trainings, **bare}
-        return [self._row(*name, found, **own)]
+        return [self.tests.row(*name, found, **own)]
 
     def _smoothed(self, amount: float) -> AdaptedModel:
         """The model after a first stage with smoothed labels."""
@@ -347,7 +313,7 @@ class Trial:
         for name, loader in loaders.items():
             started = process_time()
             statistics[name] = la.predictive_statistics(loader)
-            seconds += 0 if name in self.tests else process_time() - started
+            seconds += 0 if name in self.loaders else process_time() - started
         return Member(la, statistics, seconds)
 
     def _choices(self, firsts: Sequence[Member]) -> list[Choice]:
@@ -375,7 +341,7 @@ class Trial:
     def _bare(self, members: Sequence[Member], temperature: float | None = None) -> dict[str, Any]:
         """Predictions of the members' models, and their cost."""
         found = {}
-        for name in self.tests:
+        for name in self.loaders:
             logits = torch.stack([member.statistics[name].f_mu for member in members])
             found[name] = (logits / (temperature or 1)).softmax(-1).mean(0)
         passes = float(len(members))
@@ -391,11 +357,9 @@ class Trial:
         def predicted(name: str, factor: float | torch.Tensor = 1.0) -> torch.Tensor:
             return torch.stack([member.predict(name, factor * x) for member, x in own]).mean(0)
 
-        found = {name: predicted(name) for name in self.tests}
-        labels = self.labels[TEST]
-        tried = (
-            negative_log_likelihood(predicted(TEST, factor), labels) for factor in priors.FACTORS
-        )
+        found = {name: predicted(name) for name in self.loaders}
+        labels = self.tests.labels[TEST]
+        tried = (negative_log_likelihood(predicted(TEST, factor), labels) for factor in FACTORS)
         seconds = len(own) * self.seconds["exact"]
         return {
             "probabilities": found,
@@ -404,35 +368,4 @@ class Trial:
             "regret": negative_log_likelihood(found[TEST], labels) - min(tried),
             "predict_seconds": seconds,
             "forward_passes": seconds / self.seconds["bare"],
-        }
-
-    def _seconds(self, predict: Callable[[Any], object]) -> float:
-        """Processor time to predict all test texts, from some of their batches."""
-        batches = list(islice(self.tests[TEST], TIMED_BATCHES))
-        taken = repeated_seconds(
-            lambda: [predict(batch) for batch in batches], REPETITIONS, clock=process_time
-        )
-        return taken["minimum"] * len(self.tests[TEST]) / len(batches)
-
-    def _row(
-        self,
-        method: str,
-        name: str,
-        probabilities: dict[str, torch.Tensor],
-        *,
-        prior: Prior = NO_PRIOR,
-        link: str = "",
-        chosen: float | None = None,
-        regret: float | None = None,
-        protocol: str = WHOLE,
-        fit_seconds: float | None = None,
-        **costs: float,
-    ) -> Row:
-        prediction = Prediction(probabilities, prior, link, chosen, regret=regret)
-        if method == "map":
-            self.map_classes = probabilities[TEST].argmax(-1)
-        return {
-            **{"seed": self.seed, "protocol": protocol, "method": method, "name": name},
-            **{"fit_seconds": fit_seconds, **costs},
-            **row_of(prediction, self.labels, self.map_classes),
         }

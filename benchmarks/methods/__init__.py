@@ -9,8 +9,6 @@ from benchmarks.methods import posteriors, sampled
 from benchmarks.methods.method import Method, PointMethod, Posterior
 
 BLOB, IVON = (partial(sampled.retrained, kind()) for kind in (sampled.BLoB, sampled.IVONLoRA))
-MEAN_AT_START = "lowrank_kron, prior mean at start"
-DRAWN_LABELS = "lowrank_kron, drawn labels"
 ASDL = partial(posteriors.stock, structure="kron", backend=AsdlGGN)
 METHODS: dict[str, Method] = {
     method.key: method
@@ -22,21 +20,16 @@ METHODS: dict[str, Method] = {
         PointMethod("tfb", "TFB", sampled.training_free),
         PointMethod("blob", "BLoB", BLOB),
         PointMethod("ivon", "IVON-LoRA", IVON),
-        PointMethod("temperature_scaling", "Temperature scaling", points.scaled, True),
         Posterior("last_layer", "Last layer (LLLA)", posteriors.of_last_layer, on_training=True),
-        Posterior("first_half", "First half of the layers", posteriors.of_first_half),
         # Stock curvatures in this library's class; then the stock classes themselves.
         Posterior("diag", "Stock diag", partial(posteriors.over_lora, structure="diag")),
         Posterior("kron", "Stock Kron", partial(posteriors.over_lora, structure="kron")),
         Posterior("stock_diag", "Stock diag", partial(posteriors.stock, structure="diag")),
         Posterior("stock_kron", "Stock Kron", partial(posteriors.stock, structure="kron")),
         Posterior("stock_kron_asdl", "Stock Kron (ASDL)", ASDL),
-        Posterior("bayesian_lora", "bayesian-lora", posteriors.BayesianLoRA),
         Posterior("bare", "Bare loops", posteriors.BareLoops),
         Posterior("lowrank_kron_paper", "lowrank_kron (paper)", posteriors.of_paper),
         Posterior("lowrank_kron", "lowrank_kron", posteriors.over_lora, on_training=True),
-        Posterior("drawn_labels", DRAWN_LABELS, posteriors.with_drawn_labels, on_training=True),
-        Posterior("mean_at_start", MEAN_AT_START, posteriors.with_mean_at_start, on_training=True),
     )
 }
 

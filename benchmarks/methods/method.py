@@ -1,4 +1,4 @@
-"""What a method is; and the methods without a posterior: MAP, ensembles, temperature scaling."""
+"""What a method is; and the methods without a posterior: MAP and ensembles; temperatures."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,10 +31,9 @@ class Method:
 
 @dataclass(frozen=True)
 class Members:
-    """Models whose predictions are averaged, one model at a time, and their temperature if any."""
+    """Models whose predictions are averaged, one model at a time."""
 
     logits: Callable[[], Iterator[LogitsOf]]
-    temperature: float | None = None
 
     @torch.no_grad()
     def predict(self, loaders: Mapping[str, Iterable[Any]]) -> Probabilities:
@@ -49,10 +48,9 @@ class Members:
 
 @dataclass(frozen=True)
 class PointMethod(Method):
-    """A method without a posterior: `fit` takes the model, training and validation batches."""
+    """A method without a posterior: `fit` takes the model and training batches."""
 
-    fit: Callable[[AdaptedModel, DataLoader, DataLoader], Members]
-    needs_validation: bool = False
+    fit: Callable[[AdaptedModel, DataLoader], Members]
 
 
 @dataclass(frozen=True)
@@ -96,15 +94,6 @@ def other_seeds(model: AdaptedModel, *_: DataLoader) -> Members:
     step = max(model.checkpoints)
     others = [model.another(number).at(step) for number in range(1, ENSEMBLE_SIZE)]
     return Members(lambda: iter([member.logits_model for member in (model, *others)]))
-
-
-def scaled(model: AdaptedModel, _: DataLoader, validation: DataLoader) -> Members:
-    """The model with its logits divided by the temperature that fits validation data best."""
-    return at_temperature(model, fit_temperature(model.logits(validation), labels_of(validation)))
-
-
-def at_temperature(model: AdaptedModel, temperature: float) -> Members:
-    return Members(lambda: iter([lambda x: model.logits_model(x) / temperature]), temperature)
 
 
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:

@@ -1,32 +1,24 @@
-"""Ways to choose a posterior's prior precision, and what it then predicts with every link."""
+"""Ways to choose a prior precision by training texts, and what it then predicts."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.fine_tuning import TEST
-from benchmarks.methods.method import Loaders, Probabilities, labels_of
+from benchmarks.methods.method import Loaders, labels_of
 from benchmarks.methods.sampled import MOST_CHANGED, SAMPLES
-from laplace_lora_ext import Moments, PredictiveStatistics
+from laplace_lora_ext import PredictiveStatistics
 from laplace_lora_ext.metrics import negative_log_likelihood
-from laplace_lora_ext.passes import jacobians
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 
-# Links by the host's words for them, with the keywords of a prediction.
-LINKS: dict[str, dict[str, Any]] = {
-    link: {"link_approx": link} for link in ("mc", "mc_diagonal", "probit", "mean_field", "bridge")
-}
-LINKS["mc_diagonal"] = {"link_approx": "mc", "diagonal_output": True}
+LINKS = ("probit", "mean_field")
 STRUCTURES = ("scalar", "layerwise")
 GRID = torch.logspace(-2, 4, 49)
-COARSE_GRID = GRID[::4]
 FACTORS = torch.logspace(-2, 2, 33)
-LINKS_OF_DESCENT = ("mc", "probit", "mean_field")
 
 
 @dataclass(frozen=True)
@@ -38,7 +30,7 @@ class Prior:
 
     key: str
     title: str
-    choose: Callable[[Any, Any], torch.Tensor] | None = None  # None: by validation, for each link
+    choose: Callable[[Any, Any], torch.Tensor] | None = None  # None: elsewhere
     reads: bool = False
 
 
@@ -78,113 +70,40 @@ BY_TRAINING = {
         Prior("tfb_rule", "TFB's rule", by_tfb_rule, True),
     )
 }
-GRID_SEARCH = Prior("validation_scalar", "validation, scalar")
-DESCENT = Prior("validation_layerwise", "validation, layerwise")
-NO_PRIOR, TEMPERATURE = Prior("", ""), Prior("validation", "validation")
-# Validation data of another training chose it: this model was trained on them too.
-ELSEWHERE = Prior("validation_elsewhere", "second training")
-SEVERAL = Prior("validation_of_several", "several trainings")
+NO_PRIOR = Prior("", "")
 
 
-class Prediction(NamedTuple):
-    """Class probabilities, and what they come from."""
-
-    probabilities: Probabilities
-    prior: Prior = NO_PRIOR
-    link: str = ""
-    chosen: float | None = None  # temperature, or geometric mean of the prior precisions
-    is_choice: bool = False  # whether validation data prefer this link to the others
-    regret: float | None = None  # test NLL above that of the best factor of the prior precision
-
-
-class Choice(NamedTuple):
-    """A prior precision for some links, with each one's loss where validation data chose it."""
-
-    prior: Prior
-    prior_precision: torch.Tensor
-    losses: dict[str, float]
-
-
-class Beliefs:
-    """Gaussian logits of a data set under any prior precision; low-rank ones see the data once."""
-
-    def __init__(self, la: Any, loader: DataLoader) -> None:
-        self._la, self._loader = la, loader
-        gather = getattr(la, "predictive_statistics", None)
-        self.statistics = gather(loader) if gather else None
-
-    def moments(self, prior_precisions: Sequence[torch.Tensor]) -> list[Moments]:
-        """Mean and covariance of the logits under each prior precision."""
-        if self.statistics is not None:
-            return [self.statistics.moments(value) for value in prior_precisions]
-        la, before = self._la, self._la.prior_precision
-        parts: list[list[Moments]] = [[] for _ in prior_precisions]
-        for batch in self._loader:
-            Js, f_mu = jacobians(la.model, la.blocks, batch)
-            for value, of_prior in zip(prior_precisions, parts, strict=True):
-                la.prior_precision = value
-                of_prior.append(Moments(f_mu, la.functional_variance(Js)).to("cpu"))
-        la.prior_precision = before
-        return [Moments(*map(torch.cat, zip(*of_prior, strict=True))) for of_prior in parts]
-
-
-def probabilities(la: Any, x: Any, link: str, samples: int) -> torch.Tensor:
+def probabilities(la: Any, x: Any, link: str) -> torch.Tensor:
     """Class probabilities (texts, classes), on the CPU, of a batch or of its Gaussian logits."""
-    return la(x, pred_type="glm", n_samples=samples, **LINKS[link]).detach().cpu()
+    return la(x, pred_type="glm", link_approx=link).detach().cpu()
 
 
-def by_training(la: Any, train: DataLoader | None) -> Iterator[Choice]:
-    """Choose in every way that needs no validation data; without `train`, by the evidence alone."""
+def predictions(la: Any, train: DataLoader | None, loaders: Loaders) -> Iterator[dict[str, Any]]:
+    """Predict data sets with each prior and link; without `train`, by the evidence alone."""
+    has_statistics = hasattr(la, "predictive_statistics")
     statistics = None if train is None else la.predictive_statistics(train)
+    beliefs: Any = loaders
+    if has_statistics:  # low-rank posteriors see the data once
+        beliefs = {name: la.predictive_statistics(loader) for name, loader in loaders.items()}
     for prior in BY_TRAINING.values():
-        if prior.choose and not (prior.reads and statistics is None):
-            chosen = prior.choose(la, statistics if prior.reads else None)
-            yield Choice(prior, chosen, dict.fromkeys(LINKS, math.nan))
-
-
-def by_validation(la: Any, validation: DataLoader, samples: int) -> Iterator[Choice]:
-    """Choose by a grid, and by the paper's algorithm 3."""
-    beliefs, labels = Beliefs(la, validation), labels_of(validation)
-    is_stock = beliefs.statistics is None
-    grid = list(COARSE_GRID if is_stock else GRID)
-    on_grid = beliefs.moments(grid)
-    for link in LINKS:
-        losses = torch.tensor(_losses(la, on_grid, link, samples, labels))
-        yield Choice(GRID_SEARCH, grid[int(losses.argmin())], {link: losses.min().item()})
-    if not is_stock:
-        descent: Any = {"val_loader": beliefs.statistics, "prior_structure": "layerwise"}
-        for link in LINKS_OF_DESCENT:
-            history = la.optimize_prior_precision(method="val_gd", link_approx=link, **descent)
-            losses = {link: history.objective.min().item()}
-            yield Choice(DESCENT, la.prior_precision.clone(), losses)
-
-
-def predictions(
-    la: Any, choices: Sequence[Choice], loaders: Loaders, samples: int
-) -> Iterator[Prediction]:
-    """Predict data sets with every choice and each of its links."""
-    beliefs = {name: Beliefs(la, loader) for name, loader in loaders.items()}
-    chosen = [choice.prior_precision for choice in choices]
-    moments = {name: of_set.moments(chosen) for name, of_set in beliefs.items()}
-    test, labels = beliefs[TEST], labels_of(loaders[TEST])
-    for place, (prior, prior_precision, losses) in enumerate(choices):
-        rivals = [x for other in choices if other.prior == prior for x in other.losses.values()]
-        own = {name: of_set[place] for name, of_set in moments.items()}
-        for link, loss in losses.items():
-            predicted = {name: probabilities(la, own[name], link, samples) for name in own}
-            regret = None
-            if link == "mean_field" and test.statistics is not None:
-                grid = (test.moments([factor * prior_precision])[0] for factor in FACTORS)
-                least = min(_losses(la, grid, link, 1, labels))
-                regret = negative_log_likelihood(predicted[TEST], labels) - least
-            mean = prior_precision.log().mean().exp().item()
-            # Training data prefer no link: their losses are not numbers, and equal none.
-            yield Prediction(predicted, prior, link, mean, loss == min(rivals), regret)
-
-
-def _losses(
-    la: Any, moments: Iterable[Moments], link: str, samples: int, labels: torch.Tensor
-) -> list[float]:
-    """NLL of a data set under each of some moments."""
-    predicted = (probabilities(la, each, link, samples) for each in moments)
-    return [negative_log_likelihood(p, labels) for p in predicted]
+        if prior.reads and statistics is None:
+            continue
+        assert prior.choose is not None
+        chosen = prior.choose(la, statistics if prior.reads else None)
+        la.prior_precision = chosen
+        for link in LINKS:
+            found, regret = {}, None
+            for name, belief in beliefs.items():
+                batches = [belief.moments(chosen)] if has_statistics else belief
+                found[name] = torch.cat([probabilities(la, batch, link) for batch in batches])
+            if has_statistics:
+                moments = (beliefs[TEST].moments(factor * chosen) for factor in FACTORS)
+                labels = labels_of(loaders[TEST])
+                tried = (probabilities(la, each, link) for each in moments)
+                least = min(negative_log_likelihood(each, labels) for each in tried)
+                regret = negative_log_likelihood(found[TEST], labels) - least
+            mean = chosen.log().mean().exp().item()
+            yield {
+                **{"probabilities": found, "prior": prior, "link": link},
+                **{"chosen": mean, "regret": regret},
+            }

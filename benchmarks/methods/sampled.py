@@ -44,7 +44,7 @@ MOST_TEXTS = 500
 
 
 def training_free(
-    model: AdaptedModel, train: DataLoader | list[Any], *_: DataLoader, draws: int = SAMPLES
+    model: AdaptedModel, train: DataLoader | list[Any], draws: int = SAMPLES
 ) -> Members:
     """TFB by its label-free rule: the most noise that changes next to no predicted class."""
     weights = dict(model.model.named_parameters())

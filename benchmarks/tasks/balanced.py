@@ -36,8 +36,8 @@ class Balanced:
     def model(self, _: TextRun) -> Path:
         return encoder_folder()
 
-    def read(self, options: TextRun, seed: int, validation: int) -> Task:
-        return self.draw(options, seed, self.sizes.asked(options, validation))
+    def read(self, options: TextRun, seed: int) -> Task:
+        return self.draw(options, seed, self.sizes.asked(options))
 
     def draw(self, options: Any, seed: int, sizes: Sizes) -> Task:
         """Draw disjoint sets of these sizes, with equal numbers of texts from each class.
@@ -70,6 +70,5 @@ class Balanced:
             if len(found) < sizes.shifted:
                 raise ValueError(f"{self.shifted} has only {len(found)} texts; ask for fewer.")
             others[self.shifted] = [Example(text, None) for text in found[: sizes.shifted]]
-        counts = (sizes.train, sizes.validation, sizes.test)
-        train, validation, test = map(draw, counts)
-        return Task(self.name, self.classes, False, train, test, others, validation)
+        train, test = map(draw, (sizes.train, sizes.test))
+        return Task(self.name, self.classes, False, train, test, others)

@@ -75,8 +75,8 @@ class OfNames:
             return options.model or gemma_folder(options.cache)
         return encoder_folder()
 
-    def read(self, options: TextRun, seed: int, validation: int) -> Task:
-        rng, asked = random.Random(seed), self.sizes.asked(options, validation)
+    def read(self, options: TextRun, seed: int) -> Task:
+        rng, asked = random.Random(seed), self.sizes.asked(options)
         examples = {}
         for library in (*LIBRARIES, SHIFTED_LIBRARY):
             found = read_library(library, options, seed)
@@ -88,10 +88,10 @@ class OfNames:
         drawn = [one for of_library in examples.values() for one in of_library]
         rng.shuffle(drawn)
         tested = asked.train + asked.test
-        if len(drawn) < tested + validation:
+        if len(drawn) < tested:
             raise ValueError(f"The task {self.name} has only {len(drawn)} texts; ask for fewer.")
         train, test = drawn[: asked.train], drawn[asked.train : tested]
-        sets = (train, test, {SHIFTED_LIBRARY: shifted}, drawn[tested : tested + validation])
+        sets = (train, test, {SHIFTED_LIBRARY: shifted})
         side = "left" if self.is_prompt else "right"
         return Task(self.name, self.classes, self.is_prompt, *sets, truncation_side=side)
 

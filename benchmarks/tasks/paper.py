@@ -1,4 +1,4 @@
-"""The tasks of the Laplace-LoRA paper: data, filters, hyperparameters and distribution shifts."""
+"""The tasks of the Laplace-LoRA paper: data, filters and hyperparameters."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -90,16 +90,13 @@ class PaperTask:
     def model(self, options: TextRun) -> str:
         return options.model or self.hyperparameters.model
 
-    def read(self, options: TextRun, seed: int, validation: int) -> Task:
+    def read(self, options: TextRun, seed: int) -> Task:
         """Read the task, and keep the first texts, as many as the options ask for."""
-        task = read_paper_task(options.task, options.data, options.shifted)
-        rest, count = len(task.train) - validation, options.shifted_examples
+        task = read_paper_task(options.task, options.data)
         return replace(
             task,
-            train=task.train[:rest][: options.train_examples],
-            validation=task.train[rest:],
+            train=task.train[: options.train_examples],
             test=task.test[: options.test_examples],
-            shifted={name: found[:count] for name, found in task.shifted.items()},
         )
 
 
@@ -123,51 +120,17 @@ PAPER_TASKS: dict[str, PaperTask] = {
     "boolq_pairs": SUPER_GLUE("boolq", prompts.boolq_pair),
 }
 
-MEDICINE = ["anatomy", "clinical_knowledge", "college_medicine", "human_aging", "nutrition"]
-SCIENCE = ["college_computer_science", "computer_security", "high_school_computer_science"]
-MMLU_SUBJECTS: dict[str, Sequence[str]] = {
-    "computer_science": [*SCIENCE, "machine_learning"],
-    "engineering": ["electrical_engineering"],
-    "law": ["international_law", "jurisprudence", "professional_law"],
-    "health": [*MEDICINE, "professional_medicine", "virology"],
-}
 
-SHIFTED_TASK = "obqa"
-# Texts from other distributions than OpenBookQA's, each from one or more splits.
-PAPER_SHIFTS: dict[str, tuple[list[Source], ToExample]] = {
-    name: ([PAPER_TASKS[name].sources[1]], PAPER_TASKS[name].to_example)
-    for name in ("arc_challenge", "arc_easy")
-} | {
-    subject: ([Source("cais/mmlu", name, "test") for name in names], prompts.mmlu)
-    for subject, names in MMLU_SUBJECTS.items()
-}
-
-
-def read_paper_task(name: str, data: Path | None = None, shifted: Sequence[str] = ()) -> Task:
-    """Read all examples of a task that the paper keeps; only OpenBookQA has shifted texts."""
-    unknown = [shift for shift in shifted if shift not in PAPER_SHIFTS]
-    if unknown:
-        known = ", ".join(PAPER_SHIFTS)
-        raise ValueError(f"Unknown shifted texts {', '.join(unknown)}; the paper's are {known}.")
-    if shifted and name != SHIFTED_TASK:
-        raise ValueError(f"The paper's shifted texts go with the task {SHIFTED_TASK}, not {name}.")
-
+def read_paper_task(name: str, data: Path | None = None) -> Task:
+    """Read all examples of a task that the paper keeps."""
     task = PAPER_TASKS[name]
-    train, test = task.sources
-    schemas = dict.fromkeys((train, test), task.to_example)
-    for shift in shifted:
-        sources, to_example = PAPER_SHIFTS[shift]
-        schemas |= dict.fromkeys(sources, to_example)
-    examples = {}
-    for source, rows in zip(schemas, read_sources(list(schemas), data), strict=True):
+    examples = []
+    for source, rows in zip(task.sources, read_sources(task.sources, data), strict=True):
         try:
-            kept = [schemas[source](row) for row in rows]
+            kept = [task.to_example(row) for row in rows]
         except KeyError as error:
             where = f"{source.dataset} ({source.configuration}), split {source.split}"
             raise ValueError(f"A row of {where}, has no field {error}.") from error
-        examples[source] = [example for example in kept if example is not None]
-    others = {
-        x: [one for source in PAPER_SHIFTS[x][0] for one in examples[source]] for x in shifted
-    }
-    sets = (examples[train], examples[test], others)
-    return Task(name, task.classes, task.is_prompt, *sets, truncation_side=task.truncation_side)
+        examples.append([example for example in kept if example is not None])
+    side = task.truncation_side
+    return Task(name, task.classes, task.is_prompt, *examples, truncation_side=side)

@@ -49,10 +49,6 @@ def openbookqa(row: Row) -> Example | None:
     return arc({**row, "question": row["question_stem"]})
 
 
-def mmlu(row: Row) -> Example | None:
-    return four_choices(row["question"], row["choices"], int(row["answer"]))
-
-
 def boolq_label(row: Row) -> int:
     """Read BoolQ's answer, which SuperGLUE calls `label` and the original data `answer`."""
     return int(row["label"] if "label" in row else row["answer"])

@@ -24,7 +24,6 @@ class Task:
     train: Sequence[Example]
     test: Sequence[Example]
     shifted: Mapping[str, Sequence[Example]] = field(default_factory=dict)
-    validation: Sequence[Example] = ()
     truncation_side: Literal["right", "left"] = "right"
 
 
@@ -34,9 +33,8 @@ class Sizes(NamedTuple):
     train: int
     test: int
     shifted: int = 0
-    validation: int = 0
 
-    def asked(self, options: TextRun, validation: int) -> "Sizes":
+    def asked(self, options: TextRun) -> "Sizes":
         """The numbers that the options ask for; these where they ask for none."""
         train, test = options.train_examples or self.train, options.test_examples or self.test
-        return Sizes(train, test, options.shifted_examples or self.shifted, validation)
+        return Sizes(train, test, options.shifted_examples or self.shifted)

@@ -21,6 +21,6 @@ def prepared(tiny_models, tmp_path):
         model = {"task": task, "model": tiny_models[PAPER_TASKS[task].is_prompt]}
         files = {"data": tmp_path, "cache": tmp_path / "cache"}
         settings = {"steps": 2, "batch_size": 2, **model, **files, **options}
-        return prepare(parsed("calibration --quiet", **settings), 0)
+        return prepare(parsed("stages --quiet", **settings), 0)
 
     return make

@@ -30,7 +30,7 @@ def flat(options: Mapping[str, object]) -> list[str]:
 
 
 def parsed(command: str, **options: object) -> Run:
-    """Options of an experiment, "" for the main job."""
+    """Options of an experiment."""
     arguments = vars(build_parser().parse_args([*command.split(), *flat(options)]))
     experiment = arguments.pop("experiment")
     return experiment(**{name: arguments[name] for name in experiment.__dataclass_fields__})
@@ -172,7 +172,6 @@ ROWS = {
         [(("Ice is frozen water.", "is ice cold"), 1), (("Ice is frozen water", "is ice cold"), 0)],
     ),
 }
-MMLU_ROW = {"question": "What grows?", "subject": "made up", "choices": FRUIT, "answer": 3}
 
 
 def write_rows(source: Source, data: Path, rows: list[dict[str, Any]]) -> None:

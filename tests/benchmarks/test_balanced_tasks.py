@@ -71,24 +71,24 @@ def arrange(matrix, key=None, *, copy=False, size=3):
 def test_sets_are_balanced_disjoint_and_reproducible(name):
     def read(seed):
         each = {"train_examples": len(classes), "test_examples": 2 * len(classes)}
-        options = parsed("--quiet", task=name, files_per_library=FILES.get(name, 40), **each)
-        return TASKS[name].read(options, seed, len(classes))
+        options = parsed("stages --quiet", task=name, files_per_library=FILES.get(name, 40), **each)
+        return TASKS[name].read(options, seed)
 
     classes = CLASSES[name] * "x"
     task = read(1)
     assert task == read(1)
     assert len(task.classes) == len(classes)
     assert not task.shifted
-    sets = (task.train, task.validation, task.test)
-    for texts, of_each in zip(sets, (1, 1, 2), strict=True):
+    sets = (task.train, task.test)
+    for texts, of_each in zip(sets, (1, 2), strict=True):
         assert sorted(one.label for one in texts) == sorted([*range(len(classes))] * of_each)
-    assert len({one.text for texts in sets for one in texts}) == 4 * len(classes)
+    assert len({one.text for texts in sets for one in texts}) == 3 * len(classes)
 
 
 def test_the_sets_of_another_seed_are_others():
-    options = parsed("--quiet", task="belongs", files_per_library=20, train_examples=2)
+    options = parsed("stages --quiet", task="belongs", files_per_library=20, train_examples=2)
     read = TASKS["belongs"].read
-    assert read(options, 0, 0).train != read(options, 1, 0).train
+    assert read(options, 0).train != read(options, 1).train
 
 
 def test_a_text_of_two_classes_is_left_out():
@@ -156,7 +156,7 @@ def test_a_description_of_two_types_is_left_out(monkeypatch):
         for description in ("Of every type.", f"Of {kind}.")
     ]
     monkeypatch.setattr("benchmarks.tasks.numpydoc.read_parameters", lambda *_: found)
-    options = parsed("--quiet", train_examples=8, test_examples=8)
+    options = parsed("stages --quiet", train_examples=8, test_examples=8)
     with pytest.raises(ValueError, match="array has too few texts"):
         TASKS["types"].read(options, 0, 0)
     found += [Parameter("x", kind, f"Also of {kind}.", "", 0) for kind in kinds]

@@ -1,7 +1,6 @@
 """The experiment on costs at its smallest, its rivals, and what becomes of those that fail."""
 
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ SMALL = {
 
 
 def test_the_benchmark_writes_table_figures_and_plot(tmp_path, capsys):
-    keys = ["bare", "lowrank_kron", "stock_kron", "bayesian_lora"]
+    keys = ["bare", "lowrank_kron", "stock_kron"]
     folder = tmp_path / "results"
     options = {**SMALL, "contestants": keys, "prediction_batch_sizes": [1, 2]}
     figures, printed, _ = run(capsys, folder, "cost", **options)
@@ -33,8 +32,8 @@ def test_the_benchmark_writes_table_figures_and_plot(tmp_path, capsys):
         key: {row["phase"]: row for row in figures["measurements"] if row["contestant"] == key}
         for key in keys
     }
-    failed = {row["contestant"]: row for row in figures["failures"]}
-    for key in ("bare", "lowrank_kron", "stock_kron"):
+    assert not figures["failures"]
+    for key in keys:
         assert list(phases[key]) == ["fit", "predict 1", "predict 2"]
         for measured in phases[key].values():
             assert 0 < measured["minimum"] <= measured["median"] <= measured["maximum"]
@@ -46,14 +45,6 @@ def test_the_benchmark_writes_table_figures_and_plot(tmp_path, capsys):
     kept = phases["stock_kron"]["fit"]["posterior_megabytes"]
     assert kept == 4 * 4 * (32**2 + 8**2) / 1e6
     assert 0 < phases["lowrank_kron"]["fit"]["posterior_megabytes"] < 0.02
-    # Version 0.0.6 cannot predict for one text; all else that it does is measured.
-    if find_spec("bayesian_lora") is None:
-        assert "bayesian-lora" in failed["bayesian_lora"]["reason"]
-    else:
-        assert list(phases["bayesian_lora"]) == ["fit", "predict 2"]
-        assert failed["bayesian_lora"]["what"] == "predict 1"
-        assert "AssertionError" in failed["bayesian_lora"]["reason"]
-    assert set(failed) == {"bayesian_lora"}
     for series in figures["growth"]:
         assert len(series["seconds"]) == len(series["sizes"])
         assert series["name"] in printed
@@ -99,8 +90,6 @@ def test_random_models_are_of_the_shape_and_dtype():
     model = random_llama(shape, "cpu", 0)
     frozen = [p for p in model.model.parameters() if not p.requires_grad]
     assert {p.dtype for p in frozen} == {torch.bfloat16}
-    norms = (2 * shape.layers + 1) * shape.hidden_size
-    assert sum(p.numel() for p in frozen) == shape.number_of_weights + norms
     trainable = [p for p in model.model.parameters() if p.requires_grad]
     assert len(trainable) == len(model.lora_weights) == 6
     assert all(p.any() for p in trainable)
@@ -109,8 +98,6 @@ def test_random_models_are_of_the_shape_and_dtype():
 
 @pytest.mark.parametrize("key", CONTESTANTS)
 def test_every_rival_predicts_a_distribution_broader_than_the_models(key):
-    if key == "bayesian_lora":
-        pytest.importorskip("bayesian_lora")
     shape = small_shape(layers=2)
     (batch,) = random_loader(shape, 1, "cpu", 1, batch_size=5)
     model = random_llama(shape, "cpu", 0)

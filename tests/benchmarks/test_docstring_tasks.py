@@ -51,13 +51,13 @@ def test_library_names_are_masked(text):
 
 def test_docstrings_are_balanced_disjoint_and_reproducible():
     sizes = {"train_examples": 10, "test_examples": 15, "shifted_examples": 5}
-    options = parsed("--quiet", files_per_library=30, **sizes)
-    first, second = (TASKS["docstrings"].read(options, 3, 5) for _ in range(2))
+    options = parsed("stages --quiet", files_per_library=30, **sizes)
+    first, second = (TASKS["docstrings"].read(options, 3) for _ in range(2))
     assert first == second
-    parts = (first.train, first.validation, first.test)
-    assert [len(part) for part in parts] == [10, 5, 15]
+    parts = (first.train, first.test)
+    assert [len(part) for part in parts] == [10, 15]
     texts = [text for part in parts for text, _ in part]
-    assert len({text.casefold() for text in texts}) == 30
+    assert len({text.casefold() for text in texts}) == 25
     labels = [label for _, label in first.test]
     assert sorted(labels) == sorted(list(range(len(LIBRARIES))) * 3)
     assert [label for _, label in first.shifted["matplotlib"]] == [None] * 5
@@ -66,12 +66,10 @@ def test_docstrings_are_balanced_disjoint_and_reproducible():
 @pytest.mark.parametrize("name", ["names", "choices"])
 def test_tasks_of_names_are_disjoint_and_of_the_sizes_asked_for(name):
     sizes = {"train_examples": 10, "test_examples": 6, "shifted_examples": 5}
-    options = parsed("--quiet", task=name, files_per_library=30, **sizes)
-    task = TASKS[name].read(options, 0, 4)
-    assert [len(part) for part in (task.train, task.test, task.validation)] == [10, 6, 4]
-    assert (
-        len({text for part in (task.train, task.test, task.validation) for text, _ in part}) == 20
-    )
+    options = parsed("stages --quiet", task=name, files_per_library=30, **sizes)
+    task = TASKS[name].read(options, 0)
+    assert [len(part) for part in (task.train, task.test)] == [10, 6]
+    assert len({text for part in (task.train, task.test) for text, _ in part}) == 16
     assert len(task.shifted["matplotlib"]) == 5
     assert task.is_prompt == (name == "choices")
 

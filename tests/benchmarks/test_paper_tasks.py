@@ -11,15 +11,10 @@ from benchmarks.models import MissingDataError
 from benchmarks.tasks.paper import (
     CAUSAL_HYPERPARAMETERS,
     ENCODER_HYPERPARAMETERS,
-    MMLU_SUBJECTS,
-    PAPER_SHIFTS,
     PAPER_TASKS,
     read_paper_task,
 )
 from tests.benchmarks.support import (
-    ARC_ROWS,
-    FRUIT_PROMPT,
-    MMLU_ROW,
     PROMPTS,
     ROWS,
     parsed,
@@ -82,30 +77,9 @@ def test_what_is_cut_of_a_long_prompt_is_not_where_the_answer_comes_from():
 def test_so_many_texts_are_kept_as_asked_for(tmp_path):
     write_task("mrpc", tmp_path)
     write_rows(PAPER_TASKS["mrpc"].sources[0], tmp_path, ROWS["mrpc"][0] * 3)
-    options = parsed("--quiet", task="mrpc", data=tmp_path, train_examples=3)
-    task = PAPER_TASKS["mrpc"].read(options, 0, 2)
-    assert [len(part) for part in (task.train, task.validation, task.test)] == [3, 2, 1]
-
-
-def test_shifted_texts_are_the_other_tasks_tests(tmp_path):
-    write_task("obqa", tmp_path)
-    write_rows(PAPER_TASKS["arc_easy"].sources[1], tmp_path, ARC_ROWS)
-    write_rows(PAPER_TASKS["arc_challenge"].sources[1], tmp_path, ARC_ROWS[:1])
-    for subject in MMLU_SUBJECTS:
-        for place, source in enumerate(PAPER_SHIFTS[subject][0]):
-            write_rows(source, tmp_path, [MMLU_ROW] * (place + 1))
-    task = read_paper_task("obqa", tmp_path, shifted=tuple(PAPER_SHIFTS))
-    counts = {name: len(examples) for name, examples in task.shifted.items()}
-    sums = {subject: sum(range(len(tasks) + 1)) for subject, tasks in MMLU_SUBJECTS.items()}
-    assert counts == {"arc_challenge": 1, "arc_easy": 2} | sums
-    assert task.shifted["arc_easy"] == [(FRUIT_PROMPT, 2), (FRUIT_PROMPT, 1)]
-    assert set(task.shifted["health"]) == {(FRUIT_PROMPT, 3)}
-
-
-def test_the_papers_table_of_mmlu_subjects():
-    counts = {subject: len(tasks) for subject, tasks in MMLU_SUBJECTS.items()}
-    assert counts == {"computer_science": 4, "engineering": 1, "law": 3, "health": 7}
-    assert PAPER_SHIFTS["engineering"][0] == [("cais/mmlu", "electrical_engineering", "test")]
+    options = parsed("stages --quiet", task="mrpc", data=tmp_path, train_examples=3)
+    task = PAPER_TASKS["mrpc"].read(options, 0)
+    assert [len(part) for part in (task.train, task.test)] == [3, 1]
 
 
 def test_hyperparameters_are_the_papers():
@@ -146,22 +120,17 @@ read_paper_task("winogrande_s")
 
 def test_every_missing_file_is_named_at_once(tmp_path):
     write_task("obqa", tmp_path)
-    (tmp_path / "allenai" / "openbookqa" / "main" / "train.jsonl").unlink()
+    folder = tmp_path / "allenai" / "openbookqa" / "main"
+    for split in ("train", "validation"):
+        (folder / f"{split}.jsonl").unlink()
     with pytest.raises(MissingDataError) as error:
-        read_paper_task("obqa", tmp_path, shifted=("engineering",))
+        read_paper_task("obqa", tmp_path)
     assert str(error.value) == (
         f"The data in {tmp_path} are incomplete: download from https://huggingface.co/datasets, "
         "and save as JSON lines, allenai/openbookqa (main), split train, as "
-        f"{tmp_path}/allenai/openbookqa/main/train.jsonl; cais/mmlu (electrical_engineering), "
-        f"split test, as {tmp_path}/cais/mmlu/electrical_engineering/test.jsonl."
+        f"{folder}/train.jsonl; allenai/openbookqa (main), split validation, as "
+        f"{folder}/validation.jsonl."
     )
-
-
-def test_unknown_shifts_are_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match=f"history.*{', '.join(PAPER_SHIFTS)}"):
-        read_paper_task("obqa", tmp_path, shifted=("law", "history"))
-    with pytest.raises(ValueError, match="obqa, not rte"):
-        read_paper_task("rte", tmp_path, shifted=("law",))
 
 
 def test_rows_of_another_schema_are_refused_by_name(tmp_path):

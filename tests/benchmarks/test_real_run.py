@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.fine_tuning import fine_tune, prepare
+from benchmarks.fine_tuning import TEST, fine_tune, prepare
 from benchmarks.methods import posterior
 from tests.benchmarks.support import parsed
 
@@ -10,13 +10,13 @@ from tests.benchmarks.support import parsed
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
     """A fitted posterior and validation statistics."""
-    sizes = {"train_examples": 60, "test_examples": 5, "shifted_examples": 1}
+    sizes = {"train_examples": 60, "test_examples": 100, "shifted_examples": 1, "steps": 60}
     files = {"files_per_library": 60, "cache": tmp_path_factory.mktemp("cache")}
-    pretrained = prepare(parsed("--quiet", **sizes, **files), 0, validation=100).for_epochs(15)
+    pretrained = prepare(parsed("stages --quiet", **sizes, **files), 0)
     model = fine_tune(pretrained, pretrained.data["train"], 0)
     la = posterior("lowrank_kron").build(model)
     la.fit(pretrained.loader("train"))
-    return la, la.predictive_statistics(pretrained.loader("validation"))
+    return la, la.predictive_statistics(pretrained.loader(TEST))
 
 
 @pytest.mark.parametrize("structure", ["scalar", "layerwise"])

@@ -36,7 +36,7 @@ def test_tfb_takes_the_most_noise_that_changes_few_classes(most, monkeypatch):
     monkeypatch.setattr(sampled, "MOST_CHANGED", most)
     model, texts = AdaptedModel(lora_model("bert", hidden_size=32).eval()), many_texts()
     before = copied(model.model)
-    members = training_free(model, texts, texts)
+    members = training_free(model, texts)
     found = members.predict({"": texts})[""]
     assert_same(model.model, before)
     p = model.logits(texts).softmax(-1)
@@ -82,9 +82,9 @@ def test_a_rival_trains_a_model_of_its_own(key, recipe, task, prepared):
     model = fine_tune(pretrained, train, 0)
     before, loader = copied(model.model), pretrained.loader(train, 8)
     trained = {name: p for name, p in model.model.named_parameters() if p.requires_grad}
-    members = METHODS[key].fit(model, loader, loader)
+    members = METHODS[key].fit(model, loader)
     found = members.predict({"": loader})[""]
-    again = METHODS[key].fit(model, loader, loader)  # of a training that is read from the cache
+    again = METHODS[key].fit(model, loader)  # of a training that is read from the cache
     assert torch.equal(again.predict({"": loader})[""], found)
     assert_same(model.model, before)
     assert torch.allclose(found.sum(-1), torch.ones(len(train)))
