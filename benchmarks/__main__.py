@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib import import_module
@@ -15,6 +16,8 @@ COMMANDS = (
     *(options.Stages, options.Calibration, options.Overview),
     *(options.Text, options.Cost, options.Scale),
 )
+
+MAIN_JOB = ("stages", "--task", "defaults")  # without a command
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,7 +60,8 @@ def positive(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark that the command line asks for."""
-    arguments = vars(build_parser().parse_args(argv))
+    given = sys.argv[1:] if argv is None else argv
+    arguments = vars(build_parser().parse_args(given or MAIN_JOB))
     experiment = arguments.pop("experiment")
     name = experiment.__name__.lower()
     # OpenMP's threads spin while they wait, which makes a run several times slower if other work
