@@ -24,8 +24,8 @@ ONE_AT_A_TIME = "one example at a time"
 """Key of `LogitsModel.layouts`: whether the rows of some batch were not each example's own."""
 
 
-_Site = tuple[str, int, int, int]
-"""A LoRA layer, whose two halves see the same rows; which of how many calls; the batch's size."""
+_Site = tuple[str, int, int]
+"""A LoRA layer, whose two halves see the same rows, and which of how many calls of it."""
 
 
 def is_proven(
@@ -33,9 +33,9 @@ def is_proven(
 ) -> bool:
     """Whether the rows of a pass are each example's own.
 
-    Texts are proven in the first batch and at new sizes, and later if a gradient comes to a layer
-    that had none. Sizes don't tell what rows other batches have, such as those of images: each of
-    them is proven.
+    Texts are proven in the first batch, in the first one of two, four, eight and so on or more
+    examples, and if a gradient comes to a layer that had none. Sizes don't tell what rows other
+    batches have, such as those of images: each of them is proven.
 
     Parameters
     ----------
@@ -45,7 +45,8 @@ def is_proven(
         one for each layer of the graph
     positions : Positions
     known : dict
-        from sites of earlier passes to whether they were proven; this one adds its own
+        from sites of earlier passes to the size of the largest batch that proved them, 0 if none
+        did; this one adds its own
 
     Raises
     ------
@@ -53,20 +54,21 @@ def is_proven(
         If a gradient is not finite.
     """
     n_examples = positions.n_examples
+    if n_examples == 1:
+        return True
     shapes = {
         site: call.rows
         for index, calls in enumerate(graph.calls)
-        for site, call in zip(_sites(graph, blocks, index, n_examples), calls, strict=True)
+        for site, call in zip(_sites(graph, blocks, index), calls, strict=True)
     }
-    if n_examples == 1:
-        return True
     if not all(shape and shape[0] % n_examples == 0 for shape in shapes.values()):
         return False
+    size = n_examples.bit_length()  # 2 for 2 and 3 examples, 3 for 4 to 7, and so on
     lasting = {site for site, shape in shapes.items() if _lasts(site[0], shape, positions)}
-    unproven = {site for site in shapes if site not in lasting or not known.get(site)}
+    unproven = {site for site in shapes if site not in lasting or known.get(site, 0) < size}
     if not unproven:
         return True
-    if unproven <= lasting & known.keys():  # no gradient came to them before
+    if all(site in lasting and known.get(site) == 0 for site in unproven):  # had no gradient
         of_all = torch.ones(1, n_examples, dtype=torch.bool)
         reached = _reached(graph, blocks, positions, of_all)
         if not any(read([reached[site].any() for site in unproven & reached.keys()])):
@@ -76,7 +78,7 @@ def is_proven(
     if any(read([(rows.any(-1) & ~words.to(rows.device)).any() for rows in reached.values()])):
         return False
     for site in lasting:
-        known[site] = known.get(site, False) or _is_conclusive(reached.get(site))
+        known[site] = size if known.get(site) or _is_conclusive(reached.get(site)) else 0
     return True
 
 
@@ -89,10 +91,9 @@ def codewords(n_examples: int) -> torch.Tensor:
     return words
 
 
-def _sites(graph: Graph, blocks: Sequence[Block], index: int, n_examples: int) -> list[_Site]:
-    """Of a layer's calls; batches of 2 and 3 examples, of 4 to 7 and so on are of the same size."""
-    layer, n_calls = blocks[index].lora_layer, len(graph.calls[index])
-    return [(layer, place, n_calls, n_examples.bit_length()) for place in range(n_calls)]
+def _sites(graph: Graph, blocks: Sequence[Block], index: int) -> list[_Site]:
+    n_calls = len(graph.calls[index])
+    return [(blocks[index].lora_layer, place, n_calls) for place in range(n_calls)]
 
 
 def _reached(
@@ -108,7 +109,7 @@ def _reached(
     vectors = of_logits[..., None] * vector.to(graph.logits)
 
     def note(seeds: slice, index: int, gradients: Mapping[int, torch.Tensor]) -> None:
-        block, sites = blocks[index], _sites(graph, blocks, index, n_examples)
+        block, sites = blocks[index], _sites(graph, blocks, index)
         for place, of_call in gradients.items():
             finite.append((block.name, torch.isfinite(of_call).all()))
             rows = block.rows.output_rows(of_call.detach()).any(-1)
