@@ -100,10 +100,6 @@ class MixtureStatistics:
         return self.members[0].required_targets()
 
     @property
-    def batch_sizes(self) -> list[int]:
-        return self.members[0].batch_sizes
-
-    @property
     def f_mu(self) -> torch.Tensor:
         """`(N, C)` logits of the first member."""
         return self.members[0].f_mu

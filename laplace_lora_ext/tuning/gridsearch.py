@@ -88,7 +88,7 @@ class GridSearch(TuningMethod):
         options |= {"link_approx": self.link_approx or default, "fitting": True}
 
         def outputs(x: Any) -> Columns:
-            found: Any = la(x, **options)
+            found: Any = la(x, **options)  # pyright: ignore[reportCallIssue]
             return found if isinstance(found, tuple) else (found,)
 
         def of_batch(batch: Any) -> Columns:

@@ -59,14 +59,15 @@ def moments_along(
     With "lowrank_kron" the data pass through the model once, or not at all if they are statistics;
     with other structures at every prior precision, which `la` is left with.
     """
-    statistics: PredictiveStatistics | None = la.statistics_of(data, progress_bar)
+    loader: Any = data
+    statistics: PredictiveStatistics | None = la.statistics_of(loader, progress_bar)
     if statistics is not None:
         return statistics.moments
 
     def of_batches(prior_precision: torch.Tensor) -> Moments:
         la.prior_precision = prior_precision
         return Moments(
-            *over_loader(data, lambda batch: la.predictive_moments(la.model.inputs(batch)))
+            *over_loader(loader, lambda batch: la.predictive_moments(la.model.inputs(batch)))
         )
 
     return of_batches
