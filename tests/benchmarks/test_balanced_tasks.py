@@ -86,7 +86,8 @@ def test_sets_are_balanced_disjoint_and_reproducible(name):
 
 
 def test_the_sets_of_another_seed_are_others():
-    options = parsed("stages --quiet", task="belongs", files_per_library=20, train_examples=2)
+    sizes = {"train_examples": 2, "test_examples": 2}
+    options = parsed("stages --quiet", task="belongs", files_per_library=20, **sizes)
     read = TASKS["belongs"].read
     assert read(options, 0).train != read(options, 1).train
 
@@ -158,9 +159,9 @@ def test_a_description_of_two_types_is_left_out(monkeypatch):
     monkeypatch.setattr("benchmarks.tasks.numpydoc.read_parameters", lambda *_: found)
     options = parsed("stages --quiet", train_examples=8, test_examples=8)
     with pytest.raises(ValueError, match="array has too few texts"):
-        TASKS["types"].read(options, 0, 0)
+        TASKS["types"].read(options, 0)
     found += [Parameter("x", kind, f"Also of {kind}.", "", 0) for kind in kinds]
-    texts = [text for text, _ in TASKS["types"].read(options, 0, 0).train]
+    texts = [text for text, _ in TASKS["types"].read(options, 0).train]
     assert "Of every type." not in texts
 
 
