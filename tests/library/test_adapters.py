@@ -235,7 +235,7 @@ def test_a_posterior_over_b_alone_is_saved_drawn_from_and_guarded(structure, tmp
     torch.testing.assert_close(again(batch), la(batch))
     settings = {"backend_kwargs": {"rank": 3}} if structure == "lowrank_kron" else {}
     of_both = make(loaded, structure, **settings)
-    with pytest.raises(ValueError, match=r"lora_A\.weight takes part now, but did not in the fit"):
+    with pytest.raises(ValueError, match=r"lora_A\.weight .*was None at the fit"):
         of_both.load_state_dict(la.state_dict())
     (folder,) = la.sample_adapters(1, tmp_path / "draws")
     drawn = load_file(folder / "adapter_model.safetensors")
