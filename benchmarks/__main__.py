@@ -17,7 +17,7 @@ COMMANDS = (
     *(options.Text, options.Cost, options.Scale),
 )
 
-MAIN_JOB = ("stages", "--task", "defaults")  # without a command
+MAIN_JOB = "stages", "--task", "defaults", "--members", "2", "--smoothing"  # without a command
 
 
 def build_parser() -> argparse.ArgumentParser:
