@@ -47,7 +47,7 @@ Train = Callable[[nn.Module, Dataset, float], object]
 """Trains a model's active adapter on examples, for a share of the steps of a whole training."""
 
 _MEMBER = "member_{}"  # adapters of a mixture but the first, which is the user's
-_MARK = "laplace_stage.json"  # null while a training goes on, then its log
+_MARK = "laplace_stage.json"
 
 
 class Stages(NamedTuple):
@@ -311,23 +311,43 @@ def _trained(
 ) -> list[dict[str, Any]]:
     """Train the active adapter and save it, or load what an interrupted run has saved; its log."""
     mark = folder / _MARK
-    begun = of_first(mark.stat().st_mtime if resume and mark.exists() else None)
-    log = of_first(None if begun is None else json.loads(mark.read_text(encoding="utf-8")))
+    noted = of_first(_Noted.read(mark) if resume and mark.exists() else None)
     model = find_peft_model(trainer.model)
     adapter: Any = model.active_adapter
-    if log is not None:
+    if noted is not None and noted.n_examples != len(examples):
+        raise ValueError(
+            f"{folder} is of a training on {noted.n_examples} examples, not {len(examples)}: resume "
+            "with the same held_out and data, or train anew with resume_from_checkpoint=False."
+        )
+    if noted is not None and noted.log is not None:
         read_adapter(model, adapter, folder)
-        return log
-    if begun is None and trainer.args.should_save:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.write_text("null", encoding="utf-8")
-    checkpoint = None if begun is None else _last_checkpoint(folder, begun)
+        return noted.log
+    if noted is None and trainer.args.should_save:
+        _Noted(len(examples)).write(mark)
+    checkpoint = None if noted is None else _last_checkpoint(folder, noted.time)
     train(trainer, examples, share, folder, checkpoint)
     log = trainer.state.log_history
     if trainer.args.should_save:
         write_adapter(model, adapter, {}, folder)
-        mark.write_text(json.dumps(log), encoding="utf-8")
+        _Noted(len(examples), log).write(mark)
     return log
+
+
+class _Noted(NamedTuple):
+    """What a stage notes in its folder: its number of examples, and its log once it is trained."""
+
+    n_examples: int
+    log: list[dict[str, Any]] | None = None
+    time: float = 0.0
+
+    @classmethod
+    def read(cls, mark: Path) -> _Noted:
+        return cls(**json.loads(mark.read_text(encoding="utf-8")), time=mark.stat().st_mtime)
+
+    def write(self, mark: Path) -> None:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        noted = {"n_examples": self.n_examples, "log": self.log}
+        mark.write_text(json.dumps(noted), encoding="utf-8")
 
 
 def _last_checkpoint(folder: Path, since: float) -> Path | None:

@@ -147,7 +147,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, st
     expected, weights = train_in_stages(whole, **options), values(whole.model)
     for at in stops:  # of five steps of the first stage, for each member, and two of the second
         folder = tmp_path / str(at)
-        if at == 6:  # there are checkpoints of other trainings
+        if at == 3:  # there are checkpoints of other trainings
             trainer_of(folder, learning_rate=0.1).train()
             train_in_stages(trainer_of(folder, learning_rate=0.1, max_steps=8), **options)
         trainer = trainer_of(folder, Stop(at), max_steps=6)
@@ -165,6 +165,15 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, st
         assert torch.equal(la(BATCH), expected(BATCH))
         logs = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (trainer, whole)]
         assert logs[0] == logs[1]
+
+
+def test_a_run_goes_on_with_the_same_texts_alone(tmp_path):
+    with pytest.raises(RuntimeError, match="killed"):
+        train_in_stages(trainer_of(tmp_path, Stop(3), max_steps=6))
+    trainer = trainer_of(tmp_path, steps := Watch(), max_steps=6)
+    with pytest.raises(ValueError, match="stage_1 is of a training on 16 examples, not 12"):
+        train_in_stages(trainer, 0.4, resume_from_checkpoint=True)
+    assert steps.steps == []
 
 
 class Endless(IterableDataset):
