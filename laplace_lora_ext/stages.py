@@ -37,7 +37,6 @@ from laplace_lora_ext.training.trainers import (
     train,
     whole_loader,
 )
-from laplace_lora_ext.tuning.entropy import MatchedEntropy, mean_entropy
 from laplace_lora_ext.tuning.history import TuningHistory
 
 SECOND_STAGE = 0.25
@@ -79,8 +78,7 @@ def train_in_stages(
 
     The first stage trains without a share of the texts, which then choose the prior precision; the
     second trains the same adapter on all texts for a quarter of the steps, with an optimizer and a
-    schedule of its own. The prior precision is carried over by the entropy of predictions, see
-    `MatchedEntropy`. No label is lost.
+    schedule of its own, and keeps the prior precision. No label is lost.
 
     Callbacks, logs, evaluations and checkpoints of the trainer work in both stages. The adapter and
     the posterior end in its `output_dir`, checkpoints of the first stage in "stage_1" there, and
@@ -230,34 +228,13 @@ def _in_stages(
             method="gridsearch", val_loader=validation, progress_bar=progress_bar, **link
         )
         chosen = [choice] if members == 1 else choice.members
-        carried = [_Carried.of(la, first) for la in chosen]
         seconds = []
-        for activate, choice_of_member in zip(actives, carried, strict=True):
+        for activate, of_first_stage in zip(actives, chosen, strict=True):
             activate()
             train(model, everything, SECOND_STAGE)
             seconds.append(fitted(batches.of(everything)))
-            choice_of_member.carry_over(seconds[-1], first)
+            seconds[-1].prior_precision = of_first_stage.prior_precision.detach().clone()
     return Stages(seconds[0] if members == 1 else LaplaceMixture(seconds), history)
-
-
-class _Carried(NamedTuple):
-    """A choice of the first stage: its prior precision, and how uncertain it leaves predictions."""
-
-    prior_precision: torch.Tensor
-    entropy: float | None
-
-    @classmethod
-    def of(cls, la: Any, texts: DataLoader) -> _Carried:
-        entropy = None if _writes(la) else mean_entropy(la, texts)
-        return cls(la.prior_precision.detach().clone(), entropy)
-
-    def carry_over(self, la: Any, texts: DataLoader) -> None:
-        la.prior_precision = self.prior_precision
-        if self.entropy is not None:
-            method = MatchedEntropy(
-                train_loader=texts, entropy=self.entropy, init_prior_prec=self.prior_precision
-            )
-            la.optimize_prior_precision(method=method)
 
 
 def _writes(la: Any) -> bool:
@@ -316,8 +293,8 @@ def _trained(
     adapter: Any = model.active_adapter
     if noted is not None and noted.n_examples != len(examples):
         raise ValueError(
-            f"{folder} is of a training on {noted.n_examples} examples, not {len(examples)}: resume "
-            "with the same held_out and data, or train anew with resume_from_checkpoint=False."
+            f"{folder} is of a training on {noted.n_examples} examples, not {len(examples)}: "
+            "resume with the same held_out and data, or train anew without resuming."
         )
     if noted is not None and noted.log is not None:
         read_adapter(model, adapter, folder)

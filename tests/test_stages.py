@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 
 import pytest
@@ -22,7 +21,6 @@ from torch.utils.data import (
 
 from laplace_lora_ext import LaplaceMixture, from_pretrained, in_stages, train_in_stages
 from laplace_lora_ext.metrics import quality
-from laplace_lora_ext.predictive.links import mean_field
 from laplace_lora_ext.training.examples import divided
 from tests.support.models import base_model, lora_model, plain_model
 from tests.support.posteriors import fitted, generator, validation_loss
@@ -75,13 +73,7 @@ def test_the_seed_chooses_what_is_held_out_and_the_second_stage_learns_it(tmp_pa
     assert watch.data[0].indices != watch.data[2].indices
 
 
-def entropy_at(la, prior_precision, batches):
-    la.prior_precision = prior_precision
-    p = [mean_field(*la.predictive_moments(batch)).exp() for batch in batches]
-    return torch.special.entr(torch.cat(p)).sum(-1).mean().item()
-
-
-def test_the_prior_is_what_the_held_out_texts_choose_carried_over_by_entropy(tmp_path):
+def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
     watch, model, data = Watch(), lora_model("bert"), Learnable(N)
     settings = {"learning_rate": 0.05, "max_steps": 20, "save_strategy": "no"}
     trainer = trainer_of(tmp_path, watch, model=model, data=data, **settings)
@@ -98,13 +90,8 @@ def test_the_prior_is_what_the_held_out_texts_choose_carried_over_by_entropy(tmp
     figures, found = trainer.state.log_history[-1], la.prior_precision.item()
     assert figures["laplace_held_out_nll"] == pytest.approx(min(losses), rel=1e-5)
     assert figures["laplace_prior_precision"] == found
-    chosen = grid[losses.index(min(losses))]
-    entropy = entropy_at(of_first, chosen, rest)
+    assert found == pytest.approx(grid[losses.index(min(losses))])
     of_second = fitted(batches=DataLoader(data, 20), model=model)
-    least, most = (entropy_at(of_second, chosen * factor, rest) for factor in (10, 0.1))
-    entropy = min(max(entropy, least), most)
-    below, above = (entropy_at(of_second, found * math.exp(x), rest) for x in (0.02, -0.02))
-    assert below < entropy < above  # within the accuracy of the search
     of_second.prior_precision = found
     torch.testing.assert_close(la(BATCH), of_second(BATCH))
 

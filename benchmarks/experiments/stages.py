@@ -41,10 +41,9 @@ EXPLAINED = (
 FIGURES = ("accuracy", "nll", "ece", "regret", "chosen", "trainings", "forward_passes")
 FIGURES += ("fit_seconds", "predict_seconds")
 TEMPERATURE = Prior("held_out_temperature", "temperature of the held-out texts")
-ENTROPY_KEPT = Prior("held_out", "held-out texts")
+HELD_OUT_TEXTS = Prior("held_out", "held-out texts")
 VALIDATION = Prior("validation", "validation")
 ELSEWHERE = Prior("validation_elsewhere", "second training")
-PRIOR_KEPT = Prior("held_out_prior", "held-out texts, prior precision kept")
 AS_UNCERTAIN = Prior("as_uncertain", "second training, entropy of its members")
 TAUGHT_BY = {
     None: Prior("training_texts", "training texts"),
@@ -77,23 +76,6 @@ class Member(NamedTuple):
     def predict(self, name: str, prior_precision: torch.Tensor) -> torch.Tensor:
         """Class probabilities (texts, classes) of a data set."""
         return probabilities(self.la, self.statistics[name].moments(prior_precision), LINK)
-
-
-class Choice(NamedTuple):
-    """A prior precision that held-out texts chose, and how uncertain it leaves predictions."""
-
-    prior_precision: torch.Tensor
-    entropy: float
-
-    def carried_over(self, member: Member) -> Any:
-        """A posterior with the prior precision that makes it as uncertain on the same texts."""
-        la: Any = copy(member.la)
-        start, statistics = self.prior_precision, member.statistics[REST]
-        method = MatchedEntropy(
-            train_loader=statistics, entropy=self.entropy, init_prior_prec=start
-        )
-        la.optimize_prior_precision(method=method)
-        return la
 
 
 class Trial:
@@ -176,17 +158,17 @@ class Trial:
         for number, again in enumerate(activate):
             again()
             self.train(model, self._records(self.rest), 1 - HELD_OUT, number)
-            firsts.append(self._fitted(model, self.rest, {REST: self.rest, HELD: self.held}))
+            firsts.append(self._fitted(model, self.rest, {HELD: self.held}))
         choices = {count: self._choices(firsts[:count]) for count in counts}
         seconds: list[Member] = []
         for number, again in enumerate(activate):
             again()
             self.train(model, self._records(self.whole), SECOND_STAGE, number)
-            seconds.append(self._fitted(model, self.whole, {REST: self.rest, **self.loaders}))
+            seconds.append(self._fitted(model, self.whole, self.loaders))
         return [row for n in counts for row in self._staged(firsts[:n], seconds[:n], choices[n])]
 
     def _staged(
-        self, firsts: list[Member], members: list[Member], choices: list[Choice]
+        self, firsts: list[Member], members: list[Member], choices: list[torch.Tensor]
     ) -> Iterator[Row]:
         """Rows of some members."""
         count = len(members)
@@ -203,11 +185,10 @@ class Trial:
             "fit_seconds": sum(member.seconds for member in (*firsts, *members)),
         }
         row = partial(self.tests.row, f"staged_{count}", names[1], **costs)
-        kept = [choice.prior_precision for choice in choices]
-        yield row(**self._exact(members, kept), prior=PRIOR_KEPT)
-        las = [c.carried_over(member) for c, member in zip(choices, members, strict=True)]
-        carried = [la.prior_precision for la in las]
-        yield row(**self._exact(members, carried), prior=ENTROPY_KEPT)
+        yield row(**self._exact(members, choices), prior=HELD_OUT_TEXTS)
+        las: list[Any] = [copy(member.la) for member in members]
+        for la, prior_precision in zip(las, choices, strict=True):
+            la.prior_precision = prior_precision
         la = las[0] if count == 1 else LaplaceMixture(las)
         if count <= MOST_TAUGHT:
             yield from self._in_one_pass(la, f"staged_{count}", names[1], costs)
@@ -271,7 +252,7 @@ class Trial:
         name = ("label_smoothing", "Label smoothing in stages")
         trainings = len(losses) * (1 - HELD_OUT) + SECOND_STAGE
         bare = {"predict_seconds": self.seconds["bare"], "forward_passes": 1.0}
-        own = {"prior": ENTROPY_KEPT, "chosen": amount, "trainings": trainings, **bare}
+        own = {"prior": HELD_OUT_TEXTS, "chosen": amount, "trainings": trainings, **bare}
         return [self.tests.row(*name, found, **own)]
 
     def _smoothed(self, amount: float) -> AdaptedModel:
@@ -316,7 +297,7 @@ class Trial:
             seconds += 0 if name in self.loaders else process_time() - started
         return Member(la, statistics, seconds)
 
-    def _choices(self, firsts: Sequence[Member]) -> list[Choice]:
+    def _choices(self, firsts: Sequence[Member]) -> list[torch.Tensor]:
         """What held-out texts choose for one posterior, or for the mixture of several."""
         held: Any = [member.statistics[HELD] for member in firsts]
         if len(firsts) == 1:
@@ -328,10 +309,7 @@ class Trial:
             members = choice.members
             held = MixtureStatistics(tuple(held), ())
         choice.optimize_prior_precision(method="gridsearch", val_loader=held, link_approx=LINK)
-        return [
-            Choice(la.prior_precision.clone(), mean_entropy(la, member.statistics[REST]))
-            for la, member in zip(members, firsts, strict=True)
-        ]
+        return [la.prior_precision.clone() for la in members]
 
     def _temperature(self, members: Sequence[Member]) -> float:
         """The temperature with which the members' mean predicts held-out texts best."""
