@@ -23,7 +23,11 @@ def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path, c
     folder = tmp_path / "results"
     smoothing = {"smoothing": (0.2,), "members": 2}
     figures, _, progress = run(capsys, folder, "stages", **options, **smoothing)
-    rows = {(row["method"], row["prior"]): row for row in figures["methods"]}
+    of_link = {"mean_field": "", "runners_up": " runners_up"}
+    rows = {
+        (row["method"] + of_link.get(row["link"], ""), row["prior"]): row
+        for row in figures["methods"]
+    }
     assert len(rows) == len(figures["methods"])
     both = ("training_texts", "swapped")
     assert rows.keys() == {
@@ -36,6 +40,7 @@ def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path, c
         *((f"staged_1_{kind}", prior) for kind in ("amortized", "student") for prior in both),
         *((f"staged_2_{kind}", "swapped") for kind in ("amortized", "student")),
         ("staged_map_1_student", "swapped"),
+        ("staged_1 runners_up", "held_out"),
         ("label_smoothing", "held_out"),
     }
     for row in rows.values():
@@ -67,6 +72,7 @@ def test_a_mixture_is_that_of_in_stages(options):
     test = pretrained.loader(TEST)
     found = torch.cat([mixture(batch, link_approx="mean_field").detach() for batch in test])
     labels = torch.tensor([record["labels"] for record in test.dataset])
-    rows = {(row["method"], row["prior"]): row for row in (*trial.ordinary(), *trial.in_stages())}
+    measured = [*trial.ordinary(), *trial.in_stages()]
+    rows = {(row["method"], row["prior"]): row for row in measured}
     nll = negative_log_likelihood(found, labels)
     assert rows["staged_2", "held_out"]["nll"] == pytest.approx(nll, rel=1e-6)
