@@ -103,9 +103,9 @@ def test_it_is_short():
 def command_lines() -> list[str]:
     """What follows `python -m benchmarks` in code spans and in indented or fenced lines."""
     found = []
-    for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"):
-        path = ROOT / name
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    pages = sorted(path for path in (ROOT / "benchmarks").rglob("*.md"))
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages):
+        text = path.read_text(encoding="utf-8")
         text = re.sub(r"\\\n\s*", " ", text)  # a line that goes on
         code = re.findall(r"^ {4,}(.+)$", text, re.MULTILINE)
         code += [line for _, block in FENCE.findall(text) for line in block.splitlines()]

@@ -1,4 +1,4 @@
-"""Prints what works with which model, adapter, precision and wrapper: `benchmarks/README.md`."""
+"""Prints what works with which model, adapter, precision and wrapper: `benchmarks/results/compatibility.md`."""
 
 from __future__ import annotations
 
