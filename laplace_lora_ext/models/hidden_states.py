@@ -26,15 +26,13 @@ def logits_and_hidden_states(
 
     Call it within `model.prepared()`. The first pass looks at all layers.
     """
-    model.settle(batch)
+    model.try_left_padding(batch)
     calls: deque[tuple[nn.Module, torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
 
     def note(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        given = args[0] if args else None
-        if not isinstance(given, torch.Tensor) or not isinstance(output, torch.Tensor):
-            return
-        if given.ndim > 1 and given.shape[:-1] == output.shape[:-1]:
-            calls.append((layer, given, output))
+        rows = [x for x in (*args[:1], output) if isinstance(x, torch.Tensor) and x.ndim > 1]
+        if len(rows) == 2 and rows[0].shape[:-1] == rows[1].shape[:-1]:
+            calls.append((layer, *rows))
 
     with ExitStack() as hooks:
         for layer in _watched(model):

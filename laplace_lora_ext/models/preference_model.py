@@ -9,9 +9,10 @@ import torch
 from torch.nn.functional import pad
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.answers import logits_of
 from laplace_lora_ext.models.batches import pad_token
 from laplace_lora_ext.models.locks import as_tensor
-from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 _NAMES = "input_ids", "attention_mask"
 _CHOSEN, _REJECTED = "chosen", "rejected"

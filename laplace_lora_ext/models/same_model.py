@@ -15,8 +15,8 @@ from peft.tuners import lora
 from torch import nn
 
 from laplace_lora_ext.messages import listed
-from laplace_lora_ext.models.locks import lock_of
-from laplace_lora_ext.models.logits_model import LogitsModel, find_transformer
+from laplace_lora_ext.models.locks import LOCK
+from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
 from laplace_lora_ext.models.selection import find_idle
 from laplace_lora_ext.models.weights import flattened
@@ -110,7 +110,7 @@ class ModelState:
 
         A loaded adapter does not say which of its weights were frozen in training.
         """
-        with lock_of(find_transformer(model) or model):
+        with LOCK:
             weights = {n: w for n, w in model.named_parameters() if ".lora_" in n}
             before = {name: weight.requires_grad for name, weight in weights.items()}
             try:

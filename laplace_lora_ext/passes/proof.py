@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.models.positions import Positions
 from laplace_lora_ext.passes.graph import Graph
 from laplace_lora_ext.readings import read
 

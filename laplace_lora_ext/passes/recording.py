@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.batches import number_of_rows
+from laplace_lora_ext.models.batches import Positions, number_of_rows
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.models.positions import Positions
 from laplace_lora_ext.passes.graph import Call, Graph
 from laplace_lora_ext.passes.listener import Listener
 from laplace_lora_ext.passes.proof import ONE_AT_A_TIME, is_proven
@@ -255,7 +254,7 @@ def record(
         If an activation, a logit or a gradient is not finite.
     """
     listener = Listener(model, blocks)
-    model.settle(x)
+    model.try_left_padding(x)
     with (
         model.prepared(),
         torch.inference_mode(False),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import pickle
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event
 
@@ -12,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_lora_ext.models.locks import _LOCKS, as_tensor, cpu_as_default, lock_of, users_default
+from laplace_lora_ext.models.locks import as_tensor, cpu_as_default, users_default
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, make
 
@@ -88,20 +85,6 @@ def test_nothing_of_a_prior_precision_that_is_only_tried_gets_out(use, tmp_path)
         tuning.result()
         using.result()
     assert not done
-
-
-def test_each_model_has_a_lock_that_is_neither_copied_nor_kept():
-    module = nn.Linear(2, 2)
-    lock = lock_of(module)
-    assert lock_of(module) is lock
-    assert lock_of(copy.deepcopy(module)) is not lock
-    assert torch.equal(pickle.loads(pickle.dumps(module)).weight, module.weight)
-    with lock, lock:  # a thread may take it again
-        pass
-    before = len(_LOCKS)
-    del module
-    gc.collect()
-    assert len(_LOCKS) < before
 
 
 # --- compiled models -----------------------------------------------------------------------------

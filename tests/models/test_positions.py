@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace_lora_ext.models.positions import Positions
+from laplace_lora_ext.models.batches import Positions
 
 
 def test_a_mask_is_for_layers_that_see_all_positions():

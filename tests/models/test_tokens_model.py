@@ -212,7 +212,7 @@ def changed(**parts):
             changed(labels=torch.ones(6, 4, dtype=torch.long)),
             r"labels have shape \(6, 4\), but input_ids",
         ),
-        (changed(labels=changed()["input_ids"]), "row 1 has labels where attention_mask is 0"),
+        (changed(labels=changed()["input_ids"]), "labels where attention_mask is 0"),
         (changed(attention_mask=torch.ones(6, 5)), r"attention_mask has \(6, 5\)"),
     ],
 )

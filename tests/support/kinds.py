@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.models import OfMapping, TwoLinear, base_model, lora_model, with_lora
+from tests.support.models import OfMapping, TwoLinear, lora_model, with_lora
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -254,11 +254,6 @@ def hidden_by_zero3() -> nn.Module:
     return model
 
 
-def mixed() -> nn.Module:
-    config = LoraConfig(r=2, target_modules=["query"])
-    return get_peft_model(base_model("bert"), config, mixed=True)
-
-
 WRAPPERS = {
     "none": Kind(bert),
     "a module of the user's": Kind(lambda: OfMapping(KeywordsOf(bert()))),
@@ -271,7 +266,6 @@ WRAPPERS = {
     "Accelerate's offloading": Kind(offloaded, "exact, but for draws of the weights"),
     "FSDP1": Kind(hidden_by_fsdp1, "refused", "FSDP1 and .* hide LoRA weights"),
     "DeepSpeed ZeRO-3": Kind(hidden_by_zero3, "refused", "ZeRO-3 hide LoRA weights"),
-    "PeftMixedModel": Kind(mixed, "refused", "A PeftMixedModel mixes kinds of adapters"),
 }
 
 
