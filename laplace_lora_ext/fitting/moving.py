@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from laplace_lora_ext.models.placement import check_float64
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.selection import check_float64
 
 
 def places_of(la: Posterior) -> list[tuple[torch.device, torch.dtype]]:

@@ -32,7 +32,7 @@ from laplace_lora_ext.models.locks import (
     running_eagerly,
     users_default,
 )
-from laplace_lora_ext.models.selection import device_of
+from laplace_lora_ext.models.placement import device_of
 
 _LABEL_KEYS = ("label", "labels")
 

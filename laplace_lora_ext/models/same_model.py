@@ -17,8 +17,7 @@ from torch import nn
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.locks import LOCK
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
-from laplace_lora_ext.models.selection import find_idle
+from laplace_lora_ext.models.lora_layers import Block, find_idle, strip_wrappers
 from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.readings import read
 

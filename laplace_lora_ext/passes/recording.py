@@ -177,7 +177,7 @@ class Recording:
         sharing: dict[tuple[Any, ...], list[int]] = {}
         for index, block in enumerate(self._blocks):
             inputs = (id(call.input) for call in part.graph.calls[index])
-            rows = block.statistics_dtype, block.rows.input_map, *inputs
+            rows = block.statistics_dtype, *inputs
             sharing.setdefault(rows, []).append(index)
         for indices in sharing.values():
             for call in part.graph.calls[indices[0]]:
@@ -208,10 +208,8 @@ class Recording:
         """Inputs and gradients of a layer's calls by example, one call after the other."""
         block = self._blocks[index]
         n_examples = 1 if part.positions is None else part.positions.n_examples
-        inputs = [block.rows.input_rows(call.input) for call in calls]
-        a = [rows.reshape(n_examples, -1, rows.shape[-1]) for rows in inputs]
-        outputs = [block.rows.output_rows(of_call) for of_call in gradients]
-        g = [rows.reshape(len(rows), n_examples, -1, rows.shape[-1]) for rows in outputs]
+        a = [call.input.reshape(n_examples, -1, call.input.shape[-1]) for call in calls]
+        g = [rows.reshape(len(rows), n_examples, -1, rows.shape[-1]) for rows in gradients]
         lengths = [rows.shape[1] for rows in a]
         dtype = block.statistics_dtype
         of_layer = _joined(a, dtype), _joined(g, dtype)

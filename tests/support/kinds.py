@@ -156,10 +156,6 @@ ADAPTERS = {
     "LoRA with a bias": Kind(with_bias, "exact, the bias held"),
     "LoRA-FA": Kind(with_frozen_a, "exact, over B alone"),
     "DoRA": Kind(partial(linear, use_dora=True), "exact, the magnitude held"),
-    "LoRA of Conv1d": Kind(partial(around, nn.Conv1d(2, 4, 3), 16), shape=(2, 6)),
-    "LoRA of Conv2d": Kind(
-        partial(around, nn.Conv2d(2, 3, (3, 2), (2, 1), (1, 0)), 36), shape=(2, 5, 5)
-    ),
     "beside an inactive adapter": Kind(with_inactive),
     "two active adapters": Kind(with_two_active, "refused", "Several adapters are active"),
     "merged": Kind(merged, "refused until unmerged", "first is merged"),
@@ -168,8 +164,8 @@ ADAPTERS = {
         "refused",
         rf"{_LINEAR_A_AND_B}.*experts \(ParamWrapper",
     ),
-    "LoRA of grouped convolutions": Kind(
-        partial(around, nn.Conv1d(2, 4, 3, groups=2), 16),
+    "LoRA of convolutions": Kind(
+        partial(around, nn.Conv1d(2, 4, 3), 16),
         "refused",
         rf"{_LINEAR_A_AND_B}.*layer \(Conv1d",
     ),
@@ -177,11 +173,6 @@ ADAPTERS = {
         lambda: with_lora(Words(), "words", "last"),
         "refused",
         rf"{_LINEAR_A_AND_B}.*words \(Embedding",
-    ),
-    "DoRA of convolutions": Kind(
-        partial(around, nn.Conv1d(2, 4, 3), 16, use_dora=True),
-        "refused",
-        rf"{_LINEAR_A_AND_B}.*layer \(Conv1d Dora",
     ),
     "LoRA of nn.MultiheadAttention": Kind(
         lambda: with_lora(Attention(), "attention"),
