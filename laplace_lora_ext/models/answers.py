@@ -238,7 +238,7 @@ def last_real_position(inputs: Any) -> torch.Tensor:
     """
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None:
-        tokens = inputs
+        tokens: Any = inputs
         if isinstance(inputs, Mapping):
             tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
         return torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device)

@@ -16,7 +16,6 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.processes.exchange import rank
 
 _PACKED = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "seq_idx")
-_LOGITS_TO_KEEP = ("logits_to_keep", "num_logits_to_keep")
 
 # How far rounding may move logits, relative to the largest: in half precision, and in others.
 _ROUNDING_OF_HALF, _ROUNDING = 0.05, 1e-3
@@ -84,8 +83,8 @@ def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None
     Raises
     ------
     ValueError
-        If tokens or their mask are no dense tensors of texts and positions, there is padding
-        without a mask, or the batch asks for logits of certain positions.
+        If tokens or their mask are no dense tensors of texts and positions, or there is padding
+        without a mask.
     NotImplementedError
         If several texts are packed into a row.
     """
@@ -96,9 +95,6 @@ def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None
                 f"{key} must be a dense tensor of shape (texts, positions), such as the "
                 'tokenizer\'s pad makes with return_tensors="pt".'
             )
-    for key in _LOGITS_TO_KEEP:
-        if inputs.get(key) is not None:
-            raise ValueError(f"Leave {key} out of the batch: the library chooses positions itself.")
     packed = [key for key in _PACKED if inputs.get(key) is not None]
     if packed or _restarts(inputs.get("position_ids"), mask):
         raise NotImplementedError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import wraps
 from threading import RLock
 from typing import Any, TypeVar
@@ -16,7 +15,6 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 # Of all models, since a model may hold another one; the thread that has it may take it again.
 LOCK = RLock()
-_USERS_DEVICE: ContextVar[torch.device | None] = ContextVar("users device", default=None)
 
 
 def exclusive(method: Method) -> Method:
@@ -34,22 +32,9 @@ def exclusive(method: Method) -> Method:
 def cpu_as_default() -> Iterator[None]:
     """Within, tensors without a device are made on the CPU, whatever `set_default_device` says."""
     get = getattr(torch, "get_default_device", None)  # before PyTorch 2.3 nothing tells
-    device = get() if get else torch.device("cpu")
-    if device.type == "cpu":
+    is_other = get is not None and get().type != "cpu"
+    with torch.device("cpu") if is_other else nullcontext():
         yield
-        return
-    token = _USERS_DEVICE.set(device)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        _USERS_DEVICE.reset(token)
-
-
-def users_default() -> AbstractContextManager[object]:
-    """For the user's own code within: the default device as it was."""
-    device = _USERS_DEVICE.get()
-    return nullcontext() if device is None else device
 
 
 def as_tensor(value: Any) -> torch.Tensor:

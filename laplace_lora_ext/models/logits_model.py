@@ -30,7 +30,6 @@ from laplace_lora_ext.models.locks import (
     cpu_as_default,
     is_compiled,
     running_eagerly,
-    users_default,
 )
 from laplace_lora_ext.models.placement import device_of
 
@@ -94,8 +93,11 @@ class LogitsModel(nn.Module):
         transformer = find_transformer(model)
         self._transformer = (transformer,)  # a tuple, so that it is no child module
         self._answers = self._find_answers(class_token_ids, mask_token_id)
-        reads = transformer is not None and (self._answers or transformer.can_generate())
-        self._left_padding = LeftPadding(bool(reads) and takes_positions(transformer))
+        self._left_padding = LeftPadding(
+            transformer is not None
+            and (self._answers is not None or transformer.can_generate())
+            and takes_positions(transformer)
+        )
         self.layouts: dict[Any, Any] = {}
 
     @property
@@ -242,7 +244,7 @@ class LogitsModel(nn.Module):
     def _prepared(self, trainable: Sequence[torch.Tensor]) -> Iterator[None]:
         modules = list(self.modules())
         modes = [module.training for module in modules]
-        before = [
+        before: list[tuple[dict[str, Any], str, bool, Any]] = [
             (module._parameters, name, parameter.requires_grad, parameter.grad)
             for module in modules
             for name, parameter in module._parameters.items()
@@ -299,10 +301,9 @@ class LogitsModel(nn.Module):
         return logits[:, self._answers.ids]
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
-        with users_default():
-            if isinstance(inputs, Mapping) and self.transformer is not None:
-                return self.model(**inputs, **kwargs)
-            return self.model(inputs, **kwargs)
+        if isinstance(inputs, Mapping) and self.transformer is not None:
+            return self.model(**inputs, **kwargs)
+        return self.model(inputs, **kwargs)
 
     def _find_answers(
         self, class_token_ids: Sequence[int] | None, mask_token_id: int | None

@@ -17,7 +17,6 @@ from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
 from laplace_lora_ext.models.placement import (
-    check_float64,
     check_reachable,
     device_of,
     is_absent,
@@ -27,7 +26,10 @@ from laplace_lora_ext.models.placement import (
 Layers = Mapping[str, lora.LoraLayer]
 """PEFT's layers by their names."""
 
-_NAME = re.compile(r"(?P<layer>.*)\.(?P<matrix>lora_[AB])\.(?P<adapter>[^.]+)\.weight")
+_NAME = re.compile(r".*\.lora_[AB]\.[^.]+\.weight")
+
+# It scales what a layer returns by a magnitude over a norm, which is no part of the derivative:
+# PEFT detaches it, as the DoRA paper does (section 4.3).
 _DORA = "DoraLinearVariant"
 
 # Linear `lora_A` and `lora_B` by type, yet not applied as `B(A(x))`.
@@ -44,20 +46,31 @@ class Block:
 
     Attributes
     ----------
-    name : str
-        of the weight, without the prefixes that wrappers add
+    lora_layer : str
+        name of the LoRA layer that it is part of, without the prefixes that wrappers add
+    matrix : {"lora_A", "lora_B"}
+    adapter : str
     layer : torch.nn.Linear
-        `lora_A` or `lora_B`; its weight `(m, n)` is the block
-    small_output : bool
-        whether the LoRA rank is the size of the layer's output (`lora_A`) or of its input
+        its weight `(m, n)` is the block
     owner : peft.tuners.lora.LoraLayer or None
-        PEFT's layer that it is part of
+        PEFT's layer of that name
     """
 
-    name: str
+    lora_layer: str
+    matrix: str
+    adapter: str
     layer: nn.Linear
-    small_output: bool
     owner: Any = None
+
+    @property
+    def name(self) -> str:
+        """Of the weight."""
+        return f"{self.lora_layer}.{self.matrix}.{self.adapter}.weight"
+
+    @property
+    def small_output(self) -> bool:
+        """Whether the LoRA rank is the size of the layer's output or of its input."""
+        return self.matrix == "lora_A"
 
     @property
     def weight(self) -> torch.Tensor:
@@ -80,31 +93,11 @@ class Block:
         return device_of(layer) if self.weight.is_meta else self.weight.device
 
     @property
-    def adapter(self) -> str:
-        """Name of the adapter that the weight belongs to."""
-        return self._named("adapter")
-
-    @property
-    def matrix(self) -> str:
-        """Which of the two it is: "lora_A" or "lora_B"."""
-        return self._named("matrix")
-
-    @property
-    def lora_layer(self) -> str:
-        """Name of the LoRA layer that it is part of."""
-        return self._named("layer")
-
-    def _named(self, part: str) -> str:
-        match = _NAME.fullmatch(self.name)
-        assert match is not None
-        return match[part]
-
-    @property
     def transformer_layer(self) -> str:
         """Name up to the layer's number, such as "model.layers.3", or else the module's name."""
-        name = re.sub(r"^(base_model\.model\.)?", "", self.name)
-        numbered = re.match(r".*?\.\d+(?=\.)", name)
-        return numbered.group() if numbered else _NAME.sub(r"\g<layer>", name)
+        name = self.lora_layer.removeprefix("base_model.model.")
+        numbered = re.match(r".*?\.\d+(?=\.|$)", name)
+        return numbered.group() if numbered else name
 
     def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
         """`(..., m, n)` weights as `(..., r, d)`, and back."""
@@ -151,8 +144,7 @@ def find_blocks(
         one, if its weights are on the meta device, or if nothing matches the selection.
     NotImplementedError
         If LoRA layers of the adapter are not two linear maps, or share weights or compute them, as
-        those of embeddings and of fused experts; for FSDP1, DeepSpeed ZeRO-3 and
-        devices that lack float64, such as MPS.
+        those of embeddings and of fused experts; for FSDP1 and DeepSpeed ZeRO-3.
     """
     check_reachable(model)
     found = {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
@@ -169,22 +161,17 @@ def find_blocks(
     layers = {name: layer for name, layer in layers.items() if adapter in _adapters_of(layer)}
     layers = _selected(layers, target_modules, layers_to_transform)
     _check_plain(layers, adapter)
-    blocks = [
-        block
-        for name, layer in layers.items()
-        for block in _taking_part(_blocks_of(name, layer, adapter))
-    ]
+    blocks = [b for name, layer in layers.items() for b in _blocks_of(name, layer, adapter)]
     on_meta = [block.name for block in blocks if is_absent(block.layer)]
     if on_meta:
         raise ValueError(f"On the meta device are {listed(on_meta)}: load these weights first.")
-    counts = Counter(id(block.weight) for block in blocks)
-    shared = [block.name for block in blocks if counts[id(block.weight)] > 1]
+    places = [block.weight.data_ptr() or id(block.weight) for block in blocks]
+    counts = Counter(places)
+    shared = [b.name for b, place in zip(blocks, places, strict=True) if counts[place] > 1]
     if shared:
         raise NotImplementedError(
             f"LoRA layers share weights: {listed(shared)}. Give each its own parameter."
         )
-    for device in {block.device for block in blocks}:
-        check_float64(device)
     return blocks
 
 
@@ -196,7 +183,7 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
     NotImplementedError
         The message lists the layers.
     """
-    with_dora = [b.name for b in blocks if b.owner is not None and _has_dora(b.owner, b.adapter)]
+    with_dora = [b.name for b in blocks if b.owner and _variant(b.owner, b.adapter) == _DORA]
     if with_dora:
         raise NotImplementedError(
             "The host's backends don't support DoRA, which calls LoRA layers with more than their "
@@ -292,15 +279,14 @@ def _selected(
     """Those of some layers that `peft.LoraConfig` would choose, by name; an error if none."""
     if target_modules is None and layers_to_transform is None:
         return layers
-    indices = layers_to_transform
+    targets: Any = target_modules
+    if targets is None:  # PEFT reads layer indices only beside names of modules
+        targets = sorted({name.rpartition(".")[2] for name in layers})
+    elif not isinstance(targets, str):
+        targets = list(targets)
+    indices: Any = layers_to_transform
     if indices is not None and not isinstance(indices, int):
         indices = list(indices)
-    if isinstance(target_modules, str):
-        targets: str | list[str] = target_modules
-    elif target_modules is not None:
-        targets = list(target_modules)
-    else:  # PEFT reads layer indices only beside names of modules
-        targets = sorted({name.rpartition(".")[2] for name in layers})
     config = LoraConfig(target_modules=targets, layers_to_transform=indices)
     # Before a name in full, PEFT would pass over the layer's index: let it see but ends of names.
     dot = "" if isinstance(targets, str) else "."
@@ -318,16 +304,12 @@ def _selected(
 
 
 def _blocks_of(name: str, layer: Any, adapter: str) -> list[Block]:
-    """`lora_A` and `lora_B` of a layer, by the names of their parameters."""
-    return [
-        Block(f"{name}.{part}.{adapter}.weight", getattr(layer, part)[adapter], is_a, layer)
-        for part, is_a in (("lora_A", True), ("lora_B", False))
+    """`lora_A` and `lora_B`, or the one that requires grad where the other does not."""
+    both = [
+        Block(name, matrix, adapter, getattr(layer, matrix)[adapter], layer)
+        for matrix in ("lora_A", "lora_B")
     ]
-
-
-def _taking_part(blocks: list[Block]) -> list[Block]:
-    """Both of a layer, or the one that requires grad where the other does not."""
-    return [block for block in blocks if block.weight.requires_grad] or blocks
+    return [block for block in both if block.weight.requires_grad] or both
 
 
 def _check_plain(layers: Layers, adapter: str) -> None:
@@ -350,25 +332,13 @@ def _check_plain(layers: Layers, adapter: str) -> None:
         )
 
 
-def _has_dora(layer: lora.LoraLayer, adapter: str) -> bool:
-    """Whether a linear layer has DoRA, which scales what it returns by a magnitude over a norm.
-
-    The norm is no part of the derivative: PEFT detaches it, as the DoRA paper does (section 4.3).
-    """
-    return _variant(layer, adapter) == _DORA
-
-
 def _is_plain(layer: lora.LoraLayer, adapter: str) -> bool:
     if isinstance(layer, _NOT_PLAIN) or adapter not in layer.lora_A or adapter not in layer.lora_B:
         return False
-    halves, variant = _halves(layer, adapter), _variant(layer, adapter)
-    if not all(isinstance(getattr(half, "weight", None), nn.Parameter) for half in halves):
-        return False  # such as weights that are computed from parameters
-    return all(type(half) is nn.Linear for half in halves) and variant in ("", _DORA)
-
-
-def _halves(layer: lora.LoraLayer, adapter: str) -> list[Any]:
-    return [layer.lora_A[adapter], layer.lora_B[adapter]]
+    halves: list[Any] = [layer.lora_A[adapter], layer.lora_B[adapter]]
+    # Pruning, among others, computes weights from parameters.
+    are_linear = all(type(x) is nn.Linear and isinstance(x.weight, nn.Parameter) for x in halves)
+    return are_linear and _variant(layer, adapter) in ("", _DORA)
 
 
 def _variant(layer: lora.LoraLayer, adapter: str) -> str:

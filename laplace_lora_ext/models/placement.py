@@ -33,17 +33,13 @@ def is_absent(layer: Any) -> bool:
     return layer.weight.is_meta and _offloading(layer) is None
 
 
-def is_elsewhere(weight: torch.Tensor) -> bool:
-    """Whether a weight is sharded or offloaded: its numbers are not all in it."""
-    return weight.is_meta or hasattr(weight, "full_tensor")
-
-
 def check_in_place(layers: Sequence[Any], purpose: str) -> None:
     """Refuse sharded or offloaded LoRA weights where whole ones are needed in memory.
 
     `purpose` begins the message of the `NotImplementedError`.
     """
-    if any(is_elsewhere(layer.weight) for layer in layers):
+    weights = [layer.weight for layer in layers]
+    if any(weight.is_meta or hasattr(weight, "full_tensor") for weight in weights):
         raise NotImplementedError(
             f"{purpose} needs whole LoRA weights in memory, but these are sharded or offloaded. "
             "Pass them to fully_shard as ignored_params, or offload modules without LoRA alone."
@@ -57,15 +53,6 @@ def check_reachable(model: nn.Module) -> None:
         raise NotImplementedError(
             "FSDP1 and DeepSpeed ZeRO-3 hide LoRA weights from their layers: shard with "
             "fully_shard (FSDP2), or load the adapter without them."
-        )
-
-
-def check_float64(device: torch.device) -> None:
-    """Refuse MPS, which lacks float64 (`NotImplementedError`)."""
-    if device.type == "mps":
-        raise NotImplementedError(
-            "The posterior keeps its sums in float64, which MPS lacks: move the model with "
-            'model.to("cpu").'
         )
 
 

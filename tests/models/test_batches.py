@@ -16,8 +16,6 @@ from transformers import BatchEncoding
 
 from laplace_lora_ext.models.batches import LeftPadding, named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.support.families import FAMILIES, LEFT
-from tests.support.family_examples import together
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
@@ -115,8 +113,6 @@ def packed(batch: dict) -> dict:
         (lambda b: b | {"attention_mask": b["attention_mask"].to_sparse()}, "mask must be a dense"),
         (lambda b: b | {"input_ids": b["input_ids"][0]}, "dense tensor of shape"),
         (lambda b: {k: v[:, :0] for k, v in b.items() if v.ndim == 2}, "dense tensor of shape"),
-        (lambda b: b | {"logits_to_keep": 1}, "Leave logits_to_keep out of the batch"),
-        (lambda b: b | {"num_logits_to_keep": 1}, "Leave num_logits_to_keep out"),
         (lambda b: packed(b) | {"attention_mask": torch.ones(3, 7)}, "as position_ids shows"),
         (lambda b: b | {"cu_seq_lens_q": torch.tensor([0, 3])}, "as cu_seq_lens_q shows"),
         (lambda b: {"input_ids": b["input_ids"]}, "no attention_mask, but the padding token 3"),
@@ -257,25 +253,6 @@ def test_what_cannot_be_tried_is_said():
         assert not LeftPadding(can_pass=True).passes(masked(3, 5), refuse)
 
 
-def test_only_what_lies_by_position_begins_with_the_text():
-    kept = {
-        "decoder_input_ids": torch.arange(10).reshape(2, 5),
-        "rows": torch.arange(12).reshape(2, 3, 2),
-    }
-    shared, seen = torch.arange(5)[None], []
-
-    def predict(inputs, counts_positions: bool) -> torch.Tensor:
-        assert all(torch.equal(inputs[key], value[1:]) for key, value in kept.items())
-        assert torch.equal(inputs["shared"], shared)
-        seen.append(inputs["attention_mask"].tolist())
-        return counting(inputs, True)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        LeftPadding(can_pass=False).passes(masked(5, 3) | kept | {"shared": shared}, predict)
-    assert seen == [[[1, 1, 1]], [[0, 0, 1, 1, 1]]]
-
-
 @pytest.mark.parametrize("longest", [0, 1])
 def test_batches_with_images_decide_for_themselves_and_as_a_whole(longest):
     """Their patches lie one after the other, and no text could be told its own."""
@@ -299,12 +276,3 @@ def test_batches_with_images_decide_for_themselves_and_as_a_whole(longest):
     assert seen == [[1, 1, 2, 2, 2], *[[0, 0, 1, 1, 2, 2, 2]] * 2]
     with pytest.warns(UserWarning, match="depend on left padding"):
         LeftPadding(can_pass=False).passes(batch, predict)
-
-
-@pytest.mark.skipif(not hasattr(transformers, "Qwen2_5_VLConfig"), reason="an older transformers")
-def test_images_of_patches_need_no_warning():
-    family = FAMILIES["Qwen2.5-VL"]
-    batch = together(family.examples(4), "left")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        LogitsModel(family.model(LEFT), [VOCABULARY - 1, VOCABULARY - 2])(batch)

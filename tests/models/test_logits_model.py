@@ -13,13 +13,9 @@ from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
-    CLASS_TOKEN_IDS,
-    TwoLinear,
     lora_model,
-    pairs,
     ragged_batches,
     record_calls,
-    with_lora,
 )
 from tests.support.posteriors import STRUCTURES, make
 
@@ -47,36 +43,6 @@ def test_labels_never_reach_the_model_and_other_options_do(bert, key):
     given = {name for name, value in calls[0].items() if value is not None}
     assert given >= {"input_ids", "attention_mask", "output_hidden_states"}
     assert not given & {"label", "labels", "answer"}
-
-
-def test_fit_and_predictions_leave_the_problem_type_of_the_configuration(bert):
-    la, (batch, *_) = make(bert), ragged_batches()
-    la.fit([batch])
-    la(batch)
-    la(batch, pred_type="nn", link_approx="mc", n_samples=2)
-    assert bert.config.problem_type is None
-
-
-def test_class_labels_never_reach_a_causal_language_model():
-    la = make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS)
-    la.fit(ragged_batches())  # transformers raises on labels of this shape
-    assert la.n_data == 8
-
-
-def test_a_users_wrapper_around_a_transformer_is_fitted_as_the_transformer(bert):
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = bert
-
-        def forward(self, batch: Mapping) -> torch.Tensor:
-            assert "labels" not in batch
-            return self.inner(**batch).logits
-
-    expected, found = make(bert), make(Wrapper())
-    for la in (expected, found):
-        la.fit(ragged_batches())
-    assert torch.equal(found.log_marginal_likelihood(), expected.log_marginal_likelihood())
 
 
 def test_a_tensor_and_keyword_arguments_are_passed_on_as_they_are():
@@ -195,23 +161,3 @@ def test_any_other_output_is_refused(output):
 def test_logits_that_are_not_one_row_an_example_are_refused(shape):
     with pytest.raises(ValueError, match=r"shape \(batch, outputs\), not"):
         LogitsModel(Spy(torch.zeros(shape)))(torch.zeros(3, 1))
-
-
-class Scripted(TwoLinear):
-    """Its inputs pass a compiled script first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.script = torch.jit.script(nn.Linear(5, 5))
-
-    def forward(self, x):
-        return super().forward(self.script(x))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-def test_a_part_of_a_model_may_be_a_script():
-    model = with_lora(Scripted(), "first", "second").train()
-    model.script.weight.requires_grad_(True)
-    make(model).fit(pairs())
-    assert model.script.training
-    assert model.script.weight.requires_grad
