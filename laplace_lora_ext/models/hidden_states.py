@@ -52,8 +52,10 @@ def _watched(model: LogitsModel) -> list[nn.Module]:
         assert model.transformer is not None
         layer = model.transformer.get_output_embeddings()
         return [layer] if isinstance(layer, nn.Module) else []
+    n_outputs = model.output_size  # 0 before the first pass
     weights = ((module, getattr(module, "weight", None)) for module in model.modules())
-    return [module for module, w in weights if isinstance(w, torch.Tensor) and w.ndim == 2]
+    matrices = [(m, w) for m, w in weights if isinstance(w, torch.Tensor) and w.ndim == 2]
+    return [module for module, weight in matrices if n_outputs in (0, len(weight))]
 
 
 def _place(model: LogitsModel, outputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor | None:
