@@ -20,7 +20,7 @@ from laplace_lora_ext.fitting.hosts_pass import curvature_of
 from laplace_lora_ext.fitting.hyperparameters import Positive
 from laplace_lora_ext.fitting.moving import follow, places_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS
-from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.locks import LOCK, exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
     Block,
@@ -111,7 +111,7 @@ class LoRALaplace(ParametricLaplace):
         self._check_backend(backend)
         adapted = self._adapted(likelihood)
         self.model = adapted(model, class_token_ids, dict_key_y, mask_token_id)
-        with self.model.lock:  # passes of other threads change what requires grad
+        with LOCK:  # passes of other threads change what requires grad
             self.blocks = find_blocks(model, target_modules, layers_to_transform)
             warn_of_other_trainable(model)
         self.model.adapter = self.blocks[0].adapter

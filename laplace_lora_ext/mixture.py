@@ -23,7 +23,7 @@ from laplace_lora_ext.models.adapters import (
     own_adapter_back,
     write_adapter,
 )
-from laplace_lora_ext.models.locks import as_tensor
+from laplace_lora_ext.models.locks import LOCK, as_tensor
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.mixed import MixtureMoments, MixtureStatistics, mixed
@@ -140,7 +140,7 @@ class LaplaceMixture:
         Parameters, result and errors are those of `LanguageModelLaplace.score`.
         """
         members: Any = self.members
-        with self.model.lock:
+        with LOCK:
             return score_texts(members, batch, n_samples, generator)
 
     @torch.inference_mode(False)
@@ -157,7 +157,7 @@ class LaplaceMixture:
         Parameters, result and errors are those of `LanguageModelLaplace.generate`.
         """
         members: Any = self.members
-        with self.model.lock:
+        with LOCK:
             return generate_texts(members, generation_kwargs, n_samples, generator)
 
     # --- prior ---------------------------------------------------------------------------------

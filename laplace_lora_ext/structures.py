@@ -18,7 +18,7 @@ from laplace.utils.matrix import Kron, KronDecomposed
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.models.selection import check_in_place
+from laplace_lora_ext.models.placement import check_in_place
 from laplace_lora_ext.precision import without_autocast
 
 _HESSIANS = AsdlHessian, CurvlinopsHessian

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.selection import check_float64
 
 
 def places_of(la: Posterior) -> list[tuple[torch.device, torch.dtype]]:
@@ -19,8 +18,6 @@ def follow(posterior: Posterior) -> None:
     now = places_of(posterior)
     if now == posterior._places:
         return
-    for device in {device for device, _ in now}:
-        check_float64(device)
     if posterior.n_data:
         sums = posterior._packed(posterior._sums())
         posterior._adopt(posterior._unpacked(sums), posterior.n_data)

@@ -1,13 +1,14 @@
-"""Class logits of a language model: those of the answers' tokens where the answer is read."""
+"""Where a language model's logits are read: those of its answers, or at any places of texts."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -16,7 +17,6 @@ from transformers.models.auto.modeling_auto import (
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import text_config
-from laplace_lora_ext.models.output_layer import selecting
 
 
 class AnswerTokens:
@@ -48,14 +48,12 @@ class AnswerTokens:
         mask_token_id: int | None = None,
     ) -> None:
         config = None if transformer is None else text_config(transformer)
-        vocabulary = getattr(config, "vocab_size", None)
         ids = [int(token) for token in class_token_ids]
-        if len(ids) < 2 or len(set(ids)) < len(ids):
-            raise ValueError(f"class_token_ids must be two or more distinct tokens, not {ids}.")
-        if min(ids) < 0 or (vocabulary is not None and max(ids) >= vocabulary):
+        known = range(getattr(config, "vocab_size", max(ids, default=0) + 1))
+        if len(ids) < 2 or len(set(ids)) < len(ids) or not all(token in known for token in ids):
             raise ValueError(
-                f"class_token_ids {ids} are not all in the model's vocabulary: take them from its "
-                "tokenizer."
+                "class_token_ids must be two or more distinct tokens of the model's vocabulary, "
+                f"as its tokenizer has them, not {ids}."
             )
         if transformer is not None and _is_masked(transformer) and mask_token_id is None:
             raise ValueError(
@@ -65,57 +63,38 @@ class AnswerTokens:
         self.ids = ids
         self.mask_token_id = mask_token_id
         self._transformer = transformer
+        self._decodes = transformer is not None and transformer.config.is_encoder_decoder
 
-    def options(self, inputs: Any, counts_positions: bool) -> dict[str, Any]:
-        """Keyword arguments that the decoder accepts and the batch lacks.
+    def logits(
+        self, inputs: Any, counts_positions: bool, call: Callable[..., Any], **kwargs: Any
+    ) -> torch.Tensor:
+        """Logits `(B, V)` of the whole vocabulary where the answers are read.
 
-        `counts_positions` asks for positions that count from the first real token.
+        `counts_positions` passes positions that count from the first real token; `call` calls the
+        model with inputs and keyword arguments.
         """
-        if self._transformer is None:
-            return {}
-        options = decoder_options(self._transformer, inputs, counts_positions)
-        if self._transformer.config.is_encoder_decoder:
-            options |= self._start(inputs if isinstance(inputs, Mapping) else {})
-        return options
+        options = kwargs
+        if self._transformer is not None:
+            options = decoder_options(self._transformer, inputs, counts_positions) | kwargs
+        read = inputs
+        if self._decodes:  # after an encoder-decoder's second text
+            options = self._start(inputs) | options
+            texts = {**inputs, **options}.items()
+            read = {k.removeprefix("decoder_"): v for k, v in texts if k.startswith("decoder_")}
+        index = self._position(inputs, read)[:, None]
+        with reading_at(self._transformer, index, n_positions(read)) as read_off:
+            return read_off(call(inputs, **options))[:, 0]
 
-    @contextmanager
-    def reading(self, inputs: Any, options: Mapping[str, Any]) -> Iterator[None]:
-        """Within, the output layer sees only the positions at which answers are read."""
-        if self._transformer is None or "decoder_input_ids" in options:  # which is one token
-            yield
-            return
-        index = self._position(inputs)[:, None]
-        with selecting(self._transformer, index, n_positions(self._read(inputs))):
-            yield
-
-    def select(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
-        """Logits `(B, T, V)` of the vocabulary to `(B, C)` of the answers."""
-        return self._at_answer(logits, inputs)[:, self.ids]
-
-    def log_probs(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
+    def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Log-probabilities `(B, C + 1)` of the answers, and of all other tokens together."""
-        log_p = self._at_answer(logits, inputs).float().log_softmax(-1)
+        log_p = logits.float().log_softmax(-1)
         others = log_p.index_fill(1, torch.tensor(self.ids, device=log_p.device), -torch.inf)
         return torch.cat([log_p[:, self.ids], others.logsumexp(-1, keepdim=True)], dim=1)
-
-    def _at_answer(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
-        """`(B, V)`."""
-        if logits.ndim != 3:
-            raise ValueError(
-                "class_token_ids need logits of shape (batch, positions, vocabulary), not "
-                f"{tuple(logits.shape)}: leave them out for a model that returns logits of classes."
-            )
-        if logits.shape[1] > 1:
-            position = self._position(inputs)[:, None, None]
-            check_positions(logits, n_positions(self._read(inputs)))
-            logits = logits.take_along_dim(position.to(logits.device), dim=1)
-        return logits[:, 0]
 
     def warn_if_answered(self, inputs: Any) -> None:
         """Warn if every text already ends with an answer, which a prompt should leave out."""
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        decodes = self._transformer is not None and self._transformer.config.is_encoder_decoder
-        if tokens is None or tokens.ndim != 2 or decodes or self.mask_token_id is not None:
+        if tokens is None or tokens.ndim != 2 or self._decodes or self.mask_token_id is not None:
             return
         last = tokens.take_along_dim(last_real_position(inputs)[:, None], dim=1)
         if torch.isin(last, torch.tensor(self.ids, device=last.device)).all():
@@ -124,37 +103,26 @@ class AnswerTokens:
                 "what comes next: leave the answers out of the prompts."
             )
 
-    def _start(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _start(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The decoder's start token for each text, unless the batch has a decoder input."""
-        if given.get("decoder_input_ids") is not None or "decoder_inputs_embeds" in given:
+        if inputs.get("decoder_input_ids") is not None or "decoder_inputs_embeds" in inputs:
             return {}
         assert self._transformer is not None
         start = start_token(self._transformer)
-        texts = next(v for v in given.values() if isinstance(v, torch.Tensor) and v.ndim > 1)
+        texts = next(v for v in inputs.values() if isinstance(v, torch.Tensor) and v.ndim > 1)
         return {"decoder_input_ids": texts.new_full((len(texts), 1), start, dtype=torch.long)}
 
-    def _position(self, inputs: Any) -> torch.Tensor:
+    def _position(self, inputs: Any, read: Any) -> torch.Tensor:
         """`(B,)` index of the position at which the answer is read."""
-        if self.mask_token_id is not None:
-            is_mask = inputs["input_ids"] == self.mask_token_id
-            if (is_mask.sum(-1) != 1).any():
-                counts = is_mask.sum(-1).tolist()
-                raise ValueError(
-                    f"Each text must have one mask token {self.mask_token_id}, but those of the "
-                    f"batch have {counts}."
-                )
-            return is_mask.int().argmax(-1)
-        return last_real_position(self._read(inputs))
-
-    def _read(self, inputs: Any) -> Any:
-        """The part of the inputs after which the answer comes: an encoder-decoder's second one."""
-        if self._transformer is not None and self._transformer.config.is_encoder_decoder:
-            return {
-                key.removeprefix("decoder_"): value
-                for key, value in inputs.items()
-                if key.startswith("decoder_")
-            }
-        return inputs
+        if self.mask_token_id is None:
+            return last_real_position(read)
+        is_mask = inputs["input_ids"] == self.mask_token_id
+        if (is_mask.sum(-1) != 1).any():
+            raise ValueError(
+                f"Each text must have one mask token {self.mask_token_id}, but those of the batch "
+                f"have {is_mask.sum(-1).tolist()}."
+            )
+        return is_mask.int().argmax(-1)
 
 
 def _is_masked(transformer: PreTrainedModel) -> bool:
@@ -164,6 +132,65 @@ def _is_masked(transformer: PreTrainedModel) -> bool:
         and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         and not transformer.config.is_encoder_decoder
     )
+
+
+@contextmanager
+def reading_at(
+    transformer: PreTrainedModel | None, index: torch.Tensor, n_positions: int
+) -> Iterator[Callable[[Any], torch.Tensor]]:
+    """Within, the output layer runs for the `(B, K)` places of an index among T positions alone.
+
+    Yields what gives logits `(B, K, V)` of the model's output, also where that has logits at all
+    positions. A hook selects: not every model and version has an option for it, that option wants
+    the index on the hidden states' device, and the layer may have LoRA, whose rows must still lie
+    by text.
+    """
+    calls: list[torch.Size] = []
+
+    def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        # An output layer that is also the embedding sees tokens as well.
+        if not args or args[0].shape[:-1] != (len(index), n_positions):
+            return None
+        calls.append(args[0].shape)
+        return args[0].take_along_dim(index.to(args[0].device)[..., None], dim=1), *args[1:]
+
+    def read_off(output: Any) -> torch.Tensor:
+        logits = logits_of(output)
+        if logits.ndim != 3:
+            raise ValueError(
+                "class_token_ids need logits of shape (batch, positions, vocabulary), not "
+                f"{tuple(logits.shape)}: leave them out for a model that returns logits of classes."
+            )
+        if calls or logits.shape[1] == 1:  # a model may choose the last position itself
+            return logits
+        if logits.shape[1] != n_positions:
+            raise ValueError(
+                f"The model returns logits at {logits.shape[1]} positions for texts of "
+                f"{n_positions}, as where images come before the text: which are a token's can't "
+                "be known. Let its forward pass return those of the texts' tokens alone."
+            )
+        return logits.take_along_dim(index.to(logits.device)[..., None], dim=1)
+
+    layer = None if transformer is None else transformer.get_output_embeddings()
+    handle = layer.register_forward_pre_hook(select) if isinstance(layer, nn.Module) else None
+    try:
+        yield read_off
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The tensor of logits in what a model returns; `TypeError` if there is none."""
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, (tuple, list)) and logits:
+        logits = logits[0]
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(
+            "The model must return logits: an output with .logits, a tensor, or a tuple that "
+            f"begins with one, not {type(output).__name__}."
+        )
+    return logits
 
 
 def start_token(transformer: PreTrainedModel) -> int:
@@ -177,7 +204,7 @@ def start_token(transformer: PreTrainedModel) -> int:
 
 def takes_positions(transformer: PreTrainedModel) -> bool:
     """Whether a decoder can be told the positions of its tokens."""
-    return "position_ids" in _parameters(transformer)
+    return "position_ids" in inspect.signature(transformer.forward).parameters
 
 
 def decoder_options(
@@ -192,30 +219,16 @@ def decoder_options(
     mask = given.get("attention_mask")
     if counts_positions and mask is not None and not mask[:, 0].all():
         options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
-    accepted = _parameters(transformer)
+    accepted = inspect.signature(transformer.forward).parameters
     return {key: v for key, v in options.items() if key in accepted and key not in given}
-
-
-def _parameters(transformer: PreTrainedModel) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(transformer.forward).parameters
 
 
 def n_positions(inputs: Any) -> int:
     """T, positions of the texts of a batch."""
     if not isinstance(inputs, Mapping):
         return inputs.shape[1]
-    given = (inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
-    return next(value.shape[1] for value in given if value is not None)
-
-
-def check_positions(values: torch.Tensor, n_positions: int) -> None:
-    """Refuse logits or hidden states `(B, T, ...)` at other positions than those of the texts."""
-    if values.shape[1] != n_positions:
-        raise ValueError(
-            f"The model returns logits at {values.shape[1]} positions for texts of {n_positions}, "
-            "as where images come before the text: which are a token's can't be known. Let its "
-            "forward pass return those of the texts' tokens alone."
-        )
+    texts = (inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
+    return next(value.shape[1] for value in texts if value is not None)
 
 
 def last_real_position(inputs: Any) -> torch.Tensor:
@@ -223,22 +236,22 @@ def last_real_position(inputs: Any) -> torch.Tensor:
 
     A text without any is refused.
     """
-    if not isinstance(inputs, Mapping):
-        return torch.full((len(inputs),), inputs.shape[1] - 1, device=inputs.device)
-    mask = inputs.get("attention_mask")
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None:
-        tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+        tokens: Any = inputs
+        if isinstance(inputs, Mapping):
+            tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
         return torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device)
     if mask.ndim != 2:
         raise ValueError(
-            "Pass an attention_mask of shape (texts, positions), not "
-            f"{tuple(mask.shape)}: it shows where each text ends."
+            f"Pass an attention_mask of shape (texts, positions), not {tuple(mask.shape)}: it "
+            "shows where each text ends."
         )
     mask = mask.bool()
     empty = ~mask.any(-1)
     if empty.any():
-        row = int(empty.int().argmax())
         raise ValueError(
-            f"Row {row} has no text: its attention_mask is 0 everywhere. Leave such rows out."
+            f"Row {int(empty.int().argmax())} has no text: its attention_mask is 0 everywhere. "
+            "Leave such rows out."
         )
     return (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 from torch import nn
@@ -49,24 +50,20 @@ def checkpointed(
 def _run(layer: nn.Module, run_again: Callable, function: Callable, *args: Any) -> Any:
     # The second computation would add to a cache what the first one has added.
     args = tuple(None if isinstance(arg, Cache) else arg for arg in args)
-    is_first = True
+
+    def in_evaluation_mode(*args: Any) -> Any:
+        layer.training = False
+        try:
+            return function(*args)
+        finally:
+            layer.training = True
+
+    runs = chain([lambda compute: compute()], repeat(run_again))  # at first as it is
 
     def computed(*args: Any) -> Any:
-        nonlocal is_first
-        if not is_first:
-            return run_again(partial(_in_evaluation_mode, layer, function, *args))
-        is_first = False
-        return _in_evaluation_mode(layer, function, *args)
+        return next(runs)(partial(in_evaluation_mode, *args))
 
     return checkpoint(computed, *args, use_reentrant=False, preserve_rng_state=False)
-
-
-def _in_evaluation_mode(layer: nn.Module, function: Callable, *args: Any) -> Any:
-    layer.training = False
-    try:
-        return function(*args)
-    finally:
-        layer.training = True
 
 
 def _is_checkpointed(module: nn.Module) -> bool:

@@ -11,7 +11,6 @@ from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 
-_KNOWN = "output layer"  # its name in `model.layouts`, or "" where there is none
 _LAST = 8  # calls of layers to search for the logits, so that few activations are kept
 
 
@@ -24,45 +23,39 @@ def logits_and_hidden_states(
     logits, at the positions where they are read: in a head of several layers the last one. Where
     there is none, as where a model changes its logits afterwards, there is only None.
 
-    Call it within `model.prepared()`. The first pass looks at all layers.
+    Call it within `model.prepared()`.
     """
-    model.settle(batch)
-    calls: deque[tuple[nn.Module, torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
+    model.try_left_padding(batch)
+    calls: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
 
-    def note(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        given = args[0] if args else None
-        if not isinstance(given, torch.Tensor) or not isinstance(output, torch.Tensor):
-            return
-        if given.ndim > 1 and given.shape[:-1] == output.shape[:-1]:
-            calls.append((layer, given, output))
+    def note(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        rows = [x for x in (*args[:1], output) if isinstance(x, torch.Tensor) and x.ndim > 1]
+        if len(rows) == 2 and rows[0].shape[:-1] == rows[1].shape[:-1]:
+            calls.append((rows[0], rows[1]))
 
     with ExitStack() as hooks:
         for layer in _watched(model):
             hooks.callback(layer.register_forward_hook(note).remove)
         logits = model(batch)
-    for layer, inputs, outputs in calls:
+    for inputs, outputs in calls:
         place = _place(model, outputs, logits)
         if place is not None:
-            if _KNOWN not in model.layouts:
-                model.layouts[_KNOWN] = next(n for n, m in model.named_modules() if m is layer)
             rows = inputs.reshape(len(logits), -1, inputs.shape[-1])
             place = place.to(rows.device)[:, None, None]
             return logits, rows.take_along_dim(place, dim=1)[:, 0].to(logits)
-    model.layouts.setdefault(_KNOWN, "")
     return logits, None
 
 
 def _watched(model: LogitsModel) -> list[nn.Module]:
-    """The layer that is known to make the logits, or all that could."""
+    """The layers that could make the logits."""
     if _writes(model):
         assert model.transformer is not None
         layer = model.transformer.get_output_embeddings()
         return [layer] if isinstance(layer, nn.Module) else []
-    known = model.layouts.get(_KNOWN)
-    if known is not None:
-        return [model.get_submodule(known)] if known else []
+    n_outputs = model.output_size  # 0 before the first pass
     weights = ((module, getattr(module, "weight", None)) for module in model.modules())
-    return [module for module, w in weights if isinstance(w, torch.Tensor) and w.ndim == 2]
+    matrices = [(m, w) for m, w in weights if isinstance(w, torch.Tensor) and w.ndim == 2]
+    return [module for module, weight in matrices if n_outputs in (0, len(weight))]
 
 
 def _place(model: LogitsModel, outputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor | None:

@@ -6,28 +6,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import extract_model_from_parallel
-from peft import PeftMixedModel, PeftModel
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.adapters import only_active
-from laplace_lora_ext.models.answers import AnswerTokens, takes_positions
-from laplace_lora_ext.models.batches import complete, examples_of, moved
-from laplace_lora_ext.models.locks import (
-    as_tensor,
-    compiled_calls,
-    cpu_as_default,
-    lock_of,
-    running_eagerly,
-    users_default,
+from laplace_lora_ext.models.answers import AnswerTokens, logits_of, takes_positions
+from laplace_lora_ext.models.batches import (
+    LeftPadding,
+    Positions,
+    check_texts,
+    examples_of,
+    moved,
+    positions_of,
+    rounding_of,
 )
-from laplace_lora_ext.models.padding import LeftPadding, rounding_of
-from laplace_lora_ext.models.positions import Positions, positions_of
-from laplace_lora_ext.models.selection import device_of
+from laplace_lora_ext.models.locks import (
+    LOCK,
+    as_tensor,
+    cpu_as_default,
+    is_compiled,
+    running_eagerly,
+)
+from laplace_lora_ext.models.placement import device_of
 
 _LABEL_KEYS = ("label", "labels")
 
@@ -62,8 +66,6 @@ class LogitsModel(nn.Module):
     ------
     ValueError
         If `class_token_ids` is missing for a language model, or doesn't suit it.
-    NotImplementedError
-        For a `PeftMixedModel`.
 
     Warns
     -----
@@ -79,12 +81,7 @@ class LogitsModel(nn.Module):
         mask_token_id: int | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(model, PeftMixedModel):
-            raise NotImplementedError(
-                "A PeftMixedModel mixes kinds of adapters: load the LoRA adapter alone, as a "
-                "PeftModel."
-            )
-        if any(compiled_calls(module) for module in model.modules()):
+        if is_compiled(model):
             warn(
                 "The model is compiled: fits and predictions run it eagerly, since compiled code "
                 "does not call LoRA layers as modules."
@@ -93,9 +90,14 @@ class LogitsModel(nn.Module):
         self.adapter: str | None = None
         self.dict_key_y = dict_key_y
         self.output_size = 0
-        self._transformer = (find_transformer(model),)  # a tuple, so that it is no child module
+        transformer = find_transformer(model)
+        self._transformer = (transformer,)  # a tuple, so that it is no child module
         self._answers = self._find_answers(class_token_ids, mask_token_id)
-        self._left_padding = LeftPadding(self._takes_positions())
+        self._left_padding = LeftPadding(
+            transformer is not None
+            and (self._answers is not None or transformer.can_generate())
+            and takes_positions(transformer)
+        )
         self.layouts: dict[Any, Any] = {}
 
     @property
@@ -119,16 +121,15 @@ class LogitsModel(nn.Module):
         TypeError
             If the model returns no logits.
         ValueError
-            If the logits are not `(B, C)`, or the batch is not fit for the model; see `complete`
-            and `AnswerTokens`.
+            If the logits are not `(B, C)`, or the batch is not fit for the model; see
+            `check_texts` and `AnswerTokens`.
         NotImplementedError
             If several texts are packed into a row.
         """
-        self.settle(batch)
         inputs = self._inputs(batch)
         if self._answers is not None:
             self._answers.warn_if_answered(inputs)
-        logits = self._logits(inputs, self._left_padding.passes(inputs), **model_kwargs)
+        logits = self._logits(inputs, self._counts_positions(inputs), **model_kwargs)
         if logits.ndim != 2:
             raise ValueError(
                 "The model must return logits of shape (batch, outputs), not "
@@ -142,10 +143,10 @@ class LogitsModel(nn.Module):
         if self._answers is None:
             return self(batch).log_softmax(-1)
         inputs = self._inputs(batch)
-        logits = self._all_logits(inputs, self._left_padding.passes(inputs))
-        return self._answers.log_probs(logits, inputs)
+        counts_positions = self._counts_positions(inputs)
+        return self._answers.log_probs(self._answers.logits(inputs, counts_positions, self._call))
 
-    def settle(self, batch: Any) -> None:
+    def try_left_padding(self, batch: Any) -> None:
         """Find out on the first left-padded batch how the model numbers positions.
 
         Call it before a pass is recorded, since it runs the model itself.
@@ -155,12 +156,8 @@ class LogitsModel(nn.Module):
         UserWarning
             If predictions depend on left padding anyway.
         """
-        if self.transformer is None or self._left_padding.is_settled(batch):
-            return
-        inputs = self._inputs(batch)
-        if self._left_padding.is_open(inputs):
-            with self.prepared(), torch.no_grad():
-                self._left_padding.settle(inputs, self._logits)
+        if self.transformer is not None:
+            self._counts_positions(self._inputs(batch))
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """Inputs and a copy of the labels of a training batch, a mapping or a pair `(X, y)`.
@@ -170,7 +167,7 @@ class LogitsModel(nn.Module):
         TypeError
             If the batch is neither a mapping nor a pair.
         ValueError
-            If a mapping has no labels, or labels are no numbers, or a single one.
+            If a mapping has no labels, or labels are no numbers.
         """
         if isinstance(batch, Mapping):
             if self.dict_key_y not in batch:
@@ -190,11 +187,6 @@ class LogitsModel(nn.Module):
             labels = as_tensor(y)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"Labels must be numbers, not {type(y).__name__}: {error}.") from error
-        if not labels.ndim:
-            raise ValueError(
-                f"A batch has one label for each example, not the single number {labels.item():g}: "
-                "give examples as batches of one."
-            )
         return X, labels.to(self.device, copy=True)  # the loader may write its next batch there
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
@@ -235,11 +227,6 @@ class LogitsModel(nn.Module):
         """Where batches go, and logits come: the device of the model's first parameter."""
         return device_of(self.model)
 
-    @property
-    def lock(self) -> Any:
-        """What a thread holds while it uses the model."""
-        return lock_of(self.transformer or self.model)
-
     @contextmanager
     def prepared(self, trainable: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         """The model in evaluation mode, with gradients for the given parameters alone.
@@ -250,7 +237,7 @@ class LogitsModel(nn.Module):
         """
         active = nullcontext() if self.adapter is None else only_active(self.model, self.adapter)
         prepared = self._prepared(trainable)
-        with self.lock, cpu_as_default(), active, prepared, running_eagerly(self.model):
+        with LOCK, cpu_as_default(), active, prepared, running_eagerly(self.model):
             yield
 
     @contextmanager
@@ -283,8 +270,6 @@ class LogitsModel(nn.Module):
     def _inputs(self, batch: Any) -> Any:
         """The batch without its labels on the model's device, of the same type as before."""
         transformer = self.transformer
-        if isinstance(batch, np.ndarray):
-            batch = as_tensor(batch)
         if isinstance(batch, torch.Tensor):
             batch = batch.to(self.device)
             is_tokens = batch.ndim == 2 and not batch.is_floating_point()
@@ -295,32 +280,30 @@ class LogitsModel(nn.Module):
             return batch
         inputs = moved(batch, self.device, self.dict_key_y, *_LABEL_KEYS)
         if transformer is not None:
-            complete(inputs, transformer, self.device)
+            check_texts(inputs, transformer)
         return inputs
+
+    def _counts_positions(self, inputs: Any) -> bool:
+        """Whether positions that count from the first real token are passed with a batch."""
+        if self.transformer is None:
+            return False
+
+        def predict(inputs: Any, counts_positions: bool) -> torch.Tensor:
+            with self.prepared(), torch.no_grad():
+                return self._logits(inputs, counts_positions)
+
+        return self._left_padding.passes(inputs, predict)
 
     def _logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
         if self._answers is None:
             return logits_of(self._call(inputs, **kwargs))
-        return self._answers.select(self._all_logits(inputs, counts_positions, **kwargs), inputs)
-
-    def _all_logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
-        """Those of a language model's vocabulary, `(B, T, V)`, where answers are read or all."""
-        assert self._answers is not None
-        options = self._answers.options(inputs, counts_positions) | kwargs
-        with self._answers.reading(inputs, options):
-            return logits_of(self._call(inputs, **options))
+        logits = self._answers.logits(inputs, counts_positions, self._call, **kwargs)
+        return logits[:, self._answers.ids]
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
-        with users_default():
-            if isinstance(inputs, Mapping) and self.transformer is not None:
-                return self.model(**inputs, **kwargs)
-            return self.model(inputs, **kwargs)
-
-    def _takes_positions(self) -> bool:
-        """Whether the model is a decoder that can be told the positions of its tokens."""
-        if self._answers is None or self.transformer is None:
-            return False
-        return takes_positions(self.transformer)
+        if isinstance(inputs, Mapping) and self.transformer is not None:
+            return self.model(**inputs, **kwargs)
+        return self.model(inputs, **kwargs)
 
     def _find_answers(
         self, class_token_ids: Sequence[int] | None, mask_token_id: int | None
@@ -350,16 +333,3 @@ def find_transformer(model: nn.Module) -> PreTrainedModel | None:
             return None
         model = inner
     return model
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    """The tensor of logits in what a model returns; `TypeError` if there is none."""
-    logits = getattr(output, "logits", output)
-    if isinstance(logits, (tuple, list)) and logits:
-        logits = logits[0]
-    if not isinstance(logits, torch.Tensor):
-        raise TypeError(
-            "The model must return logits: an output with .logits, a tensor, or a tuple that "
-            f"begins with one, not {type(output).__name__}."
-        )
-    return logits

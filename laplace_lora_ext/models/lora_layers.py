@@ -1,36 +1,43 @@
-"""Finds the LoRA weights of a model that a posterior is over."""
+"""LoRA weights that a posterior is over: found in a model, selected, or refused."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.tuners import lora
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
-from laplace_lora_ext.models.convolutions import PatchRows
-from laplace_lora_ext.models.rows import LinearRows
-from laplace_lora_ext.models.selection import (
-    active_adapter,
-    adapters_of,
-    check_float64,
-    check_plain,
+from laplace_lora_ext.models.placement import (
     check_reachable,
     device_of,
-    has_dora,
     is_absent,
-    other_tuners,
-    select,
     values_of,
 )
 
-_NAME = re.compile(r"(?P<layer>.*)\.(?P<matrix>lora_[AB])\.(?P<adapter>[^.]+)\.weight")
+Layers = Mapping[str, lora.LoraLayer]
+"""PEFT's layers by their names."""
+
+_NAME = re.compile(r".*\.lora_[AB]\.[^.]+\.weight")
+
+# It scales what a layer returns by a magnitude over a norm, which is no part of the derivative:
+# PEFT detaches it, as the DoRA paper does (section 4.3).
+_DORA = "DoraLinearVariant"
+
+# Linear `lora_A` and `lora_B` by type, yet not applied as `B(A(x))`.
+_NOT_PLAIN = tuple(
+    getattr(lora.layer, name)
+    for name in ("MultiheadAttention", "ParamWrapper")
+    if hasattr(lora.layer, name)
+)
 
 
 @dataclass(frozen=True)
@@ -39,21 +46,31 @@ class Block:
 
     Attributes
     ----------
-    name : str
-        of the weight, without the prefixes that wrappers add
-    layer : torch.nn.Linear, torch.nn.Conv1d or torch.nn.Conv2d
-        `lora_A` or `lora_B`; its weight `(m, n)` is the block, where n is the size of a patch if
-        the layer is a convolution
-    small_output : bool
-        whether the LoRA rank is the size of the layer's output (`lora_A`) or of its input
+    lora_layer : str
+        name of the LoRA layer that it is part of, without the prefixes that wrappers add
+    matrix : {"lora_A", "lora_B"}
+    adapter : str
+    layer : torch.nn.Linear
+        its weight `(m, n)` is the block
     owner : peft.tuners.lora.LoraLayer or None
-        PEFT's layer that it is part of
+        PEFT's layer of that name
     """
 
-    name: str
-    layer: nn.Linear | nn.Conv1d | nn.Conv2d
-    small_output: bool
+    lora_layer: str
+    matrix: str
+    adapter: str
+    layer: nn.Linear
     owner: Any = None
+
+    @property
+    def name(self) -> str:
+        """Of the weight."""
+        return f"{self.lora_layer}.{self.matrix}.{self.adapter}.weight"
+
+    @property
+    def small_output(self) -> bool:
+        """Whether the LoRA rank is the size of the layer's output or of its input."""
+        return self.matrix == "lora_A"
 
     @property
     def weight(self) -> torch.Tensor:
@@ -62,7 +79,7 @@ class Block:
     @property
     def shape(self) -> tuple[int, int]:
         """(m, n)."""
-        return self.weight.shape[0], self.weight.shape[1:].numel()
+        return self.layer.out_features, self.layer.in_features
 
     @property
     def values(self) -> torch.Tensor:
@@ -75,37 +92,12 @@ class Block:
         layer: Any = self.layer
         return device_of(layer) if self.weight.is_meta else self.weight.device
 
-    @cached_property
-    def rows(self) -> LinearRows:
-        """Makes rows of what the layer is given and returns."""
-        return LinearRows() if isinstance(self.layer, nn.Linear) else PatchRows(self.layer)
-
-    @property
-    def adapter(self) -> str:
-        """Name of the adapter that the weight belongs to."""
-        return self._named("adapter")
-
-    @property
-    def matrix(self) -> str:
-        """Which of the two it is: "lora_A" or "lora_B"."""
-        return self._named("matrix")
-
-    @property
-    def lora_layer(self) -> str:
-        """Name of the LoRA layer that it is part of."""
-        return self._named("layer")
-
-    def _named(self, part: str) -> str:
-        match = _NAME.fullmatch(self.name)
-        assert match is not None
-        return match[part]
-
     @property
     def transformer_layer(self) -> str:
         """Name up to the layer's number, such as "model.layers.3", or else the module's name."""
-        name = re.sub(r"^(base_model\.model\.)?", "", self.name)
-        numbered = re.match(r".*?\.\d+(?=\.)", name)
-        return numbered.group() if numbered else _NAME.sub(r"\g<layer>", name)
+        name = self.lora_layer.removeprefix("base_model.model.")
+        numbered = re.match(r".*?\.\d+(?=\.|$)", name)
+        return numbered.group() if numbered else name
 
     def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
         """`(..., m, n)` weights as `(..., r, d)`, and back."""
@@ -152,33 +144,34 @@ def find_blocks(
         one, if its weights are on the meta device, or if nothing matches the selection.
     NotImplementedError
         If LoRA layers of the adapter are not two linear maps, or share weights or compute them, as
-        those of embeddings and of fused experts; for FSDP1, DeepSpeed ZeRO-3 and
-        devices that lack float64, such as MPS.
+        those of embeddings and of fused experts; for FSDP1 and DeepSpeed ZeRO-3.
     """
     check_reachable(model)
     found = {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
     layers = {strip_wrappers(name): layer for name, layer in found.items()}
     if not layers:
+        kinds = [c.peft_type for c in getattr(model, "peft_config", {}).values()]
+        there_is = listed([str(getattr(kind, "value", kind)) for kind in kinds]) or "no adapter"
         raise ValueError(
-            f"No LoRA layer in the model (found {other_tuners(model)}). Add one with "
-            "peft.get_peft_model."
+            f"No LoRA layer in the model (found {there_is}). Add one with peft.get_peft_model."
         )
     if len(layers) < len(found):  # names differ by a wrapper's alone
         layers = found
-    adapter = active_adapter(layers)
-    layers = {name: layer for name, layer in layers.items() if adapter in adapters_of(layer)}
-    layers = select(layers, target_modules, layers_to_transform)
-    check_plain(layers, adapter)
-    blocks = [
-        block
-        for name, layer in layers.items()
-        for block in _taking_part(_blocks_of(name, layer, adapter))
-    ]
+    adapter = _active_adapter(layers)
+    layers = {name: layer for name, layer in layers.items() if adapter in _adapters_of(layer)}
+    layers = _selected(layers, target_modules, layers_to_transform)
+    _check_plain(layers, adapter)
+    blocks = [b for name, layer in layers.items() for b in _blocks_of(name, layer, adapter)]
     on_meta = [block.name for block in blocks if is_absent(block.layer)]
     if on_meta:
         raise ValueError(f"On the meta device are {listed(on_meta)}: load these weights first.")
-    for device in {block.device for block in blocks}:
-        check_float64(device)
+    places = [block.weight.data_ptr() or id(block.weight) for block in blocks]
+    counts = Counter(places)
+    shared = [b.name for b, place in zip(blocks, places, strict=True) if counts[place] > 1]
+    if shared:
+        raise NotImplementedError(
+            f"LoRA layers share weights: {listed(shared)}. Give each its own parameter."
+        )
     return blocks
 
 
@@ -190,7 +183,7 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
     NotImplementedError
         The message lists the layers.
     """
-    with_dora = [b.name for b in blocks if b.owner is not None and has_dora(b.owner, b.adapter)]
+    with_dora = [b.name for b in blocks if b.owner and _variant(b.owner, b.adapter) == _DORA]
     if with_dora:
         raise NotImplementedError(
             "The host's backends don't support DoRA, which calls LoRA layers with more than their "
@@ -240,14 +233,117 @@ def strip_wrappers(name: str) -> str:
     return re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name)
 
 
+def _adapters_of(layer: lora.LoraLayer) -> set[str]:
+    """Names of all adapters that have weights in the layer."""
+    return {name for part in layer.adapter_layer_names for name in getattr(layer, part, ())}
+
+
+def find_idle(layers: Layers) -> str | None:
+    """A LoRA layer that takes no part in passes, as a sentence; None if there is none."""
+    for name, layer in layers.items():
+        if layer.merged:
+            return (
+                f"LoRA layer {name} is merged into the base model: call model.unmerge_adapter() "
+                "first."
+            )
+        if layer.disable_adapters:
+            return f"LoRA layer {name} is disabled: call model.enable_adapter_layers()."
+    return None
+
+
+def _active_adapter(layers: Layers) -> str:
+    """The one adapter that runs in a forward pass.
+
+    Raises
+    ------
+    ValueError
+        If a layer is merged or disabled, or not just one adapter is active.
+    """
+    idle = find_idle(layers)
+    if idle is not None:
+        raise ValueError(idle)
+    active = {a for la in layers.values() for a in la.active_adapters if a in _adapters_of(la)}
+    if len(active) != 1:
+        state = f"Several adapters are active ({', '.join(sorted(active))})"
+        raise ValueError(
+            f"{state if active else 'No adapter is active'}: call model.set_adapter(name)."
+        )
+    return active.pop()
+
+
+def _selected(
+    layers: Layers,
+    target_modules: str | Sequence[str] | None,
+    layers_to_transform: int | Iterable[int] | None,
+) -> Layers:
+    """Those of some layers that `peft.LoraConfig` would choose, by name; an error if none."""
+    if target_modules is None and layers_to_transform is None:
+        return layers
+    targets: Any = target_modules
+    if targets is None:  # PEFT reads layer indices only beside names of modules
+        targets = sorted({name.rpartition(".")[2] for name in layers})
+    elif not isinstance(targets, str):
+        targets = list(targets)
+    indices: Any = layers_to_transform
+    if indices is not None and not isinstance(indices, int):
+        indices = list(indices)
+    config = LoraConfig(target_modules=targets, layers_to_transform=indices)
+    # Before a name in full, PEFT would pass over the layer's index: let it see but ends of names.
+    dot = "" if isinstance(targets, str) else "."
+    selected = {
+        name: layer
+        for name, layer in layers.items()
+        if check_target_module_exists(config, dot + name) and indices != []
+    }
+    if not selected:
+        raise ValueError(
+            f"No LoRA layer matches target_modules={target_modules!r}, "
+            f"layers_to_transform={layers_to_transform!r}; there are {listed(list(layers))}."
+        )
+    return selected
+
+
 def _blocks_of(name: str, layer: Any, adapter: str) -> list[Block]:
-    """`lora_A` and `lora_B` of a layer, by the names of their parameters."""
-    return [
-        Block(f"{name}.{part}.{adapter}.weight", getattr(layer, part)[adapter], is_a, layer)
-        for part, is_a in (("lora_A", True), ("lora_B", False))
+    """`lora_A` and `lora_B`, or the one that requires grad where the other does not."""
+    both = [
+        Block(name, matrix, adapter, getattr(layer, matrix)[adapter], layer)
+        for matrix in ("lora_A", "lora_B")
     ]
+    return [block for block in both if block.weight.requires_grad] or both
 
 
-def _taking_part(blocks: list[Block]) -> list[Block]:
-    """Both of a layer, or the one that requires grad where the other does not."""
-    return [block for block in blocks if block.weight.requires_grad] or blocks
+def _check_plain(layers: Layers, adapter: str) -> None:
+    """Refuse layers that do not add `B(A(x))` with linear A and B of their own.
+
+    Raises
+    ------
+    NotImplementedError
+        The message lists them.
+    """
+    unsupported = [
+        f"{name} ({type(layer).__name__} {_variant(layer, adapter)}".strip() + ")"
+        for name, layer in layers.items()
+        if not _is_plain(layer, adapter)
+    ]
+    if unsupported:
+        raise NotImplementedError(
+            "LoRA layers must add B(A(x)), where A and B are linear and their weights parameters. "
+            f"These do not: {listed(unsupported)}. Leave them out with target_modules."
+        )
+
+
+def _is_plain(layer: lora.LoraLayer, adapter: str) -> bool:
+    if isinstance(layer, _NOT_PLAIN) or adapter not in layer.lora_A or adapter not in layer.lora_B:
+        return False
+    halves: list[Any] = [layer.lora_A[adapter], layer.lora_B[adapter]]
+    # Pruning, among others, computes weights from parameters.
+    are_linear = all(type(x) is nn.Linear and isinstance(x.weight, nn.Parameter) for x in halves)
+    return are_linear and _variant(layer, adapter) in ("", _DORA)
+
+
+def _variant(layer: lora.LoraLayer, adapter: str) -> str:
+    """The kind of LoRA, such as "AloraLinearVariant"; "" for plain LoRA."""
+    variant = getattr(layer, "lora_variant", {}).get(adapter)
+    if variant is not None:
+        return type(variant).__name__
+    return _DORA if getattr(layer, "use_dora", {}).get(adapter) else ""  # of older PEFT

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.batches import pad_token
-from laplace_lora_ext.models.locks import as_tensor
-from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
+from laplace_lora_ext.models.answers import logits_of
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 _NAMES = "input_ids", "attention_mask"
-_CHOSEN, _REJECTED = "chosen", "rejected"
 
 
 class PreferenceModel(LogitsModel):
@@ -25,8 +22,8 @@ class PreferenceModel(LogitsModel):
     the Bradley-Terry model. Any other module is called with the batch itself, and must return such
     logits for both.
 
-    Batches may come without labels, as TRL's collators make them: B chosen texts followed by B
-    rejected ones, or both apart, as "input_ids_chosen" and "input_ids_rejected".
+    Batches may come without labels, as TRL's collator makes them: B chosen texts followed by B
+    rejected ones.
     """
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
@@ -39,24 +36,15 @@ class PreferenceModel(LogitsModel):
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
         return (batch, None) if isinstance(batch, torch.Tensor) else self.split(batch)
 
-    def _inputs(self, batch: Any) -> Any:
-        apart = isinstance(batch, Mapping) and any(_CHOSEN in key for key in batch)
-        return super()._inputs(self._pairs(batch) if apart else batch)
-
     def _pairs(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
         if "margin" in batch:
             warn('The likelihood "reward_modeling" has no margin: the batch\'s margin is ignored.')
-        apart = {name: value for name in _NAMES if (value := _apart(batch, name)) is not None}
-        if apart:
-            filled = {"input_ids": pad_token(self.transformer), "attention_mask": 0}
-            return {name: _stacked(*texts, filled[name]) for name, texts in apart.items()}
         tokens = batch.get("input_ids")
         if tokens is None or tokens.ndim != 2 or len(tokens) % 2:
             raise ValueError(
                 f"No labels {self.dict_key_y!r} in the batch, and no pairs: pass as many chosen as "
-                "rejected texts, all chosen ones first in input_ids, or both apart as "
-                "input_ids_chosen and input_ids_rejected."
+                "rejected texts, all chosen ones first in input_ids."
             )
         return {n: batch[n].unflatten(0, (2, -1)).transpose(0, 1) for n in _NAMES if n in batch}
 
@@ -78,26 +66,3 @@ class PreferenceModel(LogitsModel):
                 f"{pairs.numel()} texts: load it with num_labels=1."
             )
         return rewards.reshape(pairs)
-
-
-def _apart(batch: Mapping[str, Any], name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Chosen and rejected texts, whose keys end or begin with these words; None if missing."""
-    for pattern in (f"{name}_{{}}", f"{{}}_{name}"):
-        chosen, rejected = pattern.format(_CHOSEN), pattern.format(_REJECTED)
-        if chosen in batch and rejected in batch:
-            return as_tensor(batch[chosen]), as_tensor(batch[rejected])
-    return None
-
-
-def _stacked(chosen: torch.Tensor, rejected: torch.Tensor, filler: int | None) -> torch.Tensor:
-    """Both as one tensor `(B, 2, T)`, the shorter one padded on the right."""
-    length = max(chosen.shape[1], rejected.shape[1])
-    if chosen.shape[1] != rejected.shape[1] and filler is None:
-        raise ValueError(
-            "Chosen and rejected texts differ in length, and the model's configuration has no "
-            "pad_token_id: set it to the tokenizer's."
-        )
-    filled = [
-        pad(texts, (0, length - texts.shape[1]), value=filler or 0) for texts in (chosen, rejected)
-    ]
-    return torch.stack(filled, dim=1)

@@ -15,10 +15,9 @@ from peft.tuners import lora
 from torch import nn
 
 from laplace_lora_ext.messages import listed
-from laplace_lora_ext.models.locks import lock_of
-from laplace_lora_ext.models.logits_model import LogitsModel, find_transformer
-from laplace_lora_ext.models.lora_layers import Block, strip_wrappers
-from laplace_lora_ext.models.selection import find_idle
+from laplace_lora_ext.models.locks import LOCK
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block, find_idle, strip_wrappers
 from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.readings import read
 
@@ -96,7 +95,7 @@ class ModelState:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ModelState:
         """Rebuild what `state_dict` has returned."""
-        weights = {_unwrapped(name): Weight(*weight) for name, weight in state["weights"].items()}
+        weights = {name: Weight(*weight) for name, weight in state["weights"].items()}
         blocks = {name: (shape, scaling) for name, (shape, scaling) in state["blocks"].items()}
         return cls(**{**state, "weights": weights, "blocks": blocks})
 
@@ -110,7 +109,7 @@ class ModelState:
 
         A loaded adapter does not say which of its weights were frozen in training.
         """
-        with lock_of(find_transformer(model) or model):
+        with LOCK:
             weights = {n: w for n, w in model.named_parameters() if ".lora_" in n}
             before = {name: weight.requires_grad for name, weight in weights.items()}
             try:
@@ -132,14 +131,6 @@ class ModelState:
             if name not in now.weights or not weight.equals(now.weights[name]):
                 return f"The weight {name} differs from that of the fit"
         return None
-
-    def digest(self) -> str:
-        """A hash of the whole state."""
-        digest = hashlib.sha256(repr(self._facts()).encode())
-        for name, weight in self.weights.items():
-            digest.update(repr((name, weight.dtype, weight.shape)).encode())
-            digest.update(weight.sample.numpy().tobytes())
-        return digest.hexdigest()
 
     def _facts(self) -> dict[str, Any]:
         """What must be equal exactly, by what it is."""
@@ -198,10 +189,13 @@ def check_same(
 def hashes(model: LogitsModel, blocks: Sequence[Block]) -> dict[str, str]:
     """Of what a fit depends on: fits of two processes belong together where these are equal."""
     weights = flattened(blocks, torch.device("cpu")).double().numpy()
-    return {
-        "LoRA weights": hashlib.sha256(weights.tobytes()).hexdigest(),
-        "base or head": ModelState.of(model, blocks).digest(),
-    }
+    state = ModelState.of(model, blocks)
+    rest = hashlib.sha256(repr(state._facts()).encode())
+    for name, weight in state.weights.items():
+        rest.update(repr((name, weight.dtype, weight.shape)).encode())
+        rest.update(weight.sample.numpy().tobytes())
+    of_adapter = hashlib.sha256(weights.tobytes())
+    return {"LoRA weights": of_adapter.hexdigest(), "base or head": rest.hexdigest()}
 
 
 def _other_weights(
@@ -226,13 +220,12 @@ def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
     places: dict[Any, list[str]] = {}
     for name, weight in weights.items():
         places.setdefault((weight.device, weight.dtype), []).append(name)
-    found = {}
-    for (_, dtype), names in places.items():
-        samples = [_sample(weights[name]) for name in names]
-        numbers = torch.cat(samples).cpu().double().split([len(sample) for sample in samples])
-        for name, sample in zip(names, numbers, strict=True):
-            found[name] = Weight(str(dtype), list(weights[name].shape), sample)
-    return found
+    samples: dict[str, torch.Tensor] = {}
+    for names in places.values():
+        few = [_sample(weights[name]) for name in names]
+        numbers = torch.cat(few).cpu().double().split([len(sample) for sample in few])
+        samples.update(zip(names, numbers, strict=True))
+    return {n: Weight(str(w.dtype), list(w.shape), samples[n]) for n, w in weights.items()}
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
@@ -249,9 +242,5 @@ def _known_as(name: str, adapter: str) -> str | None:
     others = {owner for _, owner in _OF_ADAPTER.findall(name)} - {adapter}
     if others or ".original_module." in name:
         return None
-    return _unwrapped(_OF_ADAPTER.sub(r".\1", strip_wrappers(name)))
-
-
-def _unwrapped(name: str) -> str:
-    """Without PEFT's "base_layer", which another adapter may bring."""
-    return name.replace(".base_layer.", ".")
+    # PEFT's "base_layer" is there or not by the layers of another adapter.
+    return _OF_ADAPTER.sub(r".\1", strip_wrappers(name)).replace(".base_layer.", ".")

@@ -12,16 +12,13 @@ from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.answers import (
-    check_positions,
     decoder_options,
     last_real_position,
+    reading_at,
     start_token,
-    takes_positions,
 )
-from laplace_lora_ext.models.batches import examples_of
-from laplace_lora_ext.models.logits_model import LogitsModel, logits_of
-from laplace_lora_ext.models.output_layer import selecting
-from laplace_lora_ext.models.positions import Positions
+from laplace_lora_ext.models.batches import Positions, examples_of
+from laplace_lora_ext.models.logits_model import LogitsModel
 
 _DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
@@ -65,10 +62,8 @@ class TokensModel(LogitsModel):
             As `targets`.
         """
         labelled = self.targets(batch) != IGNORED
-        self.settle(batch)
         inputs = self._inputs(batch)
-        counts_positions = self._left_padding.passes(inputs)
-        logits = self._at(labelled, inputs, counts_positions, **model_kwargs)
+        logits = self._at(labelled, inputs, self._counts_positions(inputs), **model_kwargs)
         self.output_size = logits.shape[-1]
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
@@ -97,10 +92,9 @@ class TokensModel(LogitsModel):
                 f"{labels.dtype}"
             )
         if not self.is_encoder_decoder:
-            real = _real_positions(labels, super()._inputs(batch))
+            begun = _begun(labels, super()._inputs(batch))
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-            # Before a text's first token there may be padding, which predicts nothing.
-            labels = labels.masked_fill(real.cumsum(1) == 0, IGNORED)
+            labels = labels.masked_fill(~begun, IGNORED)  # padding before a text predicts nothing
         if not (labels != IGNORED).any():
             raise ValueError(
                 f"no token is labelled: every label is {IGNORED}, or on a text's first token, "
@@ -150,15 +144,9 @@ class TokensModel(LogitsModel):
         index = places.int().argsort(dim=1, descending=True, stable=True)[:, :most]
         kept = places.take_along_dim(index, dim=1)
         options = decoder_options(self.transformer, inputs, counts_positions) | kwargs
-        with selecting(self.transformer, index, places.shape[1]) as calls:
-            logits = logits_of(self._call(inputs, **options))
-        if not calls:  # there is no output layer, or it sees something else
-            check_positions(logits, places.shape[1])
-            logits = logits.take_along_dim(index.to(logits.device)[..., None], dim=1)
+        with reading_at(self.transformer, index, places.shape[1]) as read_off:
+            logits = read_off(self._call(inputs, **options))
         return logits.flatten(0, 1) if kept.all() else logits[kept.to(logits.device)]
-
-    def _takes_positions(self) -> bool:
-        return takes_positions(self.transformer)
 
     def _find_answers(
         self, class_token_ids: Sequence[int] | None, mask_token_id: int | None
@@ -185,8 +173,8 @@ def _decoder_input_ids(transformer: PreTrainedModel, labels: torch.Tensor) -> to
     return shift_tokens_right(labels, padding, start_token(transformer))
 
 
-def _real_positions(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """`(B, T)` booleans, false at padding; refuses labels at padding or of another shape."""
+def _begun(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """`(B, T)` booleans, true from a text's first token on; refuses labels of no token."""
     for key in ("input_ids", "attention_mask"):
         given = inputs.get(key)
         if given is not None and given.shape != labels.shape:
@@ -196,10 +184,6 @@ def _real_positions(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Te
             )
     mask = inputs.get("attention_mask")
     real = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool()
-    at_padding = (labels != IGNORED) & ~real
-    if at_padding.any():
-        raise ValueError(
-            f"row {int(at_padding.any(1).int().argmax())} has labels where attention_mask is 0: "
-            f"set them to {IGNORED}"
-        )
-    return real
+    if ((labels != IGNORED) & ~real).any():
+        raise ValueError(f"There are labels where attention_mask is 0: set them to {IGNORED}")
+    return real.cumsum(1) > 0

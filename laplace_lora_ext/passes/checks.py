@@ -102,7 +102,7 @@ def inspected(
     What each pass returns goes to `check_targets`. Where the host fails, the hooks that it leaves
     behind are removed, and one more pass names the reason. Errors are those of `record`.
     """
-    model.settle(x)
+    model.try_left_padding(x)
     restore_hooks = _remember_hooks(model)
     try:
         with _checking(model, blocks, check_targets):

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from laplace_lora_ext.models.lora_layers import Block
-
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
 _ROWS = 512
@@ -33,9 +31,9 @@ class Call:
         where gradients of what it returned arrive
     """
 
-    def __init__(self, block: Block, inputs: torch.Tensor, output: torch.Tensor) -> None:
+    def __init__(self, inputs: torch.Tensor, output: torch.Tensor) -> None:
         self.input = inputs
-        self.rows = block.rows.row_shape(output)
+        self.rows = output.shape[:-1]
         self.edge = get_gradient_edge(output)
         self._version = _version(inputs)
 

@@ -100,5 +100,5 @@ class Listener:
         if self._calls is not None:  # else a checkpointed part is computed again
             block = self._blocks[index]
             inputs = args[0].clone() if block.name in self._copied else args[0]
-            self._calls[index].append(Call(block, inputs, output))
+            self._calls[index].append(Call(inputs, output))
         return output

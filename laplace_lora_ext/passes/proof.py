@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.models.positions import Positions
 from laplace_lora_ext.passes.graph import Graph
 from laplace_lora_ext.readings import read
 
@@ -112,7 +112,7 @@ def _reached(
         block, sites = blocks[index], _sites(graph, blocks, index)
         for place, of_call in gradients.items():
             finite.append((block.name, torch.isfinite(of_call).all()))
-            rows = block.rows.output_rows(of_call.detach()).any(-1)
+            rows = of_call.detach().any(-1)
             rows = rows.reshape(len(rows), n_examples, -1)
             none = rows.new_zeros(n_seeds, *rows.shape[1:])
             reached.setdefault(sites[place], none)[seeds] |= rows

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.batches import number_of_rows
+from laplace_lora_ext.models.batches import Positions, number_of_rows
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.models.positions import Positions
 from laplace_lora_ext.passes.graph import Call, Graph
 from laplace_lora_ext.passes.listener import Listener
 from laplace_lora_ext.passes.proof import ONE_AT_A_TIME, is_proven
@@ -178,7 +177,7 @@ class Recording:
         sharing: dict[tuple[Any, ...], list[int]] = {}
         for index, block in enumerate(self._blocks):
             inputs = (id(call.input) for call in part.graph.calls[index])
-            rows = block.statistics_dtype, block.rows.input_map, *inputs
+            rows = block.statistics_dtype, *inputs
             sharing.setdefault(rows, []).append(index)
         for indices in sharing.values():
             for call in part.graph.calls[indices[0]]:
@@ -209,10 +208,8 @@ class Recording:
         """Inputs and gradients of a layer's calls by example, one call after the other."""
         block = self._blocks[index]
         n_examples = 1 if part.positions is None else part.positions.n_examples
-        inputs = [block.rows.input_rows(call.input) for call in calls]
-        a = [rows.reshape(n_examples, -1, rows.shape[-1]) for rows in inputs]
-        outputs = [block.rows.output_rows(of_call) for of_call in gradients]
-        g = [rows.reshape(len(rows), n_examples, -1, rows.shape[-1]) for rows in outputs]
+        a = [call.input.reshape(n_examples, -1, call.input.shape[-1]) for call in calls]
+        g = [rows.reshape(len(rows), n_examples, -1, rows.shape[-1]) for rows in gradients]
         lengths = [rows.shape[1] for rows in a]
         dtype = block.statistics_dtype
         of_layer = _joined(a, dtype), _joined(g, dtype)
@@ -255,7 +252,7 @@ def record(
         If an activation, a logit or a gradient is not finite.
     """
     listener = Listener(model, blocks)
-    model.settle(x)
+    model.try_left_padding(x)
     with (
         model.prepared(),
         torch.inference_mode(False),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.models.placement import check_in_place
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.selection import check_in_place
 from laplace_lora_ext.models.weights import LoRAWeights, Values, shaped
 from laplace_lora_ext.predictive.moments import Moments
 

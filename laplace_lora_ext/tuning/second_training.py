@@ -19,7 +19,6 @@ from laplace_lora_ext.models.adapters import (
     find_peft_model,
     own_adapter_back,
 )
-from laplace_lora_ext.models.locks import users_default
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.training.examples import divided, in_order
@@ -172,8 +171,7 @@ class SecondTraining(TuningMethod):
 
     def _from_function(self, part: Dataset) -> nn.Module:
         assert self.train is not None
-        with users_default():
-            model = self.train(part)
+        model = self.train(part)
         if not isinstance(model, nn.Module):
             raise TypeError(f"train must return the model it has trained, not {model!r}.")
         return model
@@ -182,7 +180,7 @@ class SecondTraining(TuningMethod):
         model, adapter = find_peft_model(la.model), _NAME.format(number)
         if find_peft_model(self.trainer.model) is not model:
             raise ValueError("The trainer has trained another model than that of the posterior.")
-        with restored(self.trainer), users_default():
+        with restored(self.trainer):
             set_seed(self.trainer.args.seed + 1 + number)
             if model.active_adapter != la.blocks[0].adapter:
                 model.set_adapter(la.blocks[0].adapter)

@@ -6,8 +6,8 @@ from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import LowRankFactor
 from laplace_lora_ext.curvature.statistics import Expand
 from laplace_lora_ext.curvature.streaming import StreamingUpdates
+from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.models.positions import Positions
 from laplace_lora_ext.passes import Rows, graph
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
 from tests.support.posteriors import make

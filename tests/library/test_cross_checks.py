@@ -37,8 +37,8 @@ def flat_net() -> nn.Sequential:
 def ours(backend, X, y, likelihood="classification"):
     net = LinearNet()
     blocks = [
-        Block("down.lora_A.own.weight", net.down, True),
-        Block("up.lora_B.own.weight", net.up, False),
+        Block("down", "lora_A", "own", net.down),
+        Block("up", "lora_B", "own", net.up),
     ]
     curvature = backend(net, likelihood, blocks=blocks, rank=10, kfac_approx="expand")
     return curvature.kron(X, y, N=len(X))

@@ -41,20 +41,6 @@ def test_averaged_adapters_are_the_sampled_networks_prediction(kind, tmp_path):
         assert torch.equal(value, before[name])
 
 
-def test_several_are_loaded_side_by_side(tmp_path):
-    la = fitted(prior_precision=20.0)
-    batch = ragged_batches()[0]
-    folders = la.sample_adapters(2, tmp_path, generator=generator())
-    model = reloaded("bert", folders[0])
-    first = probabilities(model, batch)
-    model.load_adapter(str(folders[1]), "second")
-    model.set_adapter("second")
-    second = probabilities(model.double(), batch)
-    model.set_adapter("default")
-    torch.testing.assert_close(probabilities(model, batch), first)
-    torch.testing.assert_close(second, probabilities(reloaded("bert", folders[1]), batch))
-
-
 def test_files_are_those_of_the_users_own_adapter(tmp_path):
     la = fitted()
     (folder,) = la.sample_adapters(1, tmp_path)

@@ -1,33 +1,38 @@
-"""Batches as people have them: without masks, as lists, packed, empty."""
+"""Batches as people have them, and left padding."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections import UserDict
+from collections.abc import Mapping
+from types import MappingProxyType
 
-import numpy as np
 import pytest
 import torch
+import transformers
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BatchEncoding
-from transformers.utils.generic import ModelOutput
 
-from laplace_lora_ext.models.batches import find_padding, named_batches
+from laplace_lora_ext.models.batches import LeftPadding, named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.support.models import CLASS_TOKEN_IDS, lora_model, plain_model, ragged_batches
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    VOCABULARY,
+    lora_model,
+    plain_model,
+    ragged_batches,
+    record_calls,
+)
 from tests.support.posteriors import STRUCTURES, fitted, make
 
 PAD = 3
 
 
-def padded_model(kind: str) -> nn.Module:
+def adapted(kind: str, pad: int | None = PAD) -> LogitsModel:
     model = lora_model(kind)
-    model.config.pad_token_id = PAD
-    return model.eval()
-
-
-def adapted(kind: str) -> LogitsModel:
-    return LogitsModel(padded_model(kind), None if kind == "bert" else CLASS_TOKEN_IDS)
+    model.config.pad_token_id = pad
+    return LogitsModel(model.eval(), None if kind == "bert" else CLASS_TOKEN_IDS)
 
 
 def padded_batch(side: str = "right") -> dict[str, torch.Tensor]:
@@ -39,88 +44,34 @@ def padded_batch(side: str = "right") -> dict[str, torch.Tensor]:
     return batch
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_a_mask_that_is_missing_is_read_off_the_padding_tokens(kind, side):
-    model, batch = adapted(kind), padded_batch(side)
-    expected = model(batch)
-    del batch["attention_mask"]
-    with pytest.warns(UserWarning, match="no attention_mask: tokens 3 at the ends"):
-        logits = model(batch)
-    assert torch.equal(logits, expected)
-    with pytest.warns(UserWarning, match="no attention_mask"):
-        assert torch.equal(model(batch["input_ids"]), expected)
-    assert "attention_mask" not in batch
+# --- forms ---------------------------------------------------------------------------------------
+
+MAPPINGS = [dict, UserDict, BatchEncoding, lambda d: MappingProxyType(dict(d))]
 
 
-def test_curvature_and_predictions_leave_out_padding_that_has_no_mask():
-    batch = padded_batch()
-    la = fitted(model=padded_model("bert"), batches=[batch], kfac_approx="expand")
-    expected = la.predictive_moments(batch)
-    del batch["attention_mask"]
-    with pytest.warns(UserWarning, match="no attention_mask"):
-        la.fit([batch])
-    with pytest.warns(UserWarning, match="no attention_mask"):
-        moments = la.predictive_moments(batch)
-    torch.testing.assert_close(moments, expected, rtol=1e-12, atol=0)
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
+def test_every_mapping_and_a_pair_give_the_same_and_are_left_as_they_were(bert, mapping):
+    batches = ragged_batches()
+    wrapped = [mapping(batch) for batch in batches]
+    inputs = [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
+    before = dict(wrapped[0])
+    expected, found, of_pairs = make(bert), make(bert), make(bert)
+    expected.fit(batches)
+    found.fit(wrapped)
+    of_pairs.fit([(x, batch["labels"]) for x, batch in zip(inputs, batches, strict=True)])
+    assert torch.equal(found.log_marginal_likelihood(), expected.log_marginal_likelihood())
+    assert torch.equal(of_pairs.log_marginal_likelihood(), expected.log_marginal_likelihood())
+    assert torch.equal(found.model(wrapped[0]), bert(**inputs[0]).logits)
+    assert dict(wrapped[0]) == before  # the same tensor objects
 
 
-def test_padding_that_cannot_be_told_from_text_is_refused():
-    model, batch = adapted("gpt2"), padded_batch()
-    del batch["attention_mask"]
-    batch["input_ids"][1, 2] = PAD
-    with pytest.raises(
-        ValueError, match=r"token 3 also occurs within a row.*Pass the .*attention_mask"
-    ):
-        model(batch)
+def test_tokens_alone_are_a_batch_too():
+    model, ids = adapted("gpt2", pad=None), padded_batch()["input_ids"]
+    assert torch.equal(model(ids), model({"input_ids": ids}))
 
 
-def test_texts_without_padding_need_no_mask():
-    model = adapted("gpt2")
-    (batch,) = ragged_batches(lengths=(7, 7))
-    batch["input_ids"][batch["input_ids"] == PAD] += 1
-    batch["input_ids"][0, 2] = PAD  # inside of a text, where nothing looks padded
-    expected = model(batch)
-    del batch["attention_mask"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        assert torch.equal(model(batch), expected)
-
-
-def test_padding_of_pairs_of_texts():
-    ids = torch.tensor([[[5, 6, PAD], [5, 6, 7]]])
-    with pytest.warns(UserWarning, match="no attention_mask"):
-        mask = find_padding(ids, PAD)
-    assert mask.tolist() == [[[1, 1, 0], [1, 1, 1]]]
-
-
-@pytest.mark.parametrize(
-    "convert",
-    [
-        lambda batch: {key: value.tolist() for key, value in batch.items()},
-        lambda batch: {key: value.numpy() for key, value in batch.items()},
-        lambda batch: BatchEncoding({key: value.tolist() for key, value in batch.items()}),
-    ],
-    ids=["lists", "arrays", "encoding of lists"],
-)
-def test_lists_and_arrays_are_tensors_for_a_transformers_model(convert):
-    batch = padded_batch()
-    la = fitted(model=padded_model("bert"), batches=[batch])
-    expected = la.predictive_moments(batch)
-    converted = convert(batch)
-    before = {key: type(value) for key, value in converted.items()}
-    la.fit([converted])
-    assert torch.equal(la.predictive_moments(converted).f_var, expected.f_var)
-    assert {key: type(value) for key, value in converted.items()} == before
-
-
-def test_an_array_is_a_tensor_for_any_model():
-    X = torch.randn(4, 5).double()
-    la = fitted(model=plain_model(), batches=[(X.numpy(), np.arange(4) % 3)])
-    assert torch.equal(la.predictive_moments(X.numpy()).f_var, la.predictive_moments(X).f_var)
-
-
-def test_what_a_users_module_takes_is_not_converted():
+@pytest.mark.parametrize("mapping", [dict, BatchEncoding])
+def test_a_users_module_gets_the_mapping_without_labels_as_it_is(mapping):
     taken = []
 
     class Wrapper(nn.Module):
@@ -128,114 +79,200 @@ def test_what_a_users_module_takes_is_not_converted():
             super().__init__()
             self.inner = plain_model()
 
-        def forward(self, batch: dict) -> torch.Tensor:
-            taken.append(batch["lengths"])
+        def forward(self, batch: Mapping) -> torch.Tensor:
+            taken.append(batch)
             return self.inner(batch["x"])
 
-    LogitsModel(Wrapper())({"x": torch.randn(2, 5).double(), "lengths": [3, 4]})
-    assert taken == [[3, 4]]
-
-
-@pytest.mark.parametrize("key", ["logits_to_keep", "num_logits_to_keep"])
-def test_logits_of_certain_positions_are_not_asked_for_by_a_batch(key):
-    with pytest.raises(ValueError, match=f"Leave {key} out of the batch"):
-        adapted("gpt2")(padded_batch() | {key: 1})
-
-
-def test_packed_texts_are_refused():
-    model, batch = adapted("gpt2"), padded_batch()
-    batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6], [0] * 7])
-    model(batch)  # padding may have any position
-    batch["position_ids"][1, 4:] = torch.arange(3)
-    with pytest.raises(NotImplementedError, match=r"packed into one row, as position_ids shows"):
-        model(batch)
-    with pytest.raises(NotImplementedError, match=r"packed into one row, as cu_seq_lens_q shows"):
-        model(padded_batch() | {"cu_seq_lens_q": torch.tensor([0, 3, 7])})
+    x, labels = torch.randn(2, 5).double(), torch.ones(2)
+    LogitsModel(Wrapper())(mapping({"x": x, "labels": labels, "lengths": [3, 4]}))
+    assert [type(batch) for batch in taken] == [mapping]
+    assert list(taken[0]) == ["x", "lengths"]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_empty_batches_are_left_out(structure):
+def test_empty_batches_are_left_out_and_others_keep_their_numbers(structure):
     batches = ragged_batches()
     empty = {key: value[:0] for key, value in batches[0].items()}
     la = fitted(batches=batches, structure=structure)
     evidence = la.log_marginal_likelihood()
-    with_empty = [empty, *batches, empty]
-    la.fit(with_empty)
+    la.fit([empty, *batches, empty])
     assert torch.equal(la.log_marginal_likelihood(), evidence)
-    la.optimize_prior_precision(method="agreement", train_loader=with_empty)
-    la.optimize_prior_precision(method="gridsearch", val_loader=with_empty, grid_size=3)
-
-
-def test_batches_keep_their_numbers():
     X = torch.randn(2, 3)
     loader = [(X, X), (X[:0], X[:0]), X[:0], {"x": X[:0], "y": 3}, {"x": [1]}, ({"x": X}, X)]
     assert [name for name, _ in named_batches(loader)] == ["batch 0", "batch 4", "batch 5"]
 
 
-def test_options_in_a_batch_reach_the_model_as_they_are():
-    model, (batch, *_) = LogitsModel(lora_model("bert").eval()), ragged_batches()
-    options = {"output_hidden_states": True, "return_dict": False}
-    assert torch.equal(model(batch | options), model(batch))
+def packed(batch: dict) -> dict:
+    return batch | {"position_ids": torch.tensor([0, 1, 2, 3, 0, 1, 2]).expand(3, 7)}
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_texts_without_tokens_are_refused(kind):
-    model, (batch, *_) = adapted(kind), ragged_batches()
-    empty = {key: value[:, :0] for key, value in batch.items() if value.ndim == 2}
-    with pytest.raises(ValueError, match="texts have no tokens"):
-        model(empty)
-
-
-def test_an_answer_is_not_read_after_padding_alone():
-    model, (batch, *_) = adapted("gpt2"), ragged_batches()
-    batch["attention_mask"][1] = 0
-    with pytest.raises(ValueError, match="Row 1 has no text"):
-        model(batch)
-
-
-def test_an_answer_needs_a_mask_that_has_an_end():
-    model, (batch, *_) = adapted("gpt2"), ragged_batches()
-    batch["attention_mask"] = batch["attention_mask"][:, None, None]
-    with pytest.raises(ValueError, match=r"\(texts, positions\), not \(3, 1, 1, 7\)"):
-        model(batch)
-
-
-@dataclass
-class Output(ModelOutput):
-    """A batch that lets go of no key."""
-
-    input_ids: torch.Tensor | None = None
-    attention_mask: torch.Tensor | None = None
-    labels: torch.Tensor | None = None
-
-
-def test_a_batch_may_be_an_output_of_a_model():
-    batches = ragged_batches()
-    la, expected = fitted(batches=[Output(**batch) for batch in batches]), fitted(batches=batches)
-    assert la.log_marginal_likelihood() == expected.log_marginal_likelihood()
-    assert torch.equal(la(Output(**batches[0])), expected(batches[0]))
-
-
-@pytest.mark.parametrize("key", ["input_ids", "attention_mask"])
 @pytest.mark.parametrize(
-    ("convert", "form"),
+    ("change", "message"),
     [
-        (list, "a list of Tensor"),
-        (lambda ids: [row.numpy() for row in ids], "a list of ndarray"),
-        (lambda ids: ("a b", "c", "d"), "a tuple of str"),
-        (lambda ids: [], "empty"),
-        (lambda ids: ids.to_sparse(), "of layout torch.sparse_coo"),
-        (lambda ids: torch.nested.nested_tensor(list(ids), layout=torch.jagged), "a nested tensor"),
-        (lambda ids: ids[0], r"of shape \(7,\)"),
+        (lambda b: b | {"input_ids": b["input_ids"].tolist()}, "input_ids must be a dense tensor"),
+        (lambda b: b | {"attention_mask": b["attention_mask"].to_sparse()}, "mask must be a dense"),
+        (lambda b: b | {"input_ids": b["input_ids"][0]}, "dense tensor of shape"),
+        (lambda b: {k: v[:, :0] for k, v in b.items() if v.ndim == 2}, "dense tensor of shape"),
+        (lambda b: packed(b) | {"attention_mask": torch.ones(3, 7)}, "as position_ids shows"),
+        (lambda b: b | {"cu_seq_lens_q": torch.tensor([0, 3])}, "as cu_seq_lens_q shows"),
+        (lambda b: {"input_ids": b["input_ids"]}, "no attention_mask, but the padding token 3"),
+        (lambda b: b["input_ids"], "pass the tokenizer's attention_mask"),
     ],
 )
-def test_rows_that_no_model_reads_are_named(convert, form, key):
-    la, (batch, *_) = make(lora_model("bert")), ragged_batches()
-    with pytest.raises(ValueError, match=f"^batch 0: {key} must be a dense tensor .* not {form}"):
-        la.fit([batch | {key: convert(batch[key])}])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_what_a_model_would_read_in_another_way_is_refused(kind, side, change, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        adapted(kind)(change(padded_batch(side)))
 
 
-def test_rows_of_unequal_lengths_are_named():
-    la = make(lora_model("bert"))
-    with pytest.raises(ValueError, match=r"^batch 0: The rows of input_ids are not equally long"):
-        la.fit([{"input_ids": [[5, 6, 7], [8]], "labels": torch.tensor([0, 1])}])
+def test_what_only_looks_packed_or_padded_is_not_refused():
+    model, batch = adapted("gpt2"), padded_batch()
+    model(packed(batch) | {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(3, 7)})
+    (batch,) = ragged_batches(lengths=(7, 7))
+    batch["input_ids"][batch["input_ids"] == PAD] += 1
+    batch["input_ids"][0, 2] = PAD  # inside of a text
+    assert torch.equal(model({"input_ids": batch["input_ids"]}), model(batch))
+
+
+# --- left padding --------------------------------------------------------------------------------
+
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 12, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "intermediate_size": 16, "pad_token_id": 0}
+LEARNED = {"max_position_embeddings": 20, "is_decoder": True}
+ROTARY = {"num_key_value_heads": 1}
+DECODERS = {  # that number positions by themselves, and one way or another
+    "Roberta": LEARNED,
+    "XLMRoberta": LEARNED,
+    "RobertaPreLayerNorm": LEARNED,
+    "Qwen2": ROTARY,
+    "Mistral": ROTARY,
+}
+
+
+def decoder(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    settings = DECODERS[kind]
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **settings)
+    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(
+        config, attn_implementation="eager"
+    )
+    targets = ["query", "value"] if settings is LEARNED else ["q_proj", "v_proj"]
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets, init_lora_weights=False)
+    return get_peft_model(model, lora).eval()
+
+
+def real(batches: list) -> list:
+    """The same without padding tokens among the real ones, which RoBERTa takes for padding."""
+    for batch in batches:
+        mask = batch["attention_mask"].bool()
+        batch["input_ids"] = torch.where(mask, batch["input_ids"].clamp_min(1), 0)
+    return batches
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_decoders_that_number_positions_by_themselves_are_left_alone(kind):
+    model = decoder(kind)
+    (batch,) = real(ragged_batches(batch_size=8, padding_side="left"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+    for row, ids, mask in zip(found, batch["input_ids"], batch["attention_mask"], strict=True):
+        alone = model(input_ids=ids[mask.bool()][None], use_cache=False).logits[0, -1]
+        torch.testing.assert_close(row, alone[CLASS_TOKEN_IDS], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "Roberta"])
+def test_posteriors_of_left_and_right_padded_texts_are_the_same(kind):
+    evidences = []
+    for side in ("left", "right"):
+        model = decoder(kind) if kind in DECODERS else lora_model(kind)
+        la = make(model, class_token_ids=CLASS_TOKEN_IDS)
+        la.fit(real(ragged_batches(padding_side=side)))
+        evidences.append(la.log_marginal_likelihood())
+    torch.testing.assert_close(*evidences, rtol=1e-4, atol=1e-4)
+
+
+def test_the_trial_is_made_once_and_not_without_left_padding():
+    model = lora_model("gpt2").eval()
+    logits_model, calls = LogitsModel(model, CLASS_TOKEN_IDS), record_calls(model.base_model.model)
+    numbers, left = [], ragged_batches(padding_side="left")
+    for batch in (ragged_batches()[0], *left[:2]):
+        logits_model(batch)
+        numbers.append(len(calls))
+    assert numbers == [1, 1 + 3 + 1, 1 + 3 + 2]
+    given = left[1] | {"position_ids": torch.arange(7).expand(3, 7)}
+    logits_model(given)
+    assert torch.equal(calls[-1]["position_ids"], given["position_ids"])
+    logits_model(ragged_batches()[0])
+    assert calls[-1].get("position_ids") is None
+
+
+def test_a_classifier_that_depends_on_left_padding_says_so_once():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=12, n_layer=2, n_head=2, n_positions=20, pad_token_id=0
+    )
+    model = transformers.GPT2ForSequenceClassification(config).eval()
+    nn.init.normal_(model.transformer.wpe.weight)
+    logits_model, left = LogitsModel(model), real(ragged_batches(padding_side="left"))
+    with pytest.warns(UserWarning, match="depend on left padding.*Pad on the right"):
+        logits_model(left[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        logits_model(left[1])
+        LogitsModel(model)(real(ragged_batches(padding_side="right"))[0])
+
+
+def masked(*lengths: int) -> dict:
+    """Texts of so many tokens, padded on the left to five."""
+    first = 5 - torch.tensor(lengths)[:, None]
+    return {"attention_mask": (torch.arange(5) >= first).long()}
+
+
+def counting(inputs, counts_positions: bool) -> torch.Tensor:
+    """Logits of a model that counts padding, in the attention of several tokens alone."""
+    mask = inputs["attention_mask"]
+    padding = 0 if counts_positions else (mask == 0).sum(-1)
+    return torch.stack([padding * (mask.sum(-1) > 1), mask.sum(-1)], dim=-1).double()
+
+
+def test_a_text_of_one_token_can_not_rule_positions_out():
+    left_padding = LeftPadding(can_pass=True)
+    for lengths, passes in (((1, 5), False), ((1, 3, 5), True), ((1, 5), True)):
+        assert left_padding.passes(masked(*lengths), counting) == passes
+    assert left_padding.passes(masked(3, 5), None)  # decided once and for all
+    assert not left_padding.passes(masked(3, 5) | {"position_ids": None}, None)
+
+
+def test_what_cannot_be_tried_is_said():
+    def refuse(inputs, _):
+        raise ValueError("no single texts")
+
+    with pytest.warns(UserWarning, match="Can't check whether.*no single texts"):
+        assert not LeftPadding(can_pass=True).passes(masked(3, 5), refuse)
+
+
+@pytest.mark.parametrize("longest", [0, 1])
+def test_batches_with_images_decide_for_themselves_and_as_a_whole(longest):
+    """Their patches lie one after the other, and no text could be told its own."""
+    texts = masked(5, 3) if longest == 0 else masked(3, 5)
+    types = torch.ones(2, 5).long().masked_fill(texts["attention_mask"] == 0, 9)
+    batch, seen = texts | {"pixel_values": torch.randn(7, 4), "token_type_ids": types}, []
+
+    def predict(inputs, counts_positions: bool) -> torch.Tensor:
+        assert torch.equal(inputs["pixel_values"], batch["pixel_values"])
+        padding = inputs["attention_mask"] == 0
+        assert (inputs["token_type_ids"] == torch.where(padding, 9, 1)).all()
+        seen.append(inputs["attention_mask"].sum(0).tolist())
+        off = torch.zeros(2, 1)
+        off[longest] = padding[longest].sum()
+        return off * (not counts_positions) + torch.tensor([[0.0, 1.0]])
+
+    left_padding = LeftPadding(can_pass=True)
+    assert not left_padding.passes(texts, lambda inputs, _: torch.ones(2, 2))
+    assert left_padding.passes(batch, predict)
+    assert not left_padding.passes(texts, None)
+    assert seen == [[1, 1, 2, 2, 2], *[[0, 0, 1, 1, 2, 2, 2]] * 2]
+    with pytest.warns(UserWarning, match="depend on left padding"):
+        LeftPadding(can_pass=False).passes(batch, predict)

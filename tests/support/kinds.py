@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.models import OfMapping, TwoLinear, base_model, lora_model, with_lora
+from tests.support.models import OfMapping, TwoLinear, lora_model, with_lora
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -156,10 +156,6 @@ ADAPTERS = {
     "LoRA with a bias": Kind(with_bias, "exact, the bias held"),
     "LoRA-FA": Kind(with_frozen_a, "exact, over B alone"),
     "DoRA": Kind(partial(linear, use_dora=True), "exact, the magnitude held"),
-    "LoRA of Conv1d": Kind(partial(around, nn.Conv1d(2, 4, 3), 16), shape=(2, 6)),
-    "LoRA of Conv2d": Kind(
-        partial(around, nn.Conv2d(2, 3, (3, 2), (2, 1), (1, 0)), 36), shape=(2, 5, 5)
-    ),
     "beside an inactive adapter": Kind(with_inactive),
     "two active adapters": Kind(with_two_active, "refused", "Several adapters are active"),
     "merged": Kind(merged, "refused until unmerged", "first is merged"),
@@ -168,8 +164,8 @@ ADAPTERS = {
         "refused",
         rf"{_LINEAR_A_AND_B}.*experts \(ParamWrapper",
     ),
-    "LoRA of grouped convolutions": Kind(
-        partial(around, nn.Conv1d(2, 4, 3, groups=2), 16),
+    "LoRA of convolutions": Kind(
+        partial(around, nn.Conv1d(2, 4, 3), 16),
         "refused",
         rf"{_LINEAR_A_AND_B}.*layer \(Conv1d",
     ),
@@ -177,11 +173,6 @@ ADAPTERS = {
         lambda: with_lora(Words(), "words", "last"),
         "refused",
         rf"{_LINEAR_A_AND_B}.*words \(Embedding",
-    ),
-    "DoRA of convolutions": Kind(
-        partial(around, nn.Conv1d(2, 4, 3), 16, use_dora=True),
-        "refused",
-        rf"{_LINEAR_A_AND_B}.*layer \(Conv1d Dora",
     ),
     "LoRA of nn.MultiheadAttention": Kind(
         lambda: with_lora(Attention(), "attention"),
@@ -254,11 +245,6 @@ def hidden_by_zero3() -> nn.Module:
     return model
 
 
-def mixed() -> nn.Module:
-    config = LoraConfig(r=2, target_modules=["query"])
-    return get_peft_model(base_model("bert"), config, mixed=True)
-
-
 WRAPPERS = {
     "none": Kind(bert),
     "a module of the user's": Kind(lambda: OfMapping(KeywordsOf(bert()))),
@@ -271,7 +257,6 @@ WRAPPERS = {
     "Accelerate's offloading": Kind(offloaded, "exact, but for draws of the weights"),
     "FSDP1": Kind(hidden_by_fsdp1, "refused", "FSDP1 and .* hide LoRA weights"),
     "DeepSpeed ZeRO-3": Kind(hidden_by_zero3, "refused", "ZeRO-3 hide LoRA weights"),
-    "PeftMixedModel": Kind(mixed, "refused", "A PeftMixedModel mixes kinds of adapters"),
 }
 
 

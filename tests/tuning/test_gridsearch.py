@@ -89,8 +89,6 @@ def test_gridsearch_of_sampled_networks_and_other_structures(validation, structu
 
 
 BATCHES = {
-    "lists": lambda batch: {key: value.tolist() for key, value in batch.items()},
-    "arrays": lambda batch: {key: value.numpy() for key, value in batch.items()},
     "pairs": lambda batch: ({k: v for k, v in batch.items() if k != "labels"}, batch["labels"]),
     "short numbers": lambda batch: batch | {"labels": batch["labels"].int()},
 }
