@@ -1,4 +1,7 @@
-"""Prints what works with which model, adapter, precision and wrapper: `benchmarks/results/compatibility.md`."""
+"""Prints what works with which model, adapter, precision and wrapper.
+
+That is `benchmarks/results/compatibility.md`.
+"""
 
 from __future__ import annotations
 
