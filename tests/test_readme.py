@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,12 @@ def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
 
 def test_it_is_short():
     assert len(README.splitlines()) <= 200
+
+
+def test_every_file_tells_the_same_version():
+    own = version("laplace-lora-ext")
+    for name, line in (("CHANGELOG.md", f"## {own} "), ("CITATION.cff", f"version: {own}\n")):
+        assert line in (ROOT / name).read_text(encoding="utf-8")
 
 
 def command_lines() -> list[str]:
