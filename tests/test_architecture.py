@@ -15,9 +15,9 @@ FOLDERS = [
     *("fitting", "predictive", "training", "tuning", "text"),
 ]
 FLOORS = [
-    {"messages", "readings", "precision", "files", "metrics", "likelihoods"},
+    {"messages", "numerics", "metrics", "likelihoods"},
     *({folder} for folder in FOLDERS),
-    {"fit", "saving", "state"},
+    {"saving"},
     {"lora_laplace"},
     {"lowrank_kron", "structures"},
     {"language_model"},

@@ -171,7 +171,7 @@ def test_it_is_saved_and_loaded_with_its_adapters_and_heads(targets, tmp_path):
         torch.testing.assert_close(loaded(batch), mixture(batch))
     assert model.active_adapter == "default"
     assert trainable == [name for name, weight in model.named_parameters() if weight.requires_grad]
-    (tmp_path / "second" / "laplace_posterior.json").write_text("{")
+    (tmp_path / "second" / "laplace_posterior.safetensors").write_text("{")
     with pytest.raises(ValueError, match="second"):
         LaplaceMixture.from_pretrained(model := lora_model("bert"), tmp_path)
     assert list(model.peft_config) == ["default"]

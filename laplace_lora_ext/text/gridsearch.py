@@ -64,7 +64,7 @@ class TokenGridSearch(TuningMethod):
             la.prior_precision = prior_precision
 
             def of_batch(batch: Any) -> torch.Tensor:
-                draws = torch.Generator(la._device).manual_seed(seed)
+                draws = torch.Generator(la.model.device).manual_seed(seed)
                 scores = la.score(batch, self.n_samples, draws)
                 return -scores.tokens.log_prob[scores.labelled]
 
