@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
-from laplace_lora_ext.fitting.sums import sums_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.messages import check_positive
 from laplace_lora_ext.models.locks import exclusive
@@ -46,6 +45,7 @@ from laplace_lora_ext.predictive.networks import functional_samples, mean_probab
 from laplace_lora_ext.predictive.sampling import semidefinite
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import together
+from laplace_lora_ext.sums import sums_of
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import METHODS, TuningHistory, TuningMethod, build
 

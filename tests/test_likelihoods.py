@@ -141,38 +141,22 @@ def test_a_likelihood_knows_its_name_and_its_kind(name, gaussian):
 
 
 def test_what_is_no_covariance_says_so_as_the_search_expects():
-    metric = LIKELIHOODS["regression"].metric(torch.ones(()))
+    outputs, y = (torch.zeros(1, 2), -2 * torch.eye(2)[None]), torch.zeros(1, 2)
     with pytest.raises(torch.linalg.LinAlgError):
-        metric.update(torch.zeros(1, 2), -2 * torch.eye(2)[None], torch.zeros(1, 2))
+        LIKELIHOODS["regression"].mean_loss(outputs, y, torch.ones(()))
 
 
-@pytest.fixture
-def bfloat16_by_default():
-    torch.set_default_dtype(torch.bfloat16)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def test_metrics_are_exact_whatever_the_default_type(bfloat16_by_default):
-    n = 600  # a sum in bfloat16 stops at 256
-    probabilities = torch.tensor([[0.25, 0.75]], dtype=torch.float64)
-    metric = LIKELIHOODS["classification"].metric(torch.ones(()))
-    for _ in range(n):
-        metric.update(probabilities, torch.tensor([0]))
-    assert metric.compute().item() == pytest.approx(math.log(4), rel=1e-12)
-    metric.reset()
-    metric.update(probabilities, torch.tensor([1]))
-    assert metric.compute().item() == pytest.approx(math.log(4 / 3), rel=1e-12)
-    metric = LIKELIHOODS["regression"].metric(torch.tensor(3.0, dtype=torch.float64))
-    f_mu, y = torch.zeros(1, 1).double(), torch.ones(1, 1).double()
-    for _ in range(n):
-        metric.update(f_mu, torch.full((1, 1, 1), 2.0).double(), y)
-    normal = torch.distributions.Normal(f_mu, torch.full_like(f_mu, 11**0.5))
-    expected = -normal.log_prob(y).item()
-    assert metric.compute().item() == pytest.approx(expected, rel=1e-12)
-    metric.reset()
-    metric.update(f_mu.expand(1, 2), torch.full((1, 2), 2.0).double(), y.expand(1, 2))  # variances
-    assert metric.compute().item() == pytest.approx(2 * expected, rel=1e-12)
+def test_the_mean_loss_is_exact():
+    probabilities, sigma = torch.tensor([[0.25, 0.75]] * 600), torch.tensor(3.0)
+    y = torch.tensor([0, 1] * 300)
+    found = LIKELIHOODS["classification"].mean_loss([probabilities], y, sigma)
+    assert found.item() == pytest.approx(math.log(16 / 3) / 2, rel=1e-12)
+    f_mu, y = torch.zeros(600, 2), torch.ones(600, 2)
+    normal = torch.distributions.Normal(0.0, torch.tensor(11.0).double().sqrt())
+    expected = -2 * normal.log_prob(torch.tensor(1.0).double()).item()
+    for f_var in (torch.full((600, 2), 2.0), 2 * torch.eye(2).expand(600, 2, 2)):
+        found = LIKELIHOODS["regression"].mean_loss([f_mu, f_var], y, sigma)
+        assert found.item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -55,9 +55,9 @@ class TokenGridSearch(TuningMethod):
 
     @torch.no_grad()
     def _search(self, la: Any) -> TuningHistory:
-        low, high, base = self.log_prior_prec_min, self.log_prior_prec_max, self.log_prior_prec_base
-        around = self._start(la) if self._is_base else None
-        grid = grid_of_priors(low, high, self.grid_size, base, around)
+        limits = self.log_prior_prec_min, self.log_prior_prec_max
+        base = self._start(la) if self._is_base else None
+        grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, base)
         seed = draw_seed(one_generator(self.generator))
 
         def loss(prior_precision: torch.Tensor) -> float:

@@ -64,16 +64,18 @@ class GridSearch(TuningMethod):
 
     def _search(self, la: Posterior) -> TuningHistory:
         limits = self.log_prior_prec_min, self.log_prior_prec_max
-        around = self._start(la) if self._is_base else None
-        grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, around)
+        base = self._start(la) if self._is_base else None
+        grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, base)
         predicted = self._predictions(la)
-        loss = self.loss or la.trained_likelihood.metric(la.sigma_noise).to(la.model.device)
 
         def score(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
             try:
                 *outputs, targets = (column.to(la.model.device) for column in predicted())
-                return _evaluated(loss, outputs, targets)
+                if self.loss is None:
+                    mean_loss = la.trained_likelihood.mean_loss
+                    return mean_loss(outputs, targets, la.sigma_noise).item()
+                return _evaluated(self.loss, outputs, targets)
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
                 return math.inf  # as the host does, for a matrix that is not a covariance
 
