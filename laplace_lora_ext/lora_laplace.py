@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.likelihoods import LIKELIHOODS
-from laplace_lora_ext.messages import check_positive
+from laplace_lora_ext.messages import check_positive, listed
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
@@ -200,15 +200,17 @@ class LoRALaplace(ParametricLaplace):
 
         Labels that don't fit and numbers that are not finite are refused.
         """
+        places = {str(place) for place, _ in self._places}
+        if len(places) > 1 and not issubclass(self._backend_cls, LowRankKronInterface):
+            raise NotImplementedError(
+                f"{self._backend_cls.__name__} needs the model on one device, not on "
+                f'{listed(sorted(places))}: move it, or use hessian_structure="lowrank_kron".'
+            )
         targets = self.trained_likelihood.as_targets(y.clone(), self._dtype)
         check = partial(self.trained_likelihood.check_targets, y)
         with self._prepared(), torch.enable_grad(), inspected(self.model, self.blocks, X, check):
             loss, of_batch = self._curv_closure(X, targets, N=1)
-        diagonal = (
-            of_batch
-            if isinstance(of_batch, torch.Tensor) and of_batch.ndim == 1
-            else of_batch.diag()
-        )
+        diagonal = of_batch if getattr(of_batch, "ndim", 2) == 1 else of_batch.diag()
         for block, part in zip(self.blocks, diagonal.split(self._sizes), strict=True):
             if not torch.isfinite(part).all():
                 raise ValueError(f"LoRA layer {block.name}: non-finite curvature")
