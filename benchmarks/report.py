@@ -19,7 +19,7 @@ from matplotlib.ticker import NullLocator
 
 from benchmarks.models import device_of
 from benchmarks.options import Run
-from laplace_lora_ext.metrics import N_BINS, draw_bins
+from laplace_lora_ext.metrics import N_BINS
 
 PACKAGES = (
     "laplace-lora-ext laplace-torch torch transformers peft curvlinops-for-pytorch torchmetrics "
@@ -163,6 +163,18 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
     figure.supxlabel(f"Confidence in {N_BINS} bins")
     figure.supylabel("Accuracy, share of texts")
     save(figure, path, panels[0], columns=3)
+
+
+def draw_bins(bins: list[dict[str, float | None]], ax: Any) -> None:
+    """Draw what `reliability` found on a matplotlib panel."""
+    width = 1 / len(bins)
+    edges = [i * width for i in range(len(bins))]
+    shares, accuracies = ([bin_[key] or 0.0 for bin_ in bins] for key in ("share", "accuracy"))
+    ax.bar(edges, shares, width, align="edge", color="0.85", label="share of texts")
+    inner = {"align": "edge", "color": "tab:blue", "alpha": 0.8, "label": "accuracy"}
+    ax.bar([edge + 0.15 * width for edge in edges], accuracies, 0.7 * width, **inner)
+    ax.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="calibrated")
+    ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
 
 
 def lines(rows: Sequence[Row], x: str, y: str, by: str = "name") -> Lines:

@@ -5,9 +5,7 @@ structures "lowrank_kron", "kron", "diag" and "full".
 """
 
 from laplace_lora_ext.callback import LaplaceCallback
-from laplace_lora_ext.curvature.backend import PAPER_SETTINGS, LowRankKronEF, LowRankKronGGN
-from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
-from laplace_lora_ext.language_model import LanguageModelLaplace
+from laplace_lora_ext.curvature.backend import PAPER_SETTINGS
 from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
@@ -17,15 +15,10 @@ from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.stages import in_stages, train_in_stages
-from laplace_lora_ext.structures import (
-    DiagLoRALaplace,
-    FullLoRALaplace,
-    KronLoRALaplace,
-)
 from laplace_lora_ext.text.agreement import TokenAgreement
 from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.gridsearch import TokenGridSearch
-from laplace_lora_ext.text.scores import Scores, TextScores
+from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.tuning import (
     Agreement,
     GridSearch,
@@ -38,27 +31,18 @@ from laplace_lora_ext.tuning import (
 __all__ = [
     "PAPER_SETTINGS",
     "Agreement",
-    "DiagLoRALaplace",
-    "FullLoRALaplace",
     "GeneratedText",
     "GridSearch",
-    "KronLoRALaplace",
-    "LanguageModelLaplace",
     "Laplace",
     "LaplaceCallback",
     "LaplaceMixture",
     "LearntVariance",
     "LoRALaplace",
-    "LowRankKron",
-    "LowRankKronDecomposed",
-    "LowRankKronEF",
-    "LowRankKronGGN",
     "LowRankKronLoRALaplace",
     "Marglik",
     "Moments",
     "Prediction",
     "PredictiveStatistics",
-    "Scores",
     "SecondTraining",
     "TextScores",
     "TokenAgreement",

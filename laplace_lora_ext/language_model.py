@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from laplace.curvature import CurvatureInterface
@@ -20,30 +20,17 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import LoRAWeights, Values
+from laplace_lora_ext.passes import Directions, every_output
 from laplace_lora_ext.passes.checks import check_logits
 from laplace_lora_ext.text.agreement import TokenAgreement
 from laplace_lora_ext.text.draws import drawn
 from laplace_lora_ext.text.generation import GeneratedText, write
 from laplace_lora_ext.text.gridsearch import TokenGridSearch, TokenSecondTraining
 from laplace_lora_ext.text.scores import TextScores, score
-from laplace_lora_ext.tuning import Marglik, TuningHistory, TuningMethod, build
-from laplace_lora_ext.tuning.by_name import tuned
+from laplace_lora_ext.tuning import Marglik, TuningMethod
 from laplace_lora_ext.tuning.loss_search import draw_seed
 
 _NAME = "language_modeling"
-_METHODS: dict[str, type[TuningMethod]] = {
-    "agreement": TokenAgreement,
-    "marglik": Marglik,
-    "gridsearch": TokenGridSearch,
-    "second_training": TokenSecondTraining,
-}
-
-
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise NotImplementedError(
-        "Moments of logits would need Jacobians of the whole vocabulary at every token: use "
-        "la.score(batch) for given texts and la.generate(**inputs) for new ones."
-    )
 
 
 class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
@@ -54,6 +41,10 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     with `input_ids`, `attention_mask` and `labels` (-100 for tokens that don't count). The Fisher
     is a Monte-Carlo estimate: it draws a token from the model wherever there is a label, and
     back-propagates the loss of a whole text at once.
+
+    Methods of `optimize_prior_precision`: "marglik" needs no data, "agreement" training texts
+    (`TokenAgreement`), "gridsearch" validation texts (`TokenGridSearch`), and "second_training" a
+    function that trains (`SecondTraining`).
 
     Parameters
     ----------
@@ -75,6 +66,12 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     """
 
     _key = ("lora", "lowrank_kron", _NAME)
+    _methods: ClassVar[Mapping[str, type[TuningMethod]]] = {
+        "agreement": TokenAgreement,
+        "marglik": Marglik,
+        "gridsearch": TokenGridSearch,
+        "second_training": TokenSecondTraining,
+    }
     model: Any  # a TokensModel
 
     def __init__(
@@ -108,39 +105,6 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
 
     def _adapted(self, likelihood: str) -> type[LogitsModel]:
         return TokensModel
-
-    # --- prior ---------------------------------------------------------------------------------
-
-    @exclusive
-    @torch.inference_mode(False)
-    @torch.enable_grad()
-    def optimize_prior_precision(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, method: str | TuningMethod = "marglik", *, verbose: bool = False, **options: Any
-    ) -> TuningHistory:
-        """Choose the prior precision; if anything goes wrong, it stays as it was.
-
-        Parameters
-        ----------
-        method : {"marglik", "agreement", "gridsearch", "second_training"} or TuningMethod
-            "marglik" needs no data, "agreement" training texts (`TokenAgreement`), "gridsearch"
-            validation texts (`TokenGridSearch`), and "second_training" a function that trains
-            (`SecondTraining`). The other methods would need Jacobians of the whole vocabulary
-        verbose : bool, default=False
-            print the result
-        **options
-            fields of the method's object
-
-        Returns
-        -------
-        TuningHistory
-
-        Raises
-        ------
-        ValueError
-            For another method, for an option that the method lacks, and if data are missing or
-            don't suit it.
-        """
-        return tuned(self, build(method, options, _METHODS), verbose)
 
     # --- texts ---------------------------------------------------------------------------------
 
@@ -182,7 +146,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
 
     def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The trained model's logits `(N, V)` for the labelled tokens, and the tokens, `(N,)`."""
-        self._check_model()
+        self.check_model()
         with self.model.prepared():
             f = self.model(batch)
         check_logits(f)
@@ -230,10 +194,15 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
 
     # --- what would need Jacobians of the whole vocabulary ------------------------------------
 
-    __call__: Any = _refuse
-    amortize: Any = _refuse
-    _moments: Any = _refuse
-    _statistics: Any = _refuse
+    def moments(self, X: Any, joint: bool, directions: Directions = every_output) -> NoReturn:
+        """Refused, as all that needs moments of logits."""
+        raise NotImplementedError(
+            "Moments of logits would need Jacobians of the whole vocabulary at every token: use "
+            "la.score(batch) for given texts and la.generate(**inputs) for new ones."
+        )
+
+    def _statistics(self, batch: Any, *_: Any) -> NoReturn:
+        self.moments(batch, False)
 
 
 def score_texts(
@@ -289,7 +258,7 @@ def _drawn(
     if not isinstance(n_samples, Integral) or n_samples < 0:
         raise ValueError(f"n_samples must be a whole number, 0 or more, and is {n_samples}.")
     for place, member in enumerate(members):
-        member._check_H_init()
+        member.check_model()
         own = (int(n_samples) + len(members) - 1 - place) // len(members)
         if own:
             yield from ((member, values) for values in drawn(member, own, draw_seed(generator)))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import laplace
 import laplace.curvature as host_backends
-from laplace.baselaplace import BaseLaplace
 from torch import nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
-from laplace_lora_ext.files import read_posterior
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.same_model import ModelState
+from laplace_lora_ext.saving import read_state
 from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
 
 _CLASSES = (
@@ -31,10 +30,38 @@ _LIKELIHOODS = {
 }
 
 
+@overload
+def Laplace(
+    model: nn.Module,
+    likelihood: Literal["language_modeling"],
+    subset_of_weights: Literal["lora"] = "lora",
+    hessian_structure: Literal["lowrank_kron"] = "lowrank_kron",
+    **options: Any,
+) -> LanguageModelLaplace: ...
+@overload
+def Laplace(
+    model: nn.Module,
+    likelihood: str | None = None,
+    subset_of_weights: Literal["lora"] = "lora",
+    hessian_structure: Literal["lowrank_kron"] = "lowrank_kron",
+    **options: Any,
+) -> LowRankKronLoRALaplace: ...
+@overload
+def Laplace(
+    model: nn.Module,
+    likelihood: str | None = None,
+    subset_of_weights: Literal["lora"] = "lora",
+    hessian_structure: str = "lowrank_kron",
+    **options: Any,
+) -> LoRALaplace: ...
 def Laplace(  # noqa: N802
-    model: nn.Module, likelihood: str | None = None, *args: Any, **kwargs: Any
-) -> BaseLaplace:
-    """`laplace.Laplace` with an optional likelihood.
+    model: nn.Module,
+    likelihood: str | None = None,
+    subset_of_weights: str = "lora",
+    hessian_structure: str = "lowrank_kron",
+    **options: Any,
+) -> Any:
+    """`laplace.Laplace` for LoRA weights, with an optional likelihood.
 
     Parameters
     ----------
@@ -43,13 +70,14 @@ def Laplace(  # noqa: N802
         "classification", "regression", "reward_modeling" or "language_modeling". If omitted:
         classification with `class_token_ids`, otherwise what the transformers configuration says
         (`problem_type`, or `num_labels`: one means regression, more mean classification)
-    *args, **kwargs
-        for `laplace.Laplace`, such as `subset_of_weights="lora"` and
-        `hessian_structure="lowrank_kron"`, and for the class that they select
+    subset_of_weights, hessian_structure
+        as for `laplace.Laplace`
+    **options
+        for the class that these two select
 
     Returns
     -------
-    BaseLaplace
+    LoRALaplace
 
     Raises
     ------
@@ -57,8 +85,8 @@ def Laplace(  # noqa: N802
         If the likelihood can't be read off the model.
     """
     if likelihood is None:
-        likelihood = "classification" if kwargs.get("class_token_ids") else _likelihood_of(model)
-    return laplace.Laplace(model, likelihood, *args, **kwargs)
+        likelihood = "classification" if options.get("class_token_ids") else _likelihood_of(model)
+    return laplace.Laplace(model, likelihood, subset_of_weights, hessian_structure, **options)
 
 
 def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRALaplace:
@@ -79,28 +107,24 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     Raises
     ------
     FileNotFoundError
-        If the folder lacks one of the two files.
+        If the folder holds no posterior.
     ValueError
-        If the files are damaged or hold something else, or the model is not the fitted one. The
-        message says which.
+        If the file is damaged, or the model is not the fitted one. The message says which.
     """
-    state = read_posterior(folder)
-    try:
-        fitted, settings = ModelState.from_state_dict(state["model"]), dict(state["settings"])
-        options = {
-            "class_token_ids": fitted.class_token_ids,
-            "mask_token_id": fitted.mask_token_id,
-            "target_modules": sorted({name.rpartition(".lora_")[0] for name in fitted.blocks}),
-            "prior_mean": state["prior_mean"],
-            "temperature": state["temperature"],
-            "enable_backprop": state["enable_backprop"],
-            "likelihood": state["likelihood"],
-            "backend": _named(settings.pop("backend"), _BACKENDS),
-            "backend_kwargs": settings,
-        }
-        cls = _named(state["cls_name"], _CLASSES)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder} holds no complete posterior: {error!r}.") from error
+    state = read_state(folder)
+    fitted, settings = ModelState.from_state_dict(state["model"]), dict(state["settings"])
+    options = {
+        "class_token_ids": fitted.class_token_ids,
+        "mask_token_id": fitted.mask_token_id,
+        "target_modules": sorted({name.rpartition(".lora_")[0] for name in fitted.blocks}),
+        "prior_mean": state["prior_mean"],
+        "temperature": state["temperature"],
+        "enable_backprop": state["enable_backprop"],
+        "likelihood": state["likelihood"],
+        "backend": _named(settings.pop("backend"), _BACKENDS),
+        "backend_kwargs": settings,
+    }
+    cls = _named(state["cls_name"], _CLASSES)
     with fitted.taking_part(model):
         la = cls(model, **options | kwargs)
     la.load_state_dict(state)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torchmetrics
-from laplace.utils import RunningNLLMetric
 from torch.nn.functional import cross_entropy, nll_loss, one_hot, pad
 
 from laplace_lora_ext.messages import warn
@@ -102,12 +100,14 @@ class Classification:
         """Negative log-density of each target under Gaussian logits, `(B,)`."""
         return nll_loss(link(*moments), y, reduction="none")
 
-    def metric(self, sigma_noise: torch.Tensor) -> torchmetrics.Metric:
-        """Mean negative log-likelihood of predictions, the default loss of a grid search.
+    def mean_loss(
+        self, outputs: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
+    ) -> torch.Tensor:
+        """Mean negative log-likelihood of what a posterior predicts, in nats and float64, `()`.
 
-        Sums are in float64, whatever the default type is.
+        Its outputs are probabilities `(B, C)`, or of numbers means and covariances or variances.
         """
-        return RunningNLLMetric().set_dtype(torch.float64)
+        return nll_loss(outputs[0].double().log(), y)
 
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Targets in the shape and type that the losses take, unchecked."""
@@ -175,9 +175,12 @@ class Regression:
     ) -> torch.Tensor:
         return _gaussian_nll(*moments, y, sigma_noise)
 
-    def metric(self, sigma_noise: torch.Tensor) -> torchmetrics.Metric:
-        # The host's, the squared error of the mean, is the same under every prior.
-        return _GaussianNLL(sigma_noise)
+    def mean_loss(
+        self, outputs: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
+    ) -> torch.Tensor:
+        f_mu, f_var = (output.double() for output in outputs)
+        f_var = torch.diag_embed(f_var) if f_var.ndim == f_mu.ndim else f_var
+        return _gaussian_nll(f_mu, f_var, y, sigma_noise).mean()
 
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return (y[:, None] if y.ndim == 1 else y).to(dtype)
@@ -201,28 +204,6 @@ def _gaussian_nll(
     noise = sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
     predictive = torch.distributions.MultivariateNormal(f_mu, f_var + noise, validate_args=False)
     return -predictive.log_prob(y.to(f_mu))
-
-
-class _GaussianNLL(torchmetrics.Metric):
-    """Mean negative log-density of targets under Gaussian outputs `(B, C)` and noise."""
-
-    def __init__(self, sigma_noise: torch.Tensor) -> None:
-        super().__init__()
-        self._sigma_noise = sigma_noise
-        for name in ("total", "n_examples"):
-            zero = torch.zeros((), dtype=torch.float64)
-            self.add_state(name, zero, dist_reduce_fx="sum")
-
-    def update(self, f_mu: torch.Tensor, f_var: torch.Tensor, y: torch.Tensor) -> None:
-        """Add examples with covariances `(B, C, C)`, or with variances `(B, C)`."""
-        f_var = torch.diag_embed(f_var) if f_var.ndim == f_mu.ndim else f_var
-        losses = _gaussian_nll(f_mu.double(), f_var.double(), y, self._sigma_noise)
-        self.total = self.total + losses.sum()
-        self.n_examples = self.n_examples + len(y)
-
-    def compute(self) -> torch.Tensor:
-        """`()`, in nats."""
-        return self.total / self.n_examples
 
 
 class LanguageModeling(Classification):

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from numbers import Real
+from typing import Any, ClassVar
 
 import torch
-from laplace.baselaplace import ParametricLaplace
+from laplace.baselaplace import KronLaplace, ParametricLaplace
 from laplace.curvature import CurvatureInterface
 from torch import nn
+from torch.utils.data import DataLoader
 
-import laplace_lora_ext.fit as data_fit
 import laplace_lora_ext.saving as saving
-import laplace_lora_ext.state as state
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
-from laplace_lora_ext.fitting import kind
-from laplace_lora_ext.fitting.hosts_pass import curvature_of
-from laplace_lora_ext.fitting.hyperparameters import Positive
-from laplace_lora_ext.fitting.moving import follow, places_of
 from laplace_lora_ext.likelihoods import LIKELIHOODS
+from laplace_lora_ext.messages import check_positive, listed
 from laplace_lora_ext.models.locks import LOCK, exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
@@ -32,13 +30,23 @@ from laplace_lora_ext.models.lora_layers import (
 )
 from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
+from laplace_lora_ext.models.weights import flattened
+from laplace_lora_ext.numerics import without_autocast
 from laplace_lora_ext.passes import Directions, every_output, jacobians
-from laplace_lora_ext.precision import without_autocast
-from laplace_lora_ext.predictive import amortization, decisions, glm, networks, posterior_predictive
+from laplace_lora_ext.passes.checks import check_called, inspected
+from laplace_lora_ext.predictive import amortization, decisions, glm
+from laplace_lora_ext.predictive.amortization import amortized_moments
 from laplace_lora_ext.predictive.amortized import LearntVariance
+from laplace_lora_ext.predictive.glm import moments_for
+from laplace_lora_ext.predictive.links import own_links
+from laplace_lora_ext.predictive.moments import uncorrelated
+from laplace_lora_ext.predictive.networks import functional_samples, mean_probabilities
+from laplace_lora_ext.predictive.sampling import semidefinite
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.processes.exchange import together
+from laplace_lora_ext.sums import sums_of
 from laplace_lora_ext.training import students
-from laplace_lora_ext.tuning import by_name, prior
+from laplace_lora_ext.tuning import METHODS, TuningHistory, TuningMethod, build
 
 
 class LoRALaplace(ParametricLaplace):
@@ -70,8 +78,9 @@ class LoRALaplace(ParametricLaplace):
     model : LogitsModel
     blocks : list of Block
         the LoRA weights that the posterior is over
-    trained_likelihood : Likelihood
-        of the training data; a reward model learns from preferences, which are two classes
+    trained_likelihood, predicted_likelihood : Likelihood
+        of the training data and of predictions: a reward model learns from preferences, which are
+        two classes, and predicts numbers
     learnt_variance : LearntVariance or None
         what `amortize` has learnt of the present fit
 
@@ -82,10 +91,13 @@ class LoRALaplace(ParametricLaplace):
     """
 
     _default_backend: type[CurvatureInterface]
+    _methods: ClassVar[Mapping[str, type[TuningMethod]]] = METHODS  # to choose the prior precision
     model: LogitsModel
     blocks: list[Block]
     mean: torch.Tensor
+    loss: Any
     H: Any
+    H_facs: Any  # the sums over data that `H` is made of
 
     def __init__(
         self,
@@ -118,7 +130,7 @@ class LoRALaplace(ParametricLaplace):
         warn_of_frozen(self.blocks)
         warn_if_untrained(self.blocks)
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
-        self._predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
+        self.predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
         self.learnt_variance: LearntVariance | None = None
         self._fitted: ModelState | None = None
         if issubclass(backend, LowRankKronInterface):
@@ -140,9 +152,31 @@ class LoRALaplace(ParametricLaplace):
                 backend_kwargs=backend_kwargs,
                 **kwargs,
             )
-        self._places = places_of(self)
+        self._places = self._places_now()
 
-    around = kind.around
+    def for_model(self, model: nn.Module) -> LoRALaplace:
+        """A posterior of the same class, with the same options, around another model; not fitted.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+        """
+        options: dict[str, Any] = {
+            "sigma_noise": self.sigma_noise,
+            "prior_mean": self.prior_mean,
+            "temperature": self.temperature,
+            "enable_backprop": self.enable_backprop,
+            "dict_key_x": self.dict_key_x,
+            "dict_key_y": self.dict_key_y,
+            "backend": self._backend_cls,
+            "backend_kwargs": self._backend_options,
+            "class_token_ids": self.model.class_token_ids,
+            "mask_token_id": self.model.mask_token_id,
+            "target_modules": sorted({block.lora_layer for block in self.blocks}),
+        }
+        if isinstance(self, KronLaplace):
+            options["damping"] = self.damping
+        return type(self)(model, self.likelihood, **options)
 
     # --- what the structures say ---------------------------------------------------------------
 
@@ -151,7 +185,7 @@ class LoRALaplace(ParametricLaplace):
         return PreferenceModel if likelihood == "reward_modeling" else LogitsModel
 
     def _init_H(self) -> None:  # noqa: N802
-        self.H = None  # the host starts with zeros, and predicts without a fit
+        self.H = self.H_facs = None  # the host starts with zeros, and predicts without a fit
 
     def _check_backend(self, backend: type[CurvatureInterface]) -> None:
         """Refuse a backend that lacks what the structure needs."""
@@ -161,8 +195,24 @@ class LoRALaplace(ParametricLaplace):
         raise NotImplementedError
 
     def _add_batch(self, H: Any, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Loss of a batch, and `H` plus its curvature."""
-        loss, of_batch = curvature_of(self, X, y)
+        """Loss of a batch, and `H` plus its curvature.
+
+        Labels that don't fit and numbers that are not finite are refused.
+        """
+        places = {str(place) for place, _ in self._places}
+        if len(places) > 1 and not issubclass(self._backend_cls, LowRankKronInterface):
+            raise NotImplementedError(
+                f"{self._backend_cls.__name__} needs the model on one device, not on "
+                f'{listed(sorted(places))}: move it, or use hessian_structure="lowrank_kron".'
+            )
+        targets = self.trained_likelihood.as_targets(y.clone(), self._dtype)
+        check = partial(self.trained_likelihood.check_targets, y)
+        with self._prepared(), torch.enable_grad(), inspected(self.model, self.blocks, X, check):
+            loss, of_batch = self._curv_closure(X, targets, N=1)
+        diagonal = of_batch if getattr(of_batch, "ndim", 2) == 1 else of_batch.diag()
+        for block, part in zip(self.blocks, diagonal.split(self._sizes), strict=True):
+            if not torch.isfinite(part).all():
+                raise ValueError(f"LoRA layer {block.name}: non-finite curvature")
         return loss, H + of_batch
 
     def _packed(self, H: Any) -> Any:
@@ -173,22 +223,9 @@ class LoRALaplace(ParametricLaplace):
         """Sums from what `_packed` returned, on the blocks' devices."""
         return state.to(self._device, self._dtype)
 
-    @property
-    def _kept(self) -> Any:
-        """The fit's curvature in the form in which a state holds it."""
-        return self.H
-
-    def _keep(self, H: Any) -> None:
-        """Take over curvature in that form."""
-        self.H = H
-
-    def _sums(self) -> Any:
-        """The fit's sums, to which those of more data can be added."""
-        return self._kept
-
-    def _adopt(self, H: Any, n_data: int) -> None:
-        """Take over sums over `n_data` examples as the posterior's curvature."""
-        self._keep(H)
+    def _decomposed(self, H: Any, n_data: int) -> tuple[Any, Any]:
+        """What to keep of sums over `n_data` examples, and the curvature that they make."""
+        return H, H
 
     # --- fit -----------------------------------------------------------------------------------
 
@@ -216,25 +253,153 @@ class LoRALaplace(ParametricLaplace):
         with self._prepared():
             return super().backend
 
-    fit: Any = data_fit.fit
+    @exclusive
+    @torch.inference_mode(False)  # what is kept must not be inference tensors
+    def fit(
+        self,
+        train_loader: DataLoader | Iterable[Any],
+        override: bool = True,
+        progress_bar: bool = False,
+    ) -> None:
+        """Fit the posterior around the model's present weights.
 
-    def _check_model(self) -> None:
-        """Refuse a model that has changed since the fit, and follow it where it has gone."""
-        if self._fitted is None:
-            check_runs(self.model, self.blocks)
-            return
-        check_same(self.model, self.blocks, self._fitted, self.mean)
-        follow(self)
+        If an error occurs, the model and the previous fit stay as they were.
+
+        In a `torch.distributed` process group, call this on every rank, each with its own shard of
+        the data (a `DistributedSampler`, or a loader that Accelerate prepared): all ranks end with
+        the posterior of all data. The same goes for `predictive_statistics` and
+        `optimize_prior_precision`. Each rank makes its own predictions.
+
+        Parameters
+        ----------
+        train_loader : DataLoader or iterable
+            of mappings with labels, or of pairs `(X, y)`; read once
+        override : bool, default=True
+            False adds the data to those of the previous fit, which `save_pretrained` and
+            `from_pretrained` carry over to another process
+        progress_bar : bool, default=False
+
+        Raises
+        ------
+        ValueError
+            If the loader is empty, labels don't fit, a number is not finite, or two processes
+            differ in weights or settings or have the same data. The message names the batch and
+            the layer.
+        RuntimeError
+            If some LoRA layers are never called, the weights change while the data are read, or
+            another rank has failed.
+        """
+        adds = self.n_data > 0 and not override
+        with together():
+            if adds:
+                self.check_model()
+            else:
+                check_runs(self.model, self.blocks)
+            self._move_with_model()
+            fitted = ModelState.of(self.model, self.blocks)
+            mean = flattened(self.blocks, self._device)
+            sums = sums_of(self, train_loader, progress_bar)
+            try:
+                check_same(self.model, self.blocks, fitted, mean)
+            except RuntimeError as error:  # as by an optimizer in the loader
+                raise RuntimeError(
+                    f"The model has changed while its training data were read. {error}"
+                ) from None
+            if adds:
+                sums = sums.plus(self.H_facs, self.loss, self.n_data)
+            else:
+                check_called(self.blocks, sums.called)
+            curvature = self._decomposed(sums.H, sums.n_data)
+        # All that can fail has been done.
+        self.H_facs, self.H = curvature
+        self.loss, self.n_data, self.n_outputs = sums.loss, sums.n_data, self.model.output_size
+        self.mean, self._fitted = mean, fitted
+        self._posterior_scale = self.learnt_variance = None
+
+    def check_model(self) -> None:
+        """Move the posterior to where its model is now.
+
+        Raises
+        ------
+        AttributeError
+            Without a fit.
+        RuntimeError
+            If the model has changed since the fit. The message says what.
+        """
+        super()._check_H_init()
+        if self._fitted is not None:
+            check_same(self.model, self.blocks, self._fitted, self.mean)
+        self._move_with_model()
 
     def _check_H_init(self) -> None:  # noqa: N802
         super()._check_H_init()
-        follow(self)
+        self._move_with_model()
+
+    def _places_now(self) -> list[tuple[torch.device, torch.dtype]]:
+        """Device and precision of what is over all blocks, and of each block."""
+        return [(self._device, self._dtype), *(block.place for block in self.blocks)]
+
+    @torch.inference_mode(False)
+    def _move_with_model(self) -> None:
+        """Move the posterior and its prior to where the model's LoRA weights are now."""
+        now = self._places_now()
+        if now == self._places:
+            return
+        if self.n_data:
+            sums = self._unpacked(self._packed(self.H_facs))
+            self.H_facs, self.H = self._decomposed(sums, self.n_data)
+            self.mean, self.loss = self.mean.to(*now[0]), self.loss.to(self._device)
+        if self.learnt_variance is not None:
+            self.learnt_variance = self.learnt_variance.to(*now[0])
+        for name in ("prior_precision", "prior_mean", "sigma_noise"):
+            setattr(self, name, getattr(self, name))  # the host moves what it is given
+        self._backend = None  # the host's keeps buffers that the model has replaced
+        self._places = now
 
     # --- evidence and prior --------------------------------------------------------------------
 
-    prior_precision: Any = Positive()
-    sigma_noise: Any = Positive()
-    temperature: Any = Positive()
+    @property
+    def prior_precision(self) -> torch.Tensor:
+        """`(1,)`, `(blocks,)` or, with "diag", `(parameters,)`; positive and finite."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | torch.Tensor) -> None:
+        check_positive("prior_precision", value)
+        host: Any = super(LoRALaplace, type(self))
+        host.prior_precision.fset(self, value)
+
+    @property
+    def sigma_noise(self) -> torch.Tensor:
+        """Standard deviation of a regression's noise, `()`; positive and finite."""
+        return self._sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: float | torch.Tensor) -> None:
+        check_positive("sigma_noise", value)
+        host: Any = super(LoRALaplace, type(self))
+        host.sigma_noise.fset(self, value)
+
+    @property
+    def temperature(self) -> float | torch.Tensor:
+        """What the curvature is divided by; positive and finite."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float | torch.Tensor) -> None:
+        check_positive("temperature", value)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:  # which may have a graph
+            self._temperature = value.reshape(())
+        elif isinstance(value, Real):
+            self._temperature = float(value)
+        else:
+            raise ValueError(f"temperature must be one number, not {value!r}.")
+        self._posterior_scale = None  # that the host has made with the old value
+
+    @property
+    def curvature_scale(self) -> torch.Tensor:
+        """Factor of the curvature beside the prior, `()`: 1 / (sigma_noise² temperature)."""
+        return self._H_factor
 
     @exclusive
     def log_marginal_likelihood(
@@ -245,11 +410,87 @@ class LoRALaplace(ParametricLaplace):
         self._check_H_init()
         return super().log_marginal_likelihood(prior_precision, sigma_noise)
 
-    log_det_prior_precision: Any = property(prior.log_determinant)
-    scatter: Any = property(prior.squared_distance)
+    @property
+    def log_det_prior_precision(self) -> torch.Tensor:
+        """Log-determinant of the prior precision, in float64."""
+        log_precision = self.prior_precision.double().log()
+        if len(log_precision) == self.n_params:
+            return log_precision.sum()
+        return (torch.tensor(self._sizes, device=self._device) * log_precision).sum()
 
-    optimize_prior_precision: Any = by_name.optimize_prior_precision
-    trying = prior.trying
+    @property
+    def scatter(self) -> torch.Tensor:
+        """Squared distance of the weights from the prior mean under the prior, in float64."""
+        squares = (self.mean - self.prior_mean).double().square()
+        if len(self.prior_precision) < self.n_params:
+            squares = torch.stack([part.sum() for part in squares.split(self._sizes)])
+        return (squares * self.prior_precision.double()).sum()
+
+    @exclusive
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def optimize_prior_precision(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        pred_type: str = "glm",
+        method: str | TuningMethod = "marglik",
+        *,
+        verbose: bool = False,
+        **options: Any,
+    ) -> TuningHistory:
+        """Choose the prior precision; if anything goes wrong, it stays as it was.
+
+        Parameters
+        ----------
+        pred_type : {"glm", "nn"}
+            which predictions "gridsearch" scores; the other methods know "glm" alone
+        method : str or TuningMethod
+            start with "agreement"; "second_training" is the surest, if there is time to train
+            twice. "gridsearch" and "val_gd" need validation data; "marglik" needs none at all. Each
+            name stands for an object of `laplace_lora_ext.tuning`, which explains the method and
+            its options; you can also pass such an object
+        verbose : bool, default=False
+            print the result
+        **options
+            options of the method, such as `train_loader`, `val_loader`, `prior_structure` and
+            `progress_bar`: the fields of its object
+
+        Returns
+        -------
+        TuningHistory
+            the evidence or loss along the way
+
+        Raises
+        ------
+        ValueError
+            If the method lacks an option, data are missing or don't suit it, or the objective is
+            not a number.
+        NotImplementedError
+            For "val_gd" with another structure than "lowrank_kron".
+
+        Notes
+        -----
+        "marglik" tends to choose a smaller prior precision, hence a broader posterior, than
+        validation data would. "agreement" comes closer; it needs the training data once more.
+        `benchmarks/README.md` has the figures.
+        """
+        if pred_type != "glm":
+            options["pred_type"] = pred_type
+        history = build(method, options, self._methods)(self)
+        if verbose:
+            print(f"Optimized prior precision is {self.prior_precision}.")
+        return history
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Try prior precisions: an error restores the old one."""
+        self._move_with_model()
+        before = self._prior_precision, self._sigma_noise
+        try:
+            yield
+        except BaseException:
+            self._prior_precision, self._sigma_noise = before
+            self._posterior_scale = None
+            raise
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics | None:
         """Statistics of a data set, or the given ones; None for a structure without any."""
@@ -257,7 +498,74 @@ class LoRALaplace(ParametricLaplace):
 
     # --- predictions ---------------------------------------------------------------------------
 
-    __call__: Any = posterior_predictive.posterior_predictive
+    @exclusive
+    def __call__(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        joint: bool = False,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Predict a batch, as the host does; `generator` seeds everything that is sampled.
+
+        Parameters
+        ----------
+        x : Mapping, torch.Tensor or Moments
+            inputs of B examples, or with "glm" their `Moments`. Labels in a mapping are ignored
+        pred_type : {"glm", "nn", "amortized"}
+            the host's, and "amortized": as "glm", with the variances that `amortize` has learnt
+        joint, n_samples, diagonal_output, generator
+            as for the host
+        link_approx : {"probit", "mc", "mean_field", "runners_up", "bridge", "bridge_norm"}
+            the host's, and "mean_field" (Lu, Ie & Sha, 2020): it takes the covariance between
+            logits into account, as "mc" does, but draws no samples. "runners_up" is its like for
+            many classes: it looks at the three most probable ones alone, by two backward passes
+        fitting : bool, default=False
+            reward modeling only: probabilities of preferences instead of rewards
+        **model_kwargs
+            for the model, with `pred_type="nn"`
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            probabilities `(B, C)`; for regression and rewards mean `(B, C)` and covariance
+            `(B, C, C)`
+
+        Notes
+        -----
+        Under a broad posterior over many classes, the mean probability ("mc", and sometimes
+        "probit") can be largest for another class than the model's own, which costs accuracy.
+        "mean_field" keeps to the model's class more often, and a larger prior precision cures it.
+        """
+        likelihood = self.trained_likelihood if fitting else self.predicted_likelihood
+        if likelihood.is_gaussian and link_approx in {"mean_field", "runners_up"}:
+            link_approx = "probit"  # numbers need no link, and the host must know its name
+        if pred_type == "nn" and generator is not None:
+            if not likelihood.is_gaussian:
+                return mean_probabilities(self, x, n_samples, generator, **model_kwargs)
+            samples = functional_samples(self, x, n_samples, generator, **model_kwargs)
+            return samples.mean(0), samples.var(0)
+        links = own_links(n_samples, generator)
+        if pred_type == "amortized":
+            x, pred_type = amortized_moments(self, x), "glm"
+            if likelihood.is_gaussian or link_approx not in links:
+                x = x._replace(f_var=semidefinite(x.f_var))
+        if pred_type == "glm" and not likelihood.is_gaussian and link_approx in links:
+            alone = diagonal_output and link_approx == "mc"
+            f_mu, f_var = moments_for(self, x, "probit" if alone else link_approx)
+            if alone:  # the variances of all logits
+                f_var = uncorrelated(f_var)
+            with torch.autocast(self.model.device.type, enabled=False):
+                return links[link_approx](f_mu, f_var).exp()
+        options = joint, link_approx, n_samples, diagonal_output, generator, fitting
+        host: Any = ParametricLaplace.__call__
+        return host(self, x, pred_type, *options, **model_kwargs)
+
     amortize = amortization.amortize
     predict = decisions.predict
     predict_proba = decisions.predict_proba
@@ -266,7 +574,7 @@ class LoRALaplace(ParametricLaplace):
     _glm_predictive_distribution: Any = glm.predictive_distribution
     _glm_functional_samples: Any = glm.functional_samples
 
-    def _moments(
+    def moments(
         self, X: Any, joint: bool, directions: Directions = every_output
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean `(B, C)`, and covariance `(B, C, C)` or, joint, `(B * C, B * C)`.
@@ -303,8 +611,8 @@ class LoRALaplace(ParametricLaplace):
             return self._glm_functional_samples(f_mu, *args, **kwargs)
         return super()._glm_predictive_samples(f_mu, *args, **kwargs)
 
-    _nn_functional_samples: Any = networks.functional_samples
-    _nn_predictive_classification: Any = networks.mean_probabilities
+    _nn_functional_samples: Any = functional_samples
+    _nn_predictive_classification: Any = mean_probabilities
 
     distill = students.distill
 
@@ -314,8 +622,43 @@ class LoRALaplace(ParametricLaplace):
     push_to_hub = saving.push_to_hub
     sample_adapters = saving.sample_adapters
 
-    state_dict: Any = state.state_dict
-    load_state_dict: Any = state.load_state_dict
+    @exclusive
+    def state_dict(self) -> dict[str, Any]:
+        """The host's state, with settings and a description of the model.
+
+        It holds tensors, numbers and text alone, in dictionaries and lists.
+        """
+        state = ParametricLaplace.state_dict(self)  # refuses a posterior without a fit
+        assert self._fitted is not None
+        learnt = self.learnt_variance and dict(vars(self.learnt_variance))
+        own = {"H": self._packed(self.H_facs), "settings": self._settings()}
+        return state | own | {"model": self._fitted.state_dict(), "learnt_variance": learnt}
+
+    @exclusive
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a posterior that was fitted around the model's present weights.
+
+        Parameters
+        ----------
+        state_dict : dict
+            what `state_dict` returned
+
+        Raises
+        ------
+        ValueError
+            If its class, likelihood, model or settings are not these. The message names what
+            differs, and nothing changes.
+        """
+        own = {"cls_name": type(self).__name__, "likelihood": self.likelihood}
+        saving.check_state(state_dict, own | self._settings(), self.model, self.blocks)
+        curvature = self._decomposed(self._unpacked(state_dict["H"]), state_dict["n_data"])
+        place, learnt = (self._device, self._dtype), state_dict["learnt_variance"]
+        learnt = None if learnt is None else LearntVariance(**learnt).to(*place)
+        moved = {"mean": state_dict["mean"].to(*place), "loss": state_dict["loss"].to(self._device)}
+        ParametricLaplace.load_state_dict(self, state_dict | moved)
+        self.H_facs, self.H = curvature
+        self.learnt_variance, self._posterior_scale = learnt, None
+        self._fitted, self._places = ModelState.of(self.model, self.blocks), self._places_now()
 
     def _settings(self) -> dict[str, Any]:
         """Backend of the curvature, and its options."""

@@ -12,12 +12,12 @@ from laplace.curvature import CurvatureInterface
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
-from laplace_lora_ext.curvature.matrix import LowRankKron
+from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.numerics import without_autocast
 from laplace_lora_ext.passes import Directions, every_output, visit_jacobians
 from laplace_lora_ext.passes.parts import in_parts
-from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import (
@@ -98,16 +98,12 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def _unpacked(self, state: list[dict[str, Any]]) -> LowRankKron:
         return LowRankKron.from_state_dict(state, [block.place for block in self.blocks])
 
-    @property
-    def _kept(self) -> LowRankKron:
-        return self.H_facs
-
     @without_autocast
-    def _keep(self, H: LowRankKron) -> None:
+    def _decomposed(self, H: LowRankKron, n_data: int) -> tuple[LowRankKron, LowRankKronDecomposed]:
         sums = H.cut()
-        self.H_facs, self.H = sums, sums.decompose(self._device)
+        return sums, sums.decompose(self._device)
 
-    def _moments(
+    def moments(
         self, X: Any, joint: bool, directions: Directions = every_output
     ) -> tuple[torch.Tensor, torch.Tensor]:
         precision: Any = self.posterior_precision
@@ -232,7 +228,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> PredictiveStatistics:
-        self._check_model()
+        self.check_model()
         scale = self._H_factor.detach()
         fitted = self.model, self.blocks, self.trained_likelihood, self.H, scale, self.n_outputs
         return statistics_of_batch(*fitted, batch, device, dtype)

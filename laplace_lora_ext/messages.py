@@ -6,8 +6,10 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
+
+import torch
 
 _OURS = ("laplace_lora_ext", "laplace", "torch", "contextlib")
 
@@ -42,6 +44,15 @@ def check_counts(**counts: Any) -> None:
     for name, number in counts.items():
         if not isinstance(number, Integral) or number < 1:
             raise ValueError(f"{name} must be at least 1, and whole, not {number!r}.")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse numbers that are not positive and finite; of them, no curvature makes a Gaussian."""
+    if not isinstance(value, Real | torch.Tensor):
+        return  # the host refuses it
+    numbers = torch.as_tensor(value, device=getattr(value, "device", "cpu")).detach()
+    if not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
+        raise ValueError(f"{name} must be positive and finite, not {numbers.tolist()}.")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,8 +1,6 @@
-"""How good class probabilities `(N, C)` are: calibration, selection, and a diagram."""
+"""How good class probabilities `(N, C)` are: calibration and selection."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch.nn.functional import nll_loss, one_hot
@@ -100,48 +98,6 @@ def reliability(
         }
         for i, count in enumerate(counts.tolist())
     ]
-
-
-def reliability_diagram(
-    probabilities: torch.Tensor, labels: torch.Tensor, ax: Any = None, n_bins: int = N_BINS
-) -> Any:
-    """Draw accuracy against confidence, and the share of texts, in bins of confidence.
-
-    Parameters
-    ----------
-    probabilities : torch.Tensor
-        `(N, C)`
-    labels : torch.Tensor
-        `(N,)` class indices
-    ax : matplotlib.axes.Axes, optional
-        by default a new one
-    n_bins : int, default=15
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-    """
-    if ax is None:
-        from matplotlib.figure import Figure
-
-        ax = Figure(figsize=(4, 4), layout="constrained").subplots()
-    draw_bins(reliability(probabilities, labels, n_bins), ax)
-    error = quality(probabilities, labels, n_bins)["ece"]
-    ax.set(xlabel="Confidence", ylabel="Accuracy, share of texts", title=f"ECE {error:.3f}")
-    ax.legend(frameon=False, fontsize=8)
-    return ax
-
-
-def draw_bins(bins: list[dict[str, float | None]], ax: Any) -> None:
-    """Draw what `reliability` found on a matplotlib panel."""
-    width = 1 / len(bins)
-    edges = [i * width for i in range(len(bins))]
-    shares, accuracies = ([bin_[key] or 0.0 for bin_ in bins] for key in ("share", "accuracy"))
-    ax.bar(edges, shares, width, align="edge", color="0.85", label="share of texts")
-    inner = {"align": "edge", "color": "tab:blue", "alpha": 0.8, "label": "accuracy"}
-    ax.bar([edge + 0.15 * width for edge in edges], accuracies, 0.7 * width, **inner)
-    ax.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="calibrated")
-    ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
 
 
 def checked(probabilities: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,7 @@ class LaplaceMixture:
         torch.Tensor or tuple of torch.Tensor
             of a regression mean and covariance
         """
-        outputs = [member(part, **options) for member, part in self.each(x)]
+        outputs: list[Any] = [member(part, **options) for member, part in self.each(x)]
         if isinstance(outputs[0], torch.Tensor):
             return torch.stack(outputs).mean(0)
         means, covariances = (torch.stack(parts) for parts in zip(*outputs, strict=True))
@@ -306,23 +306,21 @@ class LaplaceMixture:
                 self._factor = before
                 raise
 
-    def _check_H_init(self) -> None:  # noqa: N802
+    def check_model(self) -> None:
         for member in self.members:
-            member._check_H_init()
+            member.check_model()
 
     model = _of_first("model")
     likelihood = _of_first("likelihood")
     trained_likelihood = _of_first("trained_likelihood")
+    predicted_likelihood = _of_first("predicted_likelihood")
     sigma_noise = _of_first("sigma_noise")
     dict_key_y = _of_first("dict_key_y")
     n_outputs = _of_first("n_outputs")
     n_data = _of_first("n_data")
-    n_layers = _of_first("n_layers")
-    n_params = _of_first("n_params")
-    _predicted_likelihood = _of_first("_predicted_likelihood")
+    blocks = _of_first("blocks")
+    curvature_scale = _of_first("curvature_scale")
     _device = _of_first("_device")
-    _dtype = _of_first("_dtype")
-    _H_factor = _of_first("_H_factor")
 
     def each(self, x: Any) -> Iterator[tuple[LoRALaplace, Any]]:
         """Each member and what it predicts: the whole batch, or its own moments."""
@@ -337,7 +335,7 @@ def _check_alike(members: Sequence[LoRALaplace]) -> None:
     for number, member in enumerate(members):
         if not member.n_data:
             raise ValueError(f"Member {number} has no fit: call its fit before.")
-        member._check_model()
+        member.check_model()
     for number, other in enumerate(others, 1):
         for name in ("likelihood", "n_outputs"):
             own, its = getattr(first, name), getattr(other, name)

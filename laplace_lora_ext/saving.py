@@ -1,40 +1,144 @@
-"""Writes a posterior: into a folder, to the Hugging Face hub, or as adapters with drawn weights."""
+"""Posteriors in files and on the Hugging Face hub, and draws of them as adapters."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import huggingface_hub
+import safetensors.torch
 import torch
 
-from laplace_lora_ext.files import write_posterior
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.same_model import ModelState
+from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.predictive.networks import drawn_weights
+
+FILE = "laplace_posterior.safetensors"
+_VERSION = "2"
 
 
 @exclusive
 def save_pretrained(la: Posterior, folder: str | Path) -> None:
     """Write the posterior into a folder, such as that of the adapter.
 
-    `laplace_lora_ext.from_pretrained(model, folder)` reads it. There are two files,
-    "laplace_posterior.safetensors" and "laplace_posterior.json".
+    `laplace_lora_ext.from_pretrained(model, folder)` reads it. It is one file,
+    "laplace_posterior.safetensors", whose metadata holds all that is no tensor.
 
     Parameters
     ----------
     folder : str or Path
         made if it does not exist
     """
-    summary = {
-        "evidence": la.log_marginal_likelihood().item(),
-        "mean_prior_precision": la.prior_precision.mean().item(),
-        "n_data": la.n_data,
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    metadata = {
+        "laplace_lora_ext": _VERSION,
+        "state": json.dumps(_without_tensors(la.state_dict(), "", tensors)),
+        "evidence": str(la.log_marginal_likelihood().item()),  # this and the next: for readers
+        "mean_prior_precision": str(la.prior_precision.mean().item()),
+        "n_data": str(la.n_data),
     }
-    write_posterior(folder, la.state_dict(), summary)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    copies = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.values()
+    }
+    safetensors.torch.save_file(copies, Path(folder, FILE), metadata)
+
+
+def read_state(folder: str | Path) -> dict[str, Any]:
+    """The state of a posterior that `save_pretrained` wrote.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the file is missing.
+    ValueError
+        If it is damaged, holds something else, or is of another version of the format.
+    """
+    path = Path(folder, FILE)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: has the posterior been saved there?")
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}.") from error
+    version = metadata.get("laplace_lora_ext")
+    if version != _VERSION:
+        raise ValueError(
+            f"{path} holds no posterior that this release reads (version {_VERSION} of the format, "
+            f"not {version}): fit and save it again, or install the release that wrote it."
+        )
+    return _with_tensors(json.loads(metadata["state"]), tensors)
+
+
+def _without_tensors(node: Any, name: str, found: dict[int, tuple[str, torch.Tensor]]) -> Any:
+    """A tree for JSON: a tensor becomes its name, the same one wherever it occurs."""
+    if isinstance(node, torch.Tensor):
+        return {"tensor": found.setdefault(id(node), (name, node))[0]}
+    if isinstance(node, Mapping):
+        items = {key: _without_tensors(v, f"{name}/{key}", found) for key, v in node.items()}
+        return {"items": items}
+    if isinstance(node, list | tuple):
+        return [_without_tensors(v, f"{name}/{i}", found) for i, v in enumerate(node)]
+    return node
+
+
+def _with_tensors(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Put together what `_without_tensors` took apart."""
+    if isinstance(node, list):
+        return [_with_tensors(value, tensors) for value in node]
+    if not isinstance(node, dict):
+        return node
+    if "tensor" in node:
+        return tensors[node["tensor"]]
+    return {key: _with_tensors(value, tensors) for key, value in node["items"].items()}
+
+
+def check_state(
+    state: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    model: LogitsModel,
+    blocks: Sequence[Block],
+) -> None:
+    """Refuse the state of another posterior, and name what differs.
+
+    Parameters
+    ----------
+    state : Mapping
+        of a posterior
+    settings : Mapping
+        class, likelihood and settings of the posterior that it is for
+    model, blocks
+        its model as it is now
+    """
+    saved = {"cls_name": state["cls_name"], "likelihood": state["likelihood"], **state["settings"]}
+    for name, value in settings.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"The posterior was fitted with {name}={saved.get(name)!r}, not {value!r}: pass "
+                "the same setting."
+            )
+    fitted = ModelState.from_state_dict(state["model"])
+    difference = fitted.difference(ModelState.of(model, blocks))
+    if difference is not None:
+        raise ValueError(f"The posterior was fitted to another model. {difference}.")
+    weights = flattened(blocks, torch.device("cpu"))
+    if not torch.equal(state["mean"].to(weights), weights):
+        raise ValueError(
+            "The posterior was fitted around other LoRA weights than the model has now: load "
+            "the adapter of the fit."
+        )
 
 
 @exclusive
@@ -52,7 +156,7 @@ def push_to_hub(la: Posterior, repo_id: str, **kwargs: Any) -> Any:
     -------
     huggingface_hub.CommitInfo
     """
-    la._check_model()
+    la.check_model()
     with TemporaryDirectory() as folder:
         save_pretrained(la, folder)
         find_peft_model(la.model).save_pretrained(folder)
@@ -109,7 +213,7 @@ def write_draw(
     la: Posterior, folder: Path, generator: torch.Generator | None, **kwargs: Any
 ) -> Path:
     """Write one draw as an adapter into a folder, and return where it is."""
-    la._check_model()
+    la.check_model()
     drawn = zip(la.blocks, drawn_weights(la, generator), strict=True)
     weights = {id(block.weight): values for block, values in drawn}
     model, adapter = find_peft_model(la.model), la.blocks[0].adapter

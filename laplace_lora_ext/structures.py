@@ -19,7 +19,7 @@ from laplace.utils.matrix import Kron, KronDecomposed
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.placement import check_in_place
-from laplace_lora_ext.precision import without_autocast
+from laplace_lora_ext.numerics import without_autocast
 
 _HESSIANS = AsdlHessian, CurvlinopsHessian
 
@@ -52,20 +52,11 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
         ]
         return Kron(kfacs)  # pyright: ignore[reportArgumentType]
 
-    @property
-    def _kept(self) -> Kron:
-        assert self.H_facs is not None
-        return self.H_facs
-
     @without_autocast
-    def _keep(self, H: Kron) -> None:
-        self.H_facs, self.H = H, H.decompose(damping=self.damping)
-
-    def _sums(self) -> Kron:
-        return _with_scaled_inputs(self._kept, self.n_data)
-
-    def _adopt(self, H: Kron, n_data: int) -> None:
-        self._keep(_with_scaled_inputs(H, 1 / n_data))
+    def _decomposed(self, H: Kron, n_data: int) -> tuple[Kron, KronDecomposed]:
+        # The host sums output factors over the data and averages input factors.
+        kfacs: Any = [[F[0], F[1] / n_data] if len(F) == 2 else F for F in H.kfacs]
+        return H, Kron(kfacs).decompose(damping=self.damping)
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
@@ -125,9 +116,3 @@ def _refuse(backend: type[CurvatureInterface], *unsuitable: type[CurvatureInterf
             f"{backend.__name__} can't compute this curvature of LoRA weights: use CurvlinopsGGN, "
             "AsdlGGN or AsdlEF from laplace.curvature."
         )
-
-
-def _with_scaled_inputs(kron: Kron, scalar: float) -> Kron:
-    """The host sums output factors over the data and averages input factors."""
-    kfacs: Any = [[F[0], F[1] * scalar] if len(F) == 2 else F for F in kron.kfacs]
-    return Kron(kfacs)

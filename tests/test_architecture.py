@@ -12,12 +12,12 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "laplace_lora_ext"
 FOLDERS = [
     *("processes", "models", "passes", "curvature"),
-    *("fitting", "predictive", "training", "tuning", "text"),
+    *("predictive", "training", "tuning", "text"),
 ]
 FLOORS = [
-    {"messages", "readings", "precision", "files", "metrics", "likelihoods"},
+    {"messages", "numerics", "metrics", "likelihoods"},
     *({folder} for folder in FOLDERS),
-    {"fit", "saving", "state"},
+    {"saving", "sums"},
     {"lora_laplace"},
     {"lowrank_kron", "structures"},
     {"language_model"},

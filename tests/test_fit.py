@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-import laplace_lora_ext.fit
-from tests.support.models import pairs, plain_model
-from tests.support.posteriors import STRUCTURES, make
+import laplace_lora_ext.lora_laplace
+from tests.support.models import lora_model, pairs, plain_model, ragged_batches
+from tests.support.posteriors import STRUCTURES, make, sizes
 from tests.support.snapshots import Snapshot, half_trained
 
 
@@ -84,21 +84,24 @@ def test_a_failing_refit_leaves_the_fit_before_it(structure, failure, override):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("step", ["_check_still", "copy"])
+@pytest.mark.parametrize("step", ["the check after the pass", "the decomposition"])
 def test_an_interrupt_after_the_pass_leaves_the_fit_before_it(structure, step, monkeypatch):
     la, (X, _) = make(plain_model(), structure), pairs()[0]
     la.fit(pairs(2))
-    before = {name: getattr(la, name) for name in ("n_data", "loss", "H", "mean", "_fitted")}
     expected = la.log_marginal_likelihood(), la(X)
+    before = dict(vars(la))
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(laplace_lora_ext.fit, step, interrupt)
+        if step == "the decomposition":
+            patched.setattr(type(la), "_decomposed", interrupt)
+        else:
+            patched.setattr(laplace_lora_ext.lora_laplace, "check_same", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            la.fit(pairs(3), override=False)
-    assert all(getattr(la, name) is value for name, value in before.items())
+            la.fit(pairs(3))
+    assert all(vars(la)[name] is value for name, value in before.items() if name != "_backend")
     assert torch.equal(la.log_marginal_likelihood(), expected[0])
     assert torch.equal(la(X), expected[1])
 
@@ -134,3 +137,29 @@ def test_weights_that_change_while_the_data_are_read_are_refused(structure, whic
     with pytest.raises(RuntimeError, match=r"while its training data were read\. The .*first"):
         la.fit(trained_on())
     assert torch.equal(la.log_marginal_likelihood(), before)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_curvature_that_is_not_finite_names_the_layer(structure, monkeypatch):
+    la = make(lora_model("bert"), structure)
+    compute, index = la._curv_closure, 2
+
+    def broken(*args, **kwargs):
+        loss, H = compute(*args, **kwargs)
+        if structure == "kron":
+            H.kfacs[index][0][0, 0] = torch.inf
+        else:
+            H[(sum(sizes(la)[:index]),) * H.ndim] = torch.nan
+        return loss, H
+
+    monkeypatch.setattr(la, "_curv_closure", broken)
+    with pytest.raises(ValueError, match=rf"LoRA layer {la.blocks[index].name}: non-finite"):
+        la.fit(ragged_batches())
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_users_labels_are_not_changed(structure):
+    batches = ragged_batches()
+    labels = [batch["labels"].clone() for batch in batches]
+    make(lora_model("bert"), structure).fit(batches)
+    assert all(torch.equal(b["labels"], own) for b, own in zip(batches, labels, strict=True))

@@ -12,6 +12,8 @@ from torch.nn.functional import cross_entropy
 
 import laplace_lora_ext
 import tests.support.dense as dense
+from laplace_lora_ext.curvature.backend import LowRankKronEF
+from laplace_lora_ext.language_model import LanguageModelLaplace
 from tests.support.models import VOCABULARY, llama_with_output_layer, lora_model, plain_model
 from tests.support.posteriors import count_forward_passes, generator, make
 from tests.support.texts import (
@@ -52,7 +54,7 @@ def test_the_empirical_fisher_has_a_texts_whole_gradient():
     la = make(
         model,
         likelihood="language_modeling",
-        backend=laplace_lora_ext.LowRankKronEF,
+        backend=LowRankKronEF,
         backend_kwargs={"rank": FULL_RANK},
     )
     la.fit(text_batches())
@@ -88,7 +90,7 @@ def test_batch_size_and_padding_change_nothing(ragged):
     model = lora_model("gpt2").eval()
     las = []
     for batches in (text_batches(), text_batches(**ragged)):
-        backend = laplace_lora_ext.LowRankKronEF  # draws nothing
+        backend = LowRankKronEF  # draws nothing
         settings = {"backend": backend, "backend_kwargs": {"rank": FULL_RANK}}
         la = make(model, likelihood="language_modeling", **settings)
         la.fit(batches)
@@ -143,7 +145,7 @@ def test_a_posterior_on_disk_is_that_of_texts_again(tmp_path):
     la = fitted_text(model, prior_precision=20.0)
     la.save_pretrained(tmp_path)
     again = laplace_lora_ext.from_pretrained(model, tmp_path)
-    assert type(again) is laplace_lora_ext.LanguageModelLaplace
+    assert type(again) is LanguageModelLaplace
     batch = text_batches()[0]
     expected, found = (one.score(batch, 2, generator()) for one in (la, again))
     torch.testing.assert_close(found.tokens.total, expected.tokens.total)
@@ -153,7 +155,7 @@ def test_the_same_key_of_the_factory_still_makes_classifiers():
     la = make(lora_model("bert"))
     assert type(la) is laplace_lora_ext.LowRankKronLoRALaplace
     text = make(lora_model("gpt2"), likelihood="language_modeling")
-    assert type(text) is laplace_lora_ext.LanguageModelLaplace
+    assert type(text) is LanguageModelLaplace
     own = type("Own", (laplace_lora_ext.LowRankKronLoRALaplace,), {"_key": ("own", "own")})
     assert type(own(plain_model(), "classification")) is own
     assert type(own.__new__(own, None, "language_modeling")) is own

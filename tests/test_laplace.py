@@ -8,13 +8,14 @@ import laplace
 import pytest
 
 import laplace_lora_ext
+from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
 from tests.support.models import CLASS_TOKEN_IDS, TwoLinear, lora_model
 
 CLASSES = {
     "lowrank_kron": laplace_lora_ext.LowRankKronLoRALaplace,
-    "kron": laplace_lora_ext.KronLoRALaplace,
-    "diag": laplace_lora_ext.DiagLoRALaplace,
-    "full": laplace_lora_ext.FullLoRALaplace,
+    "kron": KronLoRALaplace,
+    "diag": DiagLoRALaplace,
+    "full": FullLoRALaplace,
 }
 
 
@@ -31,7 +32,7 @@ def test_every_class_has_a_key_of_its_own():
 
 def test_kron_is_the_hosts_default_structure():
     la = laplace.Laplace(lora_model("bert"), "classification", subset_of_weights="lora")
-    assert type(la) is laplace_lora_ext.KronLoRALaplace
+    assert type(la) is KronLoRALaplace
 
 
 def test_nothing_stock_changes():

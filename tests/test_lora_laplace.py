@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+
+import numpy as np
 import pytest
 import torch
 
+import laplace_lora_ext
+from laplace_lora_ext import LoRALaplace, from_pretrained
+from laplace_lora_ext.language_model import LanguageModelLaplace
+from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
 from tests.support.dense import jacobian, jacobians, unpadded
 from tests.support.models import (
     TwoLinear,
@@ -169,3 +176,109 @@ def test_a_trainable_head_takes_no_part_in_the_posterior(structure):
     for weight, bias in [*seen, (head.weight, head.bias)]:
         assert torch.equal(weight, trained[0])
         assert torch.equal(bias, trained[1])
+
+
+CLASSES = [
+    *(laplace_lora_ext.LowRankKronLoRALaplace, LanguageModelLaplace),
+    *(KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace),
+]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_completion_help_and_hover_say_what_a_method_takes(cls):
+    names = [name for name in dir(cls) if not name.startswith("_")]
+    assert {"fit", "predict", "optimize_prior_precision", "amortize", "distill"} < {*names}
+    for name in [*names, "__init__", "__call__"]:
+        member = getattr(cls, name)
+        function = member.fget if isinstance(member, property) else member
+        if not function.__module__.startswith("laplace_lora_ext"):
+            continue  # the host's own
+        doc = inspect.getdoc(LoRALaplace if name == "__init__" else member)
+        assert doc, name
+        signature = inspect.signature(function)
+        assert signature.return_annotation is not signature.empty, name
+        for parameter in [*signature.parameters.values()][1:]:
+            assert parameter.annotation is not parameter.empty, (name, parameter)
+            assert parameter.kind is not parameter.VAR_POSITIONAL, name
+            assert parameter.kind is not parameter.VAR_KEYWORD or f"**{parameter.name}" in doc, name
+
+
+def test_another_posterior_of_the_same_kind():
+    options = {
+        "prior_mean": 0.3,
+        "temperature": 2.0,
+        "enable_backprop": True,
+        "target_modules": ["value"],
+        "backend_kwargs": {"rank": 2, "tail": False, "kfac_approx": "expand"},
+    }
+    la = fitted(**options)
+    other = la.for_model(lora_model("bert", lora_alpha=3))
+    assert other.H is None
+    other.fit(ragged_batches())
+    same = make(lora_model("bert", lora_alpha=3), **options)
+    same.fit(ragged_batches())
+    assert [block.name for block in other.blocks] == [block.name for block in la.blocks]
+    assert other.log_marginal_likelihood() == same.log_marginal_likelihood()
+    assert (other.temperature, other.prior_mean, other.enable_backprop) == (2.0, 0.3, True)
+    answers = fitted("gpt2")
+    of_answers = answers.for_model(lora_model("gpt2"))
+    assert of_answers.model.class_token_ids == answers.model.class_token_ids
+    kron = fitted(structure="kron", damping=True)
+    assert kron.for_model(lora_model("bert", lora_alpha=3)).damping
+    regression, _ = plain_regression()
+    assert regression.for_model(regression.model.model).sigma_noise == regression.sigma_noise
+
+
+IMPOSSIBLE = [0.0, -1, float("nan"), float("inf"), np.float32(-1), torch.tensor(-1.0)]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", ["prior_precision", "sigma_noise", "temperature"])
+def test_what_makes_no_gaussian_is_refused_and_changes_nothing(name, structure):
+    la, (batch, *_) = fitted(structure=structure), ragged_batches()
+    before, expected = getattr(la, name), la.predictive_moments(batch)
+    for value in IMPOSSIBLE:
+        with pytest.raises(ValueError, match=f"{name} must be positive and finite, not "):
+            setattr(la, name, value)
+    assert getattr(la, name) is before
+    torch.testing.assert_close(la.predictive_moments(batch).f_var, expected.f_var)
+
+
+def test_one_block_without_a_positive_prior_precision_is_refused():
+    la = fitted(structure="diag")
+    values = torch.ones(len(la.blocks))
+    values[3] = -1
+    with pytest.raises(ValueError, match=r"prior_precision must be positive.*1\.0, -1\.0, 1\.0"):
+        la.log_marginal_likelihood(values)
+    assert la.prior_precision.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_new_temperature_is_that_of_a_posterior_made_with_it(structure):
+    la, (batch, *_) = fitted(structure=structure), ragged_batches()
+    la(batch)
+    la.temperature = 0.3
+    other = fitted(structure=structure, temperature=0.3)
+    torch.testing.assert_close(
+        la.predictive_moments(batch).f_var, other.predictive_moments(batch).f_var
+    )
+    assert la.log_marginal_likelihood() == other.log_marginal_likelihood()
+
+
+@pytest.mark.parametrize("value", [torch.ones(8), torch.ones(0), np.array([2.0]), "2", None, [2.0]])
+def test_a_temperature_is_one_number(value):
+    la = fitted()
+    with pytest.raises(ValueError, match="temperature must be one number, not "):
+        la.temperature = value
+    assert la.temperature == 1.0
+
+
+@pytest.mark.parametrize("value", [2, np.float32(2), np.int64(2), torch.tensor([[2.0]])])
+def test_a_temperature_of_any_type_can_be_saved(value, tmp_path):
+    la, (batch, *_) = fitted(), ragged_batches()
+    la.temperature = value
+    la.save_pretrained(tmp_path)
+    loaded = from_pretrained(la.model.model, tmp_path)
+    assert torch.equal(la(batch), loaded(batch))
+    la.temperature = 2.0
+    assert torch.equal(la(batch), loaded(batch))

@@ -9,7 +9,6 @@ from laplace_lora_ext.metrics import (
     entropy,
     quality,
     reliability,
-    reliability_diagram,
     risk_coverage,
 )
 
@@ -64,16 +63,3 @@ def test_risk_of_the_least_uncertain():
     )
     assert coverage.tolist() == [0.25, 0.5, 0.75, 1]
     assert risk.tolist() == pytest.approx([0, 0, 1 / 3, 0.5])
-
-
-def test_a_diagram_is_drawn_on_the_panel_that_is_given():
-    from matplotlib.figure import Figure
-
-    p, labels = torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1])
-    panel = Figure().subplots()
-    assert reliability_diagram(p, labels, ax=panel) is panel
-    assert panel.get_title() == "ECE 0.350"
-    accuracies = [bar.get_height() for bar in panel.containers[1]]
-    assert accuracies[13] == 1
-    assert sum(accuracies) == 1
-    assert reliability_diagram(p, labels, n_bins=5).containers[0][0].get_width() == 0.2

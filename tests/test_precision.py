@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted
+from tests.support.posteriors import STRUCTURES, fitted, generator
 
 KINDS = ["bert", "gpt2", "gpt_neox"]
 
@@ -105,19 +105,11 @@ def assert_close(actual: Results, expected: Results, dtype: torch.dtype) -> None
         assert error < bound, name
 
 
+@pytest.mark.parametrize("make", [half_base, lora_model], ids=["the base", "all"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_half_precision_base_gives_the_posterior_of_float32(kind, dtype):
-    la = posterior(half_base(kind, dtype), kind)
-    assert_full_precision(la)
-    reference = posterior(lora_model(kind, torch.float32), kind)
-    assert_close(results(la), results(reference), dtype)
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_in_half_precision_alone_gives_the_posterior_of_float32(kind, dtype):
-    la = posterior(lora_model(kind, dtype), kind)
+def test_a_model_in_half_precision_gives_the_posterior_of_float32(kind, dtype, make):
+    la = posterior(make(kind, dtype), kind)
     assert_full_precision(la)
     reference = posterior(lora_model(kind, torch.float32), kind)
     assert_close(results(la), results(reference), dtype)
@@ -220,57 +212,30 @@ def test_autocast_reaches_the_model(kind):
         assert not torch.equal(f_mu.detach(), la.model.eval()(batch))
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_weights_sampled_under_autocast_are_those_without(structure):
-    la = posterior(lora_model("bert", torch.float32), "bert", structure)
-    samples = []
-    for enabled in (False, True):
-        with autocast(enabled):
-            samples.append(la.sample(3, generator=torch.Generator().manual_seed(0)))
-    assert samples[1].dtype == torch.float32
-    torch.testing.assert_close(*samples, rtol=1e-6, atol=1e-7)
+IN_THE_POSTERIORS_OWN_PRECISION = {
+    "weights": lambda la, _: la.sample(3, generator()),
+    "logits": lambda la, moments: la.functional_samples(
+        moments, n_samples=5, generator=generator()
+    ),
+    "decisions": lambda la, moments: la.predict(
+        moments, link_approx="mc", n_samples=5, generator=generator()
+    ),
+    "evidence": lambda la, _: la.log_marginal_likelihood(la.prior_precision),
+    "variance": lambda la, _: la.functional_variance(
+        torch.randn(2, 3, la.n_params, generator=generator())
+    ),
+}
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_logits_sampled_under_autocast_are_those_without(structure):
+@pytest.mark.parametrize("what", IN_THE_POSTERIORS_OWN_PRECISION)
+def test_the_posteriors_algebra_under_autocast_is_that_without(what, structure):
     la = posterior(lora_model("bert", torch.float32), "bert", structure)
-    moments = la.predictive_moments(ragged_batches()[0])
-    samples = []
-    for enabled in (False, True):
-        generator = torch.Generator().manual_seed(0)
-        with autocast(enabled):
-            samples.append(la.functional_samples(moments, n_samples=5, generator=generator))
-    torch.testing.assert_close(*samples, rtol=1e-6, atol=1e-7)
-
-
-def test_decisions_under_autocast_are_those_without():
-    la = posterior(lora_model("bert", torch.float32), "bert")
-    moments = la.predictive_moments(ragged_batches()[0])
-    found = []
+    moments, found = la.predictive_moments(ragged_batches()[0]), []
     for enabled in (False, True):
         with autocast(enabled):
-            options = {"n_samples": 5, "generator": torch.Generator().manual_seed(0)}
-            found.append(la.predict(moments, link_approx="mc", **options))
+            found.append(IN_THE_POSTERIORS_OWN_PRECISION[what](la, moments))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_evidence_under_autocast_is_that_without(structure):
-    la = posterior(lora_model("bert", torch.float32), "bert", structure)
-    expected = la.log_marginal_likelihood()
-    with autocast():
-        actual = la.log_marginal_likelihood(la.prior_precision)
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_variance_of_given_jacobians_under_autocast_is_that_without(structure):
-    la = posterior(lora_model("bert", torch.float32), "bert", structure)
-    Js = torch.randn(2, 3, la.n_params, generator=torch.Generator().manual_seed(0))
-    expected = la.functional_variance(Js)
-    with autocast():
-        actual = la.functional_variance(Js)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["agreement", "val_gd", "gridsearch"])

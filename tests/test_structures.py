@@ -9,7 +9,7 @@ import torch
 from laplace.curvature.asdl import AsdlGGN
 from laplace.curvature.curvlinops import CurvlinopsGGN
 
-from laplace_lora_ext import LowRankKronEF, LowRankKronGGN
+from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from tests.support.models import lora_model, pairs, plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, make, stock
 

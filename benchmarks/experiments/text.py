@@ -136,12 +136,12 @@ def methods(
     yield "Temperature scaling", "validation", lambda: free_text.scaled(la, validation)
     yield "TFB", "training texts", lambda: free_text.training_free(la, draws, train)
     how: Any = {"n_samples": draws, "progress_bar": not options.quiet}
-    la.optimize_prior_precision("marglik")
+    la.optimize_prior_precision(method="marglik")
     yield "Posterior", "evidence", lambda: posterior(la, draws)
     how["generator"] = torch.Generator().manual_seed(seed)
-    la.optimize_prior_precision("agreement", train_loader=train, **how)
+    la.optimize_prior_precision(method="agreement", train_loader=train, **how)
     yield "Posterior", "agreement", lambda: posterior(la, draws)
     how["generator"].manual_seed(seed)
     grid = {**GRID, "grid_size": options.grid_size}
-    la.optimize_prior_precision("gridsearch", val_loader=validation, **grid, **how)
+    la.optimize_prior_precision(method="gridsearch", val_loader=validation, **grid, **how)
     yield "Posterior", "validation", lambda: posterior(la, draws)

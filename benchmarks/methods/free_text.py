@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.methods import sampled
 from benchmarks.methods.method import fit_temperature
 from benchmarks.models import AdaptedModel
-from laplace_lora_ext import LanguageModelLaplace
+from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import LoRAWeights
 from laplace_lora_ext.text.draws import drawn

@@ -17,8 +17,8 @@ from laplace_lora_ext.curvature.streaming import StreamingUpdates
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Seeds
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block, find_blocks
+from laplace_lora_ext.numerics import read
 from laplace_lora_ext.passes import jacobians, record
-from laplace_lora_ext.readings import read
 
 PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
 """`backend_kwargs` of Yang et al. (ICLR 2024): KFAC-expand, rank 10, no tail."""

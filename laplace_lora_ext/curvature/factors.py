@@ -196,8 +196,8 @@ def add_rows(waiting: Mapping[LowRankFactor, Sequence[torch.Tensor]]) -> None:
     for factor, parts in waiting.items():
         rows = torch.cat(list(parts))
         columns = factor.columns
-        kind = (columns.shape, rows.shape, factor.width, columns.device, columns.dtype)
-        alike.setdefault(kind, []).append((factor, rows))
+        shapes = (columns.shape, rows.shape, factor.width, columns.device, columns.dtype)
+        alike.setdefault(shapes, []).append((factor, rows))
     for group in alike.values():
         factors, parts = zip(*group, strict=True)
         columns = torch.stack([factor.columns for factor in factors])

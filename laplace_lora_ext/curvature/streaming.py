@@ -7,7 +7,7 @@ from math import isfinite
 import torch
 
 from laplace_lora_ext.curvature.factors import DenseFactor, Factor, LowRankFactor, add_rows
-from laplace_lora_ext.readings import read
+from laplace_lora_ext.numerics import read
 
 
 class StreamingUpdates:

@@ -10,8 +10,8 @@ import torch
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.numerics import read
 from laplace_lora_ext.passes.recording import Directions, Rows, every_output, record
-from laplace_lora_ext.readings import read
 
 
 def visit_jacobians(

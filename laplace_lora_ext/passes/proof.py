@@ -17,8 +17,8 @@ import torch
 
 from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.numerics import read
 from laplace_lora_ext.passes.graph import Graph
-from laplace_lora_ext.readings import read
 
 ONE_AT_A_TIME = "one example at a time"
 """Key of `LogitsModel.layouts`: whether the rows of some batch were not each example's own."""

@@ -62,17 +62,17 @@ def amortize(
         If there are fewer than three examples, a number is not finite, or the likelihood is
         "reward_modeling".
     """
-    if la._predicted_likelihood is not la.trained_likelihood:
-        raise ValueError(f"{la.likelihood} learns from pairs, whose variances are not a reward's.")
+    if la.predicted_likelihood is not la.trained_likelihood:
+        raise ValueError(f"Variances are learnt of classes or numbers, not for {la.likelihood}.")
     if isinstance(unlabelled, str) and unlabelled != _SWAPPED:
         raise ValueError(f'unlabelled is "{_SWAPPED}", data or None, not {unlabelled!r}.')
-    la._check_H_init()
+    la.check_model()
     swapping = _swapping(la, loader) if unlabelled == _SWAPPED else None
 
     def learnt_from(batch: Any) -> Columns:
-        la._check_model()
+        la.check_model()
         inputs = la.model.inputs(batch)
-        f_var = la._moments(inputs, False)[1]
+        f_var = la.moments(inputs, False)[1]
         if not torch.isfinite(f_var).all():
             raise ValueError("the predictive covariance is not finite")
         return _features(la, inputs)[1].cpu(), log_variances(f_var).cpu()
@@ -89,8 +89,8 @@ def amortize(
     if not isinstance(unlabelled, str | None):
         columns += over_loader(unlabelled, learnt_from, "[Variances, unlabelled]", progress_bar)
     features, logs = torch.cat(columns[::2]), torch.cat(columns[1::2])
-    learnt = LearntVariance.of(features, logs, la.prior_precision, la._H_factor)
-    la.learnt_variance = learnt.to(la._device, la._dtype)
+    learnt = LearntVariance.of(features, logs, la.prior_precision, la.curvature_scale)
+    la.learnt_variance = learnt.to(la.model.device, la.blocks[0].statistics_dtype)
     return la.learnt_variance
 
 
@@ -101,17 +101,17 @@ def amortized_moments(la: Posterior, x: Any) -> Moments:
     """
     if isinstance(x, Moments):
         raise ValueError('Moments hold no inputs: pass these for pred_type="amortized".')
-    la._check_model()
+    la.check_model()
     learnt = la.learnt_variance
     if learnt is None:
         raise ValueError("No variance is learnt for this fit: call la.amortize(loader) first.")
-    if not learnt.is_of(la.prior_precision, la._H_factor):
+    if not learnt.is_of(la.prior_precision, la.curvature_scale):
         raise ValueError("The prior has changed since la.amortize(loader): call it again.")
     with torch.set_grad_enabled(la.enable_backprop):
         f_mu, features = _features(la, x)
         if features.shape[-1] != len(learnt.mean):
             raise ValueError("The model's output layer is not that of la.amortize: call it again.")
-        with torch.autocast(la._device.type, enabled=False):
+        with torch.autocast(la.model.device.type, enabled=False):
             return Moments(f_mu, learnt.covariance(features))
 
 
@@ -119,9 +119,9 @@ def _features(la: Posterior, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits `(B, C)`, and features `(B, p)` that their variances are learnt from."""
     with la.model.prepared():
         logits, hidden = logits_and_hidden_states(la.model, inputs)
-    outputs = logits if la._predicted_likelihood.is_gaussian else logits.log_softmax(-1)
+    outputs = logits if la.predicted_likelihood.is_gaussian else logits.log_softmax(-1)
     features = outputs if hidden is None else torch.cat([hidden, outputs], dim=-1)
-    return logits, features.to(la._dtype)
+    return logits, features.to(la.blocks[0].statistics_dtype)
 
 
 def _swapping(la: Posterior, loader: Iterable[Any]) -> Swapping | None:

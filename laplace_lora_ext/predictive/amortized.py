@@ -151,8 +151,8 @@ def log_variances(f_var: torch.Tensor) -> torch.Tensor:
     own = V.diagonal(dim1=-2, dim2=-1)
     j, k = torch.triu_indices(*V.shape[-2:], offset=1, device=V.device)
     variances = own[..., j] + own[..., k] - 2 * V[..., j, k]
-    kind = torch.finfo(V.dtype)
-    least = (kind.eps * own.amax(-1, keepdim=True)).clamp_min(kind.tiny)
+    precision = torch.finfo(V.dtype)
+    least = (precision.eps * own.amax(-1, keepdim=True)).clamp_min(precision.tiny)
     return variances.maximum(least).log()
 
 

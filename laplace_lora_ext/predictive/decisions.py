@@ -12,7 +12,7 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.amortization import amortized_moments
 from laplace_lora_ext.predictive.data_sets import Columns, is_batch, over_data
-from laplace_lora_ext.predictive.glm import moments_for
+from laplace_lora_ext.predictive.glm import moments_for, predictive_distribution
 from laplace_lora_ext.predictive.links import (
     OF_DIFFERENCES,
     own_links,
@@ -131,7 +131,7 @@ def predict(
         found, draws = [], []
         for member, part in members_of(la, batch):
             moments = _moments(member, part, seen_by, pred_type)
-            with torch.autocast(la._device.type, enabled=False):
+            with torch.autocast(la.model.device.type, enabled=False):
                 found.append(own_links(n_samples, generator)[link_approx](*moments).exp())
                 noise = shared_noise(moments.f_mu, n_samples, generator)
                 draws.append(softmax_samples(*moments, noise).exp())
@@ -166,7 +166,7 @@ def predict_proba(
         found = []
         for member, part in members_of(la, batch):
             moments = _moments(member, part, link_approx, pred_type)
-            with torch.autocast(la._device.type, enabled=False):
+            with torch.autocast(la.model.device.type, enabled=False):
                 found.append(own_links(1000, torch.Generator())[link_approx](*moments).exp())
         return (torch.stack(found).mean(0),)
 
@@ -190,7 +190,7 @@ def _over(
 
 
 def _check_link(la: Posterior, link_approx: str) -> None:
-    if la._predicted_likelihood.is_gaussian:
+    if la.predicted_likelihood.is_gaussian:
         raise ValueError(f"{la.likelihood} predicts numbers: use la(x), for mean and variance.")
     links = own_links(1, None)
     if link_approx not in links:
@@ -215,7 +215,7 @@ def lower_bound(la: Posterior, x: Any, k: float = 1.0) -> torch.Tensor:
     ValueError
         For classification.
     """
-    if not la._predicted_likelihood.is_gaussian:
+    if not la.predicted_likelihood.is_gaussian:
         raise ValueError("Classes have no lower bound; rewards and regressions do.")
-    f_mu, f_var = la._glm_predictive_distribution(x)
+    f_mu, f_var = predictive_distribution(la, x)
     return f_mu - k * f_var.diagonal(dim1=-2, dim2=-1).sqrt()

@@ -9,8 +9,8 @@ from torch.nn.functional import one_hot
 
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.numerics import without_autocast
 from laplace_lora_ext.passes import Directions, every_output
-from laplace_lora_ext.precision import without_autocast
 from laplace_lora_ext.predictive.links import N_RUNNERS_UP, OF_DIFFERENCES, shared_noise
 from laplace_lora_ext.predictive.moments import Moments, uncorrelated
 from laplace_lora_ext.predictive.sampling import gaussian_samples
@@ -24,7 +24,7 @@ def predictive_moments(
 
     With `joint` a pair of tensors, `(B * C,)` and `(B * C, B * C)`.
     """
-    moments = la._glm_predictive_distribution(x, joint)
+    moments = predictive_distribution(la, x, joint)
     return moments if joint else Moments(*moments)
 
 
@@ -48,9 +48,9 @@ def moments_for(la: Posterior, X: Any, link_approx: str) -> Moments:
     covariances of these are right, those of others 0. All other links get all logits, by C passes.
     """
     n_others = la.n_outputs - 1
-    sees_all = link_approx not in OF_DIFFERENCES or la._predicted_likelihood.is_gaussian
+    sees_all = link_approx not in OF_DIFFERENCES or la.predicted_likelihood.is_gaussian
     if sees_all or n_others < 1 or isinstance(X, Moments):
-        return Moments(*la._glm_predictive_distribution(X))
+        return Moments(*predictive_distribution(la, X))
     seen = N_RUNNERS_UP if link_approx == "runners_up" else n_others
     return _of_contrasts(la, X, min(seen, n_others))
 
@@ -78,11 +78,11 @@ def _checked(
         if joint:
             raise ValueError("Moments hold no covariance between examples: pass the inputs.")
         # Some links change them in place.
-        f_mu, f_var = X.to(la._device, la._dtype, copy=True)
+        f_mu, f_var = X.to(la.model.device, la.blocks[0].statistics_dtype, copy=True)
     else:
-        la._check_model()
+        la.check_model()
         with torch.set_grad_enabled(la.enable_backprop):
-            f_mu, f_var = la._moments(X, joint, directions)
+            f_mu, f_var = la.moments(X, joint, directions)
     if not torch.isfinite(f_var).all():
         raise ValueError("The predictive covariance is not finite: check the prior precision.")
     return f_mu, f_var

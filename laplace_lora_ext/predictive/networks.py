@@ -57,7 +57,7 @@ def _logits(
     if isinstance(X, Moments):
         raise ValueError('Moments hold no inputs: pass these for pred_type="nn".')
     check_counts(n_samples=n_samples)
-    la._check_model()
+    la.check_model()
     for _ in range(n_samples):
         drawn = drawn_weights(la, generator)
         weights = LoRAWeights(la.model, la.blocks)

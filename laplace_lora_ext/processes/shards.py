@@ -115,8 +115,8 @@ def examples_of(loader: Any) -> torch.Tensor:
                     "With several processes, what a sampler of your own gives to all of them can't "
                     "be known: pass a loader of a torch.utils.data.Subset."
                 )
-            given = {int(place) for each in copy(sampler) for place in np.atleast_1d(each)}
-            return torch.tensor(sorted(given), dtype=torch.long)
+            places = {int(place) for each in copy(sampler) for place in np.atleast_1d(each)}
+            return torch.tensor(sorted(places), dtype=torch.long)
     return torch.arange(len(loader.dataset))
 
 

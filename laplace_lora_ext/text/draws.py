@@ -17,8 +17,8 @@ from laplace_lora_ext.processes.exchange import gathered
 
 def drawn(la: Posterior, n_samples: int, seed: int) -> Iterator[Values]:
     """LoRA weights of each draw, under any prior precision from the noise of the same seed."""
-    la._check_model()
-    generator = torch.Generator(la._device).manual_seed(seed)
+    la.check_model()
+    generator = torch.Generator(la.model.device).manual_seed(seed)
     return (drawn_weights(la, generator) for _ in range(n_samples))
 
 
@@ -38,7 +38,7 @@ def mean_over_tokens(
             numbers = numbers_of(batch)
         total += numbers.double().sum().item()
         n_tokens += len(numbers)
-        n_texts += len(batch[la.dict_key_y])
+        n_texts += len(batch[la.model.dict_key_y])
     of_ranks = gathered((total, n_tokens, n_texts))
     total, n_tokens, n_texts = (sum(numbers) for numbers in zip(*of_ranks, strict=True))
     if not n_tokens:

@@ -80,8 +80,8 @@ def write(
     NotImplementedError
         For several texts a prompt, and for what draws can't follow.
     """
-    config, given = transformer.config, generation_kwargs.get("generation_config")
-    configs = [given, getattr(transformer, "generation_config", None), config]
+    config, passed = transformer.config, generation_kwargs.get("generation_config")
+    configs = [passed, getattr(transformer, "generation_config", None), config]
 
     def option(name: str) -> Any:
         found = [generation_kwargs.get(name), *(getattr(each, name, None) for each in configs)]
@@ -224,10 +224,10 @@ def _logits(
 ) -> torch.Tensor:
     """A draw's logits; what it keeps for the next call is changed in place."""
     name = next((name for name in _CACHES if name in kwargs), "cache")
-    given = kwargs.get(name)
+    cache = kwargs.get(name)
     if not kept:  # an empty one: a text begins
-        kept["cache"] = copy.deepcopy(given)
-    if _size(given) != _size(kept["cache"]):
+        kept["cache"] = copy.deepcopy(cache)
+    if _size(cache) != _size(kept["cache"]):
         raise NotImplementedError(
             "Something in generate reads another text in turn, or changes the model's cache, "
             "which draws can't follow: leave it out, or pass use_cache=False."

@@ -55,16 +55,16 @@ class TokenGridSearch(TuningMethod):
 
     @torch.no_grad()
     def _search(self, la: Any) -> TuningHistory:
-        low, high, base = self.log_prior_prec_min, self.log_prior_prec_max, self.log_prior_prec_base
-        around = self._start(la) if self._is_base else None
-        grid = grid_of_priors(low, high, self.grid_size, base, around)
+        limits = self.log_prior_prec_min, self.log_prior_prec_max
+        base = self._start(la) if self._is_base else None
+        grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, base)
         seed = draw_seed(one_generator(self.generator))
 
         def loss(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
 
             def of_batch(batch: Any) -> torch.Tensor:
-                draws = torch.Generator(la._device).manual_seed(seed)
+                draws = torch.Generator(la.model.device).manual_seed(seed)
                 scores = la.score(batch, self.n_samples, draws)
                 return -scores.tokens.log_prob[scores.labelled]
 

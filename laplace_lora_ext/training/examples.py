@@ -33,7 +33,7 @@ def divided(
 
     Yields
     ------
-    rest, held : Dataset
+    rest, held_out : Dataset
         what the `select` of a `datasets.Dataset` returns, or `torch.utils.data.Subset`s
 
     Raises

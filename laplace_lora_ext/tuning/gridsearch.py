@@ -64,16 +64,18 @@ class GridSearch(TuningMethod):
 
     def _search(self, la: Posterior) -> TuningHistory:
         limits = self.log_prior_prec_min, self.log_prior_prec_max
-        around = self._start(la) if self._is_base else None
-        grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, around)
+        base = self._start(la) if self._is_base else None
+        grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, base)
         predicted = self._predictions(la)
-        loss = self.loss or la.trained_likelihood.metric(la.sigma_noise).to(la._device)
 
         def score(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
             try:
-                *outputs, targets = (column.to(la._device) for column in predicted())
-                return _evaluated(loss, outputs, targets)
+                *outputs, targets = (column.to(la.model.device) for column in predicted())
+                if self.loss is None:
+                    mean_loss = la.trained_likelihood.mean_loss
+                    return mean_loss(outputs, targets, la.sigma_noise).item()
+                return _evaluated(self.loss, outputs, targets)
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
                 return math.inf  # as the host does, for a matrix that is not a covariance
 
@@ -88,15 +90,17 @@ class GridSearch(TuningMethod):
         options |= {"link_approx": self.link_approx or default, "fitting": True}
 
         def outputs(x: Any) -> Columns:
-            found: Any = la(x, **options)  # pyright: ignore[reportCallIssue]
+            found: Any = la(x, **options)
             return found if isinstance(found, tuple) else (found,)
 
         def of_batch(batch: Any) -> Columns:
             X, y = la.model.split(batch)
-            logits = torch.zeros(len(y), la.n_outputs, device=la._device, dtype=la._dtype)
+            logits = torch.zeros(
+                len(y), la.n_outputs, device=la.model.device, dtype=la.blocks[0].statistics_dtype
+            )
             return *outputs(X), la.trained_likelihood.check_targets(y, logits)
 
-        la._check_H_init()
+        la.check_model()
         statistics: PredictiveStatistics | None = None
         if self.pred_type == "glm":
             statistics = la.statistics_of(self.val_loader, self.progress_bar)
@@ -105,7 +109,7 @@ class GridSearch(TuningMethod):
         targets = statistics.required_targets()
 
         def of_moments() -> Columns:
-            moments = statistics.moments(la.prior_precision, la._H_factor)
+            moments = statistics.moments(la.prior_precision, la.curvature_scale)
             return *stacked([outputs(part) for part in moments.split(_ROWS)]), targets
 
         return of_moments

@@ -13,12 +13,12 @@ from laplace_lora_ext.tuning.history import REACH, Recorder, TuningHistory
 
 
 def grid_of_priors(
-    low: float, high: float, size: int, base: float, around: torch.Tensor | None
+    low: float, high: float, size: int, power: float, base: torch.Tensor | None
 ) -> torch.Tensor:
-    """Powers of a base as `(size,)` prior precisions, or `(size, blocks)` factors around others."""
+    """Powers of a number as `(size,)` prior precisions, or times a base, as `(size, blocks)`."""
     # In float32, whatever the default is.
-    grid = torch.logspace(low, high, size, base=base, dtype=torch.float32)
-    return grid if around is None else grid[:, None].to(around) * around
+    grid = torch.logspace(low, high, size, base=power, dtype=torch.float32)
+    return grid if base is None else grid[:, None].to(base) * base
 
 
 def search_grid(

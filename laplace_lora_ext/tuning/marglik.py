@@ -63,7 +63,7 @@ class Marglik(TuningMethod):
         _warn_of_unbounded(la, logarithms[0])
         la.prior_precision = logarithms[0].detach().exp()
         if self.optimize_sigma_noise:
-            la.sigma_noise = of_first(logarithms[1].detach().exp()).to(la._device)
+            la.sigma_noise = of_first(logarithms[1].detach().exp()).to(la.model.device)
         return history
 
     def _climb(self, la: Posterior, logarithms: list[torch.Tensor]) -> TuningHistory:

@@ -47,7 +47,7 @@ class TuningMethod:
         with la.trying(), together():
             history = method._search(la)
             if count() > 1:  # ranks may differ in the last digit
-                la.prior_precision = of_first(la.prior_precision).to(la._device)
+                la.prior_precision = of_first(la.prior_precision).to(la.model.device)
                 tried = history.step, history.objective, history.prior_precision
                 history = TuningHistory(*of_first(tried), history.n_examples, history.posteriors)
             return history
@@ -64,8 +64,10 @@ class TuningMethod:
         """Where the search starts: `(1,)`, `(blocks,)` or `(parameters,)`, in float64."""
         start: Any = as_tensor(self.init_prior_prec).detach()
         if start.numel() == 1 and self.prior_structure != "scalar":
-            sizes = la.n_layers, la.n_params, la._device, la._dtype
-            start = fix_prior_prec_structure(start, self.prior_structure, *sizes)
+            weights = [block.weight.numel() for block in la.blocks]
+            where = la.model.device, la.blocks[0].statistics_dtype
+            shape = self.prior_structure, len(weights), sum(weights)
+            start = fix_prior_prec_structure(start, *shape, *where)
         if not (start > 0).all():
             raise ValueError("init_prior_prec must be above 0.")
         la.prior_precision = start  # raises if the curvature lacks this structure

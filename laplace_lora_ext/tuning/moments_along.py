@@ -10,6 +10,7 @@ import torch
 
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.data_sets import over_loader
+from laplace_lora_ext.predictive.glm import predictive_distribution
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, rank
@@ -67,7 +68,7 @@ def moments_along(
     def of_batches(prior_precision: torch.Tensor) -> Moments:
         la.prior_precision = prior_precision
         return Moments(
-            *over_loader(loader, lambda batch: la.predictive_moments(la.model.inputs(batch)))
+            *over_loader(loader, lambda batch: predictive_distribution(la, la.model.inputs(batch)))
         )
 
     return of_batches

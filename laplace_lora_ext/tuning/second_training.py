@@ -113,7 +113,7 @@ class SecondTraining(TuningMethod):
             )
 
     def _search(self, la: Posterior) -> TuningHistory:
-        la._check_H_init()
+        la.check_model()
         loader = self._loader()
         histories, sizes, others = [], [], []
         divisions = divided(loader, self.held_out, self.generator, self.trainings)
@@ -159,8 +159,8 @@ class SecondTraining(TuningMethod):
             model = self._from_function(part)
         else:
             model = self._from_trainer(la, part, number)
-        la._check_model()
-        other = la.around(model)
+        la.check_model()
+        other = la.for_model(model)
         if _places(la) & _places(other):
             raise ValueError(
                 "train has trained the fitted model again, or shares LoRA weights with it: train "
@@ -205,7 +205,7 @@ def _places(la: Any) -> set[int]:
 
 def _warn_of_copy(la: Posterior, other: Any) -> None:
     """Warn of a copy of the fitted model, which has learnt the held-out examples as well."""
-    fitted, found = la.mean, flattened(other.blocks, la._device)
+    fitted, found = (flattened(blocks, la.model.device) for blocks in (la.blocks, other.blocks))
     if fitted.shape == found.shape and torch.equal(fitted, found.to(fitted.dtype)):
         warn(
             "train has returned LoRA weights that equal those of the fitted model, which has seen "

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import laplace_lora_ext
-from laplace_lora_ext import LowRankKronGGN
+from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.passes import graph
 from tests.support.dense import (
     gradient_curvature,
@@ -87,8 +86,8 @@ def test_the_exact_fisher_and_the_empirical_fisher_of_one_example():
     fisher = J.T @ softmax_fisher(logits) @ J
     sizes = [layer.weight.numel() for _, layer in lora_layers(model)]
     for backend, dense in [
-        (laplace_lora_ext.LowRankKronGGN, fisher),
-        (laplace_lora_ext.LowRankKronEF, torch.outer(gradient, gradient)),
+        (LowRankKronGGN, fisher),
+        (LowRankKronEF, torch.outer(gradient, gradient)),
     ]:
         la = fitted(batches=[batch], model=model, backend=backend, rank=100)
         # A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A, lora_B

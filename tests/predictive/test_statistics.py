@@ -47,7 +47,7 @@ def test_moments_know_other_scales_of_the_curvature():
     la, other = fitted(), fitted(temperature=0.3)
     statistics = la.predictive_statistics(ragged_batches()[:1], dtype=torch.float64)
     expected = other.predictive_moments(ragged_batches()[0])
-    torch.testing.assert_close(statistics.moments(1.0, other._H_factor), expected)
+    torch.testing.assert_close(statistics.moments(1.0, other.curvature_scale), expected)
 
 
 @pytest.mark.parametrize("structure", PRIORS)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from laplace_lora_ext import LowRankKron
 from laplace_lora_ext.curvature.factors import DenseFactor
+from laplace_lora_ext.curvature.matrix import LowRankKron
 from tests.support.models import CLASS_TOKEN_IDS
 
 # --- models --------------------------------------------------------------------------------------

@@ -31,8 +31,9 @@ def test_the_chosen_posterior_changes_tokens_as_much_as_is_allowed(layerwise, ma
     la = fitted_text()
     base = torch.linspace(0.5, 2, len(la.blocks)).double()
     start = {"init_prior_prec": base} if layerwise else {}
+    start |= {"max_change": max_change, "n_samples": 3}
     data = {"train_loader": text_batches(), "generator": generator()}
-    la.optimize_prior_precision("agreement", max_change=max_change, n_samples=3, **data, **start)
+    la.optimize_prior_precision(method="agreement", **data, **start)
     assert change(la) == pytest.approx(max_change, rel=0.02)
     if layerwise:
         ratios = la.prior_precision / base

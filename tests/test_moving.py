@@ -95,7 +95,7 @@ def test_no_tensor_of_a_posterior_stays_behind(structure, likelihood, monkeypatc
     la.sample(1)
     la._fitted = None  # its samples of the model's weights are compared in main memory
     model.to("meta")
-    la._check_H_init()
+    la.check_model()
     left = [t for t in tensors_of(vars(la), set()) if t.numel() and t.device.type != "meta"]
     assert not left
 

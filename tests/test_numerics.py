@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laplace_lora_ext.readings import read
+from laplace_lora_ext.numerics import read
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make
 

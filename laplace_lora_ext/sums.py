@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import tqdm
 
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.same_model import hashes
 from laplace_lora_ext.passes.checks import noting_calls
 from laplace_lora_ext.processes.exchange import count, gathered, rank
@@ -38,8 +39,30 @@ class Sums(NamedTuple):
     n_data: int
     called: frozenset[int] = frozenset()
 
+    def plus(self, H: Any, loss: torch.Tensor, n_data: int) -> Sums:
+        """The sums over these data and others."""
+        return self._replace(H=H + self.H, loss=loss + self.loss, n_data=n_data + self.n_data)
 
-def sums_of(la: Posterior, loader: Iterable[Any], progress_bar: bool) -> Sums:
+
+class Summing(Protocol):
+    """What sums curvature over data; `LoRALaplace` does."""
+
+    model: LogitsModel
+    blocks: list[Block]
+    likelihood: Any
+
+    def _zeros(self) -> Any: ...
+
+    def _add_batch(self, H: Any, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]: ...
+
+    def _packed(self, H: Any) -> Any: ...
+
+    def _unpacked(self, state: Any) -> Any: ...
+
+    def _settings(self) -> dict[str, Any]: ...
+
+
+def sums_of(la: Summing, loader: Iterable[Any], progress_bar: bool) -> Sums:
     """Sum the batches of a loader, and of all ranks' loaders, counting each example once.
 
     Raises
@@ -48,7 +71,7 @@ def sums_of(la: Posterior, loader: Iterable[Any], progress_bar: bool) -> Sums:
         If there are no data, ranks differ in weights or settings, or two have the same data.
     """
     share = Share(loader)
-    zero = torch.zeros((), device=la._device, dtype=torch.float64)
+    zero = torch.zeros((), device=la.model.device, dtype=torch.float64)
     sums = Sums(la._zeros(), zero, 0)
     hidden = not progress_bar or rank() > 0
     options = {"unit": " examples", "total": share.size, "disable": hidden}
@@ -77,7 +100,7 @@ def sums_of(la: Posterior, loader: Iterable[Any], progress_bar: bool) -> Sums:
     return Sums(H, loss.to(sums.loss), n_data, frozenset[int]().union(*(r.called for r in reports)))
 
 
-def _plus(la: Posterior, sums: Sums, X: Any, y: torch.Tensor) -> Sums:
+def _plus(la: Summing, sums: Sums, X: Any, y: torch.Tensor) -> Sums:
     called = set(sums.called)
     with noting_calls(la.blocks, called):
         loss, H = la._add_batch(sums.H, X, y)
@@ -87,8 +110,8 @@ def _plus(la: Posterior, sums: Sums, X: Any, y: torch.Tensor) -> Sums:
 class _Report:
     """What a rank tells the others about its sums."""
 
-    def __init__(self, la: Posterior, sums: Sums) -> None:
-        settings = type(la).__name__, la.likelihood, la._dtype, la._settings()
+    def __init__(self, la: Summing, sums: Sums) -> None:
+        settings = type(la).__name__, la.likelihood, la.blocks[0].statistics_dtype, la._settings()
         self.identity = {"settings": repr(settings)}
         if count() > 1:
             self.identity |= hashes(la.model, la.blocks)

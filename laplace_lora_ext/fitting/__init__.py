@@ -1,1 +1,0 @@
-"""The pass over training data: sums of batches, of all ranks, and of an interrupted run."""
