@@ -11,19 +11,19 @@ from benchmarks.fine_tuning import TEST, fine_tune, prepare
 from benchmarks.methods import METHODS, posterior, priors
 from benchmarks.methods.method import fit_temperature
 from benchmarks.methods.priors import GRID, by_tfb_rule
+from benchmarks.metrics import shift_detection
 from benchmarks.tasks.paper import PAPER_TASKS
 from benchmarks.tasks.paper_prompts import LETTERS
 from benchmarks.tasks.task import Example
 from laplace_lora_ext import Moments
 from tests.benchmarks.support import (
-    ROWS,
     parsed,
     write_task,
 )
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_every_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
+@pytest.mark.parametrize("name", ["arc_easy", "boolq", "cola", "boolq_pairs"])
+def test_every_kind_of_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
     pretrained = prepared(name)
     paper = PAPER_TASKS[name].hyperparameters
     settings = pretrained.hyperparameters
@@ -146,16 +146,6 @@ def test_a_training_is_read_from_the_cache(prepared, monkeypatch):
         assert len(trainings) == before + 1
 
 
-@pytest.mark.parametrize(("task", "layer"), [("boolq", "lm_head"), ("mrpc", "layer.1.")])
-def test_the_last_layer_is_the_output_layer_where_that_has_lora_weights(task, layer, prepared):
-    pretrained = prepared(task)
-    model = fine_tune(pretrained, pretrained.data["train"], seed=0)
-    la = posterior("last_layer").build(model)
-    la.fit(pretrained.loader("train"))
-    assert la.blocks
-    assert all(layer in block.name for block in la.blocks)
-
-
 def test_a_temperature_is_recovered():
     torch.manual_seed(0)
     logits = 3 * torch.randn(20000, 4)
@@ -165,3 +155,8 @@ def test_a_temperature_is_recovered():
     assert fit_temperature(torch.stack([logits, logits]), labels) == pytest.approx(2.5, rel=0.05)
     apart = torch.stack([logits, logits + 3 * torch.randn(logits.shape)])
     assert fit_temperature(apart, labels) < fit_temperature(apart[1], labels)
+
+
+def test_entropy_tells_shifted_texts_from_others():
+    sure, even = torch.eye(2)[[0, 1, 1, 0]], torch.full((4, 2), 0.5)
+    assert shift_detection(sure, even)["shift_auroc"] == 1

@@ -53,12 +53,3 @@ def test_conformal_sets_of_mapie_are_those_of_the_probabilities():
     threshold = np.sort(1 - probabilities[np.arange(40), y[:40]])[33 - 1]
     np.testing.assert_array_equal(labels, probabilities[40:].argmax(1))
     np.testing.assert_array_equal(sets[..., 0], 1 - probabilities[40:] <= threshold)
-
-
-def test_scores_of_scikit_learn_take_the_estimator():
-    inspection = pytest.importorskip("sklearn.inspection")
-    la, (X, y) = fitted(), texts(30)
-    found = inspection.permutation_importance(
-        Texts(la), X, y, scoring="neg_log_loss", n_repeats=1, random_state=0
-    )
-    assert np.isfinite(found.importances).all()

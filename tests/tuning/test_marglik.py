@@ -77,8 +77,8 @@ def test_an_evidence_without_a_maximum_is_said(prior):
     la = fitted()
     la.prior_mean = la.mean
     with pytest.warns(UserWarning, match="no maximum"):
-        la.optimize_prior_precision(prior_structure=prior, n_steps=400, tolerance=0, lr=1.0)
-    assert (la.prior_precision <= torch.finfo(torch.float32).max * 1.01).all()
+        la.optimize_prior_precision(prior_structure=prior, n_steps=200, lr=1.0)
+    assert torch.isfinite(la.prior_precision).all()
 
 
 @pytest.mark.parametrize("prior", ["scalar", "layerwise", "diagonal"])
