@@ -1,6 +1,5 @@
 """The tasks: what is read from a source or a row, and how sets are drawn of it."""
 
-import ast
 import random
 import re
 import sys
@@ -11,136 +10,12 @@ import pytest
 from benchmarks.models import MissingDataError
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.balanced import Balanced
-from benchmarks.tasks.code import commented, raised
-from benchmarks.tasks.docstrings import docstring_summaries, masked
-from benchmarks.tasks.names import asked_for_choice, asked_for_match, spoken
-from benchmarks.tasks.numpydoc import VERDICTS, Parameter, described, flags, pairs, paragraphs
+from benchmarks.tasks.names import asked_for_choice, asked_for_match
+from benchmarks.tasks.numpydoc import VERDICTS, Parameter, pairs
 from benchmarks.tasks.paper import PAPER_TASKS, read_paper_task
 from benchmarks.tasks.paper_prompts import LETTERS
 from benchmarks.tasks.task import Example, Sizes
 from tests.benchmarks.support import PROMPTS, ROWS, parsed, pool, write_rows, write_task
-
-FUNCTIONS = '''
-def scale(matrix, b, key=None, *, copy=False):
-    """Scale all entries
-    of an array.
-
-    Parameters
-    ----------
-    matrix : (N,) array_like, optional
-        The matrix that is scaled by NumPy.
-
-        A second paragraph.
-    b : float
-        The factor.
-    key : callable
-    copy : bool, default=False
-        Whether all columns are to be copied. The default is to copy none.
-
-    Returns
-    -------
-    c : ndarray
-        The entries after they are scaled.
-
-    Notes
-    -----
-    NumPy sorts them in place, so that nothing else is held.
-
-    >>> scale(matrix) is the same as sorting the columns of a matrix
-    """
-
-def _hidden(a):
-    """Scale all entries of an array.
-
-    Parameters
-    ----------
-    a : int
-        A number that is not public at all.
-    """
-
-class Shown:
-    """A class."""
-
-    def method(self):
-        """A method."""
-
-def bare(): ...
-'''
-MESSAGES = """
-raise ValueError("the numpy array must be square")
-raise TypeError(f"expected a list, got {type(x)} instead")
-raise RuntimeError("too short")
-raise TypeError("this is why a TypeError is raised")
-raise ValueError(message)
-raise errors.ValueError("this is another module's own")
-raise
-"""
-COMMENTS = """
-# A heading that stands alone.
-
-    # Sort the columns by their norms.
-    columns = sorted(columns, key=norm)
-    # Too short.
-    columns = columns[::-1] + []
-    # The block below is indented further.
-        rows = list(columns)
-"""
-SUMMARY = "Scale all entries of an array."
-READ = {
-    "summaries": (
-        lambda: docstring_summaries(ast.parse(FUNCTIONS)),
-        [("scale", SUMMARY), ("Shown", "A class."), ("method", "A method.")],
-    ),
-    "parameters": (
-        lambda: described(ast.parse(FUNCTIONS), 3),
-        [
-            Parameter("matrix", "(N", "The matrix that is scaled by library.", SUMMARY, 3),
-            Parameter("copy", "bool", "Whether all columns are to be copied.", SUMMARY, 3),
-        ],
-    ),
-    "paragraphs": (
-        lambda: paragraphs(ast.parse(FUNCTIONS)),
-        [
-            ("Parameters", "The matrix that is scaled by library."),
-            ("Parameters", "Whether all columns are to be copied. The default is to copy none."),
-            ("Returns", "The entries after they are scaled."),
-            ("Notes", "library sorts them in place, so that nothing else is held."),
-        ],
-    ),
-    "flags, without their default": (
-        lambda: flags(ast.parse(FUNCTIONS)),
-        [("False", "Whether all columns are to be copied.")],
-    ),
-    "messages, without their exception": (
-        lambda: raised(ast.parse(MESSAGES)),
-        [
-            ("ValueError", "the library array must be square"),
-            ("TypeError", "expected a list, got ... instead"),
-        ],
-    ),
-    "comments and the line below": (
-        lambda: commented(COMMENTS),
-        [("Sort the columns by their norms.", "columns = sorted(columns, key=norm)")],
-    ),
-    "names": (
-        lambda: map(spoken, ("minimumEdge_cut", "numpy_scalar")),
-        ["minimum edge cut", "library scalar"],
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", READ)
-def test_what_is_read_of_a_source(kind):
-    read, expected = READ[kind]
-    assert list(read()) == expected
-
-
-def test_library_names_are_masked():
-    text = masked(
-        "NumPy array, a np.ndarray, PyTorch tensor, nx.Graph, SymPyError, scipy's"
-    ).lower()
-    assert not any(name in text for name in ("numpy", "scipy", "sympy", "torch", "np.", "nx."))
-
 
 # Of each task of balanced classes, how many it has, and how many files of a library it needs.
 BALANCED = {

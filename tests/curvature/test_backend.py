@@ -127,22 +127,21 @@ def test_labels_of_many_classes_are_drawn_unless_the_user_decides(n_classes):
     assert len(curvature("regression")) == n_classes
 
 
-def test_an_unknown_approximation_is_refused_and_says_which_there_are():
-    with pytest.raises(ValueError, match=r"'kfac'.*expand.*reduce.*gradient"):
-        make(plain_model(), backend_kwargs={"kfac_approx": "kfac"}).fit([pairs()[0]])
-
-
-def test_a_negative_rank_is_refused():
-    with pytest.raises(ValueError, match=r"rank must not be negative, but is -3"):
-        make(plain_model(), backend_kwargs={"rank": -3}).fit([pairs()[0]])
-
-
 @pytest.mark.parametrize(
-    "settings", [{"last_layer": True}, {"subnetwork_indices": torch.arange(2)}]
+    ("settings", "message"),
+    [
+        ({"kfac_approx": "kfac"}, r"'kfac'.*expand.*reduce.*gradient"),
+        ({"rank": -3}, "rank must not be negative, but is -3"),
+        ({"last_layer": True}, "target_modules"),
+        ({"subnetwork_indices": torch.arange(2)}, "target_modules"),
+    ],
 )
-def test_a_backend_refuses_the_hosts_ways_to_select_weights(settings):
-    with pytest.raises(ValueError, match=r"target_modules"):
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
         LowRankKronGGN(plain_model(), "classification", **settings)
+    if "last_layer" not in settings and "subnetwork_indices" not in settings:
+        with pytest.raises(ValueError, match=message):
+            make(plain_model(), backend_kwargs=settings).fit(pairs())
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
