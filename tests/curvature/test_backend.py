@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 import laplace_lora_ext
 from laplace_lora_ext import LowRankKronGGN
-from laplace_lora_ext.passes import graph
 from tests.support.dense import (
     gradient_curvature,
     jacobian,
@@ -53,27 +50,6 @@ def test_two_classes_have_the_curvature_of_a_coin():
     expected = gradient_curvature(model, difference[:, None], torch.ones(4, 1, 1).double())
     torch.testing.assert_close(la.H.to_matrix(), expected, **EXACT)
     assert la(X).shape == (4, 2)
-
-
-def test_many_classes_need_one_backward_pass_less_than_classes(monkeypatch):
-    monkeypatch.setattr(graph, "_ROWS", 1)  # one seed a pass
-    model = with_lora(TwoLinear(n_outputs=7), "first")
-    calls = []
-
-    class Count(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
-            return logits.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            return gradient
-
-    model.register_forward_hook(lambda module, args, output: Count.apply(output))
-    la = make(model)
-    la.fit([(sequences(n=1)[0][:, 0], torch.arange(1))])
-    assert len(calls) == 6
 
 
 def test_the_exact_fisher_and_the_empirical_fisher_of_one_example():

@@ -12,13 +12,7 @@ import torch
 from packaging.version import Version
 from torch import distributed, nn
 
-from tests.support.dense import (
-    exact_ggn,
-    gradient_curvature,
-    jacobians,
-    lora_weights,
-    softmax_fisher,
-)
+from tests.support.dense import assert_exact
 from tests.support.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind, Precision
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make
@@ -52,23 +46,7 @@ def test_each_kind_of_adapter(name: str, structure: str):
     batches = kind.batches()
     la = make(model, structure, **settings)
     la.fit(batches)
-    taking_part = {id(block.weight) for block in la.blocks}
-    weights = [model.get_parameter(name) for name in lora_weights(model)]
-    keep = torch.cat([torch.full((w.numel(),), id(w) in taking_part) for w in weights])
-    Js = torch.cat([jacobians(model, X) for X, _ in batches])
-    f_mu = torch.cat([model(X) for X, _ in batches]).detach()
-    curvature = {
-        "lowrank_kron": lambda Js, H: gradient_curvature(model, Js, H),
-        "diag": lambda Js, H: exact_ggn(Js, H).diagonal().diag(),
-        "full": exact_ggn,
-    }
-    H, Js = curvature[structure](Js, softmax_fisher(f_mu))[keep][:, keep], Js[..., keep]
-    found = {"lowrank_kron": lambda: la.H.to_matrix(), "diag": lambda: la.H.diag()}
-    torch.testing.assert_close(found.get(structure, lambda: la.H)(), H, **CLOSE)
-    covariance = Js @ torch.linalg.inv(H + torch.eye(len(H)).double()) @ Js.mT
-    moments = [la.predictive_moments(X) for X, _ in batches]
-    torch.testing.assert_close(torch.cat([m.f_mu for m in moments]), f_mu, **CLOSE)
-    torch.testing.assert_close(torch.cat([m.f_var for m in moments]), covariance, **CLOSE)
+    assert_exact(la, model, [X for X, _ in batches])
 
 
 @pytest.fixture
