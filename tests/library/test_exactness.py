@@ -112,7 +112,7 @@ def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it(kind):
 
 
 def test_paper_settings_are_those_of_the_paper():
-    la = make(lora_model("bert", hidden_size=16), **laplace_lora_ext.PAPER_SETTINGS)
+    la = make(lora_model("bert", hidden_size=16), backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
     la.fit(ragged_batches())
     for block in la.H.blocks:
         assert block.large.values.shape == (10,)
