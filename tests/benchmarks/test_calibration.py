@@ -2,9 +2,7 @@
 
 from types import SimpleNamespace
 
-import pytest
-
-from benchmarks.experiments.calibration import CONTESTANTS, chosen_methods, text_of
+from benchmarks.experiments.calibration import CONTESTANTS, text_of
 from benchmarks.methods import METHODS
 from benchmarks.methods.method import Posterior
 from benchmarks.methods.priors import BY_TRAINING, LINKS
@@ -30,20 +28,10 @@ def test_the_benchmark_measures_every_method(tmp_path, capsys, tiny_models):
     }
     for (key, *_), row in rows.items():
         assert 0 < row["nll"] < 50
-        assert row["fit_seconds"] >= 0 < row["predict_seconds"]
-        assert 0 <= row["shifted"]["matplotlib"]["shift_auroc"] <= 1
         low_rank = key in ("last_layer", "lowrank_kron_paper", "lowrank_kron")
         assert (row["regret"] is not None) == low_rank
         assert not low_rank or row["regret"] >= 0  # the grid of factors has 1 in it
     assert "Training" in progress
-
-
-def test_methods_can_be_chosen_by_key_or_title():
-    assert chosen_methods(None) == list(CONTESTANTS)
-    assert chosen_methods(["Stock diag"]) == ["map", "diag"]
-    assert chosen_methods(["lowrank_kron", "MC dropout"]) == ["map", "mc_dropout", "lowrank_kron"]
-    with pytest.raises(SystemExit, match=r"No method is called 'Stock dig'; known are: map \(MAP"):
-        chosen_methods(["Stock dig", "kron"])
 
 
 def test_tables_have_means_and_deviations_over_seeds():

@@ -7,23 +7,18 @@ import pytest
 import torch
 
 import benchmarks.fine_tuning as fine_tuning_module
-from benchmarks.fine_tuning import TEST, fine_tune, prepare
+from benchmarks.fine_tuning import TEST, fine_tune
 from benchmarks.methods import METHODS, posterior, priors
 from benchmarks.methods.method import fit_temperature
 from benchmarks.methods.priors import GRID, by_tfb_rule
+from benchmarks.metrics import shift_detection
 from benchmarks.tasks.paper import PAPER_TASKS
 from benchmarks.tasks.paper_prompts import LETTERS
-from benchmarks.tasks.task import Example
 from laplace_lora_ext import Moments
-from tests.benchmarks.support import (
-    ROWS,
-    parsed,
-    write_task,
-)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_every_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
+@pytest.mark.parametrize("name", ["arc_easy", "boolq", "cola", "boolq_pairs"])
+def test_every_kind_of_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
     pretrained = prepared(name)
     paper = PAPER_TASKS[name].hyperparameters
     settings = pretrained.hyperparameters
@@ -42,37 +37,12 @@ def test_every_task_of_the_paper_runs_on_a_tiny_model(name, prepared):
         assert torch.allclose(found[TEST].sum(-1), torch.ones(texts), atol=1e-4)
 
 
-def test_padding_on_the_left_changes_no_prediction_of_a_prompt(prepared):
-    pretrained = prepared("arc_easy")
-    model = fine_tune(pretrained, pretrained.data["train"], seed=0)
-    texts = ("Answer:", "A B C D grows grows grows. Answer:")
-    records = pretrained.records([Example(text, 0) for text in texts])
-    (both,) = pretrained.loader(records, 2)
-    assert both["attention_mask"][0, 0] == 0
-    assert both["attention_mask"][:, -1].all()
-    alone = model.logits(pretrained.loader(records, 1))
-    assert alone.shape == (2, 4)
-    assert torch.allclose(model.logits([both]), alone, atol=1e-5)
-
-
 def test_answers_are_the_one_token_that_follows_a_prompt(prepared):
     pretrained = prepared("arc_easy")
     assert pretrained.tokenizer.convert_ids_to_tokens(pretrained.class_token_ids) == list(LETTERS)
     longer = replace(pretrained, task=replace(pretrained.task, classes=("A", "B C")))
     with pytest.raises(ValueError, match="'B C' is not one token"):
         _ = longer.class_token_ids
-
-
-def test_missing_data_and_models_end_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    options = {"task": "rte", "data": tmp_path}
-    with pytest.raises(SystemExit, match="rte"):
-        prepare(parsed("stages --quiet", **options), 0)
-    write_task("rte", tmp_path)
-    with pytest.raises(SystemExit, match="no-one/no-model"):
-        prepare(parsed("stages --quiet", **options, model="no-one/no-model"), 0)
-    with pytest.raises(SystemExit, match=r"'imdb'; there are docstrings, names, choices, submod"):
-        prepare(parsed("stages --quiet", task="imdb"), 0)
 
 
 def test_tfbs_rule_takes_the_smallest_prior_precision_that_changes_few_classes():
@@ -146,16 +116,6 @@ def test_a_training_is_read_from_the_cache(prepared, monkeypatch):
         assert len(trainings) == before + 1
 
 
-@pytest.mark.parametrize(("task", "layer"), [("boolq", "lm_head"), ("mrpc", "layer.1.")])
-def test_the_last_layer_is_the_output_layer_where_that_has_lora_weights(task, layer, prepared):
-    pretrained = prepared(task)
-    model = fine_tune(pretrained, pretrained.data["train"], seed=0)
-    la = posterior("last_layer").build(model)
-    la.fit(pretrained.loader("train"))
-    assert la.blocks
-    assert all(layer in block.name for block in la.blocks)
-
-
 def test_a_temperature_is_recovered():
     torch.manual_seed(0)
     logits = 3 * torch.randn(20000, 4)
@@ -165,3 +125,8 @@ def test_a_temperature_is_recovered():
     assert fit_temperature(torch.stack([logits, logits]), labels) == pytest.approx(2.5, rel=0.05)
     apart = torch.stack([logits, logits + 3 * torch.randn(logits.shape)])
     assert fit_temperature(apart, labels) < fit_temperature(apart[1], labels)
+
+
+def test_entropy_tells_shifted_texts_from_others():
+    sure, even = torch.eye(2)[[0, 1, 1, 0]], torch.full((4, 2), 0.5)
+    assert shift_detection(sure, even)["shift_auroc"] == 1

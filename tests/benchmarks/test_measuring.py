@@ -47,6 +47,14 @@ def test_a_process_of_its_own_returns_or_raises_what_a_call_would():
         run_alone(leave)
 
 
+def test_exponents_and_reasons():
+    assert growth_exponent([1, 2, 4], [5, 20, 80]) == pytest.approx(2)
+    assert growth_exponent([1, 2, 4], [5, -1, 80]) is None
+    assert growth_exponent([2], [5]) is None
+    assert reason_of(ValueError("one\ntwo")) == "ValueError: one two"
+    assert len(reason_of(ValueError("x" * 1000))) < 250
+
+
 def test_slow_calls_are_repeated_less():
     calls = []
 
@@ -58,13 +66,4 @@ def test_slow_calls_are_repeated_less():
     assert figures["repetitions"] == len(calls) - 1 <= SHARE_OF_LIMIT * 0.6 / 0.02
     assert figures["warmed_up"]
     alone = repeated_seconds(job, 50, limit=0.01)
-    assert not alone["warmed_up"]
-    assert alone["repetitions"] == 1
-
-
-def test_exponents_and_reasons():
-    assert growth_exponent([1, 2, 4], [5, 20, 80]) == pytest.approx(2)
-    assert growth_exponent([1, 2, 4], [5, -1, 80]) is None
-    assert growth_exponent([2], [5]) is None
-    assert reason_of(ValueError("one\ntwo")) == "ValueError: one two"
-    assert len(reason_of(ValueError("x" * 1000))) < 250
+    assert (alone["warmed_up"], alone["repetitions"]) == (False, 1)

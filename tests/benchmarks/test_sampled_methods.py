@@ -15,12 +15,6 @@ from benchmarks.models import AdaptedModel
 from tests.support.models import lora_model, ragged_batches
 
 
-def many_texts():
-    """Batches of 200 texts, which a loader gives as they are."""
-    batches = ragged_batches(lengths=(7, 4, 5, 7, 3, 6, 2, 7) * 25, batch_size=20)
-    return DataLoader(batches, batch_size=None)
-
-
 def copied(model):
     return copy.deepcopy(model.state_dict())
 
@@ -31,29 +25,18 @@ def assert_same(model, before):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("most", [0.01, 0.2])
-def test_tfb_takes_the_most_noise_that_changes_few_classes(most, monkeypatch):
-    monkeypatch.setattr(sampled, "MOST_CHANGED", most)
-    model, texts = AdaptedModel(lora_model("bert", hidden_size=32).eval()), many_texts()
-    before = copied(model.model)
+def test_tfb_takes_the_most_noise_that_changes_few_classes(monkeypatch):
+    monkeypatch.setattr(sampled, "MOST_CHANGED", 0.2)
+    model = AdaptedModel(lora_model("bert", hidden_size=32).eval())
+    batches = ragged_batches(lengths=(7, 4, 5, 7, 3, 6, 2, 7) * 12, batch_size=24)
+    texts, before = DataLoader(batches, batch_size=None), copied(model.model)
     members = training_free(model, texts)
     found = members.predict({"": texts})[""]
     assert_same(model.model, before)
     p = model.logits(texts).softmax(-1)
     changed = (found.argmax(-1) != p.argmax(-1)).double().mean()
-    assert most - 0.05 < changed <= most
+    assert 0.14 < changed <= 0.2
     assert (found - p).abs().mean() > 0.003
-
-
-def test_draws_predict_with_noise_on_the_weights_which_stay_as_they_are():
-    model, (batch, *_) = AdaptedModel(lora_model("bert").eval()), ragged_batches()
-    before = copied(model.model)
-    name = next(name for name in before if "lora_A" in name)
-    members = sampled.sampled(model, lambda _: {name: torch.ones(before[name].shape)})
-    found = next(members.logits())(batch)
-    assert_same(model.model, before)
-    model.model.get_parameter(name).data += 1
-    torch.testing.assert_close(found, model.logits_model(batch), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (2, 3)])
@@ -63,19 +46,15 @@ def test_noise_of_tfb_is_isotropic_in_the_columns_of_lora_b(shape):
     effect = B @ noise_basis(B)  # on independent standard normal numbers
     U = torch.linalg.svd(B, full_matrices=False).U
     torch.testing.assert_close(effect @ effect.mT, U @ U.mT)
-
-
-def test_tfb_leaves_alone_what_lora_b_does_not_read():
-    assert noise_basis(torch.zeros(7, 3)).count_nonzero() == 0
-    torch.manual_seed(0)
+    assert noise_basis(torch.zeros(7, 3)).count_nonzero() == 0  # none where B reads nothing
     B = torch.randn(7, 1) @ torch.randn(1, 3)
-    effect = B @ noise_basis(B)
-    column = B[:, :1] / B[:, :1].norm()
+    effect, column = B @ noise_basis(B), B[:, :1] / B[:, :1].norm()
     torch.testing.assert_close(effect @ effect.mT, column @ column.mT)
 
 
-@pytest.mark.parametrize("task", ["mrpc", "obqa"])
-@pytest.mark.parametrize(("key", "recipe"), [("blob", BLoB), ("ivon", IVONLoRA)])
+@pytest.mark.parametrize(
+    ("key", "recipe", "task"), [("blob", BLoB, "obqa"), ("ivon", IVONLoRA, "mrpc")]
+)
 def test_a_rival_trains_a_model_of_its_own(key, recipe, task, prepared):
     pretrained = prepared(task, steps=3, learning_rate=1e-2)
     train = pretrained.data["train"]

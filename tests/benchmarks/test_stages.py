@@ -14,7 +14,7 @@ from tests.benchmarks.support import is_picture, run
 
 @pytest.fixture
 def options(tiny_models, tmp_path):
-    sizes = {"train_examples": 20, "test_examples": 12, "shifted_examples": 8, "steps": 20}
+    sizes = {"train_examples": 20, "test_examples": 12, "shifted_examples": 8, "steps": 10}
     files = {"files_per_library": 30, "cache": tmp_path / "cache"}
     return {"task": "choices", "model": tiny_models[True], "learning_rate": 0.01, **sizes, **files}
 
@@ -43,9 +43,7 @@ def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path, c
         ("staged_1 runners_up", "held_out"),
         ("label_smoothing", "held_out"),
     }
-    for row in rows.values():
-        assert 0 < row["nll"] < 10
-        assert 0 <= row["shifted"]["matplotlib"]["shift_auroc"] <= 1
+    assert all(0 < row["nll"] < 10 for row in rows.values())
     assert rows["staged_2", "held_out"]["trainings"] == pytest.approx(2.1)
     # The ordinary one; two stages of two members, the second of whom is a second training too.
     smoothed = 1 + (rows["label_smoothing", "held_out"]["chosen"] > 0)
@@ -54,10 +52,13 @@ def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path, c
     assert "Reading" in progress
 
 
-def test_a_mixture_is_that_of_in_stages(options):
+def test_a_mixture_is_that_of_in_stages(options, monkeypatch):
+    student = "benchmarks.experiments.stages.predict_with_student"
+    monkeypatch.setattr(student, lambda *args: {TEST: torch.full((12, 4), 0.25)})
     asked = Stages(quiet=True, members=2, **options)
     pretrained = prepare(asked, 0)
     trial = Trial(pretrained, 0)
+    trial.seconds = {"bare": 1.0, "exact": 1.0}
 
     def train(model, examples, share):
         name = model.active_adapter
@@ -72,7 +73,6 @@ def test_a_mixture_is_that_of_in_stages(options):
     test = pretrained.loader(TEST)
     found = torch.cat([mixture(batch, link_approx="mean_field").detach() for batch in test])
     labels = torch.tensor([record["labels"] for record in test.dataset])
-    measured = [*trial.ordinary(), *trial.in_stages()]
-    rows = {(row["method"], row["prior"]): row for row in measured}
+    rows = {(row["method"], row["prior"]): row for row in trial.in_stages()}
     nll = negative_log_likelihood(found, labels)
     assert rows["staged_2", "held_out"]["nll"] == pytest.approx(nll, rel=1e-6)

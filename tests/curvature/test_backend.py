@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
-from laplace_lora_ext.passes import graph
 from tests.support.dense import (
     gradient_curvature,
     jacobian,
@@ -52,27 +49,6 @@ def test_two_classes_have_the_curvature_of_a_coin():
     expected = gradient_curvature(model, difference[:, None], torch.ones(4, 1, 1).double())
     torch.testing.assert_close(la.H.to_matrix(), expected, **EXACT)
     assert la(X).shape == (4, 2)
-
-
-def test_many_classes_need_one_backward_pass_less_than_classes(monkeypatch):
-    monkeypatch.setattr(graph, "_ROWS", 1)  # one seed a pass
-    model = with_lora(TwoLinear(n_outputs=7), "first")
-    calls = []
-
-    class Count(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
-            return logits.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            return gradient
-
-    model.register_forward_hook(lambda module, args, output: Count.apply(output))
-    la = make(model)
-    la.fit([(sequences(n=1)[0][:, 0], torch.arange(1))])
-    assert len(calls) == 6
 
 
 def test_the_exact_fisher_and_the_empirical_fisher_of_one_example():
@@ -126,22 +102,21 @@ def test_labels_of_many_classes_are_drawn_unless_the_user_decides(n_classes):
     assert len(curvature("regression")) == n_classes
 
 
-def test_an_unknown_approximation_is_refused_and_says_which_there_are():
-    with pytest.raises(ValueError, match=r"'kfac'.*expand.*reduce.*gradient"):
-        make(plain_model(), backend_kwargs={"kfac_approx": "kfac"}).fit([pairs()[0]])
-
-
-def test_a_negative_rank_is_refused():
-    with pytest.raises(ValueError, match=r"rank must not be negative, but is -3"):
-        make(plain_model(), backend_kwargs={"rank": -3}).fit([pairs()[0]])
-
-
 @pytest.mark.parametrize(
-    "settings", [{"last_layer": True}, {"subnetwork_indices": torch.arange(2)}]
+    ("settings", "message"),
+    [
+        ({"kfac_approx": "kfac"}, r"'kfac'.*expand.*reduce.*gradient"),
+        ({"rank": -3}, "rank must not be negative, but is -3"),
+        ({"last_layer": True}, "target_modules"),
+        ({"subnetwork_indices": torch.arange(2)}, "target_modules"),
+    ],
 )
-def test_a_backend_refuses_the_hosts_ways_to_select_weights(settings):
-    with pytest.raises(ValueError, match=r"target_modules"):
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
         LowRankKronGGN(plain_model(), "classification", **settings)
+    if "last_layer" not in settings and "subnetwork_indices" not in settings:
+        with pytest.raises(ValueError, match=message):
+            make(plain_model(), backend_kwargs=settings).fit(pairs())
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])

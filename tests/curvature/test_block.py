@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
-from laplace_lora_ext.curvature.matrix import LowRankKron
-from tests.support.dense import matrix_of
 from tests.support.rows import decaying_rows
 
 
@@ -23,37 +21,6 @@ def some_block(small_output: bool, rank: int = 2, tail: bool = True) -> Kronecke
 
 
 ORIENTATIONS = pytest.mark.parametrize("small_output", [True, False])
-
-
-@ORIENTATIONS
-def test_it_is_the_product_of_its_factors_in_the_hosts_order(small_output):
-    block = some_block(small_output)
-    decomposed = block.decompose()
-    assert decomposed.shape == ((3, 7) if small_output else (7, 3))
-    assert decomposed.n_params == 21
-    assert decomposed.n_left_out == 5
-    matrix = decomposed.to_matrix(torch.zeros(()), 1)
-    torch.testing.assert_close(matrix, matrix_of(LowRankKron([block])))
-    scaled = (block * 3.0).decompose().to_matrix(torch.zeros(()), 1)
-    torch.testing.assert_close(scaled, 3 * matrix)
-    torch.testing.assert_close((decomposed * 3.0).to_matrix(torch.zeros(()), 1), 3 * matrix)
-
-
-@ORIENTATIONS
-@pytest.mark.parametrize("tail", [True, False])
-def test_its_eigenvalues_are_those_of_the_matrix(small_output, tail):
-    block = some_block(small_output, tail=tail)
-    delta = torch.tensor(0.3).double()
-    leading, remaining = block.decompose().eigenvalues(delta)
-    values = torch.cat([leading.flatten(), remaining.repeat_interleave(5)]).sort().values
-    expected = torch.linalg.eigvalsh(matrix_of(LowRankKron([block]))) + delta
-    torch.testing.assert_close(values, expected)
-
-
-def test_a_rank_that_leaves_nothing_out_has_no_tail():
-    leading, remaining = some_block(True, rank=7).decompose().eigenvalues(torch.zeros(()))
-    assert leading.shape == (3, 7)
-    assert remaining.log().eq(0).all()
 
 
 @ORIENTATIONS
@@ -82,12 +49,6 @@ def test_a_projection_divides_a_weight_into_two_orthogonal_parts(small_output):
     torch.testing.assert_close(across, torch.zeros_like(across))
     whole = decomposed.small.vectors @ (leading @ decomposed.large.vectors.mT + remainder)
     torch.testing.assert_close(whole, weights)
-
-
-def test_a_block_that_no_gradient_has_reached_has_no_curvature():
-    sizes = (3, 7), True, 2, True, torch.device("cpu"), torch.float32
-    matrix = KroneckerBlock.zeros(*sizes).decompose().to_matrix(torch.ones(()), 1)
-    torch.testing.assert_close(matrix, torch.eye(21))
 
 
 def test_blocks_share_inputs_where_they_have_one_factor_or_nothing_yet():

@@ -2,35 +2,11 @@
 
 import torch
 
-from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import LowRankFactor
-from laplace_lora_ext.curvature.statistics import Expand
-from laplace_lora_ext.curvature.streaming import StreamingUpdates
-from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.passes import Rows, graph
+from laplace_lora_ext.passes import graph
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
 from tests.support.posteriors import make
-from tests.support.rows import decaying_rows
-
-
-def test_positions_without_a_gradient_change_nothing():
-    gradients = decaying_rows(40, 20)
-    padded = torch.zeros(400, 20, dtype=torch.float64)
-    padded[::10] = gradients
-
-    def output_factor(rows: torch.Tensor) -> torch.Tensor:
-        sizes = (20, 3), False, 4, True, rows.device, rows.dtype
-        block, updates = KroneckerBlock.zeros(*sizes), StreamingUpdates(limit=0)
-        a = torch.ones(1, len(rows), 3, dtype=rows.dtype)
-        positions = Positions(1, 1, len(rows), None)
-        seen = Rows(0, a, rows[None, None], [len(rows)], positions)
-        Expand([block], updates).add_gradients(seen)
-        return block.output_factor.to_matrix()
-
-    torch.testing.assert_close(output_factor(padded), output_factor(gradients))
-    zero = torch.zeros(400, 20, dtype=torch.float64)
-    torch.testing.assert_close(output_factor(zero), torch.zeros(20, 20).double())
 
 
 def test_an_input_that_projections_share_is_summed_once(monkeypatch):

@@ -14,7 +14,7 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-9}
 
 
 class LinearNet(nn.Module):
-    """The shape of a LoRA layer, down to the rank and up again, summed over positions."""
+    """The shape of a LoRA layer, down to the rank and up again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,8 +24,7 @@ class LinearNet(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.up(self.down(x))
-        return output.sum(1) if output.ndim == 3 else output
+        return self.up(self.down(x))
 
 
 def flat_net() -> nn.Sequential:
@@ -44,10 +43,9 @@ def ours(backend, X, y, likelihood="classification"):
     return curvature.kron(X, y, N=len(X))
 
 
-def data(likelihood="classification", positions: int | None = None):
+def data(likelihood="classification"):
     generator = torch.Generator().manual_seed(1)
-    shape = (8, 5) if positions is None else (8, positions, 5)
-    X = torch.randn(shape, generator=generator).double()
+    X = torch.randn(8, 5, generator=generator).double()
     if likelihood == "regression":
         return X, torch.randn(8, 3, generator=generator).double()
     return X, torch.randint(0, 3, (8,), generator=generator)
@@ -80,14 +78,3 @@ def test_empirical_fisher_of_a_linear_net():
     _, H = ours(LowRankKronEF, X[:1], y[:1])
     _, diagonal = BackPackEF(flat_net(), "classification").diag(X[:1], y[:1])
     torch.testing.assert_close(H.diag(), diagonal, **CLOSE)
-
-
-@pytest.mark.parametrize("positions", [1, 7])
-def test_ggn_over_positions(positions):
-    X, y = data(positions=positions)
-    _, H = ours(LowRankKronGGN, X, y)
-    _, curvlinops = CurvlinopsGGN(LinearNet(), "classification").kron(X, y, N=len(X))
-    _, asdl = AsdlGGN(LinearNet(), "classification").kron(X, y, N=len(X))
-    torch.testing.assert_close(H.to_matrix(), curvlinops.to_matrix(), **CLOSE)
-    # ASDL sums input factors over positions where they must be averaged.
-    torch.testing.assert_close(H.to_matrix() * positions, asdl.to_matrix(), **CLOSE)

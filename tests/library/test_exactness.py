@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import laplace_lora_ext
 from tests.support.dense import (
     as_padded,
     blocks,
@@ -11,10 +12,11 @@ from tests.support.dense import (
     jacobian,
     logits_of,
     lora_layers,
+    softmax_fisher,
     unpadded,
 )
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import KFAC_APPROX, fitted, stock
+from tests.support.posteriors import KFAC_APPROX, fitted, make, sizes, stock
 
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -91,3 +93,30 @@ def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
             theirs(batch[0], link_approx=link_approx),
             **EXACT,
         )
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it(kind):
+    model, batches = lora_model(kind).eval(), ragged_batches()
+    rows = [unpadded(batch, row) for batch in batches for row in range(len(batch["labels"]))]
+    Js = torch.stack([jacobian(model, inputs) for inputs in rows])
+    logits = torch.stack([logits_of(model, inputs) for inputs in rows]).detach()
+    diagonal = torch.einsum("bcp,bcd,bdp->p", Js, softmax_fisher(logits), Js)
+    with_tail, without = (fitted(kind, model=model, rank=1, tail=tail) for tail in (True, False))
+    traces, kept, cut = (
+        torch.stack([part.sum() for part in of_weights.split(sizes(with_tail))])
+        for of_weights in (diagonal, with_tail.H.diag(), without.H.diag())
+    )
+    torch.testing.assert_close(kept, traces, **EXACT)
+    assert (cut < traces).all()
+
+
+def test_paper_settings_are_those_of_the_paper():
+    la = make(lora_model("bert", hidden_size=16), backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
+    la.fit(ragged_batches())
+    for block in la.H.blocks:
+        assert block.large.values.shape == (10,)
+        assert block.large.tail == 0
+    # KFAC-expand counts positions, "gradient" the energy of gradients.
+    n_positions = sum(batch["attention_mask"].sum() for batch in ragged_batches())
+    assert all(block.normalizer == n_positions for block in la.H_facs.blocks)

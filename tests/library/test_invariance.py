@@ -25,47 +25,40 @@ def assert_same_posterior(first, second):
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_batch_size_and_a_partial_last_batch(kfac_approx, batch_size):
-    reference = whole("gpt2", ragged_batches(batch_size=3), kfac_approx=kfac_approx)
-    other = whole("gpt2", ragged_batches(batch_size=batch_size), kfac_approx=kfac_approx)
-    assert_same_posterior(reference, other)
-
-
-@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 @pytest.mark.parametrize(
-    ("kind", "side", "padded_to"),
+    ("kind", "way"),
     [
-        ("gpt2", "left", 7),
-        ("gpt2", "right", 20),
-        ("gpt2", "left", 20),
-        ("gpt_neox", "left", 12),
-        ("gpt_neox", "right", 9),
-        ("bert", "right", 20),
+        ("gpt2", {"batch_size": 1}),
+        ("gpt2", {"batch_size": 8}),
+        ("gpt2", {"padding_side": "left", "batch_size": 2}),
+        ("gpt2", {"padded_to": 20}),
+        ("gpt2", {"padding_side": "left", "padded_to": 20}),
+        ("gpt_neox", {"padding_side": "left", "padded_to": 12}),
+        ("gpt_neox", {"padded_to": 9}),
+        ("bert", {"padded_to": 20}),
     ],
 )
-def test_padding_side_and_amount(kind, side, padded_to, kfac_approx):
+def test_batch_size_padding_side_and_amount(kind, way, kfac_approx):
     reference = whole(kind, ragged_batches(), kfac_approx=kfac_approx)
-    batches = ragged_batches(padding_side=side, padded_to=padded_to)
+    batches = ragged_batches(**way)
     other = whole(kind, batches, kfac_approx=kfac_approx)
     assert_same_posterior(reference, other)
-    for mine, others in zip(ragged_batches(), batches, strict=True):
-        torch.testing.assert_close(reference(mine), other(others), **CLOSE)
+    found, expected = (
+        torch.cat([la(batch) for batch in data])
+        for la, data in ((other, batches), (reference, ragged_batches()))
+    )
+    torch.testing.assert_close(found, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
-def test_two_runs_are_one(kfac_approx):
+def test_two_runs_are_one_and_refitting_starts_afresh(kfac_approx):
     batches = ragged_batches()
     once = whole("bert", batches, kfac_approx=kfac_approx)
     twice = whole("bert", batches[:1], kfac_approx=kfac_approx)
     twice.fit(batches[1:], override=False)
     assert_same_posterior(once, twice)
-
-
-def test_refitting_starts_afresh():
-    la = whole("bert", ragged_batches())
-    la.fit(ragged_batches())
-    assert_same_posterior(la, whole("bert", ragged_batches()))
+    twice.fit(batches)
+    assert_same_posterior(once, twice)
 
 
 class Parallel(nn.Module):
@@ -102,8 +95,8 @@ def test_order_of_modules():
     torch.testing.assert_close(first_probs, second_probs, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+@pytest.mark.parametrize("kind", ["bert", "gpt_neox"])
+@pytest.mark.parametrize("structure", ["diag", "full"])
 def test_batches_of_one_give_the_posterior_of_larger_ones(kind, structure):
     evidences, predictions = [], []
     for batch_size in (1, 3):

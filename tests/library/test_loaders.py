@@ -29,11 +29,24 @@ def test_a_batch_that_is_neither_a_mapping_nor_a_pair_is_refused(la, batch):
         la.fit([batch])
 
 
-def test_a_data_set_that_is_seen_whole_gives_no_warning(la):
-    loader = DataLoader(TensorDataset(*pairs(n=6)[0]), batch_size=4)
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from zip(*pairs(n=6)[0], strict=True)
+
+
+WHOLE = {
+    "data set": lambda: DataLoader(TensorDataset(*pairs(n=6)[0]), batch_size=4),
+    "data set of batches": lambda: DataLoader([pairs(n=n)[0] for n in (4, 2)], batch_size=None),
+    "stream": lambda: DataLoader(Stream(), batch_size=4),
+    "generator": lambda: (pairs(n=n)[0] for n in (4, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_what_is_seen_whole_is_counted_without_a_warning(la, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        la.fit(loader)
+        la.fit(WHOLE[kind]())
     assert la.n_data == 6
 
 
@@ -43,38 +56,10 @@ def test_drop_last_counts_what_was_seen_and_warns(la):
     with pytest.warns(UserWarning, match=r"4 examples.*data set has 6") as caught:
         la.fit(loader)
     assert la.n_data == 4
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
+    assert [one.filename for one in caught] == [__file__]
     evidence = la.log_marginal_likelihood()
     la.fit([(X[:4], y[:4])])
     assert torch.equal(evidence, la.log_marginal_likelihood())
-
-
-def test_a_data_set_of_batches_is_counted_by_its_examples(la):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        la.fit(DataLoader(pairs(n_batches=3, n=2), batch_size=None))
-    assert la.n_data == 6
-
-
-class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield from zip(*pairs(n=6)[0], strict=True)
-
-
-def test_an_iterable_data_set_is_counted(la):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        la.fit(DataLoader(Stream(), batch_size=4))
-    assert la.n_data == 6
-    evidence = la.log_marginal_likelihood()
-    la.fit(DataLoader(TensorDataset(*pairs(n=6)[0]), batch_size=4))
-    assert torch.equal(evidence, la.log_marginal_likelihood())
-
-
-def test_a_generator_of_batches_is_counted(la):
-    la.fit(pairs(n=n)[0] for n in (4, 2))
-    assert la.n_data == 6
 
 
 class Overwriting:

@@ -76,33 +76,33 @@ def test_without_a_generator_ranks_choose_alike_too():
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-def gathered_facts(_=0, loader=None):
-    la = fitted()
-    loader = loader or strided_loader()
-    statistics = la.predictive_statistics(loader, dtype=torch.float64)
-    return *statistics.moments(0.1), statistics.targets
-
-
-def test_statistics_are_in_the_order_of_the_data():
-    expected = gathered_facts()
-    assert torch.equal(expected[2], torch.stack([text["labels"] for text in Texts()]))
-    for world in (2, 3):
-        assert_same(on_ranks(gathered_facts, world), expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"dispatch_batches": True}])
-def test_accelerate_prepares_the_loader(options):
-    def job(rank):
-        prepared = accelerated(rank, 2, DataLoader(Texts(), batch_size=2), **options)
+@pytest.mark.parametrize("options", [None, {}, {"even_batches": False}, {"dispatch_batches": True}])
+def test_fits_and_statistics_are_those_of_one_process_in_the_order_of_the_data(options):
+    def facts(loader):
         la = make(lora_model("bert"), backend_kwargs={"rank": 100})
-        la.fit(prepared)
-        statistics = la.predictive_statistics(prepared, dtype=torch.float64)
+        la.fit(loader)
+        statistics = la.predictive_statistics(loader, dtype=torch.float64)
         return la.log_marginal_likelihood().detach(), *statistics.moments(0.1), statistics.targets
 
-    la = fitted()
-    statistics = la.predictive_statistics(strided_loader(), dtype=torch.float64)
-    evidence = la.log_marginal_likelihood().detach()
-    assert_same(on_ranks(job, 2), (evidence, *statistics.moments(0.1), statistics.targets))
+    def job(rank):
+        if options is None:
+            return facts(strided_loader())
+        return facts(accelerated(rank, 2, DataLoader(Texts(), batch_size=2), **options))
+
+    expected = facts(strided_loader())
+    assert torch.equal(expected[-1], torch.stack([text["labels"] for text in Texts()]))
+    assert_same(on_ranks(job, 2), expected)
+
+
+def test_losses_of_a_users_own_choose_alike_on_all_ranks():
+    def job(_):
+        la = fitted("diag")
+        options = {"method": "gridsearch", "val_loader": strided_loader(), **GRID}
+        metric = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+        losses = metric, lambda p, y: p.square().sum()
+        return [la.optimize_prior_precision(loss=loss, **options).objective for loss in losses]
+
+    assert_same(on_ranks(job, 2), job(0))
 
 
 def test_predictions_and_variances_are_each_ranks_own():
@@ -116,30 +116,6 @@ def test_predictions_and_variances_are_each_ranks_own():
         return len(la.predictive_statistics(strided_loader()))
 
     assert on_ranks(job, 2) == [11, 11]
-
-
-def test_labels_on_some_ranks_alone_are_refused():
-    def job(rank):
-        la = fitted()
-        batch = ragged_batches()[rank]
-        if rank:
-            del batch["labels"]
-        la.predictive_statistics([batch])
-
-    for message in failures(on_ranks(job, 2)):
-        assert message == "Some batches have labels and others have none."
-
-
-def test_a_loss_that_ranks_cannot_join_is_refused():
-    def job(_):
-        la = fitted("diag")
-        options = {"val_loader": strided_loader(), **GRID}
-        la.optimize_prior_precision(method="gridsearch", loss=lambda p, y: p.sum(), **options)
-        metric = torchmetrics.Accuracy(task="multiclass", num_classes=3)
-        la.optimize_prior_precision(method="gridsearch", loss=metric, **options)
-        return None
-
-    assert on_ranks(job, 2) == [None, None]
 
 
 def test_an_error_in_a_search_leaves_all_prior_precisions_as_they_were():

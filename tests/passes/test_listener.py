@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.passes import jacobians, record
+from laplace_lora_ext.passes import jacobians
 from tests.support.dense import jacobians as dense_jacobians
 from tests.support.families import CLASSIFIER, FAMILIES
 from tests.support.family_examples import together
@@ -37,7 +37,7 @@ def test_a_posterior_with_checkpoints_is_the_one_without(kind, kfac_approx):
     torch.testing.assert_close(parts(batch), whole(batch), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["BLOOM", "DeBERTa-v3", "Falcon", "T5", "Whisper"])
+@pytest.mark.parametrize("name", ["BLOOM", "DeBERTa-v3", "T5"])
 def test_jacobians_with_checkpoints_are_those_without(name):
     """Of models that cache, share rows among examples, or have functions of their own."""
     family = FAMILIES[name]
@@ -123,12 +123,3 @@ def test_checkpoints_and_hooks_of_the_users_own_are_part_of_the_model():
         torch.testing.assert_close(of_both[-1], of_both[0])
     model.checkpoints = False
     torch.testing.assert_close(of_both[0], dense_jacobians(model, x))
-
-
-def test_no_hook_is_left_where_a_pass_fails():
-    model = checkpointing(lora_model("bert"))
-    blocks = find_blocks(model)
-    with pytest.raises(ValueError, match="input_ids"), record(LogitsModel(model), blocks, {"x": 1}):
-        pass
-    assert not any(block.layer._forward_hooks for block in blocks)
-    assert not any(module.training for module in model.eval().modules())

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from laplace_lora_ext.passes.parts import in_parts
 from tests.support.models import TwoLinear, ragged_batches, with_lora
 from tests.support.posteriors import count_forward_passes, fitted, generator, make
 
@@ -56,42 +55,6 @@ def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
     torch.testing.assert_close(la.predictive_moments(X), whole, **EXACT)
     statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)
     torch.testing.assert_close(statistics.f_mu, whole.f_mu, **EXACT)
-
-
-class Lengths:
-    """Stands for what is known of some examples."""
-
-    def __init__(self, part) -> None:
-        tensors = (
-            part.values() if isinstance(part, dict) else part if isinstance(part, list) else [part]
-        )
-        self.f_mu = torch.zeros(len(next(iter(tensors))), 3)
-
-
-@pytest.mark.parametrize(
-    ("x", "sizes"),
-    [
-        (torch.zeros(5, 7).long(), [2, 2, 1]),
-        (torch.zeros(5, 7).long().numpy(), [2, 2, 1]),
-        (torch.zeros(5, 7, 4), [5]),  # features, not tokens
-        (torch.zeros(50, 3), [13, 13, 12, 12]),
-        ({"input_ids": torch.zeros(5, 7).long(), "n": torch.zeros(3)}, [5]),
-        ({"input_ids": torch.zeros(3, 2, 7).long()}, [1, 1, 1]),
-        ({"x": torch.zeros(50, 3), "names": ["a"] * 50}, [13, 13, 12, 12]),
-        ([torch.zeros(50)], [50]),
-    ],
-)
-def test_sizes_of_parts(small, x, sizes):
-    la, places = make(with_lora(TwoLinear(), "first")), []
-
-    def evaluate(part, place):
-        places.append(place)
-        return Lengths(part)
-
-    parts = in_parts(la.model, x, 3, evaluate)
-    assert [len(part.f_mu) for part in parts] == sizes
-    everything = torch.arange(sum(sizes))
-    assert torch.equal(torch.cat([everything[place] for place in places]), everything)
 
 
 def test_an_array_is_taken_apart_as_a_tensor_is(small):

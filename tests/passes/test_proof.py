@@ -5,27 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 
 import pytest
 import torch
 from torch import nn
 
-from laplace_lora_ext.passes.proof import codewords
 from tests.support.dense import jacobians
 from tests.support.families import CLASSIFIER, FAMILIES
 from tests.support.family_examples import together
 from tests.support.models import VOCABULARY, Detour, lora_model, ragged_batches, with_lora
 from tests.support.posteriors import count_forward_passes, make
-
-
-@pytest.mark.parametrize(("n", "n_seeds"), [(2, 2), (3, 3), (4, 4), (6, 4), (10, 5), (64, 8)])
-def test_a_few_seeds_tell_any_two_examples_apart(n, n_seeds):
-    words = codewords(n)
-    assert words.shape == (n_seeds, n)
-    for one, other in combinations(range(n), 2):
-        assert (words[:, one] & ~words[:, other]).any()
-        assert (words[:, other] & ~words[:, one]).any()
 
 
 class Texts(nn.Module):

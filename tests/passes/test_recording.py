@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import one_hot
 
-from tests.support.dense import gradient_curvature, jacobians, softmax_fisher
+from tests.support.dense import assert_exact, jacobians
 from tests.support.models import VOCABULARY, OfMapping, ragged_batches, sequences, with_lora
 from tests.support.posteriors import KFAC_APPROX, count_forward_passes, make
 
@@ -203,18 +203,13 @@ CASES: dict[str, tuple[Forward, Sequence[Any]]] = {
 }
 
 
-def assert_exact(model: nn.Module, inputs: Sequence[Any], la: Any = None) -> Any:
-    """Fit and predict, and compare with Jacobians that know of no rows."""
+def checked(model: nn.Module, inputs: Sequence[Any], structure: str = "lowrank_kron") -> Any:
+    """A posterior that is compared with Jacobians that know of no rows."""
     model = OfMapping(model) if isinstance(inputs[0], Mapping) else model
-    f_mu = [model(X).detach() for X in inputs]
-    la = la or make(model, backend_kwargs=FULL_RANK)
-    la.fit([(X, torch.arange(len(f)) % 3) for X, f in zip(inputs, f_mu, strict=True)])
-    Js = torch.cat([jacobians(model, X) for X in inputs])
-    H = gradient_curvature(model, Js, softmax_fisher(torch.cat(f_mu)))
-    torch.testing.assert_close(la.H.to_matrix(), H, **EXACT)
-    covariance = Js @ torch.linalg.inv(H + torch.eye(len(H)).double()) @ Js.mT
-    f_var = [la.predictive_moments(X).f_var for X in inputs]
-    torch.testing.assert_close(torch.cat(f_var), covariance, **EXACT)
+    settings = {"backend_kwargs": FULL_RANK} if structure == "lowrank_kron" else {}
+    la = make(model, structure, **settings)
+    la.fit([(X, torch.arange(len(model(X))) % 3) for X in inputs])
+    assert_exact(la, model, inputs)
     return la
 
 
@@ -222,7 +217,7 @@ def assert_exact(model: nn.Module, inputs: Sequence[Any], la: Any = None) -> Any
 @pytest.mark.parametrize("case", CASES)
 def test_curvature_and_covariance_are_exact(case):
     run, inputs = CASES[case]
-    assert_exact(adapted(run), inputs)
+    checked(adapted(run), inputs)
 
 
 def matrix(model: nn.Module, batches: Sequence[Any], kfac_approx: str) -> torch.Tensor:
@@ -283,7 +278,7 @@ def test_jacobians_are_differentiable_in_the_inputs(run):
 )
 def test_an_example_comes_alone_or_through_the_batch(run, n_passes):
     """The batch's own pass, one of each example, and another one of the batch if it is needed."""
-    la = assert_exact(adapted(run), numbers((4, 3)))
+    la = checked(adapted(run), numbers((4, 3)))
     calls = count_forward_passes(la)  # that come to an end
     la.fit([sequences(4, 3)])
     assert len(calls) == n_passes
@@ -300,10 +295,4 @@ def test_calls_of_a_layer_count_as_positions_in_expand():
 
 @pytest.mark.parametrize("structure", ["diag", "full"])
 def test_shared_rows_in_the_hosts_structures(structure):
-    model, batches = adapted(shared(3)), [sequences(4, 3), sequences(2, 3)]
-    la = make(model, structure)
-    la.fit(batches)
-    Js = torch.cat([jacobians(model, X) for X, _ in batches])
-    fisher = softmax_fisher(torch.cat([model(X) for X, _ in batches]).detach())
-    H = torch.einsum("bcp,bcd,bdq->pq", Js, fisher, Js)
-    torch.testing.assert_close(la.H, H if structure == "full" else H.diagonal(), **EXACT)
+    checked(adapted(shared(3)), numbers((4, 3), (2, 3)), structure)

@@ -22,11 +22,6 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
-def some_covariances(n: int, n_outputs: int) -> torch.Tensor:
-    root = randn(n, n_outputs, n_outputs)
-    return root @ root.mT
-
-
 def weights_of(X, Y, penalty):
     """By least squares of as many more rows as there are features."""
     n_features = X.shape[1]
@@ -59,14 +54,6 @@ def test_examples_that_are_left_out_against_as_many_regressions(n, noise):
     # The smallest penalty leaves 1e-10 of the leverage, to which rounding adds up to 1e-15.
     torch.testing.assert_close(errors, by_penalty[best], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weights, weights_of(X, Y, best), rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("n_outputs", [1, 2, 5])
-def test_a_covariance_comes_back_from_its_variances(n_outputs):
-    V = some_covariances(4, n_outputs)
-    logs = log_variances(V)
-    assert logs.shape == (4, n_outputs * (n_outputs + 1) // 2)
-    torch.testing.assert_close(covariances(logs.exp()), V, rtol=1e-12, atol=1e-12)
 
 
 def test_links_see_the_variances_of_differences_even_if_no_covariance_has_them():
@@ -125,37 +112,37 @@ def test_it_never_goes_more_than_a_factor_of_two_beyond_what_it_has_seen():
         torch.testing.assert_close(beyond, torch.full_like(found, 2.0).log(), rtol=1e-4, atol=1e-4)
 
 
-def test_features_without_variance_play_no_part():
-    X, logs = linear_in_features(60, 2, seed=1)
-    learnt = LearntVariance.of(torch.cat([X, torch.full((60, 1), 0.1)], dim=1), logs, ONE, ONE)
-    more = torch.cat([X, 5 * torch.ones(60, 1)], dim=1)
-    torch.testing.assert_close(
-        learnt.covariance(more), covariances(logs.exp()), rtol=1e-6, atol=1e-6
-    )
-    without = LearntVariance.of(torch.ones(60, 3), logs, ONE, ONE)
-    expected = covariances(logs.mean(0).exp()).expand(4, -1, -1)
-    torch.testing.assert_close(without.covariance(torch.ones(4, 3).double()), expected)
-
-
-def test_no_variance_at_all_counts_as_next_to_nothing():
-    V = torch.zeros(5, 2, 2).double()
+@pytest.mark.parametrize("n_outputs", [1, 2, 5])
+def test_a_covariance_comes_back_from_its_variances_and_may_be_zero(n_outputs):
+    root = randn(4, n_outputs, n_outputs)
+    V = root @ root.mT
+    logs = log_variances(V)
+    assert logs.shape == (4, n_outputs * (n_outputs + 1) // 2)
+    torch.testing.assert_close(covariances(logs.exp()), V, rtol=1e-12, atol=1e-12)
+    V = torch.zeros(5, n_outputs, n_outputs).double()
     learnt = LearntVariance.of(randn(5, 3), log_variances(V), ONE, ONE)
     assert learnt.covariance(randn(5, 3)).abs().max() < 1e-300
-    V[:, 0, 0] = 1  # the difference has the same variance, and the second logit none
+    V[:, 0, 0] = 1  # differences from it have the same variance, and the others none
     assert torch.isfinite(log_variances(V)).all()
     torch.testing.assert_close(covariances(log_variances(V).exp()), V)
 
 
+def test_features_without_variance_play_no_part():
+    X, logs = linear_in_features(60, 2, seed=1)
+    learnt = LearntVariance.of(torch.cat([X, torch.full((60, 1), 0.1)], dim=1), logs, ONE, ONE)
+    more, expected = torch.cat([X, 5 * torch.ones(60, 1)], dim=1), covariances(logs.exp())
+    torch.testing.assert_close(learnt.covariance(more), expected, rtol=1e-6, atol=1e-6)
+    without = LearntVariance.of(torch.ones(60, 3), logs, ONE, ONE)
+    expected = covariances(logs.mean(0).exp()).expand(4, -1, -1)
+    torch.testing.assert_close(without.covariance(torch.ones(4, 3).double()), expected)
+    with pytest.raises(ValueError, match="from 2 examples: give more"):
+        LearntVariance.of(randn(2, 3), randn(2, 3), ONE, ONE)
+
+
 def test_150_classes_take_a_few_megabytes():
-    n_pairs = 150 * 151 // 2
-    logs = torch.randn(100, n_pairs, generator=generator())
+    logs = torch.randn(100, 150 * 151 // 2, generator=generator())
     learnt = LearntVariance.of(torch.randn(100, 384 + 150, generator=generator()), logs, ONE, ONE)
     learnt = learnt.to(torch.device("cpu"), torch.float32)
     tensors = [value for value in vars(learnt).values() if isinstance(value, torch.Tensor)]
     assert sum(tensor.nbytes for tensor in tensors) < 4e6
     assert learnt.covariance(torch.randn(2, 534)).shape == (2, 150, 150)
-
-
-def test_two_examples_are_too_few():
-    with pytest.raises(ValueError, match="from 2 examples: give more"):
-        LearntVariance.of(randn(2, 3), randn(2, 3), ONE, ONE)

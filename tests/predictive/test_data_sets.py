@@ -56,37 +56,27 @@ class Rows:
         return rows()[index]
 
 
-LOADERS = {
-    "DataLoader": lambda: DataLoader(Rows(), batch_size=4, collate_fn=collate),
-    "list of batches": lambda: list(DataLoader(Rows(), batch_size=3, collate_fn=collate)),
-    "generator": lambda: (collate([row]) for row in rows()),
+BATCHES = {"collate_fn": collate, "batch_size": 4}
+DATA = {
+    "DataLoader": (lambda: DataLoader(Rows(), **BATCHES), {}),
+    "list of batches": (lambda: list(DataLoader(Rows(), **BATCHES)), {}),
+    "generator": (lambda: (collate([row]) for row in rows()), {}),
+    "datasets": (lambda: datasets.Dataset.from_list(rows()), BATCHES),
+    "indexed": (Rows, {"collate_fn": collate, "batch_size": 1}),
+    "list of rows": (rows, {"collate_fn": collate, "batch_size": 32}),
 }
-DATA_SETS = {
-    "datasets": lambda: datasets.Dataset.from_list(rows()),
-    "indexed": Rows,
-    "list of rows": rows,
-}
 
 
-@pytest.mark.parametrize("make_loader", LOADERS.values(), ids=list(LOADERS))
-def test_a_loader_is_predicted_in_its_order(la, expected, make_loader):
-    found = la.predict(make_loader(), n_samples=50, generator=generator())
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, **CLOSE)
-    torch.testing.assert_close(
-        torch.from_numpy(la.predict_proba(make_loader())), expected.probabilities, **CLOSE
-    )
-
-
-@pytest.mark.parametrize("make_data", DATA_SETS.values(), ids=list(DATA_SETS))
-@pytest.mark.parametrize("batch_size", [1, 4, 32])
-def test_a_data_set_is_predicted_in_its_order_too(la, expected, make_data, batch_size):
-    how = {"collate_fn": collate, "batch_size": batch_size}
+@pytest.mark.parametrize("kind", DATA)
+def test_data_are_predicted_in_their_order(la, expected, kind, capsys):
+    make_data, how = DATA[kind]
     found = la.predict(make_data(), n_samples=50, generator=generator(), **how)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
-    proba = torch.from_numpy(la.predict_proba(make_data(), **how))
+    assert not capsys.readouterr().err
+    proba = torch.from_numpy(la.predict_proba(make_data(), progress_bar=True, **how))
     torch.testing.assert_close(proba, expected.probabilities, **CLOSE)
+    assert "[Predictions]: 100%" in capsys.readouterr().err or kind == "generator"
 
 
 def test_long_texts_come_first_and_little_is_padded(la):
@@ -116,12 +106,6 @@ def test_every_batch_gets_the_same_draws(la):
     assert torch.equal(found.probabilities[:8], once.probabilities)
     proba = la.predict_proba([batch, batch], "mc")
     assert (proba[:8] == proba[8:]).all()
-
-
-@pytest.mark.parametrize("shown", [True, False])
-def test_a_progress_bar_is_shown_where_it_is_asked_for(la, capsys, shown):
-    la.predict_proba(LOADERS["DataLoader"](), progress_bar=shown)
-    assert ("[Predictions]: 100%" in capsys.readouterr().err) == shown
 
 
 def test_what_is_refused_says_where(la):
@@ -155,15 +139,13 @@ def test_ranks_share_a_data_set_and_a_sharded_loader(la):
                 torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-10)
 
 
-def test_a_rank_predicts_its_own_batches_alone(la):
+def test_a_rank_may_predict_batches_alone_and_its_error_in_shared_data_is_everyones(la):
     first, second = on_ranks(
         lambda rank: la.predict_proba(ragged_batches()) if rank == 0 else None, 2
     )
     assert first.shape == (8, 3)
     assert second is None
 
-
-def test_an_error_of_one_rank_is_everyones(la):
     def job(rank):
         data = [{"input_ids": [3, 4], "labels": 0}, {"input_ids": [5], "labels": 0}]
         if rank:

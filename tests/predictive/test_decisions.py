@@ -53,6 +53,12 @@ def test_probabilities_are_those_of_the_link(structure, link):
     torch.testing.assert_close(
         found.total_entropy, found.aleatoric_entropy + found.epistemic_entropy
     )
+    if link == "mean_field":
+        same, other = (la.predict(batch, n_samples=50, generator=generator(s)) for s in (0, 1))
+        assert torch.equal(found.epistemic_entropy, same.epistemic_entropy)
+        assert not torch.equal(found.epistemic_entropy, other.epistemic_entropy)
+        with pytest.raises(ValueError, match="link_approx 'bridge' is none of"):
+            la.predict(batch, link_approx="bridge")
 
 
 def test_without_variance_no_doubt_is_epistemic():
@@ -66,33 +72,17 @@ def test_without_variance_no_doubt_is_epistemic():
     assert found.label_variance.item() < 1e-30
 
 
-def test_draws_can_be_seeded():
-    la, batch = fitted(), ragged_batches()[0]
-    one, same, other = (la.predict(batch, generator=generator(seed)) for seed in (0, 0, 1))
-    assert torch.equal(one.epistemic_entropy, same.epistemic_entropy)
-    assert not torch.equal(one.epistemic_entropy, other.epistemic_entropy)
-
-
-def test_probabilities_for_scikit_learn_are_an_array():
+def test_probabilities_for_scikit_learn_are_an_array_and_no_single_draw():
     la, batch = fitted(), ragged_batches()[0]
     found = la.predict_proba(batch)
     assert isinstance(found, np.ndarray)
     np.testing.assert_array_equal(found, la(batch, link_approx="mean_field").numpy())
-
-
-def test_sampled_probabilities_for_scikit_learn_are_no_single_draw():
-    la, batch = fitted(), ragged_batches()[0]
     before = torch.get_rng_state()
     found = la.predict_proba(batch, link_approx="mc")
     assert torch.equal(torch.get_rng_state(), before)
     np.testing.assert_array_equal(found, la.predict_proba(batch, link_approx="mc"))
     many = la(batch, link_approx="mc", n_samples=100_000, generator=generator())
     np.testing.assert_allclose(found, many.numpy(), atol=0.05)
-
-
-def test_an_unknown_link_is_refused():
-    with pytest.raises(ValueError, match="link_approx 'bridge' is none of"):
-        fitted().predict(ragged_batches()[0], link_approx="bridge")
 
 
 def test_regression_has_bounds_and_no_classes():
@@ -102,9 +92,5 @@ def test_regression_has_bounds_and_no_classes():
     mean, covariance = la.predictive_moments(X)
     spread = torch.stack([covariance[:, i, i] for i in range(2)], dim=1).sqrt()
     torch.testing.assert_close(la.lower_bound(X, k=2), mean - 2 * spread)
-
-
-def test_classes_have_no_bound():
-    la = make(plain_model())
     with pytest.raises(ValueError, match="Classes have no lower bound"):
-        la.lower_bound(torch.zeros(1, 5).double())
+        make(plain_model()).lower_bound(torch.zeros(1, 5).double())

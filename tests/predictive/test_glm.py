@@ -8,7 +8,7 @@ import pytest
 import torch
 from laplace.baselaplace import ParametricLaplace
 
-from laplace_lora_ext import LowRankKronLoRALaplace, Moments
+from laplace_lora_ext import Moments
 from tests.support.models import ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
 
@@ -21,31 +21,6 @@ def batches():
 @pytest.fixture
 def la(batches):
     return fitted(batches=batches)
-
-
-def test_diagonal_output_ignores_covariances(la, batches):
-    samples = la.functional_samples(
-        batches[0], n_samples=50_000, diagonal_output=True, generator=generator()
-    )
-    f_mu, f_var = la.predictive_moments(batches[0])
-    covariance = torch.stack([samples[:, i].T.cov() for i in range(3)])
-    expected = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2))
-    scale = expected.amax().item()
-    torch.testing.assert_close(covariance, expected, rtol=0, atol=0.05 * scale)
-    torch.testing.assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
-    mean_field = [
-        la(batches[0], link_approx="mean_field", diagonal_output=own) for own in (True, False)
-    ]
-    assert torch.equal(*mean_field)  # as in the host, samples alone know of it
-
-
-def test_functional_samples_have_the_predictive_moments(la, batches):
-    samples = la.functional_samples(batches[0], n_samples=50_000, generator=generator())
-    f_mu, f_var = la.predictive_moments(batches[0])
-    scale = f_var.amax().item()
-    covariance = torch.stack([samples[:, i].T.cov() for i in range(3)])
-    torch.testing.assert_close(covariance, f_var, rtol=0, atol=0.05 * scale)
-    torch.testing.assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
 
 
 def test_singular_covariances_are_sampled(la):
@@ -75,47 +50,92 @@ def test_joint_regression_covariance(n_outputs):
         torch.testing.assert_close(f_var[i], expected[here, here])
 
 
+@pytest.mark.parametrize("diagonal_output", [False, True])
+def test_functional_samples_have_the_predictive_moments(la, batches, diagonal_output):
+    how = {"n_samples": 50_000, "diagonal_output": diagonal_output, "generator": generator()}
+    samples = la.functional_samples(batches[0], **how)
+    f_mu, f_var = la.predictive_moments(batches[0])
+    covariance = torch.stack([samples[:, i].T.cov() for i in range(3)])
+    expected = torch.diag_embed(f_var.diagonal(dim1=1, dim2=2)) if diagonal_output else f_var
+    scale = expected.amax().item()
+    torch.testing.assert_close(covariance, expected, rtol=0, atol=0.05 * scale)
+    torch.testing.assert_close(samples.mean(0), f_mu, rtol=0, atol=0.05 * scale**0.5)
+    mean_field = [
+        la(batches[0], link_approx="mean_field", diagonal_output=own) for own in (True, False)
+    ]
+    assert torch.equal(*mean_field)  # as in the host, samples alone know of it
+
+
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_predictive_moments_are_the_hosts_predictive_distribution(structure):
-    la, batch = fitted(structure=structure), ragged_batches()[0]
-    moments = la.predictive_moments(batch)
-    assert isinstance(moments, Moments)
-    f_mu, f_var = la._glm_predictive_distribution(batch)
-    assert torch.equal(moments.f_mu, f_mu)
-    assert torch.equal(moments.f_var, f_var)
+def test_predictive_moments_are_the_hosts_predictive_distribution(structure, n):
+    la = fitted(structure=structure)
+    batch = {key: value[:n] for key, value in ragged_batches()[0].items()}
+    f_mu, f_var = la.predictive_moments(batch)
     joint_mu, joint_var = la.predictive_moments(batch, joint=True)
-    expected_mu, expected_var = la._glm_predictive_distribution(batch, joint=True)
-    assert torch.equal(joint_mu, expected_mu)
-    assert torch.equal(joint_var, expected_var)
-    assert joint_mu.shape == (9,)
-    assert joint_var.shape == (9, 9)
+    of_host = la._glm_predictive_distribution
+    expected = (*of_host(batch), *of_host(batch, joint=True))
+    for found, other in zip((f_mu, f_var, joint_mu, joint_var), expected, strict=True):
+        assert torch.equal(found, other)
+    assert (f_mu.shape, f_var.shape) == ((n, 3), (n, 3, 3))
+    assert joint_var.shape == (3 * n, 3 * n)
     torch.testing.assert_close(joint_mu, f_mu.flatten())
-    for i in range(3):
+    for i in range(n):
         here = slice(3 * i, 3 * i + 3)
         torch.testing.assert_close(joint_var[here, here], f_var[i])
-    _, variances = la._glm_predictive_distribution(batch, diagonal_output=True)
+    _, variances = of_host(batch, diagonal_output=True)
     torch.testing.assert_close(variances, f_var.diagonal(dim1=1, dim2=2))
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("link", ["mean_field", "mc"])
-def test_contrasts_predict_as_all_logits_do(structure, link):
-    la, batch = fitted(structure=structure), ragged_batches()[0]
-    found = la(batch, link_approx=link, generator=generator())
-    of_all = la(la.predictive_moments(batch), link_approx=link, generator=generator())
-    torch.testing.assert_close(found, of_all, rtol=1e-10, atol=1e-10)
-
-
-def test_the_hosts_predictive_distribution_is_called_as_by_the_host():
     ours, hosts = (
         list(inspect.signature(cls._glm_predictive_distribution).parameters.values())[1:]
-        for cls in (LowRankKronLoRALaplace, ParametricLaplace)
+        for cls in (type(la), ParametricLaplace)
     )
     assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in hosts]
 
 
-def test_a_single_example_has_a_batch_of_one_covariance():
-    la = fitted()
-    batch = {key: value[:1] for key, value in ragged_batches()[0].items()}
-    f_mu, f_var = la.predictive_moments(batch)
-    assert (f_mu.shape, f_var.shape) == ((1, 3), (1, 3, 3))
+@pytest.mark.parametrize("link_approx", ["probit", "mc", "bridge", "bridge_norm"])
+def test_moments_take_the_place_of_a_batch(link_approx):
+    la = fitted(dtype=torch.float32, prior_precision=0.5)
+    batch = ragged_batches()[0]
+    moments = la.predictive_statistics([batch]).moments(0.5)
+    kept = Moments(moments.f_mu.clone(), moments.f_var.clone())
+    predicted = [la(x, link_approx=link_approx, generator=generator()) for x in (moments, batch)]
+    torch.testing.assert_close(*predicted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(predicted[0].sum(1), torch.ones(3))
+    torch.testing.assert_close(moments, kept, rtol=0, atol=0)
+    samples = [la.functional_samples(x, generator=generator()) for x in (moments, batch)]
+    torch.testing.assert_close(*samples, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="pass these"):
+        la(moments, pred_type="nn", link_approx="mc")
+    with pytest.raises(ValueError, match="pass the inputs"):
+        la.predictive_moments(moments, joint=True)
+
+
+@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+def test_a_generator_seeds_every_prediction(la, batches, pred_type):
+    keywords = {"pred_type": pred_type, "n_samples": 5}
+    for call in (
+        lambda g: la(batches[0], link_approx="mc", generator=g, **keywords),
+        lambda g: la.functional_samples(batches[0], generator=g, **keywords),
+        lambda g: la.predictive_samples(batches[0], generator=g, **keywords),
+    ):
+        assert torch.equal(call(generator()), call(generator()))
+        assert not torch.equal(call(generator()), call(generator(1)))
+
+
+@pytest.mark.parametrize("n_samples", [0, 2.5])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda la, x, n: la(x, link_approx="mc", n_samples=n),
+        lambda la, x, n: la(x, pred_type="nn", link_approx="mc", n_samples=n),
+        lambda la, x, n: la(x, pred_type="nn", n_samples=n, generator=generator()),
+        lambda la, x, n: la.predict(x, n_samples=n),
+        lambda la, x, n: la.functional_samples(x, n_samples=n),
+        lambda la, x, n: la.predictive_samples(x, n_samples=n),
+        lambda la, x, n: la.predictive_samples(x, pred_type="nn", n_samples=n),
+        lambda la, x, n: la.sample_adapters(n, "nowhere"),
+    ],
+)
+def test_there_are_no_predictions_without_samples(la, batches, use, n_samples):
+    with pytest.raises(ValueError, match="n_samples must be at least 1, and whole, not"):
+        use(la, batches[0], n_samples)

@@ -5,65 +5,8 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-import laplace_lora_ext
-from laplace_lora_ext.predictive.statistics import from_triangle, upper_triangle
 from tests.support.models import ragged_batches
 from tests.support.posteriors import PRIORS, fitted, make, some_precision
-
-
-@pytest.mark.parametrize("structure", PRIORS)
-@pytest.mark.parametrize("tail", [True, False])
-@pytest.mark.parametrize("rank", [0, 3, 100])
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_moments_equal_dense_algebra(kind, rank, tail, structure):
-    la = fitted(kind, rank=rank, tail=tail, temperature=0.7)
-    batches = ragged_batches(seed=5)
-    statistics = la.predictive_statistics(batches, dtype=torch.float64)
-    la.prior_precision = some_precision(la, structure)
-    f_mu, f_var = statistics.moments(la.prior_precision)
-    Js, expected_mu = (torch.cat(x) for x in zip(*map(la.backend.jacobians, batches), strict=True))
-    covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
-    torch.testing.assert_close(f_mu, expected_mu)
-    torch.testing.assert_close(f_var, Js @ covariance @ Js.mT, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("structure", PRIORS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_moments_equal_the_direct_predictive(dtype, structure):
-    la = fitted(dtype=dtype)
-    batches = ragged_batches()
-    statistics = la.predictive_statistics(batches)
-    assert statistics.f_mu.dtype == torch.float32
-    assert statistics.f_mu.device.type == "cpu"
-    la.prior_precision = some_precision(la, structure)
-    f_mu, f_var = statistics.moments(la.prior_precision)
-    direct = [la.predictive_moments(batch) for batch in batches]
-    expected_mu, expected_var = (torch.cat(x).float() for x in zip(*direct, strict=True))
-    torch.testing.assert_close(f_mu, expected_mu, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(f_var, expected_var, rtol=1e-5, atol=1e-6)
-
-
-def test_moments_know_other_scales_of_the_curvature():
-    la, other = fitted(), fitted(temperature=0.3)
-    statistics = la.predictive_statistics(ragged_batches()[:1], dtype=torch.float64)
-    expected = other.predictive_moments(ragged_batches()[0])
-    torch.testing.assert_close(statistics.moments(1.0, other.curvature_scale), expected)
-
-
-@pytest.mark.parametrize("structure", PRIORS)
-def test_moments_are_differentiable_in_the_prior_precision(structure):
-    la = fitted()
-    statistics = la.predictive_statistics(ragged_batches()[:1], dtype=torch.float64)
-    precision = some_precision(la, structure).requires_grad_()
-    assert torch.autograd.gradcheck(lambda p: statistics.moments(p).f_var, (precision,))
-
-
-def test_moments_are_the_same_however_many_examples_are_weighted_at_once(monkeypatch):
-    la = fitted()
-    statistics = la.predictive_statistics(ragged_batches())
-    expected = statistics.moments(0.5)
-    monkeypatch.setattr("laplace_lora_ext.predictive.statistics._CHUNK", 1)
-    torch.testing.assert_close(statistics.moments(0.5), expected)
 
 
 def test_an_infinite_prior_precision_leaves_layers_out():
@@ -75,20 +18,6 @@ def test_an_infinite_prior_precision_leaves_layers_out():
     f_var = statistics[:3].moments(precision).f_var
     assert not torch.allclose(f_var, statistics[:3].moments(2.0).f_var)
     torch.testing.assert_close(f_var, expected)
-
-
-def test_parts_keep_their_targets():
-    la = fitted()
-    batches = ragged_batches()
-    statistics = la.predictive_statistics(batches)
-    labels = torch.cat([batch["labels"] for batch in batches])
-    assert len(statistics) == len(labels)
-    torch.testing.assert_close(statistics.targets, labels)
-    index = torch.tensor([6, 1])
-    part = statistics[index]
-    assert len(part) == 2
-    torch.testing.assert_close(part.targets, labels[index])
-    torch.testing.assert_close(part.moments(2.0).f_var, statistics.moments(2.0).f_var[index])
 
 
 def test_a_thousand_examples_of_a_7b_adapter_fit_in_250_mb():
@@ -114,18 +43,47 @@ def test_a_thousand_examples_of_a_7b_adapter_fit_in_250_mb():
     assert f"{4 * numbers / 1e3:.1f} kB an example" in repr(statistics)
 
 
-def test_the_documented_size_is_the_tested_one():
-    assert "205 kB" in laplace_lora_ext.PredictiveStatistics.__doc__
-
-
-def test_triangles_round_trip():
-    matrices = torch.randn(3, 2, 4, 4).double()
-    matrices = matrices + matrices.mT
-    torch.testing.assert_close(from_triangle(upper_triangle(matrices), 4), matrices)
-
-
 @pytest.mark.parametrize("precision", [0.0, -1.0, torch.nan, torch.ones(3)])
 def test_bad_prior_precisions_are_refused(precision):
     statistics = fitted().predictive_statistics(ragged_batches())
     with pytest.raises(ValueError, match=r"above 0|one prior precision"):
         statistics.moments(precision)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize(("rank", "tail"), [(0, True), (3, True), (3, False), (100, False)])
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_moments_equal_dense_algebra(kind, rank, tail, prior, monkeypatch):
+    la, batches = fitted(kind, rank=rank, tail=tail, temperature=0.7), ragged_batches(seed=5)
+    statistics = la.predictive_statistics(batches, dtype=torch.float64)
+    la.prior_precision = some_precision(la, prior)
+    f_mu, f_var = statistics.moments(la.prior_precision)
+    Js, expected_mu = (torch.cat(x) for x in zip(*map(la.backend.jacobians, batches), strict=True))
+    covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
+    torch.testing.assert_close(f_mu, expected_mu)
+    torch.testing.assert_close(f_var, Js @ covariance @ Js.mT, rtol=1e-9, atol=1e-9)
+    warmer = fitted(kind, rank=rank, tail=tail)  # another scale of the curvature
+    expected = statistics.moments(la.prior_precision, warmer._H_factor).f_var
+    warmer.prior_precision = la.prior_precision
+    torch.testing.assert_close(warmer.predictive_moments(batches[0]).f_var, expected[:3])
+    index, targets = torch.tensor([6, 1]), torch.cat([batch["labels"] for batch in batches])
+    part = statistics[index]
+    assert torch.equal(part.targets, targets[index])
+    torch.testing.assert_close(part.moments(la.prior_precision).f_var, f_var[index])
+    monkeypatch.setattr("laplace_lora_ext.predictive.statistics._CHUNK", 1)
+    torch.testing.assert_close(statistics.moments(la.prior_precision).f_var, f_var)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_moments_of_a_single_precision_and_their_gradients(prior):
+    la, batches = fitted(dtype=torch.float32), ragged_batches()
+    statistics = la.predictive_statistics(batches)
+    assert (statistics.f_mu.dtype, statistics.f_mu.device.type) == (torch.float32, "cpu")
+    la.prior_precision = some_precision(la, prior)
+    moments = statistics.moments(la.prior_precision)
+    direct = [la.predictive_moments(batch) for batch in batches]
+    for found, parts in zip(moments, zip(*direct, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.cat(parts), rtol=1e-5, atol=1e-6)
+    statistics = fitted().predictive_statistics(batches[:1], dtype=torch.float64)
+    precision = some_precision(fitted(), prior).requires_grad_()
+    assert torch.autograd.gradcheck(lambda p: statistics.moments(p).f_var, (precision,))

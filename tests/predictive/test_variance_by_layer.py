@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.models import Detour, llama_with_output_layer, ragged_batches, with_lora
+from tests.support.models import Detour, ragged_batches, with_lora
 from tests.support.posteriors import PRIORS, fitted, make, some_precision
 
 
@@ -35,25 +35,3 @@ def test_layers_that_the_logits_do_not_depend_on_have_no_share():
     X = torch.randn(6, 5).double()
     la.fit([(X, torch.arange(6) % 3)])
     assert la.variance_by_layer(X) == {"used": pytest.approx(1), "unused": 0}
-
-
-@pytest.mark.parametrize(
-    ("selection", "layers"),
-    [
-        ({"target_modules": ["lm_head"]}, ["lm_head"]),
-        ({"layers_to_transform": range(2)}, ["model.layers.0", "model.layers.1"]),
-    ],
-)
-def test_a_posterior_over_some_layers_has_their_share_of_that_over_all(selection, layers):
-    model, batch = llama_with_output_layer(), ragged_batches(seed=4)[0]
-    part, whole = fitted("gpt2", model=model, **selection), fitted("gpt2", model=model)
-    part.prior_precision = whole.prior_precision = 0.5
-    assert list(part.variance_by_layer(batch)) == layers
-    shares = whole.variance_by_layer(batch)
-    assert list(shares) == ["model.layers.0", "model.layers.1", "model.layers.2", "lm_head"]
-    traces = [
-        la.predictive_moments(batch).f_var.diagonal(dim1=1, dim2=2).sum().item()
-        for la in (part, whole)
-    ]
-    share = sum(shares[layer] for layer in layers)
-    assert share == pytest.approx(traces[0] / traces[1], rel=1e-4)

@@ -43,10 +43,10 @@ class Kind:
     shape: tuple[int, ...] = (5,)
 
     def batches(self) -> Batches:
-        """Two batches of four examples and one."""
+        """As many examples as DoRA's identity of `lora_A` has rows, one, and four."""
         generator = torch.Generator().manual_seed(1)
 
-        inputs = [torch.randn(n, *self.shape, generator=generator).double() for n in (4, 1)]
+        inputs = [torch.randn(n, *self.shape, generator=generator).double() for n in (5, 1, 4)]
         return [(X, torch.arange(len(X)) % 3) for X in inputs]
 
 
@@ -103,8 +103,18 @@ def around(layer: nn.Module, width: int, **lora: Any) -> nn.Module:
     return with_lora(Layers(layer, width), "layer", **lora)
 
 
-def with_frozen_a() -> nn.Module:
-    model = linear()
+def with_dora() -> nn.Module:
+    """Its magnitudes are not the norms that they begin with."""
+    model = linear(use_dora=True)
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:
+            parameter.data.mul_(torch.linspace(0.5, 2, len(parameter)).double())
+    return model
+
+
+def with_frozen_a(model: nn.Module | None = None) -> nn.Module:
+    """As LoRA-FA trains."""
+    model = linear() if model is None else model
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     return model
@@ -155,7 +165,7 @@ ADAPTERS = {
     "PiSSA, OLoRA and other beginnings": Kind(partial(linear, init_lora_weights="olora")),
     "LoRA with a bias": Kind(with_bias, "exact, the bias held"),
     "LoRA-FA": Kind(with_frozen_a, "exact, over B alone"),
-    "DoRA": Kind(partial(linear, use_dora=True), "exact, the magnitude held"),
+    "DoRA": Kind(with_dora, "exact, the magnitude held"),
     "beside an inactive adapter": Kind(with_inactive),
     "two active adapters": Kind(with_two_active, "refused", "Several adapters are active"),
     "merged": Kind(merged, "refused until unmerged", "first is merged"),

@@ -246,18 +246,6 @@ def real_targets(n: int = 4, n_outputs: int = 2) -> torch.Tensor:
     return torch.randn(n, n_outputs, generator=torch.Generator().manual_seed(2)).double()
 
 
-class Recurrent(nn.Module):
-    """Calls one of its layers, "shared" and "head", twice in a forward pass, as ALBERT does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.shared(self.shared(x).tanh()).tanh().mean(1))
-
-
 def record_calls(module: nn.Module) -> list[dict]:
     """Keyword arguments of each call of a module from now on."""
     calls: list[dict] = []

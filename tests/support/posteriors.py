@@ -62,12 +62,12 @@ def fitted(
     return la
 
 
-def plain_regression(n_outputs: int = 2):
+def plain_regression(n_outputs: int = 2, structure: str = "lowrank_kron"):
     """A posterior of a plain module on twelve examples, and their inputs."""
     model = plain_model(n_outputs)
     X = torch.randn(12, 5, generator=generator()).double()
     y = torch.randn(12, n_outputs, generator=generator(1)).double()
-    la = make(model.requires_grad_(False), likelihood="regression", sigma_noise=0.5)
+    la = make(model.requires_grad_(False), structure, "regression", sigma_noise=0.5)
     la.fit(DataLoader(TensorDataset(X, y), batch_size=5))
     return la, X
 

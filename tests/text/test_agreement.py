@@ -63,9 +63,7 @@ def test_ranks_choose_by_the_texts_of_all_of_them():
         torch.testing.assert_close(result, expected)
 
 
-def test_options_that_make_no_sense_are_refused():
-    for max_change in (0, 1):
-        with pytest.raises(ValueError, match="between 0 and 1"):
-            TokenAgreement(train_loader=[], max_change=max_change)
-    with pytest.raises(ValueError, match="max_examples must be at least 1"):
-        TokenAgreement(train_loader=[], max_examples=0)
+@pytest.mark.parametrize("options", [{"max_change": 0}, {"max_change": 1}, {"max_examples": 0}])
+def test_options_that_make_no_sense_are_refused(options):
+    with pytest.raises(ValueError, match=r"between 0 and 1|max_examples must be at least 1"):
+        TokenAgreement(train_loader=[], **options)

@@ -199,60 +199,61 @@ def test_draws_are_seeded_and_the_model_stays_as_it_was():
     before.assert_equal(model, random_state=False)
 
 
-def test_a_processor_that_reads_another_text_is_refused():
-    la, given = writer("gpt2")
-
+def reading_another_text(la):
     def read(input_ids, scores):
         la.model.model(input_ids=input_ids[:, :1])
         return scores
 
-    options = GREEDY | {"n_samples": 2, "logits_processor": LogitsProcessorList([read])}
-    with pytest.raises(NotImplementedError, match="another text in turn"):
-        la.generate(**given, **options)
-    assert la.generate(**given, **options, use_cache=False).sequences.shape == (3, 4 + N_NEW)
+    return GREEDY | {"n_samples": 2, "logits_processor": LogitsProcessorList([read])}
 
 
-@pytest.mark.parametrize(
-    "option",
-    [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}, {"guidance_scale": 1.5}],
-)
-def test_several_texts_a_prompt_are_refused_wherever_they_are_asked_for(option):
+def of_shapes(tokens, mask):
+    return {"input_ids": torch.ones(tokens).long(), "attention_mask": torch.ones(mask).long()}
+
+
+ON_THE_RIGHT = {"input_ids": torch.tensor([[7, 8, 9], [5, 6, 0]])}
+SEVERAL = [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}]
+SEVERAL += [{"guidance_scale": 1.5}]
+REFUSED = [
+    *(("gpt2", option, "one text a prompt.*" + next(iter(option))) for option in SEVERAL),
+    ("gpt2", {"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 12)}, "Pass input_ids"),
+    ("gpt2", {"inputs_embeds": torch.zeros(3, 4, 12)}, "does not know how inputs_embeds"),
+    ("gpt2", {"pixel_values": torch.zeros(3, 3, 8, 8)}, "does not know how pixel_values"),
+    ("gpt2", {"token_type_ids": torch.zeros(3, 4)}, "does not know how token_type_ids"),
+    ("t5", {"decoder_input_ids": torch.ones(3, 2).long()}, "does not know how decoder_input_ids"),
+    *(
+        ("gpt2", of_shapes(*shapes), "Pass whole texts")
+        for shapes in (((3,), (3,)), ((1, 3), (1, 5)), ((1, 0), (1, 0)), ((2, 3), (1, 3)))
+    ),
+    *(
+        ("gpt2", ON_THE_RIGHT | padded, "pad on the left")
+        for padded in (
+            {"attention_mask": (ON_THE_RIGHT["input_ids"] > 0).long()},
+            {"attention_mask": None, "pad_token_id": 0, "eos_token_id": 59},
+        )
+    ),
+    ("gpt2", reading_another_text, "another text in turn"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
+def test_what_can_not_be_continued_is_refused(kind, options, message):
+    la, given = writer(kind)
+    options = given | (options(la) if callable(options) else options)
+    options = {name: value for name, value in options.items() if value is not None}
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        la.generate(**options)
+
+
+@pytest.mark.parametrize("option", SEVERAL)
+def test_several_texts_are_refused_where_the_model_asks_for_them(option):
     la, given = writer("gpt2")
-    with pytest.raises(NotImplementedError, match="one text a prompt.*" + next(iter(option))):
-        la.generate(**given, **option)
     for name, value in option.items():
         setattr(la.model.transformer.generation_config, name, value)
     with pytest.raises(NotImplementedError, match="one text a prompt"):
         la.generate(**given, n_samples=0)
     own = {name: 1 for name in option if name != "do_sample"}
     assert len(la.generate(**given, **GREEDY, **own, n_samples=2).sequences) == 3
-
-
-def test_what_can_not_be_continued_is_refused():
-    la, given = writer("gpt2")
-    with pytest.raises(ValueError, match="Pass input_ids"):
-        la.generate(inputs_embeds=torch.zeros(1, 2, 12))
-    for name, value in (
-        ("inputs_embeds", torch.zeros(3, 4, 12)),
-        ("pixel_values", torch.zeros(3, 3, 8, 8)),
-        ("token_type_ids", torch.zeros(3, 4)),
-    ):
-        with pytest.raises(NotImplementedError, match=f"does not know how {name}"):
-            la.generate(**given, **{name: value})
-    for tokens, mask in (((3,), (3,)), ((1, 3), (1, 5)), ((1, 0), (1, 0)), ((2, 3), (1, 3))):
-        shapes = {"input_ids": torch.ones(tokens).long(), "attention_mask": torch.ones(mask).long()}
-        with pytest.raises(ValueError, match="Pass whole texts"):
-            la.generate(**shapes)
-    tokens = torch.tensor([[7, 8, 9], [5, 6, 0]])
-    for padded in (
-        {"attention_mask": (tokens > 0).long()},
-        {"pad_token_id": 0, "eos_token_id": 59},
-    ):
-        with pytest.raises(ValueError, match="pad on the left"):
-            la.generate(input_ids=tokens, **padded)
-    la, given = writer("t5")
-    with pytest.raises(NotImplementedError, match="does not know how decoder_input_ids"):
-        la.generate(**given, decoder_input_ids=given["input_ids"])
 
 
 def test_models_that_generate_in_another_way_are_refused_by_name():

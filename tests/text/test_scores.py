@@ -48,20 +48,15 @@ def test_scores_are_what_they_are_defined_as():
     assert found.log_prob[2] == 0
 
 
-def test_without_draws_they_are_the_models_own():
+def test_without_draws_that_differ_nothing_is_epistemic():
     f = some_logits()[0]
-    found = score(f, [], TOKENS, LABELLED)
-    torch.testing.assert_close(found.tokens.log_prob, found.tokens.map_log_prob)
-    torch.testing.assert_close(found.tokens.total, found.tokens.map_entropy)
-    assert not found.tokens.epistemic.any()
-    assert not found.tokens.log_prob_sd.any()
-
-
-def test_what_is_uncertain_alike_has_no_epistemic_part():
-    f = some_logits()[0]
-    found = score(f, [f, f + 1], TOKENS, LABELLED)
-    assert found.tokens.epistemic.abs().max() < 1e-12
-    assert found.sums.log_prob[0].item() == pytest.approx(found.log_prob[0].item())
+    for drawn in ([], [f, f + 1]):
+        found = score(f, drawn, TOKENS, LABELLED)
+        torch.testing.assert_close(found.tokens.log_prob, found.tokens.map_log_prob)
+        torch.testing.assert_close(found.tokens.total, found.tokens.map_entropy)
+        assert found.tokens.epistemic.abs().max() < 1e-12
+        assert found.tokens.log_prob_sd.abs().max() < 1e-12
+        assert found.sums.log_prob[0].item() == pytest.approx(found.log_prob[0].item())
 
 
 def test_a_token_that_is_impossible_adds_nothing_and_one_that_is_not_a_number_is_refused():

@@ -179,26 +179,25 @@ class Stops(TrainerCallback):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_student_leaves_nothing_behind(tmp_path):
+REFUSED = {
+    "an adapter 'default' already": {"adapter_name": "default"},
+    "unlabelled must be": {"unlabelled": "more"},
+}
+
+
+def test_what_fails_leaves_nothing_behind(tmp_path):
     la, trainer = case(tmp_path, "bert", Stops())
     before, of_trainer = Snapshot(trainer.model), dict(vars(trainer))
     with pytest.raises(KeyboardInterrupt):
         la.distill(trainer)
+    for message, options in REFUSED.items():
+        with pytest.raises(ValueError, match=message):
+            la.distill(trainer, **options)
+    with pytest.raises(ValueError, match="has trained another model"):
+        la.distill(case(tmp_path)[1])
     assert_same(trainer.model, before)
     assert list(trainer.model.peft_config) == ["default"]
     assert vars(trainer) == of_trainer
-
-
-def test_what_can_not_be_taught_is_said(tmp_path):
-    la, trainer = case(tmp_path)
-    with pytest.raises(ValueError, match="an adapter 'default' already"):
-        la.distill(trainer, adapter_name="default")
-    with pytest.raises(ValueError, match="unlabelled must be"):
-        la.distill(trainer, unlabelled="more")
-    other = case(tmp_path)[1]
-    with pytest.raises(ValueError, match="has trained another model"):
-        la.distill(other)
     la, trainer = case(tmp_path, likelihood="regression")
     with pytest.raises(ValueError, match="regression has none"):
         la.distill(trainer)
-    assert list(trainer.model.peft_config) == ["default"]

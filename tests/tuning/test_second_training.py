@@ -103,20 +103,6 @@ def test_several_trainings_ask_every_example_and_choose_together():
     assert la.prior_precision.item() == history.prior_precision[loss.argmin()].item()
 
 
-def test_factors_of_a_layerwise_prior():
-    la, base = fitted(), torch.linspace(0.5, 2, 8).double()
-    la.optimize_prior_precision(
-        method="second_training",
-        train=Training(),
-        train_loader=loader(),
-        init_prior_prec=base,
-        search=partial(GridSearch, link_approx="probit", grid_size=5),
-    )
-    factors = la.prior_precision / base
-    torch.testing.assert_close(factors, factors[:1].expand(8))
-    assert factors[0].log10().item() in (-4, -2, 0, 2, 4)
-
-
 def test_the_examples_depend_on_the_generator_alone():
     found = []
     for seed in (None, None, 3, 3, 4):
@@ -132,92 +118,9 @@ def test_the_examples_depend_on_the_generator_alone():
     assert found[2] == found[3] != found[4]
 
 
-def test_a_data_set_with_columns_keeps_them():
-    class Table(Texts):
-        def select(self, places):
-            self.selected = places
-            return Subset(self, places)
-
-    table = Table(N)
-    fitted().optimize_prior_precision(
-        method="second_training", train=Training(), train_loader=loader(table)
-    )
-    assert len(table.selected) == 2  # the last one selected is what is held out
-
-
-def test_examples_that_a_sampler_leaves_out_are_not_used():
-    used, predicted, la, train = [1, 2, 4, 7, 9], [], fitted(), Training()
-
-    class Noting(Texts):
-        def __getitem__(self, place):
-            predicted.append(place)
-            return super().__getitem__(place)
-
-    sampler = SubsetRandomSampler(used)
-    of_part = DataLoader(Noting(N), batch_size=2, sampler=sampler)
-    la.optimize_prior_precision(
-        method="second_training", train=train, train_loader=of_part, held_out=0.4
-    )
-    assert len(train.seen) == 3
-    assert set(predicted) == set(used)
-
-
-def test_a_data_set_of_whole_batches_stays_one():
-    la, train, batches = fitted(), Training(), ragged_batches(batch_size=1)
-    whole = DataLoader(batches, batch_size=None)
-    la.optimize_prior_precision(method="second_training", train=train, train_loader=whole)
-    assert len(train.seen) == 6
-
-
-def in_place(la):
-    """Trains the fitted model, and another."""
-
-    def train(_):
-        la.blocks[0].weight.data.mul_(1.5)
-        return another()
-
-    return train
-
-
 def descent(val_loader, **others):
     """Searches along a path of its own."""
     return ValGD(val_loader=val_loader, n_steps=2, **others)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"held_out": 1.0}, ValueError, "between 0 and 1"),
-        ({"held_out": 0.01}, ValueError, "11 examples are too few"),
-        ({"held_out": 0.99}, ValueError, "11 examples are too few"),
-        ({"held_out": 0.06, "trainings": 2}, ValueError, "11 examples are too few"),
-        ({"trainings": 0}, ValueError, "trainings must be at least 1"),
-        ({"trainings": 6}, ValueError, "at most 5"),
-        ({"trainings": 2, "search": descent}, ValueError, "use GridSearch"),
-        ({"train_loader": [1, 2]}, ValueError, "pass a DataLoader"),
-        ({"train": lambda _: None}, TypeError, "must return the model"),
-        ({"train": lambda la: lambda _: la.model.model}, ValueError, "shares LoRA weights"),
-        ({"train": in_place}, RuntimeError, "changed"),
-        ({"train": Training(another("gpt2"))}, ValueError, "class_token_ids"),
-    ],
-)
-def test_what_can_not_work_is_refused(options, error, message):
-    la = fitted(prior_precision=0.4)
-    given = {"train": Training(), "train_loader": loader()} | options
-    if given["train"] is in_place or message == "shares LoRA weights":
-        given["train"] = given["train"](la)
-    with pytest.raises(error, match=message):
-        la.optimize_prior_precision(method="second_training", **given)
-    assert la.prior_precision.tolist() == [0.4]
-
-
-def test_nothing_is_trained_for_a_posterior_that_is_not_fitted():
-    train = Training()
-    with pytest.raises(AttributeError, match="not fitted"):
-        make(lora_model("bert")).optimize_prior_precision(
-            method="second_training", train=train, train_loader=loader()
-        )
-    assert train.seen is None
 
 
 def test_two_processes_choose_as_one():
@@ -236,15 +139,6 @@ def test_two_processes_choose_as_one():
     assert all("DistributedSampler" in message for message in failures(own))
 
 
-def test_another_number_of_classes_is_refused():
-    la = fitted()
-    options = {"method": "second_training", "train_loader": loader()}
-    larger = lora_model("bert", n_labels=4)
-    with pytest.raises(ValueError, match="a model of 4 outputs, and the fitted one has 3"):
-        la.optimize_prior_precision(train=lambda _: larger, **options)
-    assert la.prior_precision == 1
-
-
 @pytest.mark.parametrize("is_copy", [True, False])
 def test_a_copy_of_the_fitted_model_is_warned_of(is_copy, recwarn):
     la = fitted()
@@ -255,39 +149,122 @@ def test_a_copy_of_the_fitted_model_is_warned_of(is_copy, recwarn):
     assert is_copy == any("equal those of the fitted" in str(w.message) for w in recwarn)
 
 
-def test_weights_in_the_same_place_are_shared():
-    la, other = fitted(), another()
-    named = dict(other.named_parameters())
-    of_fitted = dict(la.model.model.named_parameters())
-    name = next(name for name in named if "lora_A" in name)
-    named[name].data = of_fitted[name].data
-    with pytest.raises(ValueError, match="shares LoRA weights with it"):
-        la.optimize_prior_precision(
-            method="second_training", train=lambda _: other, train_loader=loader()
-        )
+def in_place(la):
+    """Trains the fitted model, and another."""
+
+    def train(_):
+        la.blocks[0].weight.data.mul_(1.5)
+        return another()
+
+    return train
+
+
+def with_shared_weights(la):
+    """Of which one lies where one of the fitted model does."""
+    other, fitted_weights = another(), dict(la.model.model.named_parameters())
+    name, weight = next((n, p) for n, p in other.named_parameters() if "lora_A" in n)
+    weight.data = fitted_weights[name].data
+    return lambda _: other
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"held_out": 1.0}, ValueError, "between 0 and 1"),
+        ({"held_out": 0.01}, ValueError, "11 examples are too few"),
+        ({"held_out": 0.99}, ValueError, "11 examples are too few"),
+        ({"held_out": 0.06, "trainings": 2}, ValueError, "11 examples are too few"),
+        ({"trainings": 0}, ValueError, "trainings must be at least 1"),
+        ({"trainings": 6}, ValueError, "at most 5"),
+        ({"trainings": 2, "search": descent}, ValueError, "use GridSearch"),
+        ({"train_loader": [1, 2]}, ValueError, "pass a DataLoader"),
+        ({"train": lambda la: lambda _: None}, TypeError, "must return the model"),
+        ({"train": lambda la: lambda _: la.model.model}, ValueError, "shares LoRA weights"),
+        ({"train": with_shared_weights}, ValueError, "shares LoRA weights with it"),
+        ({"train": in_place}, RuntimeError, "changed"),
+        ({"train": lambda _: Training(another("gpt2"))}, ValueError, "class_token_ids"),
+        (
+            {"train": lambda _: Training(lora_model("bert", n_labels=4))},
+            ValueError,
+            "a model of 4 outputs, and the fitted one has 3",
+        ),
+    ],
+)
+def test_what_can_not_work_is_refused(options, error, message):
+    la = fitted(prior_precision=0.4)
+    train = options.get("train", lambda _: Training())(la)
+    given = {"train_loader": loader()} | options | {"train": train}
+    with pytest.raises(error, match=message):
+        la.optimize_prior_precision(method="second_training", **given)
+    assert la.prior_precision.tolist() == [0.4]
+    unfitted, untouched = make(lora_model("bert")), Training()
+    with pytest.raises(AttributeError, match="not fitted"):
+        SecondTraining(train=untouched, train_loader=loader())(unfitted)
+    assert untouched.seen is None
 
 
 class Every2nd(Sampler):
     """A user's own sampler."""
 
-    def __init__(self, n):
-        self.n, self.calls = n, 0
+    def __init__(self):
+        self.calls = 0
 
     def __iter__(self):
         self.calls += 1
-        return iter(range(0, self.n, 2))
+        return iter(range(0, N, 2))
 
     def __len__(self):
-        return (self.n + 1) // 2
+        return (N + 1) // 2
 
 
-@pytest.mark.parametrize("kind", ["sampler", "batch_sampler"])
-def test_examples_that_a_users_sampler_leaves_out_take_no_part(kind):
-    sampler = Every2nd(N)
-    batches = [[0, 4], [2, 6, 8], [10]]
-    options = {"sampler": sampler} if kind == "sampler" else {"batch_sampler": batches}
-    data = DataLoader(Texts(N), **options)
-    ((part, rest),) = divided(data, 0.3)
-    assert sorted([*part.indices, *rest.indices]) == list(range(0, N, 2))
-    assert len(rest) == 2
-    assert sampler.calls == 0  # a copy was asked
+class Table(Texts):
+    """Rows that keep their columns."""
+
+    def select(self, places):
+        return Subset(self, places)
+
+
+DATA = {
+    "all": (lambda: DataLoader(Texts(N), batch_size=2), range(N), 0.3),
+    "with columns": (lambda: DataLoader(Table(N), batch_size=2), range(N), 0.3),
+    "part": (
+        lambda: DataLoader(Texts(N), sampler=SubsetRandomSampler([1, 2, 4, 7, 9])),
+        [1, 2, 4, 7, 9],
+        0.4,
+    ),
+    "own sampler": (lambda: DataLoader(Texts(N), sampler=Every2nd()), range(0, N, 2), 0.3),
+    "own batches": (
+        lambda: DataLoader(Texts(N), batch_sampler=[[0, 4], [2, 6, 8], [10]]),
+        range(0, N, 2),
+        0.3,
+    ),
+    "whole batches": (
+        lambda: DataLoader(ragged_batches(batch_size=1), batch_size=None),
+        range(8),
+        0.2,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(kind):
+    make_loader, places, share = DATA[kind]
+    given, la = make_loader(), fitted()
+    ((part, rest),) = divided(given, share)
+    assert sorted([*part.indices, *rest.indices]) == list(places)
+    assert len(rest) == 2 + (len(places) == N)
+    assert getattr(given.sampler, "calls", 0) == 0  # a copy was asked
+    train = Training()
+    base = torch.linspace(0.5, 2, 8).double()
+    la.optimize_prior_precision(
+        method="second_training",
+        train=train,
+        train_loader=given,
+        held_out=share,
+        init_prior_prec=base,
+        search=partial(GridSearch, link_approx="probit", grid_size=5),
+    )
+    assert list(train.seen.indices) == list(part.indices)
+    factors = la.prior_precision / base
+    torch.testing.assert_close(factors, factors[:1].expand(8))
+    assert factors[0].log10().item() == pytest.approx(round(factors[0].log10().item() / 2) * 2)
