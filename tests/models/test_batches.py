@@ -49,7 +49,7 @@ def padded_batch(side: str = "right") -> dict[str, torch.Tensor]:
 MAPPINGS = [dict, UserDict, BatchEncoding, lambda d: MappingProxyType(dict(d))]
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
+@pytest.mark.parametrize("mapping", MAPPINGS)
 def test_every_mapping_and_a_pair_give_the_same_and_are_left_as_they_were(bert, mapping):
     batches = ragged_batches()
     wrapped = [mapping(batch) for batch in batches]
