@@ -27,6 +27,7 @@ _DATA = {
     "marglik": None,
     "gridsearch": "val_loader",
     "val_gd": "val_loader",
+    "second_training": "trainer",
 }
 """What each method needs."""
 
@@ -46,11 +47,11 @@ class LaplaceCallback(TrainerCallback):
         as for `laplace_lora_ext.Laplace`
     every_checkpoint : bool, default=False
         also fit at every checkpoint, and save into its folder
-    method : {"agreement", "marglik", "gridsearch", "val_gd"}, optional
+    method : {"agreement", "marglik", "gridsearch", "val_gd", "second_training"}, optional
         as for `optimize_prior_precision`; "agreement" if omitted, and for a regression "marglik".
-        The last two need evaluation data
+        "gridsearch" and "val_gd" need evaluation data, "second_training" the trainer
     trainer : transformers.Trainer, optional
-        to report the figures with its `log`:
+        to report the figures with its `log`, and to train again:
         `trainer.add_callback(LaplaceCallback(trainer=trainer))`
     **options
         for `laplace_lora_ext.Laplace`, such as `class_token_ids` and `backend_kwargs`
@@ -76,6 +77,11 @@ class LaplaceCallback(TrainerCallback):
     ) -> None:
         if method is not None and method not in _DATA:
             raise ValueError(f"method {method!r} is none of {list(_DATA)}.")
+        if method == "second_training" and (trainer is None or every_checkpoint):
+            raise ValueError(
+                'method="second_training" trains again with the trainer, once: pass trainer=trainer '
+                "and no every_checkpoint."
+            )
         self.la: LoRALaplace | None = None
         self.history: TuningHistory | None = None
         self._likelihood = likelihood
@@ -136,7 +142,7 @@ class LaplaceCallback(TrainerCallback):
         eval_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        data = {"train_loader": _loader(train_dataloader, args)}
+        data = {"train_loader": _loader(train_dataloader, args), "trainer": self._trainer}
         if eval_dataloader is not None:
             data["val_loader"] = _loader(eval_dataloader, args)
         with same_random_states():

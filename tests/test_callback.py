@@ -148,9 +148,39 @@ def test_figures_go_to_the_trainers_reports_where_it_is_given(tmp_path):
 
 
 def test_a_method_that_it_can_not_feed_is_refused():
-    for method in ("best", "second_training"):
-        with pytest.raises(ValueError, match=f"method '{method}' is none of"):
-            LaplaceCallback(method=method)
+    again = {"method": "second_training"}
+    for options in ({"method": "best"}, again, again | {"trainer": 1, "every_checkpoint": True}):
+        with pytest.raises(
+            ValueError, match=r"none of|pass trainer=trainer and no"
+        ):
+            LaplaceCallback(**options)
+
+
+def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_path):
+    def trainer_with(folder, add) -> Trainer:
+        arguments = TrainingArguments(
+            str(folder), max_steps=4, report_to=[], use_cpu=True, disable_tqdm=True
+        )
+        trainer = Trainer(lora_model("bert", torch.float32), arguments, collate, Texts())
+        add(trainer)
+        trainer.train()
+        return trainer
+
+    def add(trainer) -> None:
+        trainer.add_callback(LaplaceCallback(method="second_training", trainer=trainer))
+
+    alone = trainer_with(tmp_path / "alone", lambda _: None)
+    trainer = trainer_with(tmp_path / "again", add)
+    assert trainer.state.global_step == alone.state.global_step
+    found = weights(trainer)
+    assert all(torch.equal(found[name], value) for name, value in weights(alone).items())
+    (callback,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, LaplaceCallback))
+    (other,) = callback.history.posteriors
+    assert other.n_data == 13
+    assert trainer.model.active_adapter == "default"
+    mixture = laplace_lora_ext.LaplaceMixture([callback.la, other])
+    texts = Texts(2).batch
+    torch.testing.assert_close(mixture(texts), (callback.la(texts) + other(texts)) / 2)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
