@@ -79,8 +79,8 @@ class LaplaceCallback(TrainerCallback):
             raise ValueError(f"method {method!r} is none of {list(_DATA)}.")
         if method == "second_training" and (trainer is None or every_checkpoint):
             raise ValueError(
-                'method="second_training" trains again with the trainer, once: pass trainer=trainer '
-                "and no every_checkpoint."
+                'method="second_training" trains again with the trainer, once: pass '
+                "trainer=trainer and no every_checkpoint."
             )
         self.la: LoRALaplace | None = None
         self.history: TuningHistory | None = None

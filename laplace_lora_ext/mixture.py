@@ -32,7 +32,6 @@ from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.gridsearch import TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.training import students
-from laplace_lora_ext.tuning.entropy import MatchedEntropy, mean_entropy
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.method import TuningMethod
@@ -52,9 +51,9 @@ class LaplaceMixture:
     The members may be adapters of one `PeftModel`, whichever is active. They are copied, so that
     the given posteriors keep their prior precisions.
 
-    A mean of predictions is less sure than each of them. So a mixture wants a larger prior
-    precision than its members alone: choose `prior_precision` by `optimize_prior_precision`, with
-    data that no member has learnt.
+    A mean of predictions is less sure than each of them. So a mixture may want a larger prior
+    precision than its members alone: with data that no member has learnt,
+    `optimize_prior_precision` chooses it.
 
     Parameters
     ----------
@@ -183,13 +182,11 @@ class LaplaceMixture:
 
         Parameters
         ----------
-        method : {"gridsearch", "entropy"}, GridSearch or TokenGridSearch
-            "gridsearch" needs data that no member has learnt. "entropy" needs texts alone, such as
-            the training data: it makes the mixture as uncertain about them as its members are
+        method : {"gridsearch"}, GridSearch or TokenGridSearch
+            needs data that no member has learnt
         **options
             of `GridSearch`, or of texts `TokenGridSearch`: `val_loader`, a loader or what
-            `predictive_statistics` returned, with the link "mean_field" by default. Of "entropy":
-            `train_loader`
+            `predictive_statistics` returned, with the link "mean_field" by default
 
         Returns
         -------
@@ -201,13 +198,8 @@ class LaplaceMixture:
             method = TokenGridSearch(**options)
         elif method == "gridsearch":
             method = GridSearch(**{"link_approx": "mean_field", **options})
-        elif method == "entropy":
-            self.prior_precision = 1.0
-            data = options["train_loader"]
-            entropies = [mean_entropy(member, data) for member in self.members]
-            return MatchedEntropy(entropy=sum(entropies) / len(self), **options)(mixture)
         elif options or not isinstance(method, GridSearch | TokenGridSearch):
-            raise ValueError(f'method must be "gridsearch" or "entropy", not {method!r}.')
+            raise ValueError(f'A mixture chooses by "gridsearch" alone, not by {method!r}.')
         return method(mixture)
 
     # --- files ---------------------------------------------------------------------------------

@@ -150,9 +150,7 @@ def test_figures_go_to_the_trainers_reports_where_it_is_given(tmp_path):
 def test_a_method_that_it_can_not_feed_is_refused():
     again = {"method": "second_training"}
     for options in ({"method": "best"}, again, again | {"trainer": 1, "every_checkpoint": True}):
-        with pytest.raises(
-            ValueError, match=r"none of|pass trainer=trainer and no"
-        ):
+        with pytest.raises(ValueError, match=r"none of|pass trainer=trainer and no"):
             LaplaceCallback(**options)
 
 

@@ -24,7 +24,7 @@ SHOWN = (
     ("kron", "marglik_layerwise", "probit"),
     *(("lowrank_kron", prior, "mean_field") for prior in ("marglik_scalar", "tfb_rule")),
     *(("lowrank_kron", prior, "mean_field") for prior in ("agreement", "validation_elsewhere")),
-    ("second_mixture", "as_uncertain", "mean_field"),
+    ("second_mixture", "validation_elsewhere", "mean_field"),
     *(("temperature_scaling", prior, "") for prior in ("validation", "validation_elsewhere")),
     *((f"staged_map_{n}", prior, "") for n in COUNTS for prior in ("", "held_out_temperature")),
     ("label_smoothing", "held_out", ""),

@@ -29,10 +29,9 @@ from laplace_lora_ext.predictive.mixed import MixtureStatistics
 from laplace_lora_ext.stages import SECOND_STAGE
 from laplace_lora_ext.training.examples import divided
 from laplace_lora_ext.training.students import STEPS
-from laplace_lora_ext.tuning.entropy import MatchedEntropy, mean_entropy
 
 HELD_OUT = 0.2
-REST, HELD = "training texts of the first stage", "held-out texts"
+HELD = "held-out texts"
 LINK, FEWER_PASSES = "mean_field", "runners_up"
 EXPLAINED = (
     "Trainings are steps relative to an ordinary training's; forward passes are the seconds of a "
@@ -44,7 +43,6 @@ TEMPERATURE = Prior("held_out_temperature", "temperature of the held-out texts")
 HELD_OUT_TEXTS = Prior("held_out", "held-out texts")
 VALIDATION = Prior("validation", "validation")
 ELSEWHERE = Prior("validation_elsewhere", "second training")
-AS_UNCERTAIN = Prior("as_uncertain", "second training, entropy of its members")
 TAUGHT_BY = {
     None: Prior("training_texts", "training texts"),
     "swapped": Prior("swapped", "training texts and swapped copies"),
@@ -93,7 +91,7 @@ class Trial:
     def ordinary(self) -> list[Row]:
         """Ordinary training, and a second one that holds out a fifth of the texts."""
         model = fine_tune(self.pretrained, self._records(self.whole), self.seed)
-        own = self._fitted(model.model, self.whole, {REST: self.rest, **self.loaders})
+        own = self._fitted(model.model, self.whole, self.loaders)
         self.seconds = {
             "bare": self.tests.seconds(lambda batch: model.logits([batch])),
             **{
@@ -109,7 +107,7 @@ class Trial:
 
         how: Any = {"method": "second_training", "train": train, "train_loader": self.whole}
         (second,) = own.la.optimize_prior_precision(**how).posteriors
-        other = self._with_statistics(second, {REST: self.rest, HELD: self.held, **self.loaders})
+        other = self._with_statistics(second, {HELD: self.held, **self.loaders})
         both, chosen = [own, other], [own.la.prior_precision] * 2
         temperature = self._temperature([other])
         scaling = ("temperature_scaling", "Temperature scaling")
@@ -126,24 +124,8 @@ class Trial:
             ),
             elsewhere(*scaling, **self._bare([own], temperature)),
             elsewhere("lowrank_kron", "lowrank_kron", **self._exact([own], chosen[:1]), **fits),
-            *(
-                elsewhere(*mixture, **self._exact(both, prior_precisions), **fits, prior=prior)
-                for prior, prior_precisions in (
-                    (ELSEWHERE, chosen),
-                    (AS_UNCERTAIN, self._as_uncertain(both)),
-                )
-            ),
+            elsewhere(*mixture, **self._exact(both, chosen), **fits),
         ]
-
-    def _as_uncertain(self, members: Sequence[Member]) -> list[torch.Tensor]:
-        """Prior precisions that make a mixture as uncertain about training texts as its members."""
-        mixture: Any = LaplaceMixture([member.la for member in members])
-        statistics = [member.statistics[REST] for member in members]
-        pairs = zip(members, statistics, strict=True)
-        entropies = [mean_entropy(member.la, of_member) for member, of_member in pairs]
-        texts: Any = MixtureStatistics(tuple(statistics), mixture._priors)
-        MatchedEntropy(entropy=sum(entropies) / len(members), train_loader=texts)(mixture)
-        return [la.prior_precision for la in mixture.members]
 
     def in_stages(self) -> list[Row]:
         """What `laplace_lora_ext.in_stages` comes to for each number of members, and MAPs alone.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import tqdm
+from scipy.optimize import brentq
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
@@ -14,13 +18,16 @@ from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.history import Recorder, TuningHistory
 from laplace_lora_ext.tuning.loss_search import draw_seed
 from laplace_lora_ext.tuning.method import TuningMethod
 from laplace_lora_ext.tuning.moments_along import moments_along, some_of
-from laplace_lora_ext.tuning.roots import FARTHEST, matched
 
 _CHUNK = 2**22  # numbers that are sampled at once
+# Of the logarithm of a factor of the prior precision where the search starts:
+_FARTHEST = math.log(1e8)
+_STRIDE = math.log(10.0)  # until the change that is allowed is passed
+_ACCURACY = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,23 +125,43 @@ def broadest(
     `change` is the mean distance under a prior precision, and the number of examples that it
     averages.
     """
-    n_examples = 0
-
-    def value(prior_precision: torch.Tensor) -> float:
-        nonlocal n_examples
-        mean, n_examples = change(prior_precision)
-        return mean
-
+    recorder, sizes = Recorder(), []
     name = "[Comparing draws with the model]"
-    chosen, history = matched(value, max_change, start, FARTHEST, name, progress_bar)
-    la.prior_precision = chosen
-    if abs((chosen / start).log().max().item()) > 0.99 * FARTHEST:
+    with tqdm.tqdm(desc=name, disable=not progress_bar) as bar:
+
+        @cache
+        def excess(log_factor: float) -> float:
+            prior_precision = math.exp(log_factor) * start
+            mean, n_examples = change(prior_precision)
+            recorder.add(len(sizes), mean, prior_precision)
+            sizes.append(n_examples)
+            bar.update()
+            return mean - max_change
+
+        log_factor = _falling_root(excess)
+    la.prior_precision = math.exp(log_factor) * start
+    if abs(log_factor) > 0.99 * _FARTHEST:
         warn(
             f"No prior precision within a factor of 1e8 changes the predictions by "
             f"{max_change:g} on average: at {la.prior_precision.mean().item():.3g} it is "
-            f"{history.objective[-1].item():.3g}. Is the adapter untrained?"
+            f"{recorder.objectives[-1]:.3g}. Is the adapter untrained?"
         )
-    return replace(history, n_examples=n_examples)
+    return recorder.history(sizes[-1])
+
+
+def _falling_root(excess: Callable[[float], float]) -> float:
+    """Where a falling function of a factor's logarithm passes 0, or the farthest place tried."""
+    here, value = 0.0, excess(0.0)
+    direction = 1.0 if value > 0 else -1.0
+    while abs(here) < _FARTHEST:
+        there = max(-_FARTHEST, min(here + direction * _STRIDE, _FARTHEST))
+        next_value = excess(there)
+        if (next_value > 0) != (value > 0):
+            root = brentq(excess, *sorted((here, there)), xtol=_ACCURACY)
+            assert isinstance(root, float)
+            return root
+        here, value = there, next_value
+    return here
 
 
 def mean_change(
