@@ -145,12 +145,18 @@ class Trial:
             self.train(model, self._records(self.rest), 1 - HELD_OUT, number)
             firsts.append(self._fitted(model, self.rest, {HELD: self.held}))
         choices = {count: self._choices(firsts[:count]) for count in counts}
+        with_fewer_passes = self._choices(firsts[:1], FEWER_PASSES)
         seconds: list[Member] = []
         for number, again in enumerate(activate):
             again()
             self.train(model, self._records(self.whole), SECOND_STAGE, number)
             seconds.append(self._fitted(model, self.whole, self.loaders))
-        return [row for n in counts for row in self._staged(firsts[:n], seconds[:n], choices[n])]
+        rows = [row for n in counts for row in self._staged(firsts[:n], seconds[:n], choices[n])]
+        found = self._exact(seconds[:1], with_fewer_passes, FEWER_PASSES)
+        names = {row["name"]: row for row in rows}
+        costs = {key: names["In stages"][key] for key in ("trainings", "fit_seconds")}
+        row = self.tests.row("staged_1", "In stages", **found, **costs, prior=HELD_OUT_TEXTS)
+        return [*rows, row]
 
     def _staged(
         self, firsts: list[Member], members: list[Member], choices: list[torch.Tensor]
@@ -171,9 +177,6 @@ class Trial:
         }
         row = partial(self.tests.row, f"staged_{count}", names[1], **costs)
         yield row(**self._exact(members, choices), prior=HELD_OUT_TEXTS)
-        if count == 1:
-            choice = self._choices(firsts, FEWER_PASSES)
-            yield row(**self._exact(members, choice, FEWER_PASSES), prior=HELD_OUT_TEXTS)
         las: list[Any] = [copy(member.la) for member in members]
         for la, prior_precision in zip(las, choices, strict=True):
             la.prior_precision = prior_precision
