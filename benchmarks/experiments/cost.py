@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ HEAD_SIZE = 64
 LARGEST_BATCH = 8
 WIDEST_WITH_LARGE_BATCHES = 1024
 HEADLINE = "predict 8"  # the prediction that is drawn
+LEARNS = ("bare", "lowrank_kron")  # the variances of logits; the bare loop is a forward pass then
 PLACE = ("dtype", "hidden_size", "layers", "phase")
 FIGURES = ("seconds_of_a_batch", "in_bare_loops", "peak_megabytes", "posterior_megabytes")
 
@@ -119,13 +121,16 @@ def measure(
     kept = sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
     figures |= {"batches": batches, "posterior_megabytes": kept / measuring.BYTES_PER_MEGABYTE}
     yield "fit", {"phase": "fit", **figures}
-    for size in sizes:
+    if key in LEARNS:
+        la.amortize(loader)
+    ways = {"predict": "glm", **({"amortized": "amortized"} if key in LEARNS else {})}
+    for (way, pred_type), size in product(ways.items(), sizes):
         (batch,) = random_loader(shape, 1, device, options.seed + 1, size)
 
-        def predict(batch: Any = batch) -> None:
-            la(batch, pred_type="glm", link_approx="probit")
+        def predict(batch: Any = batch, pred_type: str = pred_type) -> None:
+            la(batch, pred_type=pred_type, link_approx="probit")
 
-        phase = f"predict {size}"
+        phase = f"{way} {size}"
         try:
             held = measuring.megabytes_in_use(device) - before
             figures = measuring.time_and_memory(predict, *limits)

@@ -40,7 +40,10 @@ def stock(model: AdaptedModel, structure: str, **keywords: Any) -> Any:
 
 
 class BareLoops:
-    """The passes without which no rival could do: C a batch for a fit, C + 1 for a prediction."""
+    """The passes without which no rival could do: C a batch for a fit, C + 1 for a prediction.
+
+    With learnt variances a prediction is one forward pass.
+    """
 
     def __init__(self, model: AdaptedModel) -> None:
         self._model = model
@@ -52,8 +55,14 @@ class BareLoops:
             seeds = Classification().exact_seeds(logits.detach()).vectors
             self._differentiate(logits, seeds)
 
-    def __call__(self, batch: Any, **_: Any) -> torch.Tensor:
-        logits = self._model.logits_model(batch)
+    def amortize(self, batches: Iterable[Any]) -> None:
+        """There is nothing to learn."""
+
+    def __call__(self, batch: Any, pred_type: str = "glm", **_: Any) -> torch.Tensor:
+        with torch.set_grad_enabled(pred_type == "glm"):
+            logits = self._model.logits_model(batch)
+        if pred_type == "amortized":
+            return logits.softmax(-1)
         identity = torch.eye(logits.shape[1], device=logits.device)
         self._differentiate(logits, identity[:, None].expand(-1, len(logits), -1))
         return logits.detach().softmax(-1)
