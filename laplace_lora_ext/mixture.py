@@ -307,12 +307,10 @@ class LaplaceMixture:
     trained_likelihood = _of_first("trained_likelihood")
     predicted_likelihood = _of_first("predicted_likelihood")
     sigma_noise = _of_first("sigma_noise")
-    dict_key_y = _of_first("dict_key_y")
-    n_outputs = _of_first("n_outputs")
     n_data = _of_first("n_data")
+    n_outputs = _of_first("n_outputs")
     blocks = _of_first("blocks")
     curvature_scale = _of_first("curvature_scale")
-    _device = _of_first("_device")
 
     def each(self, x: Any) -> Iterator[tuple[LoRALaplace, Any]]:
         """Each member and what it predicts: the whole batch, or its own moments."""
@@ -345,20 +343,17 @@ def _check_alike(members: Sequence[LoRALaplace]) -> None:
 
 def _differing_base(first: Any, other: Any) -> str | None:
     """A weight of the base model in which two posteriors differ; None if there is none."""
-    weights: list[dict[str, Any]] = [
-        {
-            name: weight
-            for name, weight in member._fitted.weights.items()
-            if ".lora_" not in name and ".modules_to_save" not in name
-        }
-        for member in (first, other)
-    ]
-    names = weights[0].keys() | weights[1].keys()
-    for name in sorted(names):
-        own, its = (of_member.get(name) for of_member in weights)
-        if own is None or its is None or not own.equals(its):
+    own, its = _base_weights(first), _base_weights(other)
+    for name in sorted(own.keys() | its.keys()):
+        if name not in own or name not in its or not own[name].equals(its[name]):
             return name
     return None
+
+
+def _base_weights(member: Any) -> dict[str, Any]:
+    weights = member._fitted.weights.items()
+    adapters = ".lora_", ".modules_to_save"
+    return {name: weight for name, weight in weights if not any(a in name for a in adapters)}
 
 
 def _adapter(member: LoRALaplace) -> str:

@@ -201,7 +201,6 @@ def _in_stages(
     options: dict[str, Any],
 ) -> Stages:
     check_counts(members=members)
-    options = {"subset_of_weights": "lora", "hessian_structure": "lowrank_kron"} | options
     ((rest, held),) = divided(batches.whole, held_out, generator)
     everything = taken(batches.whole)
     first, validation = batches.of(rest), batches.of(held)
