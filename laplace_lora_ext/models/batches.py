@@ -83,11 +83,13 @@ def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None
     Raises
     ------
     ValueError
-        If tokens or their mask are no dense tensors of texts and positions, or there is padding
-        without a mask.
+        If tokens or their mask are no dense tensors of texts and positions, there is padding
+        without a mask, or the batch says which logits to keep.
     NotImplementedError
         If several texts are packed into a row.
     """
+    if inputs.get("logits_to_keep") is not None:
+        raise ValueError("Leave logits_to_keep out of the batch: answers are read by their mask.")
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     for key, value in (("input_ids", tokens), ("attention_mask", mask)):
         if value is not None and not _is_dense(value):

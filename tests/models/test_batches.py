@@ -114,6 +114,7 @@ def packed(batch: dict) -> dict:
         (lambda b: b | {"input_ids": b["input_ids"][0]}, "dense tensor of shape"),
         (lambda b: {k: v[:, :0] for k, v in b.items() if v.ndim == 2}, "dense tensor of shape"),
         (lambda b: packed(b) | {"attention_mask": torch.ones(3, 7)}, "as position_ids shows"),
+        (lambda b: b | {"logits_to_keep": 1}, "Leave logits_to_keep out"),
         (lambda b: b | {"cu_seq_lens_q": torch.tensor([0, 3])}, "as cu_seq_lens_q shows"),
         (lambda b: {"input_ids": b["input_ids"]}, "no attention_mask, but the padding token 3"),
         (lambda b: b["input_ids"], "pass the tokenizer's attention_mask"),
