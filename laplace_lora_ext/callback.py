@@ -7,16 +7,14 @@ from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.metrics import quality
+from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.predictive.data_sets import over_loader
 from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.training.examples import in_order
 from laplace_lora_ext.training.trainers import same_random_states
@@ -187,11 +185,5 @@ def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
         totals, counts = zip(*gathered((total, count)), strict=True)
         return {"eval_laplace_nll": -sum(totals) / sum(counts)}
 
-    def evaluate(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        X, y = la.model.split(batch)
-        predicted = la(X, link_approx="mean_field", fitting=True)
-        return predicted.cpu(), la.trained_likelihood.check_targets(y, predicted).cpu()
-
-    predicted, targets = over_loader(loader, evaluate)
-    found = quality(predicted, targets)
+    found = compare(la, loader).posterior
     return {f"eval_laplace_{name}": found[name] for name in ("nll", "ece")}

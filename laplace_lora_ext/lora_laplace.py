@@ -178,6 +178,16 @@ class LoRALaplace(ParametricLaplace):
             options["damping"] = self.damping
         return type(self)(model, self.likelihood, **options)
 
+    def __repr__(self) -> str:
+        """What it is of, how large, fitted to what, and its prior, in a line."""
+        model = type(self.model.transformer or self.model.model).__name__
+        fit = f"fitted to {self.n_data:,} examples" if self.n_data else "not fitted"
+        prior = self.prior_precision.log().mean().exp().item()
+        return (
+            f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} LoRA weights "
+            f"of {sum(self._sizes):,} parameters; {fit}; prior precision {prior:.4g})"
+        )
+
     # --- what the structures say ---------------------------------------------------------------
 
     def _adapted(self, likelihood: str) -> type[LogitsModel]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
 import torch
 from torch.nn.functional import nll_loss, one_hot
 from torchmetrics.functional.classification import (
     multiclass_accuracy,
     multiclass_calibration_error,
 )
+
+from laplace_lora_ext.predictive.data_sets import over_loader
 
 N_BINS = 15
 
@@ -45,6 +50,63 @@ def quality(
         "ece": error.item(),
         "brier": (p - one_hot(labels, n_classes)).square().sum(-1).mean().item(),
     }
+
+
+class Comparison(NamedTuple):
+    """The trained model and its posterior on the same data; printed, it is a table.
+
+    Attributes
+    ----------
+    trained, posterior : dict of str to float
+        as `quality` returns them
+    """
+
+    trained: dict[str, float]
+    posterior: dict[str, float]
+
+    def __str__(self) -> str:
+        rows = [f"{'':<10}" + "".join(f"{name:>10}" for name in self.trained)]
+        for name, found in self._asdict().items():
+            rows.append(f"{name:<10}" + "".join(f"{value:>10.4f}" for value in found.values()))
+        return "\n".join(rows)
+
+
+def compare(
+    la: Any, loader: Iterable[Any], link_approx: str = "mean_field", progress_bar: bool = False
+) -> Comparison:
+    """Measure the trained model and its posterior side by side: `print(compare(la, loader))`.
+
+    Parameters
+    ----------
+    la : LoRALaplace or LaplaceMixture
+        of classes; of a mixture, the trained model is the first member's
+    loader : iterable of batches
+        with labels; several processes share it
+    link_approx, progress_bar
+        as for `la.predict`
+
+    Returns
+    -------
+    Comparison
+
+    Raises
+    ------
+    ValueError
+        If the likelihood has no classes.
+    """
+    if la.trained_likelihood.is_gaussian:
+        raise ValueError(f"{la.likelihood} has no class probabilities to compare.")
+
+    def evaluate(batch: Any) -> tuple[torch.Tensor, ...]:
+        X, y = la.model.split(batch)
+        posterior = la(X, link_approx=link_approx, fitting=True).detach()
+        with la.model.prepared(), torch.no_grad():
+            trained = la.model(X).softmax(-1)
+        labels = la.trained_likelihood.check_targets(y, posterior)
+        return trained.cpu(), posterior.cpu(), labels.cpu()
+
+    trained, posterior, labels = over_loader(loader, evaluate, "[Comparing]", progress_bar)
+    return Comparison(quality(trained, labels), quality(posterior, labels))
 
 
 def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -> float:

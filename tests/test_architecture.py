@@ -15,9 +15,9 @@ FOLDERS = [
     *("predictive", "training", "tuning", "text"),
 ]
 FLOORS = [
-    {"messages", "numerics", "metrics", "likelihoods"},
+    {"messages", "numerics", "likelihoods"},
     *({folder} for folder in FOLDERS),
-    {"saving", "sums"},
+    {"saving", "sums", "metrics"},
     {"lora_laplace"},
     {"lowrank_kron", "structures"},
     {"language_model"},

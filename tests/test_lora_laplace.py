@@ -282,3 +282,15 @@ def test_a_temperature_of_any_type_can_be_saved(value, tmp_path):
     assert torch.equal(la(batch), loaded(batch))
     la.temperature = 2.0
     assert torch.equal(la(batch), loaded(batch))
+
+
+def test_it_says_what_it_is_of_and_whether_it_is_fitted():
+    la = make(lora_model("bert"))
+    size = sum(block.weight.numel() for block in la.blocks)
+    start = (
+        f"classification by BertForSequenceClassification; 8 LoRA weights of {size:,} parameters; "
+    )
+    assert repr(la) == f"LowRankKronLoRALaplace({start}not fitted; prior precision 1)"
+    la.fit(ragged_batches())
+    la.prior_precision = 2.5
+    assert repr(la).endswith("; fitted to 8 examples; prior precision 2.5)")

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from laplace_lora_ext.metrics import (
+    compare,
     entropy,
     quality,
     reliability,
     risk_coverage,
 )
+from tests.support.models import ragged_batches
+from tests.support.posteriors import fitted, plain_regression
 
 
 def test_figures_of_known_predictions():
@@ -63,3 +66,18 @@ def test_risk_of_the_least_uncertain():
     )
     assert coverage.tolist() == [0.25, 0.5, 0.75, 1]
     assert risk.tolist() == pytest.approx([0, 0, 1 / 3, 0.5])
+
+
+def test_the_trained_model_beside_its_posterior():
+    la, batches = fitted(), ragged_batches(seed=7)
+    labels = torch.cat([batch["labels"] for batch in batches])
+    found = compare(la, batches)
+    posterior = torch.cat([la(batch, link_approx="mean_field") for batch in batches])
+    assert found.posterior == quality(posterior, labels)
+    f_mu = torch.cat([la.predictive_moments(batch).f_mu for batch in batches])
+    assert found.trained == pytest.approx(quality(f_mu.softmax(-1), labels))
+    head, trained, _ = str(found).splitlines()
+    assert head.split() == ["accuracy", "nll", "ece", "brier"]
+    assert trained.split()[:2] == ["trained", f"{found.trained['accuracy']:.4f}"]
+    with pytest.raises(ValueError, match="regression has no class probabilities"):
+        compare(plain_regression()[0], [])
