@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from laplace_lora_ext.models.adapters import add_fresh_adapter
 from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
-from tests.support.posteriors import fitted, generator, make, plain_regression
+from tests.support.posteriors import fitted, generator, make
 
 
 def reloaded(kind, folder) -> PeftModel:
@@ -110,9 +110,3 @@ def test_nothing_is_overwritten(tmp_path):
     with pytest.raises(FileExistsError, match="sample_1"):
         la.sample_adapters(2, tmp_path)
     assert not (tmp_path / "sample_0").exists()
-
-
-def test_a_model_without_peft_is_refused(tmp_path):
-    la, _ = plain_regression()
-    with pytest.raises(ValueError, match="get_peft_model"):
-        la.sample_adapters(1, tmp_path)

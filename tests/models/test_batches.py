@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import UserDict
-from collections.abc import Mapping
 from types import MappingProxyType
 
 import pytest
@@ -14,13 +13,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BatchEncoding
 
-from laplace_lora_ext.models.batches import LeftPadding, named_batches
+from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
     lora_model,
-    plain_model,
     ragged_batches,
     record_calls,
 )
@@ -65,30 +63,6 @@ def test_every_mapping_and_a_pair_give_the_same_and_are_left_as_they_were(bert, 
     assert dict(wrapped[0]) == before  # the same tensor objects
 
 
-def test_tokens_alone_are_a_batch_too():
-    model, ids = adapted("gpt2", pad=None), padded_batch()["input_ids"]
-    assert torch.equal(model(ids), model({"input_ids": ids}))
-
-
-@pytest.mark.parametrize("mapping", [dict, BatchEncoding])
-def test_a_users_module_gets_the_mapping_without_labels_as_it_is(mapping):
-    taken = []
-
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = plain_model()
-
-        def forward(self, batch: Mapping) -> torch.Tensor:
-            taken.append(batch)
-            return self.inner(batch["x"])
-
-    x, labels = torch.randn(2, 5).double(), torch.ones(2)
-    LogitsModel(Wrapper())(mapping({"x": x, "labels": labels, "lengths": [3, 4]}))
-    assert [type(batch) for batch in taken] == [mapping]
-    assert list(taken[0]) == ["x", "lengths"]
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_empty_batches_are_left_out_and_others_keep_their_numbers(structure):
     batches = ragged_batches()
@@ -112,7 +86,6 @@ def packed(batch: dict) -> dict:
         (lambda b: b | {"input_ids": b["input_ids"].tolist()}, "input_ids must be a dense tensor"),
         (lambda b: b | {"attention_mask": b["attention_mask"].to_sparse()}, "mask must be a dense"),
         (lambda b: b | {"input_ids": b["input_ids"][0]}, "dense tensor of shape"),
-        (lambda b: {k: v[:, :0] for k, v in b.items() if v.ndim == 2}, "dense tensor of shape"),
         (lambda b: packed(b) | {"attention_mask": torch.ones(3, 7)}, "as position_ids shows"),
         (lambda b: b | {"cu_seq_lens_q": torch.tensor([0, 3])}, "as cu_seq_lens_q shows"),
         (lambda b: {"input_ids": b["input_ids"]}, "no attention_mask, but the padding token 3"),
@@ -124,15 +97,6 @@ def packed(batch: dict) -> dict:
 def test_what_a_model_would_read_in_another_way_is_refused(kind, side, change, message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
         adapted(kind)(change(padded_batch(side)))
-
-
-def test_what_only_looks_packed_or_padded_is_not_refused():
-    model, batch = adapted("gpt2"), padded_batch()
-    model(packed(batch) | {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(3, 7)})
-    (batch,) = ragged_batches(lengths=(7, 7))
-    batch["input_ids"][batch["input_ids"] == PAD] += 1
-    batch["input_ids"][0, 2] = PAD  # inside of a text
-    assert torch.equal(model({"input_ids": batch["input_ids"]}), model(batch))
 
 
 # --- left padding --------------------------------------------------------------------------------
@@ -182,17 +146,6 @@ def test_decoders_that_number_positions_by_themselves_are_left_alone(kind):
         torch.testing.assert_close(row, alone[CLASS_TOKEN_IDS], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "Roberta"])
-def test_posteriors_of_left_and_right_padded_texts_are_the_same(kind):
-    evidences = []
-    for side in ("left", "right"):
-        model = decoder(kind) if kind in DECODERS else lora_model(kind)
-        la = make(model, class_token_ids=CLASS_TOKEN_IDS)
-        la.fit(real(ragged_batches(padding_side=side)))
-        evidences.append(la.log_marginal_likelihood())
-    torch.testing.assert_close(*evidences, rtol=1e-4, atol=1e-4)
-
-
 def test_the_trial_is_made_once_and_not_without_left_padding():
     model = lora_model("gpt2").eval()
     logits_model, calls = LogitsModel(model, CLASS_TOKEN_IDS), record_calls(model.base_model.model)
@@ -222,57 +175,3 @@ def test_a_classifier_that_depends_on_left_padding_says_so_once():
         warnings.simplefilter("error", UserWarning)
         logits_model(left[1])
         LogitsModel(model)(real(ragged_batches(padding_side="right"))[0])
-
-
-def masked(*lengths: int) -> dict:
-    """Texts of so many tokens, padded on the left to five."""
-    first = 5 - torch.tensor(lengths)[:, None]
-    return {"attention_mask": (torch.arange(5) >= first).long()}
-
-
-def counting(inputs, counts_positions: bool) -> torch.Tensor:
-    """Logits of a model that counts padding, in the attention of several tokens alone."""
-    mask = inputs["attention_mask"]
-    padding = 0 if counts_positions else (mask == 0).sum(-1)
-    return torch.stack([padding * (mask.sum(-1) > 1), mask.sum(-1)], dim=-1).double()
-
-
-def test_a_text_of_one_token_can_not_rule_positions_out():
-    left_padding = LeftPadding(can_pass=True)
-    for lengths, passes in (((1, 5), False), ((1, 3, 5), True), ((1, 5), True)):
-        assert left_padding.passes(masked(*lengths), counting) == passes
-    assert left_padding.passes(masked(3, 5), None)  # decided once and for all
-    assert not left_padding.passes(masked(3, 5) | {"position_ids": None}, None)
-
-
-def test_what_cannot_be_tried_is_said():
-    def refuse(inputs, _):
-        raise ValueError("no single texts")
-
-    with pytest.warns(UserWarning, match="Can't check whether.*no single texts"):
-        assert not LeftPadding(can_pass=True).passes(masked(3, 5), refuse)
-
-
-@pytest.mark.parametrize("longest", [0, 1])
-def test_batches_with_images_decide_for_themselves_and_as_a_whole(longest):
-    """Their patches lie one after the other, and no text could be told its own."""
-    texts = masked(5, 3) if longest == 0 else masked(3, 5)
-    types = torch.ones(2, 5).long().masked_fill(texts["attention_mask"] == 0, 9)
-    batch, seen = texts | {"pixel_values": torch.randn(7, 4), "token_type_ids": types}, []
-
-    def predict(inputs, counts_positions: bool) -> torch.Tensor:
-        assert torch.equal(inputs["pixel_values"], batch["pixel_values"])
-        padding = inputs["attention_mask"] == 0
-        assert (inputs["token_type_ids"] == torch.where(padding, 9, 1)).all()
-        seen.append(inputs["attention_mask"].sum(0).tolist())
-        off = torch.zeros(2, 1)
-        off[longest] = padding[longest].sum()
-        return off * (not counts_positions) + torch.tensor([[0.0, 1.0]])
-
-    left_padding = LeftPadding(can_pass=True)
-    assert not left_padding.passes(texts, lambda inputs, _: torch.ones(2, 2))
-    assert left_padding.passes(batch, predict)
-    assert not left_padding.passes(texts, None)
-    assert seen == [[1, 1, 2, 2, 2], *[[0, 0, 1, 1, 2, 2, 2]] * 2]
-    with pytest.warns(UserWarning, match="depend on left padding"):
-        LeftPadding(can_pass=False).passes(batch, predict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,28 +44,7 @@ def test_labels_never_reach_the_model_and_other_options_do(bert, key):
     assert not given & {"label", "labels", "answer"}
 
 
-def test_a_tensor_and_keyword_arguments_are_passed_on_as_they_are():
-    spy, X = Spy(), torch.zeros(3, 1)
-    LogitsModel(spy)(X, flag=1)
-    assert spy.calls == [((X,), {"flag": 1})]
-
-
 # --- labels --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        {"x": torch.zeros(2, 1), "answer": torch.tensor([0, 1])},
-        (torch.zeros(2, 1), torch.tensor([0, 1])),
-        [torch.zeros(2, 1), [0, 1]],
-    ],
-    ids=["mapping", "tuple", "list"],
-)
-def test_split_gives_inputs_and_labels(batch):
-    X, y = LogitsModel(Spy(), dict_key_y="answer").split(batch)
-    assert torch.equal(X["x"] if isinstance(X, Mapping) else X, torch.zeros(2, 1))
-    assert y.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -76,52 +54,6 @@ def test_missing_labels_are_refused_by_batch_and_say_which_keys_there_are(struct
     message = r"batch 1: No labels 'labels'.*\['attention_mask', 'input_ids'\].*dict_key_y"
     with pytest.raises(ValueError, match=message):
         la.fit(batches)
-
-
-@pytest.mark.parametrize("batch", [torch.zeros(2), "text", (1,), (1, 2, 3), None, {1, 2}], ids=repr)
-def test_split_refuses_what_is_neither_a_mapping_nor_a_pair(batch):
-    with pytest.raises(TypeError, match=rf"pair \(X, y\), not {type(batch).__name__}"):
-        LogitsModel(Spy()).split(batch)
-
-
-@pytest.mark.parametrize("labels", [["yes", "no"], None], ids=repr)
-def test_split_refuses_labels_that_are_no_numbers(labels):
-    with pytest.raises(ValueError, match=f"must be numbers, not {type(labels).__name__}"):
-        LogitsModel(Spy()).split((torch.zeros(2, 1), labels))
-
-
-# --- masks ---------------------------------------------------------------------------------------
-
-
-def additive(mask: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-
-
-@pytest.mark.parametrize("as_scores", [torch.Tensor.bool, torch.Tensor.long, additive])
-def test_masks_of_what_tokens_attend_to_give_positions_as_far_as_they_show_padding(bert, as_scores):
-    model, batch = LogitsModel(bert), ragged_batches()[0]
-    expected = model.positions(batch, len(batch["input_ids"]))
-    allowed = batch["attention_mask"].bool()[:, None, None, :]
-    found = model.positions(batch | {"attention_mask": as_scores(allowed)}, len(allowed))
-    assert found[:3] == expected[:3]
-    assert torch.equal(found.mask, expected.mask)
-    length = allowed.shape[-1]
-    causal = torch.ones(length, length).tril().bool()
-    everything = as_scores(torch.ones(len(allowed), 1, length, length).bool())
-    assert model.positions(batch | {"attention_mask": everything}, len(allowed)).mask is None
-    for pattern in (allowed & causal, causal[None, None]):
-        found = model.positions(batch | {"attention_mask": as_scores(pattern)}, len(allowed))
-        assert found[:3] == expected[:3]
-        with pytest.raises(NotImplementedError, match="needs no mask"):
-            found.valid(length)
-
-
-def test_examples_may_share_a_mask(bert):
-    model, (batch,) = LogitsModel(bert), ragged_batches((4, 4), padded_to=6)
-    shared = batch | {"attention_mask": batch["attention_mask"][:1]}
-    found, expected = model.positions(shared, 2), model.positions(batch, 2)
-    assert found[:3] == expected[:3]
-    assert torch.equal(found.mask, expected.mask)
 
 
 # --- outputs -------------------------------------------------------------------------------------
@@ -149,12 +81,6 @@ def test_logits_are_read_off_the_output_in_float32_or_better(output):
     assert logits.dtype is torch.float32
     assert model.output_size == 2
     assert LogitsModel(Spy(LOGITS.double()))(torch.zeros(3, 1)).dtype is torch.float64
-
-
-@pytest.mark.parametrize("output", [(), {"scores": LOGITS}, ("text", LOGITS), 1.0], ids=repr)
-def test_any_other_output_is_refused(output):
-    with pytest.raises(TypeError, match=r"must return logits"):
-        LogitsModel(Spy(output))(torch.zeros(3, 1))
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 4, 2), ()])

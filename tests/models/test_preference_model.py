@@ -62,12 +62,6 @@ def test_rewards_are_those_of_the_model():
         torch.testing.assert_close(samples.var(0), variance[..., 0], atol=0, rtol=0.1)
 
 
-def test_a_classifier_of_two_classes_is_no_reward_model():
-    la = make(lora_model("bert", n_labels=2), likelihood="reward_modeling")
-    with pytest.raises(ValueError, match="num_labels=1"):
-        la.fit([preferences()])
-
-
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from laplace_lora_ext import from_pretrained
-from laplace_lora_ext.models.same_model import hashes
 from tests.support.models import (
     CLASS_TOKEN_IDS,
-    TwoLinear,
-    base_model,
-    lora_model,
-    pairs,
     ragged_batches,
-    with_lora,
 )
 from tests.support.posteriors import STRUCTURES, fitted, make
 
@@ -101,7 +94,6 @@ def replace_weight(model):
     ("change", "message", "can_be_fitted"),
     [
         (lambda m: m.merge_adapter(), "query is merged into the base model: call", False),
-        (lambda m: m.base_model.disable_adapter_layers(), "query is disabled: call", False),
         (lambda m: m.unload(), r"no longer in the model: .*query\.lora_A", False),
         (replace, r"no longer in the model: .*query\.lora_A", False),
         (scale, r"query\.lora_A.*was \(\[2, 12\], 2\.0\) at the fit, and now is .*6\.0", True),
@@ -119,51 +111,7 @@ def test_an_adapter_or_a_base_that_is_another_is_named(use, change, message, can
             la.fit(ragged_batches())
 
 
-def test_a_scaling_outside_the_posterior_counts_as_well(tmp_path):
-    la = only_values()
-    la.save_pretrained(tmp_path)
-    scale(la.model.model)
-    with pytest.raises(RuntimeError, match=r"scaling of .*self\.query was 2\.0 at the fit"):
-        la(ragged_batches()[0])
-    with pytest.raises(ValueError, match=r"scaling of .*self\.query was 2\.0 at the fit"):
-        from_pretrained(la.model.model, tmp_path)
-
-
-class Normed(TwoLinear):
-    """Has running averages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.norm(x))
-
-
-def test_running_averages_that_move_after_the_fit_are_named(tmp_path):
-    model, batches = with_lora(Normed(), "first", "second"), pairs(2)
-    la = make(model)
-    la.fit(batches)
-    la(batches[0][0])
-    la.save_pretrained(tmp_path)
-    model.train()(batches[0][0])
-    with pytest.raises(RuntimeError, match=r"norm\.running_mean differs from that of the fit"):
-        la(batches[0][0])
-    with pytest.raises(ValueError, match=r"norm\.running_mean differs from that of the fit"):
-        from_pretrained(model, tmp_path)
-
-
 # --- what is no change ---------------------------------------------------------------------------
-
-
-def test_an_adapter_may_be_merged_and_unmerged():
-    model, batch = lora_model("bert", torch.float32), ragged_batches()[0]
-    la = fitted(model=model)
-    expected = la(batch)
-    for _ in range(3):
-        model.merge_adapter()
-        model.unmerge_adapter()
-    torch.testing.assert_close(la(batch), expected, rtol=1e-5, atol=1e-6)
 
 
 def active_of(model):
@@ -192,22 +140,6 @@ def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, activ
     model.delete_adapter("other")
     model.set_adapter("default")
     la(batches[0])
-
-
-def test_weights_may_have_any_precision_and_be_quantized():
-    assert torch.isfinite(fitted(dtype=torch.bfloat16)(ragged_batches()[0])).all()
-
-    class Quantized(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            if func in (torch.Tensor.flatten, torch.Tensor.as_strided):
-                raise NotImplementedError(func)
-            return super().__torch_function__(func, types, args, kwargs)
-
-    model = lora_model("bert")
-    layer = model.base_model.model.bert.pooler.dense
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantized), requires_grad=False)
-    assert torch.isfinite(fitted(model=model)(ragged_batches()[0])).all()
 
 
 # --- states --------------------------------------------------------------------------------------
@@ -240,32 +172,3 @@ def test_a_state_of_other_layers_or_answers_is_not_loaded(kind, settings, messag
     la = fitted(kind)
     with pytest.raises(ValueError, match=f"fitted to another model. .*{message}"):
         make(la.model.model, **settings, **RANK).load_state_dict(la.state_dict())
-
-
-def test_a_state_is_loaded_under_another_name_of_the_adapter_and_another_precision_of_the_base():
-    model = lora_model("bert", torch.float32)
-    la = fitted(model=model)
-    config = LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
-    renamed = get_peft_model(base_model("bert"), config, "renamed")
-    weights = {k.replace(".default.", ".renamed."): v for k, v in model.state_dict().items()}
-    renamed.load_state_dict(weights)
-    renamed.base_model.model.bert.embeddings.bfloat16().float().bfloat16()
-    other = make(renamed, **RANK)
-    other.load_state_dict(la.state_dict())
-    assert torch.equal(other.log_marginal_likelihood(), la.log_marginal_likelihood())
-    renamed.base_model.model.bert.embeddings.word_embeddings.weight.data.add_(0.1)
-    with pytest.raises(ValueError, match="word_embeddings"):
-        other.load_state_dict(la.state_dict())
-
-
-def test_hashes_change_with_what_they_are_of_and_with_nothing_else():
-    def differing(la):
-        now = hashes(la.model, la.blocks)
-        return {name for name, value in before.items() if now[name] != value}
-
-    before = hashes((la := fitted()).model, la.blocks)
-    assert not differing(fitted(prior_precision=3.0, rank=2))
-    base(la).data.add_(1e-3)
-    assert differing(la) == {"base or head"}
-    adapter(la).data.add_(1e-3)
-    assert differing(la) == {"base or head", "LoRA weights"}

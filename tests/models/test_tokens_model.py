@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import (
-    FSMTConfig,
-    FSMTForConditionalGeneration,
-)
 
 import tests.support.dense as dense
 from laplace_lora_ext.models.tokens_model import TokensModel
 from tests.support.models import (
     VOCABULARY,
     lora_model,
-    ragged_batches,
 )
 from tests.support.texts import encoder_decoder, pairs_of_texts, text_batches
 
@@ -58,15 +51,6 @@ def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(side):
     torch.testing.assert_close(found, expected_logits(model, batch), rtol=1e-9, atol=1e-9)
 
 
-def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
-    model = lora_model("gpt_neox").eval()
-    (batch,) = text_batches(batch_size=6)
-    batch["attention_mask"][0, 3], batch["labels"][0, 3] = 0, -100
-    adapted = TokensModel(model)
-    loss = cross_entropy(adapted(batch), batch["labels"][batch["labels"] != -100])
-    torch.testing.assert_close(loss, model(**batch).loss.to(loss))
-
-
 def test_the_output_layer_runs_for_labelled_tokens_alone():
     model = lora_model("gpt2").eval()
     seen = []
@@ -99,51 +83,6 @@ def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
     torch.testing.assert_close(found, everything[batch["labels"] != -100].to(found))
 
 
-def test_what_a_decoder_reads_may_be_given_as_embeddings_or_left_open():
-    model, batch = encoder_decoder("t5"), pairs_of_texts()
-    base = model.get_base_model()
-    shifted = base.prepare_decoder_input_ids_from_labels(batch["labels"])
-    embeddings = base.get_input_embeddings()(shifted)
-    expected = TokensModel(model)(batch)
-    for given in ({"decoder_input_ids": None}, {"decoder_inputs_embeds": embeddings}):
-        torch.testing.assert_close(TokensModel(model)(batch | given), expected)
-
-
-def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
-    model, batch = encoder_decoder("bart"), pairs_of_texts()
-    model.get_base_model().config.decoder_start_token_id = 2
-    expected = TokensModel(model)(batch)
-    monkeypatch.delattr(type(model.get_base_model()), "prepare_decoder_input_ids_from_labels")
-    torch.testing.assert_close(TokensModel(model)(batch), expected, rtol=0, atol=0)
-
-
-def test_an_embedding_that_is_also_the_output_layer_and_labels_that_a_model_writes_to():
-    torch.manual_seed(0)
-    sides = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24}
-    sides |= {key.replace("encoder", "decoder"): n for key, n in sides.items()}
-    tokens = {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "pad_token_id": 0}
-    config = FSMTConfig(langs=["en", "de"], d_model=12, **sides, **tokens)
-    model, batch = FSMTForConditionalGeneration(config).eval(), pairs_of_texts()
-    labels = batch["labels"].clone()
-    found = TokensModel(model)(batch)
-    assert torch.equal(batch["labels"], labels)
-    batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch.pop("labels"))
-    expected = model(**batch, use_cache=False).logits[labels != -100]
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(("kind", "n_warnings"), [("t5", 0), ("bart", 1)])
-def test_an_encoder_that_depends_on_left_padding_says_so_once(kind, n_warnings):
-    (left,) = ragged_batches(lengths=(5, 3, 4), padding_side="left")
-    batch = left | {"labels": pairs_of_texts()["labels"]}
-    adapted = TokensModel(encoder_decoder(kind))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            adapted(batch)
-    assert sum("depend on left padding" in str(w.message) for w in caught) == n_warnings
-
-
 def changed(**parts):
     (batch,) = text_batches(batch_size=6)
     return batch | parts
@@ -166,22 +105,3 @@ def changed(**parts):
 def test_what_is_refused(batch, message):
     with pytest.raises(ValueError, match=message):
         TokensModel(lora_model("gpt2").eval())(batch)
-
-
-def test_a_batch_without_labels_and_one_that_is_no_mapping_are_refused():
-    model = TokensModel(lora_model("gpt2").eval())
-    batch = changed()
-    del batch["labels"]
-    with pytest.raises(ValueError, match="No labels 'labels'"):
-        model(batch)
-    with pytest.raises(TypeError, match="be a mapping, not tuple"):
-        model((batch, batch))
-
-
-def test_models_that_write_no_text_are_refused():
-    with pytest.raises(ValueError, match="generates text"):
-        TokensModel(lora_model("bert"))
-    with pytest.raises(ValueError, match="whole vocabulary"):
-        TokensModel(lora_model("gpt2"), [1, 2])
-    with pytest.raises(ValueError, match="whole vocabulary"):
-        TokensModel(lora_model("gpt2"), mask_token_id=1)
