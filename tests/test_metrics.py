@@ -53,10 +53,6 @@ def test_bins_are_those_of_the_calibration_error():
         assert quality(p, labels, n_bins)["ece"] == pytest.approx(sum(gaps), abs=1e-6)
 
 
-def test_a_probability_of_zero_has_a_finite_likelihood():
-    assert 80 < quality(torch.tensor([[0.0, 1.0]]), torch.tensor([0]))["nll"] < 1000
-
-
 def test_risk_of_the_least_uncertain():
     coverage, risk = risk_coverage(
         torch.tensor([0.3, 0.1, 0.2, 0.4]), torch.tensor([False, True, True, False])

@@ -125,16 +125,6 @@ def test_every_structure_is_held_in_full_precision(structure, pure):
     assert_close(results(la), results(reference), torch.bfloat16)
 
 
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_every_approximation_is_held_in_full_precision(kfac_approx, dtype):
-    settings = {"backend_kwargs": {"kfac_approx": kfac_approx}}
-    la = posterior(lora_model("gpt2", dtype), "gpt2", **settings)
-    assert_full_precision(la)
-    reference = posterior(lora_model("gpt2", torch.float32), "gpt2", **settings)
-    assert_close(results(la), results(reference), dtype)
-
-
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_predictions_of_a_half_precision_model_are_in_float32(structure, dtype):
@@ -146,22 +136,6 @@ def test_predictions_of_a_half_precision_model_are_in_float32(structure, dtype):
         assert probabilities.dtype == torch.float32
     assert la(batch, pred_type="nn", link_approx="mc", n_samples=3).dtype == torch.float32
     assert la.sample(2).dtype == torch.float32
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_log_determinants_of_a_bf16_model_are_in_float64(structure):
-    la = posterior(lora_model("bert", torch.bfloat16), "bert", structure)
-    assert la.log_det_prior_precision.dtype == torch.float64
-    assert la.log_det_posterior_precision.dtype == torch.float64
-    assert la.log_det_ratio.dtype == torch.float64
-
-
-def test_a_prior_precision_with_many_digits_survives_a_bf16_model():
-    la = posterior(lora_model("bert", torch.bfloat16), "bert")
-    la.prior_precision = 1.2345
-    torch.testing.assert_close(la.prior_precision, torch.tensor([1.2345]))
-    expected = la.n_params * torch.tensor(1.2345).double().log()
-    torch.testing.assert_close(la.log_det_prior_precision, expected, rtol=1e-7, atol=0)
 
 
 @needs_float16
@@ -236,21 +210,3 @@ def test_the_posteriors_algebra_under_autocast_is_that_without(what, structure):
         with autocast(enabled):
             found.append(IN_THE_POSTERIORS_OWN_PRECISION[what](la, moments))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("method", ["agreement", "val_gd", "gridsearch"])
-def test_what_statistics_say_is_the_same_under_autocast(method):
-    la = fitted(dtype=torch.float32)
-    statistics = la.predictive_statistics(ragged_batches())
-    name = "train_loader" if method == "agreement" else "val_loader"
-    found = []
-    for enabled in (False, True):
-        options: dict[str, Any] = {name: statistics}
-        if method == "val_gd":
-            options |= {"n_steps": 10, "generator": torch.Generator().manual_seed(0)}
-        with autocast(enabled):
-            history = la.optimize_prior_precision(method=method, **options)
-            moments = statistics.moments(0.1)
-            shares = la.variance_by_layer(statistics)
-        found.append((history.objective, history.prior_precision, moments.f_var, shares))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
