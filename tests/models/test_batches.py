@@ -20,7 +20,6 @@ from tests.support.models import (
     VOCABULARY,
     lora_model,
     ragged_batches,
-    record_calls,
 )
 from tests.support.posteriors import STRUCTURES, fitted, make
 
@@ -144,21 +143,6 @@ def test_decoders_that_number_positions_by_themselves_are_left_alone(kind):
     for row, ids, mask in zip(found, batch["input_ids"], batch["attention_mask"], strict=True):
         alone = model(input_ids=ids[mask.bool()][None], use_cache=False).logits[0, -1]
         torch.testing.assert_close(row, alone[CLASS_TOKEN_IDS], rtol=1e-4, atol=1e-4)
-
-
-def test_the_trial_is_made_once_and_not_without_left_padding():
-    model = lora_model("gpt2").eval()
-    logits_model, calls = LogitsModel(model, CLASS_TOKEN_IDS), record_calls(model.base_model.model)
-    numbers, left = [], ragged_batches(padding_side="left")
-    for batch in (ragged_batches()[0], *left[:2]):
-        logits_model(batch)
-        numbers.append(len(calls))
-    assert numbers == [1, 1 + 3 + 1, 1 + 3 + 2]
-    given = left[1] | {"position_ids": torch.arange(7).expand(3, 7)}
-    logits_model(given)
-    assert torch.equal(calls[-1]["position_ids"], given["position_ids"])
-    logits_model(ragged_batches()[0])
-    assert calls[-1].get("position_ids") is None
 
 
 def test_a_classifier_that_depends_on_left_padding_says_so_once():

@@ -110,11 +110,3 @@ def test_trls_batches_are_taken_as_they_come():
         torch.testing.assert_close(found.objective, expected.objective)
     with pytest.warns(UserWarning, match="has no margin"):
         la.fit([stacked() | {"margin": torch.ones(5)}])
-
-
-def test_batches_without_labels_that_are_no_pairs_are_refused():
-    la = make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
-    odd = {key: value[:5] for key, value in stacked().items()}
-    for batch in (odd, {k: v for k, v in preferences().items() if k != "labels"}):
-        with pytest.raises(ValueError, match=r"No labels 'labels'.*as many chosen as rejected"):
-            la.fit([batch])
