@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-import torchmetrics
 from laplace.utils.metrics import RunningNLLMetric
-from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
@@ -81,30 +79,3 @@ def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outpu
         density = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
         assert objective.item() == pytest.approx(-density.log_prob(y).mean().item(), rel=1e-6)
     assert len(set(history.objective.tolist())) == 7
-
-
-class Calibration(torchmetrics.Metric):
-    """Sums up, and takes mean, variance and target, as the host gives them."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("total", default=torch.tensor(5.0).double())
-
-    def update(self, mean, variance, target):
-        self.total += (variance.diagonal(dim1=1, dim2=2) - (mean - target) ** 2).abs().sum()
-
-    def compute(self):
-        return self.total
-
-
-def test_users_metrics_are_reset_and_see_the_variance_or_are_warned_of():
-    la, X = plain_regression()
-    loader = DataLoader(TensorDataset(X, X[:, :2]), batch_size=5)
-    options = {"method": "gridsearch", "val_loader": loader, "grid_size": 3}
-    history = la.optimize_prior_precision(loss=Calibration(), **options)
-    for point, objective in zip(history.prior_precision, history.objective, strict=True):
-        la.prior_precision, metric = point, Calibration()
-        metric.update(*la(X), X[:, :2])
-        assert objective.item() == pytest.approx(metric.compute().item(), rel=1e-6)
-    with pytest.warns(UserWarning, match="predictive variance"):
-        la.optimize_prior_precision(loss=torchmetrics.MeanSquaredError(num_outputs=2), **options)
