@@ -238,15 +238,6 @@ def test_scoring_leaves_the_model_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_scores_work_without_gradients_and_in_inference_mode():
-    la = fitted_text()
-    expected = la.score(text_batches()[0], 2, generator())
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            found = la.score(text_batches()[0], 2, generator())
-        assert torch.equal(found.tokens.total, expected.tokens.total)
-
-
 def test_settings_that_do_not_fit_are_refused():
     model = lora_model("gpt2")
     with pytest.raises(NotImplementedError, match="gradient"):

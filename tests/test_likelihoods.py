@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 
@@ -59,19 +58,6 @@ def test_an_empirical_seed_is_the_gradient_of_the_loss(name):
     (expected,) = torch.autograd.grad(likelihood.loss(logits, y), logits)
     seeds = likelihood.empirical_seeds(logits.detach(), y).dense()
     torch.testing.assert_close(seeds[0], expected)
-
-
-def test_the_mean_loss_is_exact():
-    probabilities, sigma = torch.tensor([[0.25, 0.75]] * 600), torch.tensor(3.0)
-    y = torch.tensor([0, 1] * 300)
-    found = LIKELIHOODS["classification"].mean_loss([probabilities], y, sigma)
-    assert found.item() == pytest.approx(math.log(16 / 3) / 2, rel=1e-12)
-    f_mu, y = torch.zeros(600, 2), torch.ones(600, 2)
-    normal = torch.distributions.Normal(0.0, torch.tensor(11.0).double().sqrt())
-    expected = -2 * normal.log_prob(torch.tensor(1.0).double()).item()
-    for f_var in (torch.full((600, 2), 2.0), 2 * torch.eye(2).expand(600, 2, 2)):
-        found = LIKELIHOODS["regression"].mean_loss([f_mu, f_var], y, sigma)
-        assert found.item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

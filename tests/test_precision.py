@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, generator
+from tests.support.posteriors import STRUCTURES, fitted
 
 KINDS = ["bert", "gpt2", "gpt_neox"]
 
@@ -184,29 +184,3 @@ def test_autocast_reaches_the_model(kind):
     assert f_mu.dtype == torch.float32
     with torch.no_grad():
         assert not torch.equal(f_mu.detach(), la.model.eval()(batch))
-
-
-IN_THE_POSTERIORS_OWN_PRECISION = {
-    "weights": lambda la, _: la.sample(3, generator()),
-    "logits": lambda la, moments: la.functional_samples(
-        moments, n_samples=5, generator=generator()
-    ),
-    "decisions": lambda la, moments: la.predict(
-        moments, link_approx="mc", n_samples=5, generator=generator()
-    ),
-    "evidence": lambda la, _: la.log_marginal_likelihood(la.prior_precision),
-    "variance": lambda la, _: la.functional_variance(
-        torch.randn(2, 3, la.n_params, generator=generator())
-    ),
-}
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("what", IN_THE_POSTERIORS_OWN_PRECISION)
-def test_the_posteriors_algebra_under_autocast_is_that_without(what, structure):
-    la = posterior(lora_model("bert", torch.float32), "bert", structure)
-    moments, found = la.predictive_moments(ragged_batches()[0]), []
-    for enabled in (False, True):
-        with autocast(enabled):
-            found.append(IN_THE_POSTERIORS_OWN_PRECISION[what](la, moments))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)

@@ -33,24 +33,6 @@ def test_host_structures_equal_the_stock_classes(kind, structure):
         torch.testing.assert_close(mine, stocks.to(mine), **close)
 
 
-@pytest.mark.parametrize("structure", ["diag", "full", "kron"])
-def test_two_runs_are_one_with_the_hosts_structures(structure):
-    def build():
-        return make(lora_model("bert"), structure)
-
-    batches = ragged_batches(lengths=[5] * 6, padded_to=5)
-    once, twice = build(), build()
-    once.fit(batches)
-    twice.fit(batches[:1])
-    twice.fit(batches[1:], override=False)
-    for la in (once, twice):
-        assert la.n_data == 6
-    torch.testing.assert_close(
-        once.log_marginal_likelihood(), twice.log_marginal_likelihood(), rtol=1e-8, atol=1e-10
-    )
-    torch.testing.assert_close(once(batches[0]), twice(batches[0]), rtol=1e-8, atol=1e-10)
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_two_classes_work_in_every_structure(structure):
     la = make(lora_model("bert", n_labels=2), structure)
