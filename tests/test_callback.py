@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import laplace_lora_ext
 from laplace_lora_ext import LaplaceCallback
-from laplace_lora_ext.callback import eval_figures
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.metrics import quality
 from laplace_lora_ext.saving import FILE
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted
 from tests.support.texts import text_batches
 
 
@@ -129,24 +127,6 @@ def test_training_resumes_from_a_checkpoint_with_a_posterior(tmp_path):
     laplace_lora_ext.from_pretrained(resumed.model, tmp_path / "resumed")
 
 
-def test_figures_go_to_the_trainers_reports_where_it_is_given(tmp_path):
-    reported = {}
-
-    class Reports(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            reported.update(logs)
-
-    model = lora_model("bert", torch.float32)
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    trainer = Trainer(model, arguments, collate, Texts(), callbacks=[Reports()])
-    trainer.add_callback(LaplaceCallback(trainer=trainer, method="marglik"))
-    trainer.train()
-    assert "laplace_evidence" in reported
-    assert "eval_laplace_nll" not in reported
-
-
 def test_a_method_that_it_can_not_feed_is_refused():
     again = {"method": "second_training"}
     for options in ({"method": "best"}, again, again | {"trainer": 1, "every_checkpoint": True}):
@@ -181,15 +161,6 @@ def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_p
     torch.testing.assert_close(mixture(texts), (callback.la(texts) + other(texts)) / 2)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_evaluation_figures_are_those_of_predictions(structure):
-    la, batches = fitted(structure=structure), ragged_batches(seed=7)
-    predicted = torch.cat([la(batch, link_approx="mean_field") for batch in batches])
-    expected = quality(predicted, torch.cat([batch["labels"] for batch in batches]))
-    found = eval_figures(la, batches)
-    assert found == {f"eval_laplace_{name}": expected[name] for name in ("nll", "ece")}
-
-
 class Steps(TrainerCallback):
     """Counts the steps that were begun."""
 
@@ -221,17 +192,6 @@ def test_what_cannot_be_fitted_is_refused_before_training(tmp_path, callback, mo
     assert not steps.n
 
 
-def test_what_is_checked_before_training_warns_at_the_fit_alone(tmp_path):
-    """The adapter is untrained before, and not after."""
-    model = lora_model("bert", torch.float32)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.zero_()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*looks untrained")
-        train(tmp_path, LaplaceCallback(method="marglik"), model=model, max_steps=1)
-
-
 def test_a_regression_has_the_evidence_by_default(tmp_path):
     """Where "agreement" would compare classes."""
     data: Any = [text | {"labels": text["labels"].float()} for text in Texts()]
@@ -242,18 +202,6 @@ def test_a_regression_has_the_evidence_by_default(tmp_path):
     la, expected = (callback.la for callback in callbacks)
     assert la.likelihood == "regression"
     assert torch.equal(la.prior_precision, expected.prior_precision)
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        yield from Texts()
-
-
-def test_data_without_a_length_are_refused_before_training(tmp_path):
-    steps = Steps()
-    with pytest.raises(ValueError, match="these have no length"):
-        train(tmp_path, LaplaceCallback(), steps, data=Endless(), max_steps=3)
-    assert not steps.n
 
 
 def test_a_language_model_is_evaluated_by_its_tokens(tmp_path):

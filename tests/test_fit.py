@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import laplace_lora_ext.lora_laplace
 from tests.support.models import lora_model, pairs, plain_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, make, sizes
+from tests.support.posteriors import STRUCTURES, make
 from tests.support.snapshots import Snapshot, half_trained
 
 
@@ -85,27 +84,6 @@ def test_a_failing_refit_leaves_the_fit_before_it(structure, failure, override):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("step", ["the check after the pass", "the decomposition"])
-def test_an_interrupt_after_the_pass_leaves_the_fit_before_it(structure, step, monkeypatch):
-    la, (X, _) = make(plain_model(), structure), pairs()[0]
-    la.fit(pairs(2))
-    facts = facts_of(la, X)
-    before = dict(vars(la))
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        if step == "the decomposition":
-            patched.setattr(type(la), "_decomposed", interrupt)
-        else:
-            patched.setattr(laplace_lora_ext.lora_laplace, "check_same", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            la.fit(pairs(3))
-    assert_same(la, X, facts, before)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("which", ["lora", "base"])
 def test_weights_that_change_while_the_data_are_read_are_refused(structure, which):
     la = make(plain_model(), structure)
@@ -121,24 +99,6 @@ def test_weights_that_change_while_the_data_are_read_are_refused(structure, whic
     with pytest.raises(RuntimeError, match=r"while its training data were read\. The .*first"):
         la.fit(trained_on())
     assert torch.equal(la.log_marginal_likelihood(), before)
-
-
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
-def test_curvature_that_is_not_finite_names_the_layer(structure, monkeypatch):
-    la = make(lora_model("bert"), structure)
-    compute, index = la._curv_closure, 2
-
-    def broken(*args, **kwargs):
-        loss, H = compute(*args, **kwargs)
-        if structure == "kron":
-            H.kfacs[index][0][0, 0] = torch.inf
-        else:
-            H[(sum(sizes(la)[:index]),) * H.ndim] = torch.nan
-        return loss, H
-
-    monkeypatch.setattr(la, "_curv_closure", broken)
-    with pytest.raises(ValueError, match=rf"LoRA layer {la.blocks[index].name}: non-finite"):
-        la.fit(ragged_batches())
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

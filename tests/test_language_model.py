@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -14,7 +13,7 @@ import laplace_lora_ext
 import tests.support.dense as dense
 from laplace_lora_ext.curvature.backend import LowRankKronEF
 from laplace_lora_ext.language_model import LanguageModelLaplace
-from tests.support.models import VOCABULARY, llama_with_output_layer, lora_model, plain_model
+from tests.support.models import VOCABULARY, lora_model
 from tests.support.posteriors import count_forward_passes, generator, make
 from tests.support.texts import (
     drawn_models,
@@ -108,23 +107,10 @@ def test_encoder_decoders_are_fitted(kind):
     assert torch.isfinite(la.log_marginal_likelihood())
 
 
-def test_an_adapter_in_the_output_layer_is_fitted():
-    la = fitted_text(llama_with_output_layer().eval())
-    (block,) = [i for i, b in enumerate(la.blocks) if "lm_head.lora_A" in b.name]
-    assert la.H.blocks[block].large.values.max() > 0
-
-
 def test_draws_are_seeded_by_torch():
     first, again, other = (fitted_text(seed=seed).H.to_matrix() for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_the_evidence_chooses_a_prior_precision():
-    la = fitted_text()
-    before = la.log_marginal_likelihood()
-    la.optimize_prior_precision(method="marglik", prior_structure="layerwise")
-    assert la.log_marginal_likelihood() > before
 
 
 def test_the_state_is_restored_and_is_that_of_no_classifier():
@@ -149,47 +135,6 @@ def test_a_posterior_on_disk_is_that_of_texts_again(tmp_path):
     batch = text_batches()[0]
     expected, found = (one.score(batch, 2, generator()) for one in (la, again))
     torch.testing.assert_close(found.tokens.total, expected.tokens.total)
-
-
-def test_the_same_key_of_the_factory_still_makes_classifiers():
-    la = make(lora_model("bert"))
-    assert type(la) is laplace_lora_ext.LowRankKronLoRALaplace
-    text = make(lora_model("gpt2"), likelihood="language_modeling")
-    assert type(text) is LanguageModelLaplace
-    own = type("Own", (laplace_lora_ext.LowRankKronLoRALaplace,), {"_key": ("own", "own")})
-    assert type(own(plain_model(), "classification")) is own
-    assert type(own.__new__(own, None, "language_modeling")) is own
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"labels": torch.full((3, 7), -100)}, "batch 1: no token is labelled"),
-        ({"labels": torch.full((3, 7), VOCABULARY)}, "batch 1: .*set them to -100"),
-        (
-            {
-                "attention_mask": torch.ones(3, 7).long(),
-                "labels": torch.full((3, 7), VOCABULARY),
-            },
-            f"batch 1: .*tokens from 0 to {VOCABULARY - 1}",
-        ),
-    ],
-)
-def test_a_batch_that_is_wrong_is_named_and_leaves_the_fit(change, message):
-    la = fitted_text()
-    before = la.H
-    first, second = text_batches()
-    with pytest.raises(ValueError, match=message):
-        la.fit([first, second | change])
-    assert la.H is before
-
-
-def test_logits_that_are_not_finite_are_named():
-    model = lora_model("gpt2").eval()
-    la = fitted_text(model)
-    model.get_output_embeddings().weight.data[5] = torch.inf
-    with pytest.raises(ValueError, match="batch 0: non-finite"):
-        la.fit(text_batches())
 
 
 def test_what_needs_jacobians_of_the_vocabulary_is_refused():
@@ -291,33 +236,6 @@ def test_scoring_leaves_the_model_as_it_was():
     assert grads == {name: p.requires_grad for name, p in model.named_parameters()}
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_scores_work_without_gradients_and_in_inference_mode():
-    la = fitted_text()
-    expected = la.score(text_batches()[0], 2, generator())
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            found = la.score(text_batches()[0], 2, generator())
-        assert torch.equal(found.tokens.total, expected.tokens.total)
-
-
-def test_what_can_not_be_scored_is_refused():
-    la = fitted_text()
-    batch = text_batches()[0]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'method'"):
-        la.score(batch, method="linearized")
-    for n_samples in (-1, 2.5):
-        with pytest.raises(ValueError, match="whole number, 0 or more"):
-            la.score(batch, n_samples=n_samples)
-    assert la.score(batch, n_samples=np.int64(1)).log_prob.isfinite().all()
-    with pytest.raises(ValueError, match="no token is labelled"):
-        la.score(batch | {"labels": torch.full((3, 7), -100)})
-    la.blocks[0].weight.data += 1
-    with pytest.raises(RuntimeError, match="changed since the fit"):
-        la.score(batch)
-    with pytest.raises(AttributeError, match="not fitted"):
-        make(lora_model("gpt2"), likelihood="language_modeling").score(batch)
 
 
 def test_settings_that_do_not_fit_are_refused():

@@ -25,16 +25,6 @@ def test_the_stock_factory_builds_each_structure(structure):
     assert type(la) is CLASSES[structure]
 
 
-def test_every_class_has_a_key_of_its_own():
-    for cls in CLASSES.values():
-        assert "_key" in vars(cls)
-
-
-def test_kron_is_the_hosts_default_structure():
-    la = laplace.Laplace(lora_model("bert"), "classification", subset_of_weights="lora")
-    assert type(la) is KronLoRALaplace
-
-
 def test_nothing_stock_changes():
     script = """
         import sys, torch, laplace
@@ -88,13 +78,6 @@ def test_class_tokens_mean_classification():
         class_token_ids=CLASS_TOKEN_IDS,
     )
     assert la.likelihood == "classification"
-
-
-def test_a_given_likelihood_is_taken():
-    la = laplace_lora_ext.Laplace(
-        lora_model("bert"), "regression", subset_of_weights="lora", hessian_structure="diag"
-    )
-    assert la.likelihood == "regression"
 
 
 def test_refuses_to_guess_a_likelihood():

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from laplace.curvature.curvlinops import CurvlinopsGGN
 
 from laplace_lora_ext.curvature.factors import LowRankFactor
-from tests.support.models import plain_model, ragged_batches
-from tests.support.posteriors import count_forward_passes, fitted, generator, make
-
-
-def test_refuses_a_diagonal_prior():
-    la = fitted()
-    with pytest.raises(ValueError, match="scalar or per-layer"):
-        la.prior_precision = torch.ones(la.n_params)
+from tests.support.models import ragged_batches
+from tests.support.posteriors import count_forward_passes, fitted, generator
 
 
 def test_the_sums_that_are_kept_and_saved_have_no_more_columns_than_the_rank():
@@ -60,18 +53,6 @@ def test_statistics_of_another_fit_are_refused():
         la.variance_by_layer(statistics)
     with pytest.raises(ValueError, match="another fit"):
         la.optimize_prior_precision(method="gridsearch", val_loader=statistics)
-
-
-def test_lowrank_kron_refuses_a_backend_without_low_rank_factors():
-    with pytest.raises(ValueError, match=r"CurvlinopsGGN.*LowRankKronGGN.*LowRankKronEF"):
-        make(plain_model(), backend=CurvlinopsGGN)
-
-
-def test_statistics_of_a_posterior_that_is_not_fitted_are_refused():
-    la = make(plain_model())
-    for ask in (la.predictive_statistics, la.variance_by_layer):
-        with pytest.raises(AttributeError, match=r"fit\(\)"):
-            ask(ragged_batches())
 
 
 @pytest.mark.parametrize("method", ["agreement", "val_gd", "gridsearch"])

@@ -33,19 +33,6 @@ def test_figures_of_known_predictions():
         quality(even / 0, labels)
 
 
-def test_bins_hold_shares_confidences_and_accuracies():
-    labels = torch.tensor([0, 1, 1, 0])
-    sure = torch.eye(2)[labels]
-    bins = reliability(0.3 * sure + 0.7 * torch.full((4, 2), 0.5), labels)
-    assert len(bins) == 15
-    (filled,) = [content for content in bins if content["accuracy"] is not None]
-    assert filled["share"] == filled["accuracy"] == 1
-    assert filled["confidence"] == pytest.approx(0.65)
-    empty = {"share": 0.0, "confidence": None, "accuracy": None}
-    assert [content for content in bins if content is not filled] == [empty] * 14
-    assert reliability(sure.flip(1), labels)[-1] == {"share": 1, "confidence": 1, "accuracy": 0}
-
-
 def test_bins_are_those_of_the_calibration_error():
     draws = torch.Generator().manual_seed(0)
     p = torch.rand(500, 3, generator=draws).double().softmax(-1)
@@ -54,10 +41,6 @@ def test_bins_are_those_of_the_calibration_error():
         filled = [bin_ for bin_ in reliability(p, labels, n_bins) if bin_["share"]]
         gaps = [b["share"] * abs(b["accuracy"] - b["confidence"]) for b in filled]
         assert quality(p, labels, n_bins)["ece"] == pytest.approx(sum(gaps), abs=1e-6)
-
-
-def test_a_probability_of_zero_has_a_finite_likelihood():
-    assert 80 < quality(torch.tensor([[0.0, 1.0]]), torch.tensor([0]))["nll"] < 1000
 
 
 def test_risk_of_the_least_uncertain():

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import nn
 
 import laplace_lora_ext
-from tests.support.models import CLASS_TOKEN_IDS, lora_model, ragged_batches
+from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, make
 
 USES = {
@@ -124,17 +123,6 @@ def test_a_model_may_move_between_the_posterior_and_its_fit(structure):
     la.fit(ragged_batches())
     assert la.prior_precision.dtype is la.prior_mean.dtype is torch.float64
     assert la(ragged_batches()[0]).dtype is torch.float64
-
-
-def test_the_hosts_backends_see_the_buffers_that_a_move_has_made():
-    model = lora_model("gpt_neox", torch.float32)  # with rotary frequencies
-    la = make(model, "diag", backend=CurvlinopsGGN, class_token_ids=CLASS_TOKEN_IDS)
-    la.fit(ragged_batches())
-    model.double()
-    la.fit(ragged_batches())
-    known = la.backend.buffers_dict
-    assert known
-    assert all(known[name] is buffer for name, buffer in la.model.named_buffers())
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

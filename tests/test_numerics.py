@@ -1,9 +1,7 @@
 """Numbers that are read together."""
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laplace_lora_ext.numerics import read
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make
 
@@ -21,15 +19,6 @@ class Readings(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.overloadpacket.__name__ in READING
         return func(*args, **(kwargs or {}))
-
-
-def test_numbers_come_in_their_order_whatever_their_types():
-    numbers = [torch.tensor(2), torch.tensor(torch.nan), torch.tensor(True), torch.tensor(0.5)]
-    first, second, third, fourth = read(numbers)
-    assert (first, third, fourth) == (2, 1, 0.5)
-    assert second != second
-    assert read([]) == []
-    assert read([torch.ones((), requires_grad=True)]) == [1]
 
 
 def test_a_batch_is_read_as_often_whatever_the_number_of_layers():

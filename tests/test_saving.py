@@ -60,14 +60,6 @@ def test_answers_and_settings_survive(tmp_path):
     assert read.backend.settings == la.backend.settings
 
 
-def test_a_state_goes_through_torch_save(tmp_path):
-    la, batch = fitted(), ragged_batches()[0]
-    torch.save(la.state_dict(), tmp_path / "posterior.pt")
-    other = make(la.model.model, backend_kwargs={"rank": 3})
-    other.load_state_dict(torch.load(tmp_path / "posterior.pt", weights_only=True))
-    assert torch.equal(la(batch), other(batch))
-
-
 def test_a_file_that_holds_no_posterior_is_refused(tmp_path):
     la = fitted()
     with pytest.raises(FileNotFoundError, match=FILE):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import laplace
 import laplace.curvature as host_backends
 import pytest
 import torch
-from laplace.curvature.asdl import AsdlGGN
-from laplace.curvature.curvlinops import CurvlinopsGGN
 
-from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from tests.support.models import lora_model, pairs, plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, make, stock
 
@@ -37,34 +33,6 @@ def test_host_structures_equal_the_stock_classes(kind, structure):
         torch.testing.assert_close(mine, stocks.to(mine), **close)
 
 
-@pytest.mark.parametrize("structure", ["diag", "full", "kron"])
-def test_two_runs_are_one_with_the_hosts_structures(structure):
-    def build():
-        return make(lora_model("bert"), structure)
-
-    batches = ragged_batches(lengths=[5] * 6, padded_to=5)
-    once, twice = build(), build()
-    once.fit(batches)
-    twice.fit(batches[:1])
-    twice.fit(batches[1:], override=False)
-    for la in (once, twice):
-        assert la.n_data == 6
-    torch.testing.assert_close(
-        once.log_marginal_likelihood(), twice.log_marginal_likelihood(), rtol=1e-8, atol=1e-10
-    )
-    torch.testing.assert_close(once(batches[0]), twice(batches[0]), rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
-def test_other_structures_are_tuned_by_the_evidence_too(structure):
-    la = fitted(structure=structure)
-    history = la.optimize_prior_precision()
-    assert history.objective[-1] > history.objective[0]
-    if structure == "diag":
-        history = la.optimize_prior_precision(prior_structure="diag", tolerance=0, n_steps=30)
-        assert history.prior_precision.shape == (30, la.n_params)
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_two_classes_work_in_every_structure(structure):
     la = make(lora_model("bert", n_labels=2), structure)
@@ -73,12 +41,6 @@ def test_two_classes_work_in_every_structure(structure):
         probabilities = la(ragged_batches()[0], link_approx=link)
         assert probabilities.shape == (3, 2)
         torch.testing.assert_close(probabilities.sum(1), torch.ones(3).double())
-
-
-@pytest.mark.parametrize("backend", [LowRankKronGGN, LowRankKronEF])
-def test_kron_refuses_a_backend_with_low_rank_factors(backend):
-    with pytest.raises(ValueError, match=rf"{backend.__name__}.*lowrank_kron"):
-        make(plain_model(), "kron", backend=backend)
 
 
 UNFITTED = {
@@ -105,19 +67,6 @@ def test_a_posterior_that_is_not_fitted_says_so(la, use):
     with pytest.raises(AttributeError, match=r"fit\(\)"):
         UNFITTED[use](la, pairs())
     assert la.prior_precision.tolist() == [1.0]
-
-
-@pytest.mark.parametrize("structure", ["diag", "full"])
-@pytest.mark.parametrize("backend", [CurvlinopsGGN, AsdlGGN])
-def test_the_hosts_own_backends_fit_several_batches(structure, backend):
-    """Their passes may be functional, and their hooks stay from batch to batch."""
-    evidences = []
-    for backend_kwarg in ({"backend": backend}, {}):
-        model = lora_model("bert", torch.float64)
-        la = laplace.Laplace(model, "classification", "lora", structure, **backend_kwarg)
-        la.fit(ragged_batches())
-        evidences.append(la.log_marginal_likelihood().item())
-    assert evidences[0] == pytest.approx(evidences[1], rel=1e-4)
 
 
 HOSTS_BACKENDS = [n for n in host_backends.__all__ if not n.endswith("Interface")]

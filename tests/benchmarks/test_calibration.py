@@ -1,8 +1,6 @@
 """The experiment on rivals at its smallest, and the text of several seeds."""
 
-from types import SimpleNamespace
-
-from benchmarks.experiments.calibration import CONTESTANTS, text_of
+from benchmarks.experiments.calibration import CONTESTANTS
 from benchmarks.methods import METHODS
 from benchmarks.methods.method import Posterior
 from benchmarks.methods.priors import BY_TRAINING, LINKS
@@ -32,20 +30,3 @@ def test_the_benchmark_measures_every_method(tmp_path, capsys, tiny_models):
         assert (row["regret"] is not None) == low_rank
         assert not low_rank or row["regret"] >= 0  # the grid of factors has 1 in it
     assert "Training" in progress
-
-
-def test_tables_have_means_and_deviations_over_seeds():
-    description = {"name": "t", "train": 1, "test": 1, "classes": ["a"], "shifted": {}}
-    settings = SimpleNamespace(model="tiny")
-    pretrained = SimpleNamespace(description=description, hyperparameters=settings)
-    rows = [
-        {"name": "m", "chosen_by": "evidence", "link": link, "seed": seed, "nll": nll}
-        for seed, link, nll in ((0, "p", 1.0), (1, "p", 3.0), (1, "q", 2.0))
-    ]
-    words, table = text_of(pretrained, rows, ["nll"])
-    assert "Seeds: 0, 1" in words
-    # "q" has one seed alone, so that there is nothing to spread.
-    assert [line.split("|")[-2].strip() for line in table.splitlines()[2:]] == [
-        "2.000 ± 1.414",
-        "2.000",
-    ]

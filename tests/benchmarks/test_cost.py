@@ -1,7 +1,5 @@
 """The experiment on costs at its smallest, its rivals, and what becomes of those that fail."""
 
-import sys
-
 import pytest
 import torch
 
@@ -45,22 +43,6 @@ def test_the_benchmark_writes_table_figures_and_plot(tmp_path, capsys):
     assert is_picture(tmp_path / "results" / "cost.png")
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"limit": 0.01}, "took longer than the limit of 0.01 s"),
-        ({"hidden_sizes": 512, "memory_limit": 30}, "memory"),
-    ],
-)
-def test_contestants_over_a_limit_are_listed_and_stop_nothing(options, reason, tmp_path, capsys):
-    if "memory_limit" in options and sys.platform != "linux":
-        pytest.skip("memory is limited on Linux alone")
-    options = {**SMALL, "contestants": "stock_kron", "prediction_batch_sizes": 8, **options}
-    figures, printed, _ = run(capsys, tmp_path, "cost", **options)
-    assert reason in figures["failures"][0]["reason"]
-    assert f"- Stock Kron ({options['hidden_sizes']}, float32), " in printed
-
-
 @pytest.mark.parametrize("key", CONTESTANTS)
 def test_every_rival_predicts_a_distribution_broader_than_the_models(key):
     shape = small_shape(layers=2)
@@ -76,22 +58,3 @@ def test_every_rival_predicts_a_distribution_broader_than_the_models(key):
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(5))
     assert not torch.allclose(probabilities, expected, rtol=1e-6, atol=0)
     assert (probabilities.max(-1).values <= expected.max(-1).values + 1e-6).all()
-
-
-def test_the_bare_loop_runs_one_forward_and_so_many_backward_passes():
-    shape = small_shape(dtype="bfloat16")
-    model = random_llama(shape, "cpu", 0)
-    assert {p.dtype for p in model.model.parameters() if not p.requires_grad} == {torch.bfloat16}
-    calls = {"forward": 0, "backward": 0}
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default"
-
-    def after_forward(module, inputs, output):
-        calls["forward"] += 1
-        output.register_hook(lambda _: calls.update(backward=calls["backward"] + 1))
-
-    model.model.get_submodule(name).register_forward_hook(after_forward)
-    bare = posterior("bare").build(model)
-    bare.fit(random_loader(shape, 2, "cpu", 0))
-    assert calls == {"forward": 2, "backward": 2 * (shape.classes - 1)}
-    bare(next(iter(random_loader(shape, 1, "cpu", 0))))
-    assert calls == {"forward": 3, "backward": 2 * (shape.classes - 1) + shape.classes}

@@ -7,10 +7,6 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 
 from benchmarks.measuring import (
-    SHARE_OF_LIMIT,
-    growth_exponent,
-    reason_of,
-    repeated_seconds,
     run_alone,
     run_limited,
 )
@@ -45,25 +41,3 @@ def test_a_process_of_its_own_returns_or_raises_what_a_call_would():
         run_alone(fail, "its own words")
     with pytest.raises(BrokenProcessPool):
         run_alone(leave)
-
-
-def test_exponents_and_reasons():
-    assert growth_exponent([1, 2, 4], [5, 20, 80]) == pytest.approx(2)
-    assert growth_exponent([1, 2, 4], [5, -1, 80]) is None
-    assert growth_exponent([2], [5]) is None
-    assert reason_of(ValueError("one\ntwo")) == "ValueError: one two"
-    assert len(reason_of(ValueError("x" * 1000))) < 250
-
-
-def test_slow_calls_are_repeated_less():
-    calls = []
-
-    def job():
-        calls.append(1)
-        time.sleep(0.02)
-
-    figures = repeated_seconds(job, 50, limit=0.6)
-    assert figures["repetitions"] == len(calls) - 1 <= SHARE_OF_LIMIT * 0.6 / 0.02
-    assert figures["warmed_up"]
-    alone = repeated_seconds(job, 50, limit=0.01)
-    assert (alone["warmed_up"], alone["repetitions"]) == (False, 1)

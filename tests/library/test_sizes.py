@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.passes import graph
-from tests.support.models import N_CLASSES, laplace_keywords, lora_model, ragged_batches
-from tests.support.posteriors import KFAC_APPROX, fitted
+from tests.support.models import N_CLASSES, lora_model, ragged_batches
+from tests.support.posteriors import fitted
 
 WIDTH = 52
 
@@ -58,30 +58,6 @@ class NewTensors(TorchDispatchMode):
                 if not view:
                     self.shapes.add(tuple(tensor.shape))
         return results
-
-
-@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_no_large_matrix_and_no_whole_jacobian(kind, kfac_approx):
-    model = lora_model(kind, torch.float32, hidden_size=WIDTH)
-    la = laplace.Laplace(
-        model,
-        "classification",
-        "lora",
-        "lowrank_kron",
-        backend_kwargs={"rank": 4, "kfac_approx": kfac_approx},
-        **laplace_keywords(kind),
-    )
-    batches = ragged_batches(batch_size=4)
-    with NewTensors() as fitting:
-        la.fit(batches)
-        la.log_marginal_likelihood()
-    with NewTensors() as predicting:
-        probs = la(batches[0], link_approx="probit")
-    for shape in fitting.shapes | predicting.shapes:
-        assert sum(size in LARGE for size in shape) < 2, shape
-    largest = max(torch.Size(shape).numel() for shape in predicting.shapes)
-    assert largest < probs.numel() * la.n_params  # the Jacobian of all blocks
 
 
 def bare_loop(la, batch, seeds):

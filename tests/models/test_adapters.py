@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from laplace_lora_ext.models.adapters import add_fresh_adapter
 from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
-from tests.support.posteriors import fitted, generator, make, plain_regression
+from tests.support.posteriors import fitted, generator
 
 
 def reloaded(kind, folder) -> PeftModel:
@@ -70,23 +70,6 @@ def test_weights_outside_the_posterior_stay_at_their_map_value(tmp_path):
             assert torch.equal(value, expected) != changed, name
 
 
-def test_an_adapter_of_another_name_gets_peft_s_folder(tmp_path):
-    model = lora_model("bert")
-    model.add_adapter("mine", model.peft_config["default"])
-    model.set_adapter("mine")
-    model = model.double()
-    for name, parameter in model.named_parameters():
-        if "lora_B.mine" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    la = make(model)
-    la.fit(ragged_batches())
-    folders = la.sample_adapters(11, tmp_path)
-    assert folders[3] == tmp_path / "sample_03" / "mine"
-    assert (folders[10] / "adapter_model.safetensors").exists()
-    assert list((tmp_path / "sample_10").glob("*/")) == [folders[10]]  # not the other adapter
-    assert not (tmp_path / "sample_10" / "adapter_model.safetensors").exists()
-
-
 def test_a_fresh_adapter_trains_what_the_other_one_does():
     model = lora_model("bert")
     for name, weight in model.named_parameters():
@@ -110,9 +93,3 @@ def test_nothing_is_overwritten(tmp_path):
     with pytest.raises(FileExistsError, match="sample_1"):
         la.sample_adapters(2, tmp_path)
     assert not (tmp_path / "sample_0").exists()
-
-
-def test_a_model_without_peft_is_refused(tmp_path):
-    la, _ = plain_regression()
-    with pytest.raises(ValueError, match="get_peft_model"):
-        la.sample_adapters(1, tmp_path)

@@ -99,17 +99,6 @@ def test_positions_count_from_the_first_real_token_and_only_answers_are_computed
     assert outputs[-1].logits.shape == (2, 1, VOCABULARY)
 
 
-@pytest.mark.parametrize("without", ["output layer", "decoder of its own"])
-def test_a_model_that_is_built_in_another_way_is_read_at_the_answers(without, monkeypatch):
-    model, (batch,) = llama(), ragged_batches(batch_size=8, padding_side="left")
-    expected = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-    if without == "output layer":
-        monkeypatch.setattr(type(model), "get_output_embeddings", lambda _: None)
-    else:
-        monkeypatch.setattr(type(model), "base_model_prefix", "")
-    torch.testing.assert_close(LogitsModel(model, CLASS_TOKEN_IDS)(batch), expected)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_an_adapter_in_the_output_layer_takes_part(side):
     model = llama_with_output_layer().eval()
@@ -147,14 +136,6 @@ def test_logits_at_other_positions_than_the_texts_are_refused():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_class_tokens_need_logits_at_positions(bert):
-    with pytest.raises(ValueError, match=r"\(batch, positions, vocabulary\), not \(3, 3\)"):
-        LogitsModel(bert, [1, 2])(ragged_batches()[0])
-    deep = nn.Sequential(nn.Linear(4, 9), nn.Unflatten(1, (1, 1, 9)))
-    with pytest.raises(ValueError, match=r"\(batch, positions, vocabulary\), not \(2, 1, 1, 9\)"):
-        LogitsModel(deep, [1, 2])(torch.zeros(2, 4))
-
-
 @pytest.mark.parametrize("ids", [[3, 3], [1, 2, 1], [1], [], [1, VOCABULARY], [-1, 2]], ids=str)
 def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(ids):
     with pytest.raises(ValueError, match="two or more distinct tokens of the model's vocabulary"):
@@ -168,21 +149,6 @@ def test_a_causal_language_model_needs_class_tokens_which_may_be_the_first_and_t
     ids = [0, VOCABULARY - 1]
     every = LogitsModel(model, list(range(VOCABULARY)))(batch)
     assert torch.equal(LogitsModel(model, ids)(batch), every[:, ids])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda mask: mask.index_fill(0, torch.tensor(1), 0), "Row 1 has no text"),
-        (lambda mask: mask[:, None, None], r"\(texts, positions\), not \(3, 1, 1, 7\)"),
-    ],
-)
-def test_a_mask_shows_where_each_text_ends(change, message):
-    (batch, *_) = ragged_batches()
-    with pytest.raises(ValueError, match=message):
-        LogitsModel(causal_model("gpt2"), CLASS_TOKEN_IDS)(
-            batch | {"attention_mask": change(batch["attention_mask"])}
-        )
 
 
 def test_prompts_that_end_in_their_answers_are_warned_of():
@@ -215,13 +181,6 @@ def test_an_encoder_decoder_answers_after_its_start_token_or_what_the_batch_give
         batch["decoder_input_ids"] = torch.tensor([given]).expand(8, -1)
     found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
     torch.testing.assert_close(found, expected, **EXACT)
-
-
-def test_an_encoder_decoder_without_a_start_token_is_refused():
-    model = t5()
-    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
-    with pytest.raises(ValueError, match=r"no decoder_start_token_id.*decoder_input_ids"):
-        LogitsModel(model, CLASS_TOKEN_IDS)(ragged_batches()[0])
 
 
 # --- masked language models ----------------------------------------------------------------------

@@ -97,25 +97,6 @@ def test_a_language_models_is_read_where_it_answers(name, padding_side):
             torch.testing.assert_close(of_all[:, CLASS_TOKEN_IDS], logits)
 
 
-def test_logits_may_be_capped_afterwards():
-    plain = built("Gemma2ForCausalLM", head_dim=8, num_key_value_heads=1, query_pre_attn_scalar=8)
-    model = LogitsModel(plain, CLASS_TOKEN_IDS)
-    with model.prepared(), torch.no_grad():
-        logits, hidden = logits_and_hidden_states(model, ragged_batches()[0])
-        cap = plain.config.final_logit_softcapping
-        expected = (plain.lm_head(hidden) / cap).tanh() * cap
-    torch.testing.assert_close(logits, expected[:, CLASS_TOKEN_IDS])
-
-
-def test_a_plain_module_has_one_too():
-    torch.manual_seed(0)
-    plain, x = TwoLinear(), torch.randn(4, 5)
-    model = LogitsModel(plain)
-    logits, hidden = logits_and_hidden_states(model, x)
-    torch.testing.assert_close(plain.second(hidden), logits)
-    torch.testing.assert_close(hidden, plain.first(x).tanh())
-
-
 def test_without_such_a_layer_there_are_no_hidden_states():
     model = LogitsModel(Scaled())
     logits, hidden = logits_and_hidden_states(model, torch.randn(4, 5))

@@ -58,32 +58,6 @@ def test_a_and_b_of_every_layer_come_in_the_order_of_the_models_parameters(kind)
         assert (2 if block.small_output else block.weight.shape[0]) == block.shape[0]
 
 
-class Around(nn.Module):
-    """Holds a model under the name that a wrapper of torch gives it."""
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        super().__init__()
-        self.add_module(name, model)
-
-
-@pytest.mark.parametrize("wrappers", [["module"], ["_orig_mod", "module"], ["module", "module"]])
-def test_prefixes_of_wrappers_are_stripped(bert, wrappers):
-    model = bert
-    for name in wrappers:
-        model = Around(model, name)
-    assert names(find_blocks(model)) == IN_PEFT
-    bert.base_model.model.bert = Around(bert.base_model.model.bert, "_orig_mod")
-    assert names(find_blocks(model)) == IN_PEFT
-
-
-def test_two_layers_whose_names_differ_by_a_wrapper_alone_are_both_found():
-    model = nn.Module()
-    model.layer = with_lora(TwoLinear(), "first")
-    model.module = nn.Module()
-    model.module.layer = with_lora(TwoLinear(), "first")
-    assert len(find_blocks(model)) == 4
-
-
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_an_adapter_loaded_for_inference_gives_the_same_posterior(kind, tmp_path):
     trained = lora_model(kind)
@@ -118,7 +92,6 @@ def test_only_the_active_adapter_takes_part(bert, active):
         ({"target_modules": ["query"]}, "query"),
         ({"target_modules": r".*layer\.1\..*"}, "layer.1."),  # a pattern of the whole name
         ({"layers_to_transform": 1}, "layer.1."),
-        ({"layers_to_transform": range(2)}, "layer."),
         ({"target_modules": ["value"], "layers_to_transform": iter([1])}, "layer.1.attention.self"),
     ],
 )
@@ -133,11 +106,7 @@ def test_selection_speaks_pefts_words(bert, selection, part):
     "selection",
     [
         {"target_modules": ["key"]},
-        {"target_modules": []},
-        {"target_modules": "query"},
         {"layers_to_transform": [7]},
-        {"layers_to_transform": range(0)},
-        {"target_modules": ["query"], "layers_to_transform": 2},
     ],
     ids=str,
 )
@@ -207,8 +176,6 @@ def tied() -> nn.Module:
             r"add B\(A\(x\)\).*layer\.0\.attention\.self\.query.*layer\.1\.attention\.self\.query",
         ),
         (lambda: around(nn.Embedding(9, 4)), r"not: 0 \(Embedding\)\. Leave"),
-        (lambda: around(nn.Conv1d(2, 4, 2)), r"0 \(Conv1d\)"),
-        (lambda: around(nn.MultiheadAttention(4, 2)), r"0 \(MultiheadAttention\)"),
         (pruned, r"weights parameters.*second \(Linear\)\. Leave"),
         (tied, r"share weights: 0\.lora_A\.default\.weight, 1\.lora_A"),
     ],
@@ -216,10 +183,6 @@ def tied() -> nn.Module:
 def test_what_can_not_take_part_is_refused_by_name(model, message):
     with pytest.raises((NotImplementedError, ValueError), match=message):
         find_blocks(model())
-
-
-def test_target_modules_leave_out_what_is_refused():
-    assert len(find_blocks(around(nn.Embedding(9, 4)), target_modules=["1"])) == 2
 
 
 # --- warned of -----------------------------------------------------------------------------------

@@ -62,12 +62,6 @@ def test_rewards_are_those_of_the_model():
         torch.testing.assert_close(samples.var(0), variance[..., 0], atol=0, rtol=0.1)
 
 
-def test_a_classifier_of_two_classes_is_no_reward_model():
-    la = make(lora_model("bert", n_labels=2), likelihood="reward_modeling")
-    with pytest.raises(ValueError, match="num_labels=1"):
-        la.fit([preferences()])
-
-
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
 
@@ -116,11 +110,3 @@ def test_trls_batches_are_taken_as_they_come():
         torch.testing.assert_close(found.objective, expected.objective)
     with pytest.warns(UserWarning, match="has no margin"):
         la.fit([stacked() | {"margin": torch.ones(5)}])
-
-
-def test_batches_without_labels_that_are_no_pairs_are_refused():
-    la = make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
-    odd = {key: value[:5] for key, value in stacked().items()}
-    for batch in (odd, {k: v for k, v in preferences().items() if k != "labels"}):
-        with pytest.raises(ValueError, match=r"No labels 'labels'.*as many chosen as rejected"):
-            la.fit([batch])

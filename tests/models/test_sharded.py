@@ -115,10 +115,3 @@ def test_a_sharded_base_with_whole_lora_weights():
     for result in on_ranks(job, 2):
         assert not isinstance(result, Exception), result
         torch.testing.assert_close(result, expected, **CLOSE)
-
-
-def test_the_hosts_kron_wants_weights_at_hand():
-    model = lora_model("bert")
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    with pytest.raises(NotImplementedError, match=r'structure="kron" needs whole LoRA weights'):
-        build(model, "kron").fit(ragged_batches())

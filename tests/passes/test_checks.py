@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -18,10 +17,8 @@ from tests.support.models import (
     OfMapping,
     Sorting,
     TwoLinear,
-    lora_model,
     pairs,
     plain_model,
-    ragged_batches,
     with_lora,
 )
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, count_forward_passes, make
@@ -160,30 +157,6 @@ def test_layers_that_a_batch_does_not_call_get_no_curvature_from_it(structure):
     assert not la.predictive_moments(nothing).f_var.any()
     la.fit([batch_of("texts")], override=False)
     assert la.n_data == 20
-
-
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-def test_every_approximation_takes_batches_that_do_not_call_all_layers(kfac_approx):
-    model = with_lora(TextsAndImages(), "texts", "images")
-    settings = {"backend_kwargs": {"rank": 100, "kfac_approx": kfac_approx}}
-    la, of_texts = make(model, **settings), make(model, target_modules=["texts"], **settings)
-    la.fit([batch_of(*parts) for parts in PARTS])
-    of_texts.fit([batch_of(*parts) for parts in PARTS if "texts" in parts])
-    H, n_texts = la.H.to_matrix(), of_texts.n_params
-    torch.testing.assert_close(H[:n_texts, :n_texts], of_texts.H.to_matrix(), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("structure", ["kron", "diag"])
-def test_a_fit_by_the_hosts_backend_passes_no_more_often_than_the_backend(structure):
-    batches = ragged_batches()
-    la = make(lora_model("bert"), structure, backend=CurvlinopsGGN)
-    calls = count_forward_passes(la)
-    with la.model.prepared([block.weight for block in la.blocks]):
-        for batch in batches:
-            getattr(la.backend, structure)(batch, batch["labels"], N=8)
-    of_the_host = len(calls)
-    la.fit(batches)
-    assert 0 < len(calls) - of_the_host <= of_the_host
 
 
 def hooks_of(model: nn.Module) -> list[dict]:

@@ -13,10 +13,7 @@ from tests.support.dense import assert_exact, jacobians
 from tests.support.models import (
     Detour,
     Sorting,
-    laplace_keywords,
-    lora_model,
     pairs,
-    ragged_batches,
     with_lora,
 )
 from tests.support.posteriors import make
@@ -62,24 +59,3 @@ def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(kind
     Js, _ = library_jacobians(LogitsModel(model), blocks, X, directions=lambda _: combined)
     expected = torch.einsum("sbc,bcp->bsp", combined, jacobians(model, X))
     torch.testing.assert_close(Js, expected, **EXACT)
-
-
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_a_backward_pass_keeps_gradients_of_the_first_layers_alone(kind, monkeypatch):
-    """Those of every output together would be as large as the activations."""
-    model = lora_model(kind, torch.float32)
-    la = make(model, **laplace_keywords(kind))
-    kept, grad = [], torch.autograd.grad
-
-    def counting(*args, **kwargs):
-        gradients = grad(*args, **kwargs)
-        kept.append(sum(gradient is not None for gradient in gradients))
-        return gradients
-
-    monkeypatch.setattr(torch.autograd, "grad", counting)
-    batches = ragged_batches()
-    la.fit(batches)
-    la(batches[0], link_approx="probit")
-    per_layer = len(la.blocks) // model.config.num_hidden_layers
-    assert len(kept) == len(batches) + 2  # one proves whose rows are whose
-    assert all(0 < number < per_layer for number in kept)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import nn
@@ -54,20 +52,6 @@ def test_jacobians_with_checkpoints_are_those_without(name):
         for each in (model, checkpointing(model))
     ]
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
-
-
-def test_layers_are_computed_again_unless_gradients_have_a_graph_of_their_own():
-    model, (batch, *_) = checkpointing(lora_model("bert")), ragged_batches()
-    blocks, runs = find_blocks(model), Counter()
-    jacobians(LogitsModel(model), blocks, batch)
-    assert not any(block.layer._forward_hooks for block in blocks)
-    for block in blocks:
-        block.layer.register_forward_hook(lambda layer, *_: runs.update([layer]))
-    layouts = LogitsModel(model)
-    jacobians(layouts, blocks, {key: value[:1] for key, value in batch.items()})
-    assert set(runs.values()) == {2}
-    Js, _ = jacobians(layouts, blocks, batch, enable_backprop=True)
-    assert Js.requires_grad
 
 
 class Overwriting(modeling_layers.GradientCheckpointingLayer):

@@ -55,10 +55,3 @@ def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
     torch.testing.assert_close(la.predictive_moments(X), whole, **EXACT)
     statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)
     torch.testing.assert_close(statistics.f_mu, whole.f_mu, **EXACT)
-
-
-def test_an_array_is_taken_apart_as_a_tensor_is(small):
-    la, (batch,) = fitted(), ragged_batches(lengths=(7,) * 8, batch_size=8)
-    calls = count_forward_passes(la)
-    la.predict_proba(batch["input_ids"].numpy(), "probit")
-    assert len(calls) == 4

@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.dense import jacobians
 from tests.support.families import CLASSIFIER, FAMILIES
 from tests.support.family_examples import together
-from tests.support.models import VOCABULARY, Detour, lora_model, ragged_batches, with_lora
+from tests.support.models import VOCABULARY, lora_model, ragged_batches, with_lora
 from tests.support.posteriors import count_forward_passes, make
 
 
@@ -122,28 +122,6 @@ def test_texts_are_proven_at_larger_sizes_and_other_inputs_every_time(passes):
     embedded = la.model.transformer.get_input_embeddings()(batch["input_ids"]).detach()
     inputs = {"inputs_embeds": embedded, "attention_mask": batch["attention_mask"]}
     assert [proofs_of(la, inputs, passes) for _ in range(2)] == [1, 1]
-
-
-def test_a_layer_that_the_logits_do_not_depend_on_costs_no_pass_in_later_batches(passes):
-    model = with_lora(nn.Sequential(nn.Embedding(VOCABULARY, 5), Detour()), "used", "unused")
-    model.register_forward_hook(lambda *args: args[2].sum(1))
-    la, X = make(model), torch.tensor(IDS)
-    la.fit([(X, torch.arange(4) % 3)])
-    assert [proofs_of(la, X, passes) for _ in range(2)] == [0, 0]
-
-
-@pytest.mark.filterwarnings("ignore:Every lora_B")
-def test_an_untrained_adapter_proves_the_rows_of_lora_a_by_those_of_lora_b(passes):
-    model = lora_model("bert").requires_grad_(False)
-    trained = copy.deepcopy(model.state_dict())
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.zero_()
-    la, (batch, *_) = make(model), ragged_batches()
-    la.fit([batch])
-    model.load_state_dict(trained)
-    la.fit([batch])
-    assert proofs_of(la, batch, passes) == 0
 
 
 TOGETHER = "BERT", "GPT-2", "OPT", "T5", "Qwen2-MoE", "Swin", "MobileViT", "TimeSformer", "Whisper"

@@ -287,12 +287,6 @@ def test_an_example_comes_alone_or_through_the_batch(run, n_passes):
         assert len(calls) == n_passes + 1
 
 
-def test_calls_of_a_layer_count_as_positions_in_expand():
-    la = make(adapted(both_ways), backend_kwargs={"kfac_approx": "expand"})
-    la.fit([sequences(n=4, length=3)])
-    assert [block.normalizer for block in la.H_facs.blocks] == [2 * 4 * 3] * 2 + [4 * 3] * 2
-
-
 @pytest.mark.parametrize("structure", ["diag", "full"])
 def test_shared_rows_in_the_hosts_structures(structure):
     checked(adapted(shared(3)), numbers((4, 3), (2, 3)), structure)

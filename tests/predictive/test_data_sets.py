@@ -5,11 +5,11 @@ from __future__ import annotations
 import datasets
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from laplace_lora_ext.predictive.decisions import Prediction
-from tests.support.models import pairs, plain_model, ragged_batches
-from tests.support.posteriors import fitted, generator, make
+from tests.support.models import ragged_batches
+from tests.support.posteriors import fitted, generator
 from tests.support.ranks import Texts, accelerated, failures, on_ranks, strided_loader
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -89,15 +89,6 @@ def test_long_texts_come_first_and_little_is_padded(la):
     assert shapes == [(4, 7), (4, 5), (3, 2)]
 
 
-def test_pairs_of_tensors_need_no_collator():
-    la, (X, y) = make(plain_model()), pairs(n=9)[0]
-    la.fit([(X, y)])
-    expected = la.predict_proba(X)
-    for data in (TensorDataset(X, y), DataLoader(TensorDataset(X, y), batch_size=4), [(X, y)]):
-        found = la.predict_proba(data, batch_size=2)
-        torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(expected), **CLOSE)
-
-
 def test_every_batch_gets_the_same_draws(la):
     (batch,) = ragged_batches(batch_size=8)
     found = la.predict([batch, batch], "mc", n_samples=5, generator=generator())
@@ -106,17 +97,6 @@ def test_every_batch_gets_the_same_draws(la):
     assert torch.equal(found.probabilities[:8], once.probabilities)
     proba = la.predict_proba([batch, batch], "mc")
     assert (proba[:8] == proba[8:]).all()
-
-
-def test_what_is_refused_says_where(la):
-    good = ragged_batches()[0]
-    with pytest.raises(ValueError, match="batch 1: input_ids must be a dense"):
-        la.predict_proba([good, {"input_ids": torch.ones(2, 0).long()}])
-    for nothing in ([], iter(()), DataLoader([], batch_size=2)):
-        with pytest.raises(ValueError, match="The loader has no data"):
-            la.predict(nothing)
-    with pytest.raises(ValueError, match="The loader has no data"):
-        la.predict(rows()[:0], collate_fn=collate)
 
 
 def test_ranks_share_a_data_set_and_a_sharded_loader(la):

@@ -61,17 +61,6 @@ def test_probabilities_are_those_of_the_link(structure, link):
             la.predict(batch, link_approx="bridge")
 
 
-def test_without_variance_no_doubt_is_epistemic():
-    f_mu = torch.tensor([[1.0, 0.0, -1.0]]).double()
-    p = f_mu.softmax(-1)
-    moments = Moments(f_mu, torch.zeros(1, 3, 3).double())
-    noise = torch.randn(10, 1, 3, generator=generator()).double()
-    found = Prediction.of_draws(p, softmax_samples(*moments, noise).exp())
-    torch.testing.assert_close(found.total_entropy, -(p * p.log()).sum(-1))
-    assert found.epistemic_entropy.item() < 1e-15
-    assert found.label_variance.item() < 1e-30
-
-
 def test_probabilities_for_scikit_learn_are_an_array_and_no_single_draw():
     la, batch = fitted(), ragged_batches()[0]
     found = la.predict_proba(batch)

@@ -120,22 +120,3 @@ def test_a_generator_seeds_every_prediction(la, batches, pred_type):
     ):
         assert torch.equal(call(generator()), call(generator()))
         assert not torch.equal(call(generator()), call(generator(1)))
-
-
-@pytest.mark.parametrize("n_samples", [0, 2.5])
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda la, x, n: la(x, link_approx="mc", n_samples=n),
-        lambda la, x, n: la(x, pred_type="nn", link_approx="mc", n_samples=n),
-        lambda la, x, n: la(x, pred_type="nn", n_samples=n, generator=generator()),
-        lambda la, x, n: la.predict(x, n_samples=n),
-        lambda la, x, n: la.functional_samples(x, n_samples=n),
-        lambda la, x, n: la.predictive_samples(x, n_samples=n),
-        lambda la, x, n: la.predictive_samples(x, pred_type="nn", n_samples=n),
-        lambda la, x, n: la.sample_adapters(n, "nowhere"),
-    ],
-)
-def test_there_are_no_predictions_without_samples(la, batches, use, n_samples):
-    with pytest.raises(ValueError, match="n_samples must be at least 1, and whole, not"):
-        use(la, batches[0], n_samples)

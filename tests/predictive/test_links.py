@@ -17,7 +17,7 @@ from laplace_lora_ext.predictive.links import (
 )
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 from tests.support.models import ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
+from tests.support.posteriors import STRUCTURES, fitted, generator
 
 
 def some_moments(n_classes, scale=1.0, n=40):
@@ -147,10 +147,3 @@ def test_every_structure_predicts_with_them(structure, name):
     if name in ("mean_field", "runners_up"):
         with pytest.raises(ValueError, match=name):
             la(batch, pred_type="nn", link_approx=name)
-
-
-def test_regression_needs_no_link():
-    la, X = plain_regression()
-    for link in ("mean_field", "runners_up"):
-        for one, other in zip(la(X, link_approx=link), la(X), strict=True):
-            assert torch.equal(one, other)

@@ -10,8 +10,6 @@ from transformers import (
     Speech2TextConfig,
     Speech2TextForConditionalGeneration,
     StoppingCriteriaList,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
 )
 
 from tests.support.families import FAMILIES, RIGHT
@@ -146,22 +144,6 @@ def test_texts_of_many_lengths_are_padded_and_scored_up_to_their_ends():
         torch.testing.assert_close(found.scores.log_prob[row], again.log_prob[0])
 
 
-def test_a_mask_that_is_not_given_is_made_as_transformers_does():
-    la, given = writer("gpt2")
-    masked = la.generate(**given, n_samples=2, generator=generator(), **GREEDY)
-    tokens = given["input_ids"]
-    found = la.generate(input_ids=tokens, n_samples=2, generator=generator(), **GREEDY)
-    assert torch.equal(found.sequences, masked.sequences)
-    options = GREEDY | {"eos_token_id": PAD, "n_samples": 0}  # then padding is text
-    options |= {"return_dict_in_generate": True, "output_logits": True}
-    unmasked, expected = (
-        la.generate(input_ids=tokens, **of_mask, **options).outputs[1].logits[0]
-        for of_mask in ({}, {"attention_mask": torch.ones_like(tokens)})
-    )
-    torch.testing.assert_close(unmasked, expected)
-    assert not torch.allclose(unmasked, la.generate(**given, **options).outputs[1].logits[0])
-
-
 def test_processors_see_log_probabilities_and_what_they_forbid_stays_forbidden():
     sums = []
 
@@ -207,24 +189,14 @@ def reading_another_text(la):
     return GREEDY | {"n_samples": 2, "logits_processor": LogitsProcessorList([read])}
 
 
-def of_shapes(tokens, mask):
-    return {"input_ids": torch.ones(tokens).long(), "attention_mask": torch.ones(mask).long()}
-
-
 ON_THE_RIGHT = {"input_ids": torch.tensor([[7, 8, 9], [5, 6, 0]])}
 SEVERAL = [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}]
 SEVERAL += [{"guidance_scale": 1.5}]
 REFUSED = [
     *(("gpt2", option, "one text a prompt.*" + next(iter(option))) for option in SEVERAL),
     ("gpt2", {"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 12)}, "Pass input_ids"),
-    ("gpt2", {"inputs_embeds": torch.zeros(3, 4, 12)}, "does not know how inputs_embeds"),
-    ("gpt2", {"pixel_values": torch.zeros(3, 3, 8, 8)}, "does not know how pixel_values"),
     ("gpt2", {"token_type_ids": torch.zeros(3, 4)}, "does not know how token_type_ids"),
     ("t5", {"decoder_input_ids": torch.ones(3, 2).long()}, "does not know how decoder_input_ids"),
-    *(
-        ("gpt2", of_shapes(*shapes), "Pass whole texts")
-        for shapes in (((3,), (3,)), ((1, 3), (1, 5)), ((1, 0), (1, 0)), ((2, 3), (1, 3)))
-    ),
     *(
         ("gpt2", ON_THE_RIGHT | padded, "pad on the left")
         for padded in (
@@ -243,27 +215,3 @@ def test_what_can_not_be_continued_is_refused(kind, options, message):
     options = {name: value for name, value in options.items() if value is not None}
     with pytest.raises((ValueError, NotImplementedError), match=message):
         la.generate(**options)
-
-
-@pytest.mark.parametrize("option", SEVERAL)
-def test_several_texts_are_refused_where_the_model_asks_for_them(option):
-    la, given = writer("gpt2")
-    for name, value in option.items():
-        setattr(la.model.transformer.generation_config, name, value)
-    with pytest.raises(NotImplementedError, match="one text a prompt"):
-        la.generate(**given, n_samples=0)
-    own = {name: 1 for name in option if name != "do_sample"}
-    assert len(la.generate(**given, **GREEDY, **own, n_samples=2).sequences) == 3
-
-
-def test_models_that_generate_in_another_way_are_refused_by_name():
-    torch.manual_seed(0)
-    sizes = {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 16}
-    model = WhisperForConditionalGeneration(WhisperConfig(**_SOUNDS, **sizes))
-    model = with_lora(model, "q_proj", "v_proj").eval()
-    sounds = torch.randn(2, 4, 16, generator=generator()).double()
-    batch = {"input_features": sounds, "labels": torch.tensor([[5, 6, 2], [7, 2, -100]])}
-    la = fitted_text(model, [batch])
-    assert la.score(batch, 2).log_prob.isfinite().all()
-    with pytest.raises(NotImplementedError, match=r"Whisper\w* has a generate of its own"):
-        la.generate(input_features=sounds)

@@ -73,23 +73,6 @@ def test_ranks_choose_by_the_texts_of_all_of_them():
         torch.testing.assert_close(result, expected)
 
 
-def test_what_is_wrong_with_the_data_is_said_and_the_prior_stays():
-    la = fitted_text()
-    before = la.prior_precision.clone()
-    unlabelled = validation()[0] | {"labels": torch.full((3, 7), -100)}
-    with pytest.raises(ValueError, match="batch 1: no token is labelled"):
-        la.optimize_prior_precision(
-            method="gridsearch", val_loader=[validation()[0], unlabelled], **GRID
-        )
-    with pytest.raises(ValueError, match="no data"):
-        la.optimize_prior_precision(method="gridsearch", val_loader=[], **GRID)
-    with pytest.raises(ValueError, match="pass val_loader"):
-        la.optimize_prior_precision(method="gridsearch")
-    with pytest.raises(ValueError, match="at least 1"):
-        la.optimize_prior_precision(method="gridsearch", val_loader=[], grid_size=0)
-    assert torch.equal(la.prior_precision, before)
-
-
 FEW = {"n_samples": 2, "grid_size": 9}
 
 

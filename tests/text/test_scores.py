@@ -69,18 +69,3 @@ def test_a_token_that_is_impossible_adds_nothing_and_one_that_is_not_a_number_is
     f[0, 1] = math.nan
     with pytest.raises(ValueError, match="non-finite"):
         score(f, [f], TOKENS, LABELLED)
-
-
-def test_draws_are_taken_one_at_a_time():
-    f, *drawn = some_logits()
-    alive = 0
-
-    def one_by_one():
-        nonlocal alive
-        for logits in drawn:
-            alive += 1
-            yield logits
-            alive -= 1
-            assert alive == 0
-
-    score(f, one_by_one(), TOKENS, LABELLED)

@@ -49,23 +49,6 @@ def test_draws_change_the_predictions_by_as_much_as_is_allowed(structure, max_ch
     assert len(history.step) < 20
 
 
-def test_many_examples_go_in_parts(monkeypatch):
-    la = fitted()
-    options = {"method": METHOD, "train_loader": ragged_batches(), "n_samples": 4000}
-    whole = la.optimize_prior_precision(generator=generator(), **options).prior_precision[-1]
-    monkeypatch.setattr("laplace_lora_ext.tuning.agreement._CHUNK", 1)
-    parts = la.optimize_prior_precision(generator=generator(), **options).prior_precision[-1]
-    torch.testing.assert_close(whole, parts, rtol=0.05, atol=0)
-
-
-def test_a_change_out_of_reach_is_said():
-    la = fitted()
-    with pytest.warns(UserWarning, match="No prior precision within a factor of 1e8"):
-        la.optimize_prior_precision(
-            method=METHOD, train_loader=ragged_batches(), max_change=0.99, n_samples=10
-        )
-
-
 @pytest.mark.parametrize("start", [1e-5, 1e5, torch.arange(1.0, 9.0)])
 def test_the_start_is_scaled_as_a_whole_wherever_it_is(start):
     la = fitted()

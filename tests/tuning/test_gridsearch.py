@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-import torchmetrics
 from laplace.utils.metrics import RunningNLLMetric
-from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
@@ -34,77 +32,6 @@ def test_gridsearch_scales_a_layerwise_prior(validation):
         method="gridsearch", val_loader=validation, init_prior_prec=5.0, **GRID
     )
     torch.testing.assert_close(scalar.prior_precision[:, 0], factors)  # the host's grid
-
-
-BATCHES = {
-    "pairs": lambda batch: ({k: v for k, v in batch.items() if k != "labels"}, batch["labels"]),
-    "short numbers": lambda batch: batch | {"labels": batch["labels"].int()},
-}
-
-
-@pytest.mark.parametrize(
-    ("structure", "pred_type"), [("lowrank_kron", "glm"), ("lowrank_kron", "nn"), ("diag", "glm")]
-)
-@pytest.mark.parametrize("kind", BATCHES)
-def test_batches_that_can_be_fitted_can_be_searched_with(validation, kind, structure, pred_type):
-    la = fitted(structure=structure)
-    options = {"method": "gridsearch", "pred_type": pred_type, "link_approx": "mc"}
-    options |= {"log_prior_prec_min": -1, "log_prior_prec_max": 1, "grid_size": 2}
-    histories = []
-    for data in (validation, [BATCHES[kind](batch) for batch in validation]):
-        torch.manual_seed(0)
-        histories.append(la.optimize_prior_precision(val_loader=data, n_samples=3, **options))
-    assert torch.equal(histories[1].objective, histories[0].objective)
-
-
-def test_labels_that_do_not_fit_are_refused_with_their_batch(validation):
-    la = fitted(structure="diag")
-    validation[1]["labels"] = validation[1]["labels"] + 3
-    with pytest.raises(ValueError, match="batch 1: labels must be from 0 to 2, not"):
-        la.optimize_prior_precision(method="gridsearch", val_loader=validation)
-
-
-def test_the_default_type_changes_nothing(validation):
-    la = fitted()
-    statistics = la.predictive_statistics(validation)
-
-    def search():
-        return la.optimize_prior_precision(method="gridsearch", val_loader=statistics, grid_size=9)
-
-    expected = search()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        found = search()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    torch.testing.assert_close(vars(found), vars(expected), rtol=0, atol=0)
-
-
-def test_a_point_at_which_there_is_no_covariance_is_not_chosen(validation):
-    la = fitted()
-
-    def loss(predictions, targets):
-        if la.prior_precision < 1:
-            raise torch.linalg.LinAlgError
-        return la.prior_precision.sum()
-
-    history = la.optimize_prior_precision(
-        method="gridsearch", val_loader=validation, loss=loss, grid_size=9
-    )
-    assert torch.equal(history.objective.isinf(), history.prior_precision.flatten() < 1)
-    assert la.prior_precision == 1
-
-
-def test_a_loss_that_is_finite_nowhere_or_no_number_is_refused(validation):
-    la = fitted()
-    for value, message in ((torch.inf, "no point of the grid"), (torch.nan, "not a number")):
-        with pytest.raises(ValueError, match=message):
-            la.optimize_prior_precision(
-                method="gridsearch",
-                val_loader=validation,
-                loss=lambda *_, value=value: torch.tensor(value),
-            )
-        torch.testing.assert_close(la.prior_precision, torch.ones(1).double())
 
 
 NN = {"pred_type": "nn", "link_approx": "mc", "n_samples": 2}
@@ -152,30 +79,3 @@ def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outpu
         density = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
         assert objective.item() == pytest.approx(-density.log_prob(y).mean().item(), rel=1e-6)
     assert len(set(history.objective.tolist())) == 7
-
-
-class Calibration(torchmetrics.Metric):
-    """Sums up, and takes mean, variance and target, as the host gives them."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("total", default=torch.tensor(5.0).double())
-
-    def update(self, mean, variance, target):
-        self.total += (variance.diagonal(dim1=1, dim2=2) - (mean - target) ** 2).abs().sum()
-
-    def compute(self):
-        return self.total
-
-
-def test_users_metrics_are_reset_and_see_the_variance_or_are_warned_of():
-    la, X = plain_regression()
-    loader = DataLoader(TensorDataset(X, X[:, :2]), batch_size=5)
-    options = {"method": "gridsearch", "val_loader": loader, "grid_size": 3}
-    history = la.optimize_prior_precision(loss=Calibration(), **options)
-    for point, objective in zip(history.prior_precision, history.objective, strict=True):
-        la.prior_precision, metric = point, Calibration()
-        metric.update(*la(X), X[:, :2])
-        assert objective.item() == pytest.approx(metric.compute().item(), rel=1e-6)
-    with pytest.warns(UserWarning, match="predictive variance"):
-        la.optimize_prior_precision(loss=torchmetrics.MeanSquaredError(num_outputs=2), **options)

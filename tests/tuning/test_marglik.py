@@ -1,19 +1,9 @@
 """The evidence at the trained weights."""
 
-import warnings
-
 import pytest
 import torch
 
 from tests.support.posteriors import PRIORS, fitted, plain_regression, sizes
-
-
-def test_one_block_that_runs_away_is_named():
-    la = fitted()
-    before = la.mean.split(sizes(la))
-    la.prior_mean = torch.cat([before[0], *(torch.zeros_like(part) for part in before[1:])])
-    with pytest.warns(UserWarning, match=r"for 1 of 8.*layer\.0\.attention\.self\.query\.lora_A"):
-        la.optimize_prior_precision(prior_structure="layerwise", n_steps=400)
 
 
 def test_the_noise_of_a_regression_is_tuned_with_the_prior():
@@ -29,21 +19,6 @@ def test_the_noise_of_a_regression_is_tuned_with_the_prior():
     assert evidence.item() > before
     assert abs(prior.grad * prior).item() < 0.05
     assert abs(sigma.grad * sigma).item() < 0.05
-
-
-def test_all_steps_are_taken_without_a_tolerance():
-    la = fitted()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        history = la.optimize_prior_precision(n_steps=250, tolerance=0)
-    assert history.step.tolist() == list(range(250))
-
-
-def test_a_search_that_is_cut_short_says_so():
-    la = fitted()
-    with pytest.warns(UserWarning, match="has not converged in 2 steps") as caught:
-        la.optimize_prior_precision(n_steps=2, init_prior_prec=1e-3)
-    assert [one.filename for one in caught] == [__file__]
 
 
 @pytest.mark.parametrize(

@@ -47,30 +47,6 @@ def test_val_gd_honours_seeds(validation):
     assert torch.equal(first, run())
 
 
-def test_val_gd_is_for_low_rank_factors(validation):
-    la = fitted(structure="diag")
-    with pytest.raises(NotImplementedError, match='use "gridsearch"'):
-        la.optimize_prior_precision(method="val_gd", val_loader=validation)
-
-
-def test_a_descent_takes_each_example_once_a_round_and_rounds_in_another_order(monkeypatch):
-    la, seen = fitted(), []
-    statistics = la.predictive_statistics(ragged_batches())
-    part_of = type(statistics).__getitem__
-
-    def noting(self, index):
-        if isinstance(index, torch.Tensor):  # else the loss of all examples is measured
-            seen.extend(index.tolist())
-        return part_of(self, index)
-
-    monkeypatch.setattr(type(statistics), "__getitem__", noting)
-    n, options = len(statistics), {"batch_size": 4, "link_approx": "probit", "n_steps": 4}
-    la.optimize_prior_precision(method="val_gd", val_loader=statistics, **options)
-    rounds = seen[:n], seen[n : 2 * n]
-    assert [sorted(one) for one in rounds] == [list(range(n))] * 2
-    assert rounds[0] != rounds[1]
-
-
 def losses(la, moments, targets, link_approx: str, n_samples: int = 6) -> torch.Tensor:
     """Of each example, with the same draws in each call."""
     link = {"probit": probit, "mean_field": mean_field}.get(link_approx)
