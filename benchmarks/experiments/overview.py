@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pandas as pd
+from cycler import cycler
 from matplotlib.figure import Figure
 
 from benchmarks.options import Overview
-from benchmarks.report import Lines, Result, Row, cell, draw_lines, label, records, save, table
+from benchmarks.report import Lines, Result, Row, cell, label, records, save, table
 
 COUNTS = (1, 2, 3, 5)  # of members
 COLUMNS = ["accuracy", "nll", "ece", "regret", "trainings", "forward_passes"]
@@ -52,8 +54,7 @@ def run(options: Overview) -> Iterator[Result]:
     figures = {"tasks": records(rows), "all": records(of_all), "seeds": seeds, "against": against}
     yield figures, parts
     draw(rows, options.output / "overview.png")
-    panels = {"NLL above the least of the task, mean of the tasks": over_cost(rows)}
-    draw_lines(options.output / "costs.png", panels, "Forward passes of a prediction")
+    draw_costs(over_cost(rows), options.output / "costs.png")
 
 
 def run_by_run(frame: Any, ours: str) -> list[Row]:
@@ -99,6 +100,18 @@ def over_cost(rows: Any) -> Lines:
     above = rows.assign(nll=rows["nll"] - rows.groupby("task")["nll"].transform("min"))
     means = above.groupby("name", sort=False)[["forward_passes", "nll"]].mean().dropna()
     return {str(name): ([x], [y]) for name, x, y in means.itertuples()}
+
+
+def draw_costs(points: Lines, path: Path) -> None:
+    """Draw a point for each method: how good it is over what a prediction costs."""
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    panel = figure.subplots()
+    colours: Any = matplotlib.colormaps["tab10"]
+    panel.set_prop_cycle(cycler(marker=["o", "^", "s", "x"]) * cycler(color=colours.colors))
+    for name, (passes, nll) in points.items():
+        panel.plot(passes, nll, linestyle="", label=name)
+    panel.set(xlabel="Forward passes of a prediction", ylabel=PANELS["nll"])
+    save(figure, path, panel)
 
 
 def draw(rows: Any, path: Path) -> None:

@@ -1,0 +1,32 @@
+"""The notebooks have been executed, and run on tiny settings too."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_cell_runs_after_the_others(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOUR_STEPS", "6")
+    monkeypatch.setenv("TOUR_FILES", "40")
+    mpl.use("Agg")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    names: dict[str, object] = {}
+    with warnings.catch_warnings():  # a notebook sets filters of its own
+        for number, cell in enumerate(cells):
+            if cell["cell_type"] == "code":
+                assert cell["execution_count"]
+                code = compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec")
+                exec(code, names)
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
