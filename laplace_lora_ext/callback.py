@@ -18,16 +18,9 @@ from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.training.examples import in_order
 from laplace_lora_ext.training.trainers import same_random_states
-from laplace_lora_ext.tuning import TuningHistory
+from laplace_lora_ext.tuning import TuningHistory, required_data
 
-_DATA = {
-    "agreement": "train_loader",
-    "marglik": None,
-    "gridsearch": "val_loader",
-    "val_gd": "val_loader",
-    "second_training": "trainer",
-}
-"""What each method needs."""
+_TRAINS = "second_training"
 
 
 class LaplaceCallback(TrainerCallback):
@@ -73,9 +66,9 @@ class LaplaceCallback(TrainerCallback):
         trainer: Any = None,
         **options: Any,
     ) -> None:
-        if method is not None and method not in _DATA:
-            raise ValueError(f"method {method!r} is none of {list(_DATA)}.")
-        if method == "second_training" and (trainer is None or every_checkpoint):
+        if method is not None:
+            required_data(method)  # refuses other names
+        if method == _TRAINS and (trainer is None or every_checkpoint):
             raise ValueError(
                 'method="second_training" trains again with the trainer, once: pass '
                 "trainer=trainer and no every_checkpoint."
@@ -101,7 +94,8 @@ class LaplaceCallback(TrainerCallback):
             Laplace(kwargs["model"], self._likelihood, **self._options)
         if not isinstance(kwargs["train_dataloader"].dataset, Sized):
             raise ValueError("A posterior is fitted to all training data: these have no length.")
-        if _DATA.get(self._method or "") == "val_loader" and not args.do_eval:
+        needed = required_data(self._method) if self._method else []
+        if "val_loader" in needed and not args.do_eval:
             raise ValueError(
                 f'method="{self._method}" needs validation data: give the trainer an eval_dataset '
                 "and an eval_strategy."
@@ -140,7 +134,7 @@ class LaplaceCallback(TrainerCallback):
         eval_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        data = {"train_loader": _loader(train_dataloader, args), "trainer": self._trainer}
+        data: dict[str, Any] = {"train_loader": _loader(train_dataloader, args)}
         if eval_dataloader is not None:
             data["val_loader"] = _loader(eval_dataloader, args)
         with same_random_states():
@@ -150,7 +144,9 @@ class LaplaceCallback(TrainerCallback):
             method = self._method
             if method is None:
                 method = "marglik" if la.trained_likelihood.is_gaussian else "agreement"
-            needed = {name: loader for name, loader in data.items() if name == _DATA[method]}
+            needed = {name: data[name] for name in required_data(method)}
+            if method == _TRAINS:
+                needed = {"trainer": self._trainer}
             self.history = la.optimize_prior_precision(method=method, **needed)
             figures = {
                 "laplace_evidence": la.log_marginal_likelihood().item(),

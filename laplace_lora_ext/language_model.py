@@ -204,6 +204,10 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     def _statistics(self, batch: Any, *_: Any) -> NoReturn:
         self.moments(batch, False)
 
+    def __call__(self, x: Any, *_: Any, **__: Any) -> NoReturn:
+        """Refused: `score` and `generate` predict texts."""
+        self.moments(x, False)
+
 
 def score_texts(
     members: Sequence[LanguageModelLaplace],

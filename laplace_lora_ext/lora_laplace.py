@@ -531,10 +531,9 @@ class LoRALaplace(ParametricLaplace):
             the host's, and "amortized": as "glm", with the variances that `amortize` has learnt
         joint, n_samples, diagonal_output, generator
             as for the host
-        link_approx : {"probit", "mc", "mean_field", "runners_up", "bridge", "bridge_norm"}
+        link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}
             the host's, and "mean_field" (Lu, Ie & Sha, 2020): it takes the covariance between
-            logits into account, as "mc" does, but draws no samples. "runners_up" is its like for
-            many classes: it looks at the three most probable ones alone, by two backward passes
+            logits into account, as "mc" does, but draws no samples
         fitting : bool, default=False
             reward modeling only: probabilities of preferences instead of rewards
         **model_kwargs
@@ -553,7 +552,7 @@ class LoRALaplace(ParametricLaplace):
         "mean_field" keeps to the model's class more often, and a larger prior precision cures it.
         """
         likelihood = self.trained_likelihood if fitting else self.predicted_likelihood
-        if likelihood.is_gaussian and link_approx in {"mean_field", "runners_up"}:
+        if likelihood.is_gaussian and link_approx == "mean_field":
             link_approx = "probit"  # numbers need no link, and the host must know its name
         if pred_type == "nn" and generator is not None:
             if not likelihood.is_gaussian:

@@ -237,7 +237,7 @@ def _in_stages(
 
 
 def _writes(la: Any) -> bool:
-    """Whether a posterior is over texts, whose tokens' entropies would take many passes."""
+    """Whether a posterior is over texts, which have neither classes nor links."""
     return la.likelihood == "language_modeling"
 
 

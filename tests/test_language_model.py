@@ -142,6 +142,7 @@ def test_what_needs_jacobians_of_the_vocabulary_is_refused():
     batch = text_batches()[0]
     for refused in (
         lambda: la(batch),
+        lambda: la(batch, pred_type="nn"),
         lambda: la.predictive_moments(batch),
         lambda: la.predictive_statistics([batch]),
         lambda: la.variance_by_layer(batch),

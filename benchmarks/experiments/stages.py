@@ -32,7 +32,7 @@ from laplace_lora_ext.training.students import STEPS
 
 HELD_OUT = 0.2
 HELD = "held-out texts"
-LINK, FEWER_PASSES = "mean_field", "runners_up"
+LINK = "mean_field"
 EXPLAINED = (
     "Trainings are steps relative to an ordinary training's; forward passes are the seconds of a "
     "prediction relative to the bare model's; seconds are processor time."
@@ -71,9 +71,9 @@ class Member(NamedTuple):
     statistics: Mapping[str, Any]
     seconds: float
 
-    def predict(self, name: str, prior_precision: torch.Tensor, link: str) -> torch.Tensor:
+    def predict(self, name: str, prior_precision: torch.Tensor) -> torch.Tensor:
         """Class probabilities (texts, classes) of a data set."""
-        return probabilities(self.la, self.statistics[name].moments(prior_precision), link)
+        return probabilities(self.la, self.statistics[name].moments(prior_precision), LINK)
 
 
 class Trial:
@@ -94,10 +94,7 @@ class Trial:
         own = self._fitted(model.model, self.whole, self.loaders)
         self.seconds = {
             "bare": self.tests.seconds(lambda batch: model.logits([batch])),
-            **{
-                link: self.tests.seconds(lambda batch, link=link: own.la(batch, link_approx=link))
-                for link in (LINK, FEWER_PASSES)
-            },
+            "exact": self.tests.seconds(lambda batch: own.la(batch, link_approx=LINK)),
         }
 
         def train(examples: Any) -> Any:
@@ -145,18 +142,12 @@ class Trial:
             self.train(model, self._records(self.rest), 1 - HELD_OUT, number)
             firsts.append(self._fitted(model, self.rest, {HELD: self.held}))
         choices = {count: self._choices(firsts[:count]) for count in counts}
-        with_fewer_passes = self._choices(firsts[:1], FEWER_PASSES)
         seconds: list[Member] = []
         for number, again in enumerate(activate):
             again()
             self.train(model, self._records(self.whole), SECOND_STAGE, number)
             seconds.append(self._fitted(model, self.whole, self.loaders))
-        rows = [row for n in counts for row in self._staged(firsts[:n], seconds[:n], choices[n])]
-        found = self._exact(seconds[:1], with_fewer_passes, FEWER_PASSES)
-        names = {row["name"]: row for row in rows}
-        costs = {key: names["In stages"][key] for key in ("trainings", "fit_seconds")}
-        row = self.tests.row("staged_1", "In stages", **found, **costs, prior=HELD_OUT_TEXTS)
-        return [*rows, row]
+        return [row for n in counts for row in self._staged(firsts[:n], seconds[:n], choices[n])]
 
     def _staged(
         self, firsts: list[Member], members: list[Member], choices: list[torch.Tensor]
@@ -288,7 +279,7 @@ class Trial:
             seconds += 0 if name in self.loaders else process_time() - started
         return Member(la, statistics, seconds)
 
-    def _choices(self, firsts: Sequence[Member], link: str = LINK) -> list[torch.Tensor]:
+    def _choices(self, firsts: Sequence[Member]) -> list[torch.Tensor]:
         """What held-out texts choose for one posterior, or for the mixture of several."""
         held: Any = [member.statistics[HELD] for member in firsts]
         if len(firsts) == 1:
@@ -299,7 +290,7 @@ class Trial:
             choice = LaplaceMixture([member.la for member in firsts])
             members = choice.members
             held = MixtureStatistics(tuple(held), ())
-        choice.optimize_prior_precision(method="gridsearch", val_loader=held, link_approx=link)
+        choice.optimize_prior_precision(method="gridsearch", val_loader=held, link_approx=LINK)
         return [la.prior_precision.clone() for la in members]
 
     def _temperature(self, members: Sequence[Member]) -> float:
@@ -318,23 +309,21 @@ class Trial:
         return {"probabilities": found, "chosen": temperature, **cost}
 
     def _exact(
-        self, members: Sequence[Member], prior_precisions: Sequence[torch.Tensor], link: str = LINK
+        self, members: Sequence[Member], prior_precisions: Sequence[torch.Tensor]
     ) -> dict[str, Any]:
         """Predictions of posteriors, with their regret and cost."""
         own = list(zip(members, prior_precisions, strict=True))
 
         def predicted(name: str, factor: float | torch.Tensor = 1.0) -> torch.Tensor:
-            return torch.stack([member.predict(name, factor * x, link) for member, x in own]).mean(
-                0
-            )
+            return torch.stack([member.predict(name, factor * x) for member, x in own]).mean(0)
 
         found = {name: predicted(name) for name in self.loaders}
         labels = self.tests.labels[TEST]
         tried = (negative_log_likelihood(predicted(TEST, factor), labels) for factor in FACTORS)
-        seconds = len(own) * self.seconds[link]
+        seconds = len(own) * self.seconds["exact"]
         return {
             "probabilities": found,
-            "link": link,
+            "link": LINK,
             "chosen": torch.stack(list(prior_precisions)).log().mean().exp().item(),
             "regret": negative_log_likelihood(found[TEST], labels) - min(tried),
             "predict_seconds": seconds,

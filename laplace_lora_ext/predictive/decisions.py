@@ -96,7 +96,7 @@ def predict(
         first, and whose examples come back in its own order. In a `torch.distributed` process
         group all ranks share a data set, or a loader that shows each rank's part, and must all call
         this; each gets all predictions
-    link_approx : {"mean_field", "runners_up", "probit", "mc"}
+    link_approx : {"mean_field", "probit", "mc"}
         link for the probabilities
     n_samples : int, default=1000
         draws of the logits, for entropies and variances

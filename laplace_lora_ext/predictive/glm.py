@@ -11,7 +11,7 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.numerics import without_autocast
 from laplace_lora_ext.passes import Directions, every_output
-from laplace_lora_ext.predictive.links import N_RUNNERS_UP, OF_DIFFERENCES, shared_noise
+from laplace_lora_ext.predictive.links import OF_DIFFERENCES, shared_noise
 from laplace_lora_ext.predictive.moments import Moments, uncorrelated
 from laplace_lora_ext.predictive.sampling import gaussian_samples
 
@@ -43,30 +43,27 @@ def predictive_distribution(
 def moments_for(la: Posterior, X: Any, link_approx: str) -> Moments:
     """Moments of a batch, or `Moments`, as a link needs them, by as few backward passes as it can.
 
-    Links that only see differences of logits get C - 1 of them, those from the most probable logit
-    (one where there are two classes), and "runners_up" the two differences that it looks at:
-    covariances of these are right, those of others 0. All other links get all logits, by C passes.
+    Links that only see differences of logits get the C - 1 from the most probable logit (one where
+    there are two classes). All other links get all logits, by C passes.
     """
-    n_others = la.n_outputs - 1
     sees_all = link_approx not in OF_DIFFERENCES or la.predicted_likelihood.is_gaussian
-    if sees_all or n_others < 1 or isinstance(X, Moments):
+    if sees_all or la.n_outputs < 2 or isinstance(X, Moments):
         return Moments(*predictive_distribution(la, X))
-    seen = N_RUNNERS_UP if link_approx == "runners_up" else n_others
-    return _of_contrasts(la, X, min(seen, n_others))
+    return _of_contrasts(la, X)
 
 
-def _of_contrasts(la: Posterior, X: Any, number: int) -> Moments:
-    """Covariances of how far the next logits are from the most probable one, at their places."""
+def _of_contrasts(la: Posterior, X: Any) -> Moments:
+    """Covariances of how far the other logits are from the most probable one, at their places."""
 
     def ranked(logits: torch.Tensor) -> torch.Tensor:
-        places = logits.topk(number + 1, dim=-1).indices
-        return one_hot(places, logits.shape[-1]).transpose(0, 1).to(logits)  # (S + 1, B, C)
+        places = logits.argsort(dim=-1, descending=True, stable=True)
+        return one_hot(places, logits.shape[-1]).transpose(0, 1).to(logits)  # (C, B, C)
 
     def contrasts(logits: torch.Tensor) -> torch.Tensor:
         return ranked(logits)[1:] - ranked(logits)[:1]
 
     f_mu, f_var = _checked(la, X, directions=contrasts)
-    others = ranked(f_mu.detach())[1:].transpose(0, 1).to(f_var)  # (B, S, C)
+    others = ranked(f_mu.detach())[1:].transpose(0, 1).to(f_var)  # (B, C - 1, C)
     with torch.autocast(f_var.device.type, enabled=False):
         return Moments(f_mu, others.mT @ f_var @ others)
 

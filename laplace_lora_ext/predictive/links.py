@@ -14,9 +14,7 @@ from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_norm
 # At 0 a logistic function is as steep as the normal distribution function of variance 8 / π.
 _PROBIT = math.pi / 8
 
-N_RUNNERS_UP = 2
-
-OF_DIFFERENCES = frozenset({"mean_field", "mc", "runners_up"})
+OF_DIFFERENCES = frozenset({"mean_field", "mc"})
 """Links that only see differences of logits, as a softmax does."""
 
 
@@ -69,25 +67,6 @@ def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
     return (-torch.logsumexp(-shrunk, dim=-1)).log_softmax(-1)
 
 
-def runners_up(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
-    """Shrink the differences from the most probable logit t, each by its own variance.
-
-        p_j ∝ exp(-(m_t - m_j) / √(1 + π/8 Var(f_t - f_j)))
-
-    Only the variances of the two next logits are looked at; their mean counts for the others. So it
-    takes two backward passes, however many classes there are. The most probable class stays so.
-    """
-    order = f_mu.topk(min(N_RUNNERS_UP + 1, f_mu.shape[-1]), dim=-1).indices
-    top, others = order[..., :1], order[..., 1:]
-    own = f_var.diagonal(dim1=-2, dim2=-1)
-    with_top = f_var.take_along_dim(top[..., None], dim=-2).squeeze(-2)
-    variance = own + own.take_along_dim(top, -1) - 2 * with_top
-    known = variance.take_along_dim(others, -1).clamp_min(0)
-    variance = known.mean(-1, keepdim=True).expand_as(f_mu).scatter(-1, others, known)
-    difference = f_mu - f_mu.take_along_dim(top, -1)
-    return (difference / (1 + _PROBIT * variance).sqrt()).log_softmax(-1)
-
-
 def sampled(n_samples: int, generator: torch.Generator | None) -> Link:
     """`monte_carlo` with separate noise for each example, drawn anew in every call."""
 
@@ -112,7 +91,6 @@ def own_links(n_samples: int, generator: torch.Generator | None) -> dict[str, Li
     return {
         "probit": probit,
         "mean_field": mean_field,
-        "runners_up": runners_up,
         "mc": sampled_alike(n_samples, generator),
     }
 

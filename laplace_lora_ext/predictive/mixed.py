@@ -70,17 +70,6 @@ class MixtureStatistics:
         """The targets; an error if the data had none."""
         return self.members[0].required_targets()
 
-    @property
-    def f_mu(self) -> torch.Tensor:
-        """`(N, C)` logits of the first member."""
-        return self.members[0].f_mu
-
-    def __len__(self) -> int:
-        return len(self.members[0])
-
-    def __getitem__(self, index: slice | torch.Tensor) -> MixtureStatistics:
-        return MixtureStatistics(tuple(member[index] for member in self.members), self.priors)
-
 
 def mixed(means: torch.Tensor, covariances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Moments of a mixture of Gaussians `(M, ..., C)`, with variances or covariances."""

@@ -103,12 +103,6 @@ def test_links_of_differences_take_a_backward_pass_a_contrast(n_classes):
         assert n_passes(lambda link=link: la.predict(batch, link)) == n_classes - 1
     assert n_passes(lambda: la.predict_proba(batch)) == n_classes - 1
     for predict in (
-        lambda: la(batch, link_approx="runners_up"),
-        lambda: la.predict_proba(batch, "runners_up"),
-    ):
-        assert n_passes(predict) == min(2, n_classes - 1)
-    assert n_passes(lambda: la.predict(batch, "runners_up")) == n_classes - 1  # for entropies
-    for predict in (
         lambda: la(batch, link_approx="probit"),
         lambda: la(batch, link_approx="mc", diagonal_output=True),
         lambda: la.predictive_moments(batch),

@@ -23,7 +23,7 @@ from tests.support.ranks import on_ranks, strided_loader
 from tests.support.snapshots import Snapshot, half_trained
 from tests.support.texts import fitted_text
 
-LINKS = ["mean_field", "runners_up", "probit", "mc", "bridge"]
+LINKS = ["mean_field", "probit", "mc", "bridge"]
 AMORTIZED = {"pred_type": "amortized"}
 
 
