@@ -204,8 +204,8 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     def _statistics(self, batch: Any, *_: Any) -> NoReturn:
         self.moments(batch, False)
 
-    def __call__(self, x: Any, *_: Any, **__: Any) -> NoReturn:
-        """Refused: `score` and `generate` predict texts."""
+    def __call__(self, x: Any, pred_type: str = "glm", **options: Any) -> NoReturn:
+        """Refused, whatever `pred_type` and `**options`: `score` and `generate` predict texts."""
         self.moments(x, False)
 
 
