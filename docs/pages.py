@@ -1,0 +1,97 @@
+"""Pages of the site that are made at each build, so that they can't fall behind the repository.
+
+Documents that live elsewhere in the repository keep their paths, and so their links. The reference
+lists every public name; the page of errors and warnings ends with every message of the package.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from inspect import isfunction
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import laplace_lora_ext as package
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / package.__name__
+SHARED = (
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
+    *("examples/*", "benchmarks/README.md", "benchmarks/results/*", "benchmarks/figures/*"),
+)
+MESSAGES = "<!-- messages -->"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add documents from the rest of the repository, and the reference."""
+    for pattern in SHARED:
+        for path in sorted(ROOT.glob(pattern)):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+    files.append(File.generated(config, "reference.md", content=reference()))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put the package's messages where a page asks for them; links to guides lose their folder."""
+    markdown = markdown.replace("](docs/", "](")
+    return markdown.replace(MESSAGES, "\n".join(messages())) if MESSAGES in markdown else markdown
+
+
+def reference() -> str:
+    """Every public name, and the methods of a posterior that are functions of other files."""
+    public = [f"{package.__name__}.{name}" for name in package.__all__]
+    methods = [
+        f"{method.__module__}.{method.__qualname__}"
+        for name, method in vars(package.LoRALaplace).items()
+        if isfunction(method) and method.__module__ != package.LoRALaplace.__module__
+    ]
+    sections = {
+        "Public names": public,
+        "More methods of a posterior": [name for name in methods if "._" not in name],
+        "Measures": ["laplace_lora_ext.metrics"],
+    }
+    lines = ["# Reference"]
+    for title, names in sections.items():
+        lines += [f"## {title}", *(f"::: {name}" for name in names)]
+    return "\n\n".join(lines) + "\n"
+
+
+def messages() -> Iterator[str]:
+    """A table for each file that raises errors or warns, as lines of Markdown."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found = list(messages_of(ast.parse(path.read_text(encoding="utf-8"))))
+        if found:
+            name = path.relative_to(PACKAGE).with_suffix("").as_posix()
+            yield from ("", f"### {name}", "", "| | message |", "|---|---|")
+            yield from (f"| {kind} | {text} |" for kind, text in found)
+
+
+def messages_of(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Kind and text of each message that a module raises or warns of."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            call = node.exc
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("warn", "warnings.warn"):
+            call = node
+        else:
+            continue
+        kind = ast.unparse(call.func)
+        text = written(call.args[0]) if call.args else ""
+        if any(character.isalpha() for character in text.replace("…", "")):
+            yield "UserWarning" if "warn" in kind else kind, text.replace("|", r"\|")
+
+
+def written(node: ast.expr) -> str:
+    """A message with "…" in place of what is known only when it is raised."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(written(part) for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return written(node.left) + written(node.right)
+    return "…"
