@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
-from laplace_lora_ext.curvature.spectrum import Spectrum
+from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed, Spectrum
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.locks import as_tensor, cpu_as_default
 from laplace_lora_ext.models.logits_model import LogitsModel

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
+from laplace_lora_ext.curvature.factors import StreamingUpdates
 from tests.support.rows import decaying_rows
 
 
@@ -15,7 +16,7 @@ def some_block(small_output: bool, rank: int = 2, tail: bool = True) -> Kronecke
     sizes = shape, small_output, rank, tail, torch.device("cpu"), torch.float64
     block = KroneckerBlock.zeros(*sizes)
     for factor in (block.output_factor, block.input_factor):
-        factor.update(decaying_rows(9, factor.size))
+        StreamingUpdates().add(factor, decaying_rows(9, factor.size))
     block.normalizer = torch.tensor(4.0).double()
     return block
 
