@@ -26,7 +26,8 @@ from laplace_lora_ext.models.adapters import (
 from laplace_lora_ext.models.locks import LOCK, as_tensor
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.mixed import MixtureMoments, MixtureStatistics, mixed
+from laplace_lora_ext.predictive.moments import MixtureMoments, mixed
+from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.saving import write_draw
 from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.gridsearch import TokenGridSearch

@@ -14,8 +14,7 @@ from scipy.optimize import brentq
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
+from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.tuning.history import Recorder, TuningHistory

@@ -109,7 +109,7 @@ class GridSearch(TuningMethod):
         targets = statistics.required_targets()
 
         def of_moments() -> Columns:
-            moments = statistics.moments(la.prior_precision, la.curvature_scale)
+            moments = statistics.moments(la.prior_precision)
             return *stacked([outputs(part) for part in moments.split(_ROWS)]), targets
 
         return of_moments

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.likelihoods import Link
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.links import mean_field, probit, sampled
+from laplace_lora_ext.predictive.links import Link, mean_field, probit, sampled
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.history import Recorder, TuningHistory
 from laplace_lora_ext.tuning.loss_search import descent, draw_seed

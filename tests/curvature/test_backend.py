@@ -18,7 +18,6 @@ from tests.support.dense import (
 from tests.support.models import (
     TwoLinear,
     lora_model,
-    pairs,
     plain_model,
     ragged_batches,
     real_targets,
