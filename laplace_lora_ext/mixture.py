@@ -34,8 +34,7 @@ from laplace_lora_ext.text.gridsearch import TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning.gridsearch import GridSearch
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
 _DESCRIPTION = "laplace_mixture.json"
 

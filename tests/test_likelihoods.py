@@ -145,17 +145,6 @@ def test_sampled_slopes_of_tokens_are_unbiased():
     assert across.abs().max() < 0.01  # two tokens of a text are drawn independently
 
 
-@pytest.mark.parametrize("vocabulary", [4, 511, 512, 513, 1536, 1700])
-def test_tokens_are_drawn_by_the_sums_of_their_probabilities(vocabulary):
-    logits = 3 * torch.randn(5, vocabulary, generator=generator()).double()
-    torch.manual_seed(0)
-    seeds = LIKELIHOODS["language_modeling"].sampled_seeds(logits, 200)
-    torch.manual_seed(0)
-    u = torch.rand(5, 200, dtype=torch.float64)
-    expected = (logits.softmax(-1).cumsum(-1)[:, None] < u[..., None]).sum(-1)
-    assert torch.equal(seeds.vectors.argmin(-1), expected.T)
-
-
 def test_tokens_outside_the_vocabulary_are_refused():
     tokens, y = LIKELIHOODS["language_modeling"], torch.tensor([[-100, 3], [-100, 4]])
     assert tokens.check_targets(y, torch.zeros(2, 5)).tolist() == [3, 4]

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import TokenGridSearch
-from laplace_lora_ext.tuning.loss_search import draw_seed
+from laplace_lora_ext.tuning.method import draw_seed
 from tests.support.models import lora_model
 from tests.support.posteriors import count_forward_passes, generator
 from tests.support.ranks import on_ranks
