@@ -18,7 +18,6 @@ from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 
 # Of the logarithm of a prior precision.
 _REACH = (math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max))
-_LONGEST_ROW = 10_000  # of more prior precisions, a history keeps the last step's only
 # Options of some methods.
 _COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples", "trainings")
 _STRUCTURES = ["scalar", "layerwise", "diag"]
@@ -35,8 +34,7 @@ class TuningHistory:
     objective : torch.Tensor
         `(T,)`, float64: the loss, or the log marginal likelihood
     prior_precision : torch.Tensor
-        `(T, 1)` or `(T, blocks)`, where the objective was evaluated; for a diagonal prior of more
-        than 10,000 weights `(1, parameters)`, only that of the last step
+        `(T, 1)`, `(T, blocks)` or `(T, parameters)`, where the objective was evaluated
     n_examples : int or None
         how many examples the objective averages, if the method chose them
     posteriors : tuple of LoRALaplace
@@ -64,8 +62,6 @@ class Recorder:
         if math.isnan(objective):
             span = f"from {row.min().item():.3g} to {row.max().item():.3g}"
             raise ValueError(f"The objective is not a number at prior precisions {span}.")
-        if row.numel() > _LONGEST_ROW:
-            self._rows.clear()
         self._steps.append(step)
         self.objectives.append(objective)
         self._rows.append(row)

@@ -145,7 +145,11 @@ class SecondTraining(TuningMethod):
 
     def _other(self, la: Posterior, part: Dataset, number: int) -> Any:
         """A posterior of the same kind around another training, without a fit."""
-        model = self.train(part) if self.train else self._from_trainer(la, part, number)
+        if self.trainer is not None:
+            model = self._from_trainer(la, part, number)
+        else:
+            assert self.train is not None
+            model = self.train(part)
         if not isinstance(model, nn.Module):
             raise TypeError(f"train must return the model it has trained, not {model!r}.")
         la.check_model()

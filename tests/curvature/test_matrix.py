@@ -112,6 +112,17 @@ def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
     torch.testing.assert_close(variance, torch.tensor(6 / (1e8 + 1)), rtol=1e-3, atol=0)
 
 
+def test_rounding_is_no_remainder_where_nothing_is_left_out():
+    kron, delta = random_kron([(3, 7), (3, 7)], 7, True, n_rows=9), torch.tensor(1e8)
+    places = [(torch.device("cpu"), torch.float32)] * 2
+    single = LowRankKron.from_state_dict(kron.state_dict(), places).decompose() + delta
+    double = kron.decompose() + delta.double()
+    for exponent in (-1, -0.5):
+        expected = double.diag(exponent).float()
+        for found in (single.diag(exponent), single.to_matrix(exponent).diagonal()):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize(("rank", "tail"), [(0, True), (3, True), (3, False), (100, True)])
 def test_the_determinant_of_a_posterior_is_that_of_its_matrix(rank, tail, prior):
