@@ -72,8 +72,8 @@ class LowRankKronInterface(CurvatureInterface):
         if not isinstance(model, LogitsModel):
             model = LogitsModel(model, dict_key_y=dict_key_y)
         self._likelihood = LIKELIHOODS[likelihood]
-        keys = {"dict_key_x": dict_key_x, "dict_key_y": dict_key_y}
-        super().__init__(model, self._likelihood.name, **keys)
+        name = self._likelihood.name
+        super().__init__(model, name, dict_key_x=dict_key_x, dict_key_y=dict_key_y)
         self.model: LogitsModel = model
         self.blocks = find_blocks(model.model) if blocks is None else list(blocks)
         self.rank, self.kfac_approx, self.tail = rank, kfac_approx, tail

@@ -62,7 +62,7 @@ class KroneckerBlock:
             else:
                 columns, trace = factor["columns"].to(device, dtype), factor["trace"].to(device)
                 factors.append(LowRankFactor(**factor | {"columns": columns, "trace": trace}))
-        return cls(*factors, state["normalizer"].to(device))
+        return cls(factors[0], factors[1], state["normalizer"].to(device))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers, ready for `torch.save`."""

@@ -144,7 +144,8 @@ class LowRankKronDecomposed:
             indices = [torch.full_like(e, index, dtype=torch.long) for e in (leading, remaining)]
             multiplicity = torch.full_like(remaining, block.n_left_out)
             of_blocks.append((leading, indices[0], remaining, indices[1], multiplicity))
-        return Spectrum(*map(torch.cat, zip(*of_blocks, strict=True)), len(self.blocks))
+        columns: Any = map(torch.cat, zip(*of_blocks, strict=True))
+        return Spectrum(*columns, n_blocks=len(self.blocks))
 
     def __add__(self, deltas: float | torch.Tensor) -> LowRankKronDecomposed:
         """Add a multiple of the identity: a scalar, or `(blocks,)` one for each block."""

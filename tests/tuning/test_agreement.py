@@ -10,6 +10,7 @@ from tests.support.posteriors import (
     STRUCTURES,
     fitted,
     generator,
+    plain_regression,
 )
 from tests.support.ranks import Texts
 
@@ -72,3 +73,12 @@ def test_no_more_than_what_is_drawn_passes_through_the_model():
     assert not torch.equal(other.objective[:1], history.objective[:1])
     everything = la.optimize_prior_precision(**options | {"train_loader": list(many)})
     assert everything.n_examples == 60  # of batches in a list
+
+
+def test_what_can_not_agree_is_said():
+    la, X = plain_regression()
+    with pytest.raises(ValueError, match="compares class probabilities: regression has none"):
+        la.optimize_prior_precision(method=METHOD, train_loader=[X])
+    options = {"train_loader": ragged_batches(), "init_prior_prec": 1e20, "n_samples": 5}
+    with pytest.warns(UserWarning, match="Is the adapter untrained"):
+        fitted().optimize_prior_precision(method=METHOD, **options)
