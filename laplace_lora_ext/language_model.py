@@ -28,7 +28,7 @@ from laplace_lora_ext.text.generation import GeneratedText, write
 from laplace_lora_ext.text.gridsearch import TokenGridSearch, TokenSecondTraining
 from laplace_lora_ext.text.scores import TextScores, score
 from laplace_lora_ext.tuning import Marglik, TuningMethod
-from laplace_lora_ext.tuning.loss_search import draw_seed
+from laplace_lora_ext.tuning.method import draw_seed
 
 _NAME = "language_modeling"
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import cross_entropy, nll_loss, one_hot, pad
+from torch.nn.functional import cross_entropy, nll_loss, one_hot
 
 from laplace_lora_ext.messages import warn
 
 _ROUNDING = 1e-2  # of probabilities in half precision
-_PART = 512  # words of a vocabulary
-
-Moments = tuple[torch.Tensor, torch.Tensor]
-"""Mean `(B, C)` and covariance `(B, C, C)` of logits."""
-
-Link = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Turns these two into log-probabilities `(B, C)`."""
 
 IGNORED = -100
 """transformers' label for a token that does not count."""
@@ -94,20 +87,15 @@ class Classification:
         """Negative log-likelihood, summed over samples, up to a constant."""
         return cross_entropy(logits, y, reduction="sum")
 
-    def predictive_loss(
-        self, link: Link, moments: Moments, y: torch.Tensor, sigma_noise: torch.Tensor
+    def nll(
+        self, predicted: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
     ) -> torch.Tensor:
-        """Negative log-density of each target under Gaussian logits, `(B,)`."""
-        return nll_loss(link(*moments), y, reduction="none")
+        """Negative log-density of each target, `(B,)`, in nats.
 
-    def mean_loss(
-        self, outputs: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
-    ) -> torch.Tensor:
-        """Mean negative log-likelihood of what a posterior predicts, in nats and float64, `()`.
-
-        Its outputs are probabilities `(B, C)`, or of numbers means and covariances or variances.
+        What is predicted are log-probabilities `(B, C)`, or of numbers means `(B, C)` and
+        covariances `(B, C, C)` or variances `(B, C)`.
         """
-        return nll_loss(outputs[0].double().log(), y)
+        return nll_loss(predicted[0], y, reduction="none")
 
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Targets in the shape and type that the losses take, unchecked."""
@@ -170,17 +158,15 @@ class Regression:
     def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (logits - y).square().sum() / 2
 
-    def predictive_loss(
-        self, link: Link, moments: Moments, y: torch.Tensor, sigma_noise: torch.Tensor
+    def nll(
+        self, predicted: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
     ) -> torch.Tensor:
-        return _gaussian_nll(*moments, y, sigma_noise)
-
-    def mean_loss(
-        self, outputs: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
-    ) -> torch.Tensor:
-        f_mu, f_var = (output.double() for output in outputs)
+        """As of classes; a `torch.linalg.LinAlgError` if rounding has left no covariance."""
+        f_mu, f_var = predicted
         f_var = torch.diag_embed(f_var) if f_var.ndim == f_mu.ndim else f_var
-        return _gaussian_nll(f_mu, f_var, y, sigma_noise).mean()
+        V = f_var + sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
+        density = torch.distributions.MultivariateNormal(f_mu, V, validate_args=False)
+        return -density.log_prob(y.to(f_mu))
 
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return (y[:, None] if y.ndim == 1 else y).to(dtype)
@@ -192,18 +178,6 @@ class Regression:
         if not torch.isfinite(targets).all():
             raise ValueError("non-finite targets")
         return targets
-
-
-def _gaussian_nll(
-    f_mu: torch.Tensor, f_var: torch.Tensor, y: torch.Tensor, sigma_noise: torch.Tensor
-) -> torch.Tensor:
-    """`(B,)`, of targets under Gaussian outputs and noise.
-
-    A `torch.linalg.LinAlgError` if rounding has left no covariance.
-    """
-    noise = sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
-    predictive = torch.distributions.MultivariateNormal(f_mu, f_var + noise, validate_args=False)
-    return -predictive.log_prob(y.to(f_mu))
 
 
 class LanguageModeling(Classification):
@@ -226,10 +200,10 @@ class LanguageModeling(Classification):
         gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of its tokens'
         exact Fishers, for the price of one backward pass.
         """
-        p = logits.softmax(-1)
-        y = _drawn(p, num_samples)
-        vectors = p.repeat(num_samples, 1, 1)
-        _subtract_one_at(vectors, y)
+        vectors = logits.softmax(-1).repeat(num_samples, 1, 1)
+        # Several draws at once would add up probabilities, and lose the improbable words.
+        y = torch.multinomial(vectors.flatten(0, 1), 1)
+        _subtract_one_at(vectors, y.reshape(num_samples, -1))
         return Seeds(vectors, logits.new_full((num_samples, 1), num_samples**-0.5))
 
     def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
@@ -265,24 +239,6 @@ LIKELIHOODS: dict[str, Likelihood] = {
     "regression": Regression(),
     "language_modeling": LanguageModeling(),
 }
-
-
-def _drawn(p: torch.Tensor, num_samples: int) -> torch.Tensor:
-    """Tokens `(num_samples, N)`, drawn from `(N, V)` probabilities with one uniform number each.
-
-    `multinomial` would draw a number for every word of the vocabulary, and one long row of sums
-    takes as long as a small layer. So a part of the vocabulary is drawn first, then one of its
-    words. Beyond a part, sums in float32 would lose improbable ones.
-    """
-    missing = -p.shape[-1] % _PART
-    parts = (pad(p, (0, missing)) if missing else p).unflatten(-1, (-1, _PART))
-    sums = parts.sum(-1).cumsum(-1, dtype=torch.float64)
-    u = torch.rand(len(p), num_samples, dtype=torch.float64, device=p.device) * sums[:, -1:]
-    part = torch.searchsorted(sums, u, right=True).clamp_max(parts.shape[1] - 1)
-    left = u - pad(sums, (1, 0)).gather(1, part)
-    within = parts.take_along_dim(part[..., None], dim=1).cumsum(-1, dtype=torch.float64)
-    place = torch.searchsorted(within, left[..., None], right=True).squeeze(-1)
-    return (_PART * part + place.clamp_max(_PART - 1)).clamp_max(p.shape[-1] - 1).T
 
 
 def _subtract_one_at(vectors: torch.Tensor, y: torch.Tensor) -> None:

@@ -34,14 +34,12 @@ from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.numerics import without_autocast
 from laplace_lora_ext.passes import Directions, every_output, jacobians
 from laplace_lora_ext.passes.checks import check_called, inspected
-from laplace_lora_ext.predictive import amortization, decisions, glm
-from laplace_lora_ext.predictive.amortization import amortized_moments
-from laplace_lora_ext.predictive.amortized import LearntVariance
+from laplace_lora_ext.predictive import amortized, decisions, glm
+from laplace_lora_ext.predictive.amortized import LearntVariance, amortized_moments
 from laplace_lora_ext.predictive.glm import moments_for
 from laplace_lora_ext.predictive.links import own_links
-from laplace_lora_ext.predictive.moments import uncorrelated
+from laplace_lora_ext.predictive.moments import semidefinite, uncorrelated
 from laplace_lora_ext.predictive.networks import functional_samples, mean_probabilities
-from laplace_lora_ext.predictive.sampling import semidefinite
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.sums import sums_of
@@ -575,7 +573,7 @@ class LoRALaplace(ParametricLaplace):
         host: Any = ParametricLaplace.__call__
         return host(self, x, pred_type, *options, **model_kwargs)
 
-    amortize = amortization.amortize
+    amortize = amortized.amortize
     predict = decisions.predict
     predict_proba = decisions.predict_proba
     lower_bound = decisions.lower_bound

@@ -200,11 +200,10 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         """
         self._check_H_init()
         if isinstance(x, PredictiveStatistics):
-            x.check_fit(self.H.spectrum)
-            statistics = x
+            statistics = self.statistics_of(x, False)
         else:
             statistics = self._statistics((x, None), self._device, self._dtype)
-        variances = statistics.variance_by_block(self.prior_precision, self._H_factor)
+        variances = statistics.variance_by_block(self.prior_precision)
         total = variances.sum().item()
         if not total > 0:
             raise ValueError("The logits have no variance: they don't depend on any LoRA weight.")

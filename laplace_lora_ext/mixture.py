@@ -26,15 +26,15 @@ from laplace_lora_ext.models.adapters import (
 from laplace_lora_ext.models.locks import LOCK, as_tensor
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.mixed import MixtureMoments, MixtureStatistics, mixed
+from laplace_lora_ext.predictive.moments import MixtureMoments, mixed
+from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.saving import write_draw
 from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.gridsearch import TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning.gridsearch import GridSearch
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
 _DESCRIPTION = "laplace_mixture.json"
 

@@ -37,7 +37,7 @@ from laplace_lora_ext.training.trainers import (
     train,
     whole_loader,
 )
-from laplace_lora_ext.tuning.history import TuningHistory
+from laplace_lora_ext.tuning.method import TuningHistory
 
 SECOND_STAGE = 0.25
 """Steps of the second stage, relative to a training on all texts."""

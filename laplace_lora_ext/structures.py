@@ -6,13 +6,7 @@ from typing import Any
 
 import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace
-from laplace.curvature import (
-    AsdlHessian,
-    BackPackInterface,
-    CurvatureInterface,
-    CurvlinopsEF,
-    CurvlinopsHessian,
-)
+from laplace.curvature import CurvatureInterface
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from laplace.utils.matrix import Kron, KronDecomposed
 
@@ -20,8 +14,6 @@ from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterf
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.placement import check_in_place
 from laplace_lora_ext.numerics import without_autocast
-
-_HESSIANS = AsdlHessian, CurvlinopsHessian
 
 
 class KronLoRALaplace(LoRALaplace, KronLaplace):
@@ -35,7 +27,6 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
             raise ValueError(
                 f'{backend.__name__} keeps low-rank factors: use hessian_structure="lowrank_kron".'
             )
-        _refuse(backend, BackPackInterface, *_HESSIANS)
 
     def _zeros(self) -> Kron:
         check_in_place([block.layer for block in self.blocks], 'hessian_structure="kron"')
@@ -72,9 +63,6 @@ class DiagLoRALaplace(LoRALaplace, DiagLaplace):
     _key = ("lora", "diag")
     _default_backend = LowRankKronGGN
 
-    def _check_backend(self, backend: type[CurvatureInterface]) -> None:
-        _refuse(backend, BackPackInterface, *_HESSIANS, CurvlinopsEF)
-
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.n_params, device=self._device, dtype=self._dtype)
 
@@ -91,9 +79,6 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     # The host's default needs forward-mode derivatives, which fused attention lacks.
     _default_backend = LowRankKronGGN
 
-    def _check_backend(self, backend: type[CurvatureInterface]) -> None:
-        _refuse(backend, BackPackInterface)
-
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self.n_params, self.n_params, device=self._device, dtype=self._dtype)
 
@@ -107,12 +92,3 @@ class FullLoRALaplace(LoRALaplace, FullLaplace):
     def log_det_posterior_precision(self) -> torch.Tensor:
         """Log-determinant of the posterior precision, in float64."""
         return self.posterior_precision.double().logdet()
-
-
-def _refuse(backend: type[CurvatureInterface], *unsuitable: type[CurvatureInterface]) -> None:
-    """Refuse backends that can't compute this structure while the base model is frozen."""
-    if issubclass(backend, unsuitable):
-        raise NotImplementedError(
-            f"{backend.__name__} can't compute this curvature of LoRA weights: use CurvlinopsGGN, "
-            "AsdlGGN or AsdlEF from laplace.curvature."
-        )

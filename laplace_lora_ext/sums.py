@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import tqdm
 
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.same_model import hashes
 from laplace_lora_ext.passes.checks import noting_calls
 from laplace_lora_ext.processes.exchange import count, gathered, rank
@@ -44,26 +42,10 @@ class Sums(NamedTuple):
         return self._replace(H=H + self.H, loss=loss + self.loss, n_data=n_data + self.n_data)
 
 
-class Summing(Protocol):
-    """What sums curvature over data; `LoRALaplace` does."""
-
-    model: LogitsModel
-    blocks: list[Block]
-    likelihood: Any
-
-    def _zeros(self) -> Any: ...
-
-    def _add_batch(self, H: Any, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]: ...
-
-    def _packed(self, H: Any) -> Any: ...
-
-    def _unpacked(self, state: Any) -> Any: ...
-
-    def _settings(self) -> dict[str, Any]: ...
-
-
-def sums_of(la: Summing, loader: Iterable[Any], progress_bar: bool) -> Sums:
+def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool) -> Sums:
     """Sum the batches of a loader, and of all ranks' loaders, counting each example once.
+
+    `la` is a `LoRALaplace`, whose structure says what is summed.
 
     Raises
     ------
@@ -100,7 +82,7 @@ def sums_of(la: Summing, loader: Iterable[Any], progress_bar: bool) -> Sums:
     return Sums(H, loss.to(sums.loss), n_data, frozenset[int]().union(*(r.called for r in reports)))
 
 
-def _plus(la: Summing, sums: Sums, X: Any, y: torch.Tensor) -> Sums:
+def _plus(la: Any, sums: Sums, X: Any, y: torch.Tensor) -> Sums:
     called = set(sums.called)
     with noting_calls(la.blocks, called):
         loss, H = la._add_batch(sums.H, X, y)
@@ -110,7 +92,7 @@ def _plus(la: Summing, sums: Sums, X: Any, y: torch.Tensor) -> Sums:
 class _Report:
     """What a rank tells the others about its sums."""
 
-    def __init__(self, la: Summing, sums: Sums) -> None:
+    def __init__(self, la: Any, sums: Sums) -> None:
         settings = type(la).__name__, la.likelihood, la.blocks[0].statistics_dtype, la._settings()
         self.identity = {"settings": repr(settings)}
         if count() > 1:

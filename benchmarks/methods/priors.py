@@ -13,7 +13,7 @@ from benchmarks.methods.method import Loaders, labels_of
 from benchmarks.methods.sampled import MOST_CHANGED, SAMPLES
 from laplace_lora_ext import PredictiveStatistics
 from laplace_lora_ext.metrics import negative_log_likelihood
-from laplace_lora_ext.predictive.sampling import gaussian_samples
+from laplace_lora_ext.predictive.moments import gaussian_samples
 
 LINKS = ("probit", "mean_field")
 STRUCTURES = ("scalar", "layerwise")

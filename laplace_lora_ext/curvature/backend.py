@@ -11,9 +11,9 @@ from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
 from torch import nn
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
+from laplace_lora_ext.curvature.factors import StreamingUpdates
+from laplace_lora_ext.curvature.kfac import KFAC_APPROX
 from laplace_lora_ext.curvature.matrix import LowRankKron
-from laplace_lora_ext.curvature.statistics import KFAC_APPROX
-from laplace_lora_ext.curvature.streaming import StreamingUpdates
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Seeds
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import Block, find_blocks
@@ -35,8 +35,6 @@ class LowRankKronInterface(CurvatureInterface):
     model : torch.nn.Module
         a `LogitsModel`, or any model with LoRA layers that a `LogitsModel` can wrap
     likelihood : {"classification", "regression", "language_modeling"}
-    last_layer, subnetwork_indices
-        refused: select layers with the Laplace class's `target_modules`
     dict_key_x, dict_key_y : str
         keys of a batch's inputs and labels
     blocks : sequence of Block, optional
@@ -44,7 +42,7 @@ class LowRankKronInterface(CurvatureInterface):
     rank : int, default=10
         how many eigenvectors to keep of a large factor (the paper's `n_kfac`)
     kfac_approx : {"gradient", "expand", "reduce"}
-        which statistics to sum; see `laplace_lora_ext.curvature.statistics`
+        which statistics to sum; see `laplace_lora_ext.curvature.kfac`
     tail : bool, default=True
         whether the directions beyond the rank keep the mean of their eigenvalues, so that the full
         factor's trace is kept too; the paper drops them
@@ -59,18 +57,14 @@ class LowRankKronInterface(CurvatureInterface):
         self,
         model: nn.Module,
         likelihood: str,
-        last_layer: bool = False,
-        subnetwork_indices: torch.LongTensor | None = None,
+        *,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         blocks: Sequence[Block] | None = None,
         rank: int = 10,
         kfac_approx: str = "gradient",
         tail: bool = True,
-        **kwargs: Any,
     ) -> None:
-        if last_layer or subnetwork_indices is not None:
-            raise ValueError("Select LoRA layers with target_modules and layers_to_transform.")
         if kfac_approx not in KFAC_APPROX:
             raise ValueError(f"kfac_approx {kfac_approx!r} is none of {list(KFAC_APPROX)}.")
         if rank < 0:
@@ -78,19 +72,16 @@ class LowRankKronInterface(CurvatureInterface):
         if not isinstance(model, LogitsModel):
             model = LogitsModel(model, dict_key_y=dict_key_y)
         self._likelihood = LIKELIHOODS[likelihood]
-        keys = {"dict_key_x": dict_key_x, "dict_key_y": dict_key_y}
-        super().__init__(model, self._likelihood.name, **keys, **kwargs)
+        name = self._likelihood.name
+        super().__init__(model, name, dict_key_x=dict_key_x, dict_key_y=dict_key_y)
         self.model: LogitsModel = model
         self.blocks = find_blocks(model.model) if blocks is None else list(blocks)
-        self.rank = rank
-        self.kfac_approx = KFAC_APPROX[kfac_approx]
-        self.tail = tail
+        self.rank, self.kfac_approx, self.tail = rank, kfac_approx, tail
 
     @property
     def settings(self) -> dict[str, Any]:
         """What the curvature depends on, besides the model and the data."""
-        names = {approx: name for name, approx in KFAC_APPROX.items()}
-        return {"rank": self.rank, "kfac_approx": names[self.kfac_approx], "tail": self.tail}
+        return {"rank": self.rank, "kfac_approx": self.kfac_approx, "tail": self.tail}
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
         """What to back-propagate for the Fisher of a batch."""
@@ -100,15 +91,8 @@ class LowRankKronInterface(CurvatureInterface):
         """Empty sums, to which `accumulate` adds batches."""
         return LowRankKron(
             [
-                KroneckerBlock.zeros(
-                    block.shape,
-                    block.small_output,
-                    self.rank,
-                    self.tail,
-                    block.device,
-                    block.statistics_dtype,
-                )
-                for block in self.blocks
+                KroneckerBlock.zeros(b.shape, b.small_output, self.rank, self.tail, *b.place)
+                for b in self.blocks
             ]
         )
 
@@ -131,7 +115,7 @@ class LowRankKronInterface(CurvatureInterface):
             logits = recording.logits.detach()
             y = self._likelihood.check_targets(y, logits)
             updates = StreamingUpdates(H.nbytes)
-            statistics = self.kfac_approx(H.blocks, updates)
+            statistics = KFAC_APPROX[self.kfac_approx](H.blocks, updates)
             recording.backward(
                 *self.seeds(logits, y),
                 statistics.add_gradients,
@@ -196,13 +180,14 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         self,
         model: nn.Module,
         likelihood: str,
-        *args: Any,
+        *,
         stochastic: bool | None = None,
         num_samples: int | None = None,
         **kwargs: Any,
     ) -> None:
-        draws = {"num_samples": num_samples or (1 if stochastic else _DRAWS)}
-        super().__init__(model, likelihood, *args, stochastic=stochastic, **draws, **kwargs)
+        super().__init__(model, likelihood, **kwargs)
+        self.stochastic: Any = stochastic
+        self.num_samples = num_samples or (1 if stochastic else _DRAWS)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -46,29 +46,23 @@ class KroneckerBlock:
         """Empty sums for a weight of the given shape, one side of which is the LoRA rank."""
         small, large = shape if small_output else shape[::-1]
         dense = DenseFactor.zeros(small, device, dtype)
-        low_rank = LowRankFactor.zeros(large, rank, device, dtype, tail)
+        low_rank = LowRankFactor.zeros(large, rank, tail, device, dtype)
         factors = (dense, low_rank) if small_output else (low_rank, dense)
         return cls(*factors, torch.zeros((), device=device, dtype=torch.float64))
 
     @classmethod
     def from_state_dict(
-        cls,
-        state: dict[str, Any],
-        place: tuple[torch.device, torch.dtype] | None = None,
-        known: dict[int, Factor] | None = None,
+        cls, state: dict[str, Any], device: torch.device, dtype: torch.dtype
     ) -> KroneckerBlock:
-        """Rebuild what `state_dict` has returned.
-
-        `place` is the device and precision for it; by default nothing moves. `known` holds the
-        factors that other blocks have rebuilt: blocks that shared a factor share it again.
-        """
-        known = {} if known is None else known
-        output, input_ = (
-            known.setdefault(id(next(iter(factor.values()))), _factor(factor, place))
-            for factor in (state["output_factor"], state["input_factor"])
-        )
-        normalizer = state["normalizer"]
-        return cls(output, input_, normalizer if place is None else normalizer.to(place[0]))
+        """Rebuild what `state_dict` returned; sums of squares stay in float64."""
+        factors: list[Any] = []
+        for factor in (state["output_factor"], state["input_factor"]):
+            if "matrix" in factor:
+                factors.append(DenseFactor(factor["matrix"].to(device, dtype)))
+            else:
+                columns, trace = factor["columns"].to(device, dtype), factor["trace"].to(device)
+                factors.append(LowRankFactor(**factor | {"columns": columns, "trace": trace}))
+        return cls(factors[0], factors[1], state["normalizer"].to(device))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers, ready for `torch.save`."""
@@ -78,11 +72,6 @@ class KroneckerBlock:
             "normalizer": self.normalizer,
         }
 
-    def has_inputs_of(self, other: KroneckerBlock) -> bool:
-        """Whether both saw the same inputs so far: they share a factor, or both are empty."""
-        same = self.input_factor is other.input_factor
-        return same or not (self.normalizer or other.normalizer)
-
     def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
         return KroneckerBlock(
             self.output_factor + other.output_factor,  # pyright: ignore[reportOperatorIssue]
@@ -90,36 +79,20 @@ class KroneckerBlock:
             self.normalizer + other.normalizer,
         )
 
-    def __mul__(self, scalar: float | torch.Tensor) -> KroneckerBlock:
-        root = scalar**0.5
-        return KroneckerBlock(self.output_factor * root, self.input_factor * root, self.normalizer)
-
     def cut(self) -> KroneckerBlock:
         """The same block with no more columns of the large factor than its rank."""
         return KroneckerBlock(self.output_factor.cut(), self.input_factor.cut(), self.normalizer)
 
     def decompose(self) -> DecomposedBlock:
         """Eigendecompose both factors."""
-        output, input_ = (
-            self.output_factor.eigendecomposition(),
-            self.input_factor.eigendecomposition(),
-        )
+        output = self.output_factor.eigendecomposition()
+        input_ = self.input_factor.eigendecomposition()
         small_output = isinstance(self.output_factor, DenseFactor)
         small, large = (output, input_) if small_output else (input_, output)
         # A block without any gradient has no curvature: 0 / 0 is 0 here.
         scale = torch.where(self.normalizer > 0, 1 / self.normalizer, self.normalizer)
         small = small._replace(values=(small.values * scale).to(small.values.dtype))
         return DecomposedBlock(small, large, small_output)
-
-
-def _factor(state: dict[str, Any], place: tuple[torch.device, torch.dtype] | None) -> Factor:
-    """A factor from its attributes; sums of squares stay in float64."""
-    if "matrix" in state:
-        return DenseFactor(state["matrix"] if place is None else state["matrix"].to(*place))
-    if place is not None:
-        columns, trace = state["columns"].to(*place), state["trace"].to(place[0])
-        state = state | {"columns": columns, "trace": trace}
-    return LowRankFactor(**state)
 
 
 @dataclass(eq=False)

@@ -1,17 +1,19 @@
-"""The two kinds of Kronecker factor: a small dense one and a large low-rank one.
+"""The two kinds of Kronecker factor, a small dense one and a large low-rank one, and their updates.
 
-Both sum outer products of rows that arrive batch by batch, and share a vocabulary: `update`, `+`,
-`*`, `eigendecomposition`, `to_matrix`.
+Both sum outer products of rows that arrive batch by batch, and share a vocabulary: `+`, `cut`,
+`eigendecomposition`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
+
+from laplace_lora_ext.numerics import read
 
 _CHUNK = 256  # rows in one step of the streaming update, which holds their Gram matrix
 _OVERSAMPLING = 10  # directions that subspace iteration carries beyond the ones it returns
@@ -59,17 +61,8 @@ class DenseFactor:
     def trace(self) -> torch.Tensor:
         return self.matrix.trace().double()
 
-    def update(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add `rowsᵀ rows`, for rows of shape `(n, d)`, and return its trace in float64."""
-        product = rows.mT @ rows
-        self.matrix = self.matrix + product
-        return product.trace().double()
-
     def __add__(self, other: DenseFactor) -> DenseFactor:
         return DenseFactor(self.matrix + other.matrix)
-
-    def __mul__(self, scalar: float | torch.Tensor) -> DenseFactor:
-        return DenseFactor(self.matrix * scalar)
 
     def cut(self) -> DenseFactor:
         """Itself: nothing of a dense factor is cut."""
@@ -81,10 +74,6 @@ class DenseFactor:
         dtype = self.matrix.dtype
         values = values.clamp_min(0).to(dtype)
         return Eigendecomposition(vectors.to(dtype), values, values.new_zeros(()))
-
-    def to_matrix(self) -> torch.Tensor:
-        """Dense `(d, d)` matrix."""
-        return self.matrix
 
 
 @dataclass(eq=False)
@@ -118,12 +107,7 @@ class LowRankFactor:
 
     @classmethod
     def zeros(
-        cls,
-        size: int,
-        rank: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        tail: bool = True,
+        cls, size: int, rank: int, tail: bool, device: torch.device, dtype: torch.dtype
     ) -> LowRankFactor:
         columns = torch.zeros(size, 0, device=device, dtype=dtype)
         return cls(columns, torch.zeros((), device=device, dtype=torch.float64), rank, tail)
@@ -135,28 +119,11 @@ class LowRankFactor:
     @property
     def width(self) -> int:
         """How many columns to keep while rows arrive."""
-        return min(2 * self.rank, len(self.columns))
-
-    def update(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add `rowsᵀ rows`, for rows of shape `(n, d)`, and return its trace in float64."""
-        energy = self.add_energy(rows)
-        add_rows({self: [rows]})
-        return energy
-
-    def add_energy(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add and return the trace of `rowsᵀ rows`, as `update` does; `add_rows` adds the rest."""
-        energy = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
-        self.trace = self.trace + energy
-        return energy
+        return min(2 * self.rank, self.size)
 
     def __add__(self, other: LowRankFactor) -> LowRankFactor:
-        columns = torch.cat([self.columns, other.columns], dim=1)
-        return LowRankFactor(
-            _leading(columns, self.width), self.trace + other.trace, self.rank, self.tail
-        )
-
-    def __mul__(self, scalar: float | torch.Tensor) -> LowRankFactor:
-        return LowRankFactor(self.columns * scalar**0.5, self.trace * scalar, self.rank, self.tail)
+        columns = _leading(torch.cat([self.columns, other.columns], dim=1), self.width)
+        return LowRankFactor(columns, self.trace + other.trace, self.rank, self.tail)
 
     def cut(self) -> LowRankFactor:
         """The same factor with no more columns than its rank."""
@@ -174,66 +141,75 @@ class LowRankFactor:
         dtype = self.columns.dtype
         return Eigendecomposition(vectors.to(dtype), values.to(dtype), tail.to(dtype))
 
-    def to_matrix(self) -> torch.Tensor:
-        """Dense `(d, d)` matrix, cut to the rank, with its tail. For tests."""
-        vectors, values, tail = self.eigendecomposition()
-        complement = torch.eye(self.size).to(vectors) - vectors @ vectors.mT
-        return (vectors * values) @ vectors.mT + tail * complement
-
 
 Factor = DenseFactor | LowRankFactor
 
 
-def add_rows(waiting: Mapping[LowRankFactor, Sequence[torch.Tensor]]) -> None:
-    """Add `rowsᵀ rows` to large factors, without its trace; factors of one shape go together.
+class StreamingUpdates:
+    """Adds rows to Kronecker factors, updating many large factors at once.
 
-    Parameters
-    ----------
-    waiting : mapping of LowRankFactor to sequence of torch.Tensor
-        rows of shape `(n, d)` for each factor
+    Updating a large factor takes a dozen operations on small matrices, and time goes by their
+    number rather than their size. So rows wait until there are `limit` bytes of them; then factors
+    of one shape go together.
+
+    Rows that are not finite make a factor's trace so, and are not added: an eigendecomposition
+    would fail on them. Who adds rows looks at the traces, once a batch: a look at a number on an
+    accelerator waits for all work there.
     """
-    alike: dict[tuple[Any, ...], list[tuple[LowRankFactor, torch.Tensor]]] = {}
-    for factor, parts in waiting.items():
-        rows = torch.cat(list(parts))
-        columns = factor.columns
-        shapes = (columns.shape, rows.shape, factor.width, columns.device, columns.dtype)
-        alike.setdefault(shapes, []).append((factor, rows))
-    for group in alike.values():
-        factors, parts = zip(*group, strict=True)
-        columns = torch.stack([factor.columns for factor in factors])
-        for chunk in torch.stack(parts).split(_CHUNK, dim=1):
-            columns = _leading(torch.cat([columns, chunk.mT], dim=-1), factors[0].width)
-        for factor, own in zip(factors, columns, strict=True):
-            factor.columns = own
+
+    def __init__(self, limit: int = 0) -> None:
+        self._limit = limit
+        self._waiting: dict[LowRankFactor, list[torch.Tensor]] = {}
+        self._bytes = 0
+
+    def add(self, factor: Factor, rows: torch.Tensor) -> torch.Tensor:
+        """Add `rowsᵀ rows`, of rows `(n, d)`, now or at the next `finish`; its trace in float64."""
+        if isinstance(factor, DenseFactor):
+            product = rows.mT @ rows
+            factor.matrix = factor.matrix + product
+            return product.trace().double()
+        energy = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
+        factor.trace = factor.trace + energy
+        self._waiting.setdefault(factor, []).append(rows)
+        self._bytes += rows.nbytes
+        if self._bytes >= self._limit:
+            self.finish()
+        return energy
+
+    def finish(self) -> None:
+        """Add all waiting rows."""
+        waiting, self._waiting, self._bytes = self._waiting, {}, 0
+        if not all(map(isfinite, read([factor.trace for factor in waiting]))):
+            return
+        alike: dict[tuple[Any, ...], list[tuple[LowRankFactor, torch.Tensor]]] = {}
+        for factor, parts in waiting.items():
+            rows, columns = torch.cat(parts), factor.columns
+            shapes = (columns.shape, rows.shape, factor.width, columns.device, columns.dtype)
+            alike.setdefault(shapes, []).append((factor, rows))
+        for group in alike.values():
+            factors, parts = zip(*group, strict=True)
+            columns = torch.stack([factor.columns for factor in factors])
+            for chunk in torch.stack(parts).split(_CHUNK, dim=1):
+                columns = _leading(torch.cat([columns, chunk.mT], dim=-1), factors[0].width)
+            for factor, own in zip(factors, columns, strict=True):
+                factor.columns = own
 
 
 def _leading(columns: torch.Tensor, width: int) -> torch.Tensor:
     """Rotate `(..., d, n)` columns onto their leading `width` left singular directions.
 
-    The rotation comes from the columns' Gram matrix: from all of its eigenvectors if there are few,
-    otherwise from a subspace that holds the leading ones.
+    The rotation comes from the columns' Gram matrix, within a subspace of a few dimensions more
+    than there are directions to keep. Two steps of subspace iteration from a fixed random start
+    find it (Halko, Martinsson & Tropp, 2011), exactly if the matrix has no higher rank.
     """
     n = columns.shape[-1]
     if n <= width:
         return columns
     gram = (columns.mT @ columns).double()
-    if n <= width + _OVERSAMPLING:
-        _, rotation = _eigh(gram)
-    else:
-        basis = _dominant_subspace(gram, width)
-        _, rotation = _eigh(basis.mT @ gram @ basis)
-        rotation = basis @ rotation
+    basis = torch.linalg.qr(gram @ (gram @ _start(width, gram.device)[:n])).Q
+    _, rotation = _eigh(basis.mT @ gram @ basis)
+    rotation = basis @ rotation
     return columns @ rotation[..., rotation.shape[-1] - width :].to(columns.dtype)
-
-
-def _dominant_subspace(gram: torch.Tensor, width: int) -> torch.Tensor:
-    """Orthonormal columns that span the leading `width` eigenvectors and a few more.
-
-    Two steps of subspace iteration from a fixed random start (Halko, Martinsson & Tropp, 2011).
-    Exact if the matrix has no higher rank than there are columns.
-    """
-    start = _start(width, gram.device)[: gram.shape[-1]]
-    return torch.linalg.qr(gram @ (gram @ start)).Q
 
 
 @lru_cache

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
-from laplace_lora_ext.curvature.factors import Factor, LowRankFactor
-from laplace_lora_ext.curvature.spectrum import Spectrum
+from laplace_lora_ext.curvature.factors import LowRankFactor
 
 
 class LowRankKron:
     """Sum form of a block-diagonal curvature, with a Kronecker-factored block for each LoRA weight.
-
-    It has the methods of `laplace.utils.matrix.Kron`; those that need eigenvalues decompose it
-    first.
 
     Parameters
     ----------
@@ -32,48 +28,26 @@ class LowRankKron:
 
     @classmethod
     def from_state_dict(
-        cls,
-        state: list[dict[str, Any]],
-        places: Sequence[tuple[torch.device, torch.dtype]] | None = None,
+        cls, state: list[dict[str, Any]], places: Sequence[tuple[torch.device, torch.dtype]]
     ) -> LowRankKron:
-        """Rebuild what `state_dict` returned.
-
-        `places` are the device and precision of each block; by default nothing moves.
-        """
-        known: dict[int, Factor] = {}
-        pairs = zip(state, places or [None] * len(state), strict=True)
-        return cls([KroneckerBlock.from_state_dict(*pair, known) for pair in pairs])
+        """Rebuild what `state_dict` returned, each block on its device and in its precision."""
+        pairs = zip(state, places, strict=True)
+        return cls([KroneckerBlock.from_state_dict(block, *place) for block, place in pairs])
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Tensors and numbers of each block, ready for `torch.save`."""
         return [block.state_dict() for block in self.blocks]
 
     @property
-    def kfacs(self) -> list[tuple[Factor, Factor]]:
-        """Output and input factor of each block, before division by its normalizer."""
-        return [(block.output_factor, block.input_factor) for block in self.blocks]
-
-    @property
     def nbytes(self) -> int:
         """Memory of the large factors once they have all their columns."""
-        large = {
-            factor for pair in self.kfacs for factor in pair if isinstance(factor, LowRankFactor)
-        }
+        factors = (f for block in self.blocks for f in (block.output_factor, block.input_factor))
+        large = [factor for factor in factors if isinstance(factor, LowRankFactor)]
         return sum(f.size * f.width * f.columns.element_size() for f in large)
-
-    def __len__(self) -> int:
-        return len(self.blocks)
 
     def __add__(self, other: LowRankKron) -> LowRankKron:
         """Add factors as if all data had been seen in one run."""
-        if not isinstance(other, LowRankKron):
-            raise ValueError("Can only add LowRankKron to LowRankKron.")
         return LowRankKron([a + b for a, b in zip(self.blocks, other.blocks, strict=True)])
-
-    def __mul__(self, scalar: float | torch.Tensor) -> LowRankKron:
-        return LowRankKron([block * scalar for block in self.blocks])
-
-    __rmul__ = __mul__
 
     def cut(self) -> LowRankKron:
         """The same curvature without columns beyond the rank, which only more data would use."""
@@ -88,29 +62,62 @@ class LowRankKron:
         deltas = blocks[0].small.values.new_zeros(len(blocks), device=device)
         return LowRankKronDecomposed(blocks, deltas)
 
-    def logdet(self) -> torch.Tensor:
-        """Log-determinant; `-inf` where a direction has no curvature."""
-        return self.decompose().logdet()
 
-    def bmm(self, W: torch.Tensor, exponent: float = 1) -> torch.Tensor:
-        """`self ** exponent` times `W`; see `LowRankKronDecomposed.bmm`."""
-        return self.decompose().bmm(W, exponent)
+class Spectrum(NamedTuple):
+    """Eigenvalues of a curvature, those of all blocks in one row.
 
-    def inv_square_form(self, W: torch.Tensor) -> torch.Tensor:
-        """`W self⁻¹ Wᵀ`; see `LowRankKronDecomposed.inv_square_form`."""
-        return self.decompose().inv_square_form(W)
+    A prior precision only adds to eigenvalues, so these are all that a choice of prior depends on.
 
-    def diag(self, exponent: float = 1) -> torch.Tensor:
-        """Diagonal of `self ** exponent`, `(parameters,)`."""
-        return self.decompose().diag(exponent)
+    Attributes
+    ----------
+    leading : torch.Tensor
+        `(E,)`, the r x k eigenvalues that each block keeps
+    leading_block : torch.Tensor
+        `(E,)`, index of the block that each belongs to
+    remaining : torch.Tensor
+        `(F,)`, the r eigenvalues of each block on the directions that its rank leaves out
+    remaining_block : torch.Tensor
+        `(F,)`, index of the block that each belongs to
+    multiplicity : torch.Tensor
+        `(F,)`, the number of directions of each
+    n_blocks : int
+    """
 
-    def to_matrix(self, exponent: float = 1) -> torch.Tensor:
-        """Dense matrix of `self ** exponent`. For tests."""
-        return self.decompose().to_matrix(exponent)
+    leading: torch.Tensor
+    leading_block: torch.Tensor
+    remaining: torch.Tensor
+    remaining_block: torch.Tensor
+    multiplicity: torch.Tensor
+    n_blocks: int
+
+    def shifted(
+        self, scale: float | torch.Tensor, deltas: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leading and remaining eigenvalues of `scale * curvature + deltas * I`.
+
+        Parameters
+        ----------
+        scale : float or torch.Tensor
+            `()`
+        deltas : torch.Tensor
+            `()`, `(1,)`, or `(blocks,)` one for each block; gives the result its dtype
+        """
+        deltas = deltas.expand(self.n_blocks)
+        return (
+            self.leading.to(deltas) * scale + deltas[self.leading_block],
+            self.remaining.to(deltas) * scale + deltas[self.remaining_block],
+        )
+
+    def logdet(self, scale: float | torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+        """Log-determinant of `scale * curvature + deltas * I`, in float64."""
+        leading, remaining = self.shifted(scale, deltas.double())
+        return leading.log().sum() + (self.multiplicity * remaining.log()).sum()
 
 
 class LowRankKronDecomposed:
     """Decomposed form of `LowRankKron`, to which a scalar or layerwise prior can be added.
+
+    It has the methods of `laplace.utils.matrix.KronDecomposed`.
 
     Parameters
     ----------
@@ -122,53 +129,26 @@ class LowRankKronDecomposed:
     def __init__(self, blocks: Sequence[DecomposedBlock], deltas: torch.Tensor) -> None:
         self.blocks, self.deltas = list(blocks), deltas
 
-    def __len__(self) -> int:
-        return len(self.blocks)
-
     @cached_property
     @torch.inference_mode(False)  # what is kept must not be an inference tensor
     def spectrum(self) -> Spectrum:
         """Eigenvalues of all blocks in float64, without `deltas`."""
-        device = self.deltas.device
-        leading, remaining, multiplicity = [], [], []
-        for block in self.blocks:
+        of_blocks = []
+        for index, block in enumerate(self.blocks):
             small, large, tail = (
-                numbers.to(device).double()
+                numbers.to(self.deltas.device).double()
                 for numbers in (block.small.values, block.large.values, block.large.tail)
             )
-            leading.append(torch.outer(small, large).flatten())
-            remaining.append((small * tail)[: None if block.n_left_out else 0])
-            multiplicity.append(torch.full_like(remaining[-1], block.n_left_out))
+            leading = torch.outer(small, large).flatten()
+            remaining = (small * tail)[: None if block.n_left_out else 0]
+            indices = [torch.full_like(e, index, dtype=torch.long) for e in (leading, remaining)]
+            multiplicity = torch.full_like(remaining, block.n_left_out)
+            of_blocks.append((leading, indices[0], remaining, indices[1], multiplicity))
+        columns: Any = map(torch.cat, zip(*of_blocks, strict=True))
+        return Spectrum(*columns, n_blocks=len(self.blocks))
 
-        def owners(parts: list[torch.Tensor]) -> torch.Tensor:
-            sizes = torch.tensor([len(part) for part in parts])
-            return torch.arange(len(parts)).repeat_interleave(sizes).to(device)
-
-        return Spectrum(
-            torch.cat(leading),
-            owners(leading),
-            torch.cat(remaining),
-            owners(remaining),
-            torch.cat(multiplicity),
-            len(self.blocks),
-        )
-
-    def __add__(self, deltas: torch.Tensor) -> LowRankKronDecomposed:
-        """Add a multiple of the identity: a scalar, or `(blocks,)` one for each block.
-
-        Raises
-        ------
-        ValueError
-            If `deltas` is not a tensor of one of these shapes.
-        """
-        if not isinstance(deltas, torch.Tensor) or deltas.shape not in {
-            (),
-            (1,),
-            (len(self),),
-        }:
-            raise ValueError(
-                f"Add a tensor with one number, or one for each of {len(self)} blocks."
-            )
+    def __add__(self, deltas: float | torch.Tensor) -> LowRankKronDecomposed:
+        """Add a multiple of the identity: a scalar, or `(blocks,)` one for each block."""
         return LowRankKronDecomposed(self.blocks, self.deltas + deltas)
 
     def __mul__(self, scalar: float | torch.Tensor) -> LowRankKronDecomposed:
@@ -197,7 +177,6 @@ class LowRankKronDecomposed:
         torch.Tensor
             of the shape of `W`
         """
-        self._check_invertible(exponent)
         products = [
             block.small_side_first(block.bmm(part, delta, exponent)).flatten(-2).to(W.device)
             for block, delta, part in self._split(W)
@@ -212,7 +191,6 @@ class LowRankKronDecomposed:
         torch.Tensor
             `(batch, outputs, outputs)`
         """
-        self._check_invertible(-1)
         forms = [
             block.inv_square_form(part, delta).to(W.device) for block, delta, part in self._split(W)
         ]
@@ -220,32 +198,18 @@ class LowRankKronDecomposed:
 
     def diag(self, exponent: float = 1) -> torch.Tensor:
         """Diagonal of `self ** exponent`, `(parameters,)`."""
-        self._check_invertible(exponent)
         pairs = zip(self.blocks, self.deltas, strict=True)
         device = self.deltas.device
         return torch.cat([block.diag(delta, exponent).to(device) for block, delta in pairs])
 
     def to_matrix(self, exponent: float = 1) -> torch.Tensor:
         """Dense matrix of `self ** exponent`. For tests."""
-        self._check_invertible(exponent)
         pairs = zip(self.blocks, self.deltas, strict=True)
         return torch.block_diag(*(block.to_matrix(delta, exponent) for block, delta in pairs))
 
-    def _check_invertible(self, exponent: float) -> None:
-        if exponent < 0 and any(
-            eigenvalues.min() <= 0
-            for block, delta in zip(self.blocks, self.deltas, strict=True)
-            for eigenvalues in block.eigenvalues(delta)
-            if eigenvalues.numel()
-        ):
-            raise ValueError("The matrix is singular: add a positive prior precision first.")
-
     def _split(self, W: torch.Tensor) -> list[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
         """Each block with its delta and its part of `W`, `(..., r, d)`, on the block's device."""
-        sizes = [block.n_params for block in self.blocks]
-        if W.shape[-1] != sum(sizes):
-            raise ValueError(f"The last dimension of W must have {sum(sizes)} parameters.")
-        parts = W.split(sizes, dim=-1)
+        parts = W.split([block.n_params for block in self.blocks], dim=-1)
         return [
             (block, delta, block.small_side_first(part.unflatten(-1, block.shape)).to(block.device))
             for block, delta, part in zip(self.blocks, self.deltas, parts, strict=True)

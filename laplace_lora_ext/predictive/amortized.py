@@ -1,18 +1,32 @@
-"""Variances of logits that are learnt: a ridge regression of their logarithms, and the way back."""
+"""Variances of logits that are learnt, to predict at the price of one forward pass."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from torch.utils.data import DataLoader
+
+from laplace_lora_ext.models.batches import named_batches
+from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
+from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.swapping import Swapping, special_tokens
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predictive.glm import predictive_distribution
+from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.processes.exchange import together
 
 PENALTIES = torch.logspace(-10, 1, 23, dtype=torch.float64)
 """Penalties to choose from, in units of the largest squared singular value of the features."""
 
 _MARGIN = math.log(2)
-_COMPONENTS = 64  # all there are up to ten classes
+_OF_POSTERIOR = {"prior_precision", "curvature_scale"}
+_SWAPPED = "swapped"
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +35,7 @@ class LearntVariance:
 
     Beside the C logits stands a last number f_0, which is always 0. For each two of them
 
-        log Var(f_j - f_k) = b_jk + ((x - mean) / scale) W c_jk
+        log Var(f_j - f_k) = b_jk + ((x - mean) / scale) w_jk
 
     by ridge regression, at most a factor of 2 beyond the variances that it has learnt from. From
     these differences follows the covariance of the logits.
@@ -31,9 +45,7 @@ class LearntVariance:
     mean, scale : torch.Tensor
         `(p,)` mean and standard deviation of the features
     weights : torch.Tensor
-        `(p, q)`, W
-    components : torch.Tensor
-        `(q, P)`, the c: the at most 64 leading principal components of the P = C (C + 1) / 2 pairs
+        `(p, P)`, the w of the P = C (C + 1) / 2 pairs
     offset, lowest, highest : torch.Tensor
         `(P,)` mean logarithm of each variance (b), and the lowest and the highest of those learnt
     prior_precision, curvature_scale : torch.Tensor
@@ -49,7 +61,6 @@ class LearntVariance:
     mean: torch.Tensor
     scale: torch.Tensor
     weights: torch.Tensor
-    components: torch.Tensor
     offset: torch.Tensor
     lowest: torch.Tensor
     highest: torch.Tensor
@@ -78,14 +89,10 @@ class LearntVariance:
         # What does not vary says nothing, and rounding makes no feature.
         varies = scale > 1e-6 * X.abs().amax(0)
         scale = torch.where(varies, scale, torch.inf)
-        U, s, components = torch.linalg.svd(Y - offset, full_matrices=False)
-        scores = (U * s)[:, :_COMPONENTS]
-        components = components[:_COMPONENTS]
-        weights, residuals = ridge((X - mean) / scale, scores)
-        errors = Y - offset - (scores - residuals) @ components
+        weights, errors = ridge((X - mean) / scale, Y - offset)
         total = (Y - offset).square().sum()
         return cls(
-            *(mean, scale, weights, components, offset, Y.amin(0), Y.amax(0)),
+            *(mean, scale, weights, offset, Y.amin(0), Y.amax(0)),
             *(prior_precision.detach().cpu().clone(), curvature_scale.detach().cpu().clone()),
             1 - (errors.square().sum() / total.clamp_min(torch.finfo(X.dtype).tiny)).item(),
             errors.abs().mean().item(),
@@ -110,12 +117,8 @@ class LearntVariance:
         The variances of logits and of their differences are those learnt; as they need not fit
         together, the matrices may have negative eigenvalues.
         """
-        scores = ((features - self.mean) / self.scale) @ self.weights
-        logs = self.offset + scores @ self.components
+        logs = self.offset + ((features - self.mean) / self.scale) @ self.weights
         return covariances(logs.clamp(self.lowest - _MARGIN, self.highest + _MARGIN).exp())
-
-
-_OF_POSTERIOR = {"prior_precision", "curvature_scale"}
 
 
 def ridge(X: torch.Tensor, Y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,13 +135,14 @@ def ridge(X: torch.Tensor, Y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     along, squares = U.mT @ Y, s.square()
     across = Y - U @ along
     free = (1 - 1 / len(X) - U.square().sum(1)).clamp_min(0)  # 1 - h without a penalty
-    tried = []
-    for penalty in PENALTIES * (squares[0] if len(squares) else 1):
+
+    def errors(penalty: torch.Tensor) -> torch.Tensor:
         left = penalty / (squares + penalty)
-        errors = (across + U @ (left[:, None] * along)) / (free + U.square() @ left)[:, None]
-        tried.append((errors.square().mean().item(), penalty, errors))
-    _, penalty, errors = min(tried, key=lambda each: each[0])
-    return Vt.mT @ ((s / (squares + penalty))[:, None] * along), errors
+        return (across + U @ (left[:, None] * along)) / (free + U.square() @ left)[:, None]
+
+    penalties = PENALTIES * (squares[0] if len(squares) else 1)
+    best = min(penalties, key=lambda penalty: errors(penalty).square().mean().item())
+    return Vt.mT @ ((s / (squares + best))[:, None] * along), errors(best)
 
 
 def log_variances(f_var: torch.Tensor) -> torch.Tensor:
@@ -167,3 +171,112 @@ def covariances(variances: torch.Tensor) -> torch.Tensor:
     D[..., j, k] = D[..., k, j] = variances
     own = D[..., 0, 1:]
     return (own[..., :, None] + own[..., None, :] - D[..., 1:, 1:]) / 2
+
+
+@exclusive
+@torch.inference_mode(False)
+@torch.no_grad()
+@together()
+def amortize(
+    la: Posterior,
+    loader: DataLoader | Iterable[Any],
+    unlabelled: str | DataLoader | Iterable[Any] | None = _SWAPPED,
+    progress_bar: bool = False,
+    generator: torch.Generator | None = None,
+) -> LearntVariance:
+    """Learn the variances of the logits, so that predictions take one forward pass.
+
+    A ridge regression finds the logarithms of the variances, at the present prior precision, in
+    what the output layer reads and in the log-probabilities (outputs, where they are numbers). No
+    label goes in. Then `la(batch, pred_type="amortized")`, `la.predict(...)` and
+    `la.predict_proba(...)` predict with these variances, with every link. They are saved with the
+    posterior, and refused when its fit or its prior precision changes.
+
+    Parameters
+    ----------
+    loader : DataLoader or iterable
+        training data, with or without labels; read twice
+    unlabelled : "swapped", DataLoader, iterable or None, default="swapped"
+        more examples, such as predictions will meet. "swapped" adds a copy of each text in which 30
+        % of the tokens are those of other texts; to images and sounds it adds nothing
+    progress_bar : bool, default=False
+    generator : torch.Generator, optional
+        of the CPU, for swapped tokens; by default the same in every call
+
+    Returns
+    -------
+    LearntVariance
+        with `r_squared` and `mean_error`, which say how good it is; also in `la.learnt_variance`
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than three examples, a number is not finite, or the likelihood is
+        "reward_modeling".
+    """
+    if la.predicted_likelihood is not la.trained_likelihood:
+        raise ValueError(f"Variances are learnt of classes or numbers, not for {la.likelihood}.")
+    la.check_model()
+    swapping = _swapping(la, loader) if unlabelled == _SWAPPED else None
+
+    def learnt_from(batch: Any) -> Columns:
+        inputs = la.model.inputs(batch)
+        f_var = predictive_distribution(la, inputs)[1].detach()
+        return _features(la, inputs)[1].cpu(), log_variances(f_var).cpu()
+
+    def with_copy(batch: Any) -> Columns:
+        text = la.model.text(batch)
+        if swapping is None or text is None:
+            return learnt_from(batch)
+        swapped = swapping(text["input_ids"], text.get("attention_mask"), generator)
+        return *learnt_from(batch), *learnt_from({**text, "input_ids": swapped})
+
+    generator = torch.Generator() if generator is None else generator
+    columns = over_loader(loader, with_copy, "[Variances]", progress_bar)
+    if unlabelled not in (None, _SWAPPED):
+        more: Any = unlabelled
+        columns += over_loader(more, learnt_from, "[Variances, unlabelled]", progress_bar)
+    features, logs = torch.cat(columns[::2]), torch.cat(columns[1::2])
+    learnt = LearntVariance.of(features, logs, la.prior_precision, la.curvature_scale)
+    la.learnt_variance = learnt.to(la.model.device, la.blocks[0].statistics_dtype)
+    return la.learnt_variance
+
+
+def amortized_moments(la: Posterior, x: Any) -> Moments:
+    """Mean and learnt covariance of a batch's logits, from one forward pass.
+
+    A `ValueError` if nothing was learnt, or the fit or the prior precision has changed since.
+    """
+    if isinstance(x, Moments):
+        raise ValueError('Moments hold no inputs: pass these for pred_type="amortized".')
+    la.check_model()
+    learnt = la.learnt_variance
+    if learnt is None:
+        raise ValueError("No variance is learnt for this fit: call la.amortize(loader) first.")
+    if not learnt.is_of(la.prior_precision, la.curvature_scale):
+        raise ValueError("The prior has changed since la.amortize(loader): call it again.")
+    with torch.set_grad_enabled(la.enable_backprop):
+        f_mu, features = _features(la, x)
+        if features.shape[-1] != len(learnt.mean):
+            raise ValueError("The model's output layer is not that of la.amortize: call it again.")
+        with torch.autocast(la.model.device.type, enabled=False):
+            return Moments(f_mu, learnt.covariance(features))
+
+
+def _features(la: Posterior, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `(B, C)`, and features `(B, p)` that their variances are learnt from."""
+    with la.model.prepared():
+        logits, hidden = logits_and_hidden_states(la.model, inputs)
+    outputs = logits if la.predicted_likelihood.is_gaussian else logits.log_softmax(-1)
+    features = outputs if hidden is None else torch.cat([hidden, outputs], dim=-1)
+    return logits, features.to(la.blocks[0].statistics_dtype)
+
+
+def _swapping(la: Posterior, loader: Iterable[Any]) -> Swapping | None:
+    """What swaps tokens of a data set's texts; None if there are no texts."""
+    batches = (batch for _, batch in named_batches(loader))
+    texts = [text for batch in batches if (text := la.model.text(batch)) is not None]
+    if not texts:
+        return None
+    special = set() if la.model.transformer is None else special_tokens(la.model.transformer)
+    return Swapping(((t["input_ids"], t.get("attention_mask")) for t in texts), special)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import Subset
 
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.processes.exchange import together
-from laplace_lora_ext.processes.shards import Share, in_order, joined, stacked
+from laplace_lora_ext.processes.shards import Share, joined, stacked
 
 Columns = tuple[torch.Tensor, ...]
 """Tensors with a row for each example."""
-
-
-def is_batch(x: Any, collate_fn: Any = None) -> bool:
-    """Whether something is one batch, and neither a loader nor a data set."""
-    single = isinstance(x, Mapping | torch.Tensor | np.ndarray | tuple) and collate_fn is None
-    return single or not (hasattr(x, "__iter__") or hasattr(x, "__getitem__"))
 
 
 def over_loader(
@@ -65,36 +57,3 @@ def over_loader(
     if of_all is None:
         raise ValueError("The loader has no data.")
     return of_all
-
-
-def over_data(
-    data: Any,
-    evaluate: Callable[[Any], Columns],
-    collate_fn: Callable[[Any], Any] | None,
-    batch_size: int,
-    description: str = "",
-    progress_bar: bool = False,
-) -> Columns:
-    """As `over_loader`, of a loader or of a data set with indices, the longest texts first.
-
-    `collate_fn` and `batch_size` are those of a data set's loader. The ranks share a data set, and
-    a loader that is divided among them: then all of them must call this. Any other loader's
-    examples are a rank's own.
-    """
-    indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    if collate_fn is None and (not indexed or isinstance(data, list)):
-        alone = not Share(data).is_dealt
-        return over_loader(data, evaluate, description, progress_bar, alone)
-    order = _by_length(data)
-    loader = in_order(Subset(data, order.tolist()), batch_size, collate_fn)
-    columns = over_loader(loader, evaluate, description, progress_bar)
-    return tuple(column[order.argsort().to(column.device)] for column in columns)
-
-
-def _by_length(data_set: Any) -> torch.Tensor:
-    """`(N,)` indices, those of the longest texts first."""
-    rows = (data_set[place] for place in range(len(data_set)))
-    lengths = [
-        len(r["input_ids"]) if isinstance(r, Mapping) and "input_ids" in r else 0 for r in rows
-    ]
-    return torch.tensor(lengths).argsort(descending=True, stable=True)

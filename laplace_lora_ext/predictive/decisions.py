@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,16 +10,12 @@ import torch
 
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.amortization import amortized_moments
-from laplace_lora_ext.predictive.data_sets import Columns, is_batch, over_data
+from laplace_lora_ext.predictive.amortized import amortized_moments
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.glm import moments_for, predictive_distribution
-from laplace_lora_ext.predictive.links import (
-    OF_DIFFERENCES,
-    own_links,
-    shared_noise,
-    softmax_samples,
-)
+from laplace_lora_ext.predictive.links import own_links, shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.processes.shards import Share
 
 
 class Prediction(NamedTuple):
@@ -63,14 +59,8 @@ class Prediction(NamedTuple):
         of_label = drawn.take_along_dim(labels[None, :, None], dim=-1)[..., 0]
         # Entropy is concave, so only rounding can make the difference negative.
         epistemic = (total - aleatoric).clamp_min(0)
-        return cls(
-            probabilities, labels, total, aleatoric, epistemic, of_label.var(0, correction=0)
-        )
-
-    @classmethod
-    def concatenate(cls, parts: Iterable[Prediction]) -> Prediction:
-        """Join the predictions of several batches."""
-        return cls(*map(torch.cat, zip(*parts, strict=True)))
+        variance = of_label.var(0, correction=0)
+        return cls(probabilities, labels, total, aleatoric, epistemic, variance)
 
 
 @exclusive
@@ -82,33 +72,27 @@ def predict(
     generator: torch.Generator | None = None,
     *,
     pred_type: str = "glm",
-    collate_fn: Callable[[Any], Any] | None = None,
-    batch_size: int = 32,
     progress_bar: bool = False,
 ) -> Prediction:
     """Class probabilities, and what else a decision needs, of a batch or of a whole data set.
 
     Parameters
     ----------
-    x : Mapping, torch.Tensor, Moments, DataLoader, iterable of batches, or data set
-        a batch as for a call; a loader of batches with or without labels, whose examples come back
-        in its order; or a data set, such as one of `datasets`, which is read with its longest texts
-        first, and whose examples come back in its own order. In a `torch.distributed` process
-        group all ranks share a data set, or a loader that shows each rank's part, and must all call
-        this; each gets all predictions
+    x : Mapping, torch.Tensor, Moments, DataLoader or iterable of batches
+        a batch as for a call; or a loader of batches with or without labels, whose examples come
+        back in its order. In a `torch.distributed` process group all ranks share a loader that
+        shows each rank's part, and must all call this; each gets all predictions
     link_approx : {"mean_field", "probit", "mc"}
         link for the probabilities
     n_samples : int, default=1000
         draws of the logits, for entropies and variances
     generator : torch.Generator, optional
-        all batches of a data set get the same draws from it
+        all batches of a loader get the same draws from it
     pred_type : {"glm", "amortized"}
         by the linearised model, in a forward pass and C - 1 backward passes ("probit": C); or in
         one forward pass, with the variances that `la.amortize` has learnt
-    collate_fn, batch_size
-        for a data set: what makes a batch of its rows, and how many
     progress_bar : bool, default=False
-        over the batches of a data set
+        over the batches of a loader
 
     Returns
     -------
@@ -118,31 +102,22 @@ def predict(
     ------
     ValueError
         For a likelihood without classes, another link, data without examples, or "amortized" if
-        nothing was learnt for this fit and prior. An error of a data set's batch names it.
+        nothing was learnt for this fit and prior. An error of a loader's batch names it.
     """
-    _check_link(la, link_approx)
-    # Entropies are those of draws, which see all differences of logits.
-    seen_by = "mc" if link_approx in OF_DIFFERENCES else link_approx
     state = None if generator is None else generator.get_state()
 
     def of_batch(batch: Any) -> Prediction:
         if generator is not None and state is not None:
             generator.set_state(state)
         found, draws = [], []
-        for member, part in members_of(la, batch):
-            moments = _moments(member, part, seen_by, pred_type)
+        for moments in _moments_of_members(la, batch, link_approx, pred_type):
             with torch.autocast(la.model.device.type, enabled=False):
                 found.append(own_links(n_samples, generator)[link_approx](*moments).exp())
                 noise = shared_noise(moments.f_mu, n_samples, generator)
                 draws.append(softmax_samples(*moments, noise).exp())
         return Prediction.of_draws(torch.stack(found).mean(0), torch.cat(draws))
 
-    return Prediction(*_over(la, x, of_batch, collate_fn, batch_size, progress_bar))
-
-
-def members_of(la: Any, x: Any) -> Iterable[tuple[Posterior, Any]]:
-    """A posterior with what it predicts, or a mixture's members, each with its own."""
-    return la.each(x) if hasattr(la, "each") else [(la, x)]
+    return Prediction(*_over(la, x, of_batch, link_approx, progress_bar))
 
 
 @exclusive
@@ -152,25 +127,21 @@ def predict_proba(
     link_approx: str = "mean_field",
     *,
     pred_type: str = "glm",
-    collate_fn: Callable[[Any], Any] | None = None,
-    batch_size: int = 32,
     progress_bar: bool = False,
 ) -> np.ndarray:
     """Class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
 
     Parameters and errors are those of `predict`; nothing is drawn but for the link "mc".
     """
-    _check_link(la, link_approx)
 
     def of_batch(batch: Any) -> tuple[torch.Tensor]:
         found = []
-        for member, part in members_of(la, batch):
-            moments = _moments(member, part, link_approx, pred_type)
+        for moments in _moments_of_members(la, batch, link_approx, pred_type):
             with torch.autocast(la.model.device.type, enabled=False):
                 found.append(own_links(1000, torch.Generator())[link_approx](*moments).exp())
         return (torch.stack(found).mean(0),)
 
-    (probabilities,) = _over(la, x, of_batch, collate_fn, batch_size, progress_bar)
+    (probabilities,) = _over(la, x, of_batch, link_approx, progress_bar)
     return probabilities.detach().cpu().numpy()
 
 
@@ -178,29 +149,28 @@ def _over(
     la: Posterior,
     x: Any,
     of_batch: Callable[[Any], Columns],
-    collate_fn: Callable[[Any], Any] | None,
-    batch_size: int,
+    link_approx: str,
     progress_bar: bool,
 ) -> Columns:
-    """What a function of inputs makes of a batch, or of all batches of a data set."""
-    if is_batch(x, collate_fn):
-        return of_batch(x)
-    how = collate_fn, batch_size, "[Predictions]", progress_bar
-    return over_data(x, lambda batch: of_batch(la.model.inputs(batch)), *how)
-
-
-def _check_link(la: Posterior, link_approx: str) -> None:
+    """What a function of inputs makes of a batch, or of all batches of a loader."""
     if la.predicted_likelihood.is_gaussian:
         raise ValueError(f"{la.likelihood} predicts numbers: use la(x), for mean and variance.")
     links = own_links(1, None)
     if link_approx not in links:
         raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
+    if isinstance(x, Mapping | torch.Tensor | np.ndarray | tuple):
+        return of_batch(x)
+    how = "[Predictions]", progress_bar, not Share(x).is_dealt
+    return over_loader(x, lambda batch: of_batch(la.model.inputs(batch)), *how)
 
 
-def _moments(la: Posterior, x: Any, link_approx: str, pred_type: str) -> Moments:
+def _moments_of_members(la: Any, x: Any, link_approx: str, pred_type: str) -> Iterator[Moments]:
+    """Those of a posterior, or of each member of a mixture, as a link needs them."""
     if pred_type not in ("glm", "amortized"):
         raise ValueError(f'pred_type {pred_type!r} is neither "glm" nor "amortized".')
-    return moments_for(la, amortized_moments(la, x) if pred_type == "amortized" else x, link_approx)
+    for member, part in la.each(x) if hasattr(la, "each") else [(la, x)]:
+        part = amortized_moments(member, part) if pred_type == "amortized" else part
+        yield moments_for(member, part, link_approx)
 
 
 @exclusive

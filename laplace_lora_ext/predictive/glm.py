@@ -12,8 +12,7 @@ from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.numerics import without_autocast
 from laplace_lora_ext.passes import Directions, every_output
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES, shared_noise
-from laplace_lora_ext.predictive.moments import Moments, uncorrelated
-from laplace_lora_ext.predictive.sampling import gaussian_samples
+from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, uncorrelated
 
 
 @exclusive

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
-from laplace_lora_ext.likelihoods import Link
 from laplace_lora_ext.messages import check_counts
-from laplace_lora_ext.predictive.moments import centred
-from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
+from laplace_lora_ext.predictive.moments import centred, gaussian_samples, standard_normal
 
 # At 0 a logistic function is as steep as the normal distribution function of variance 8 / π.
 _PROBIT = math.pi / 8
+
+Link = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Turns mean and covariance into log-probabilities `(B, C)`."""
 
 OF_DIFFERENCES = frozenset({"mean_field", "mc"})
 """Links that only see differences of logits, as a softmax does."""
@@ -77,22 +79,13 @@ def sampled(n_samples: int, generator: torch.Generator | None) -> Link:
     return link
 
 
-def sampled_alike(n_samples: int, generator: torch.Generator | None) -> Link:
-    """`monte_carlo` with the same noise for all examples of a batch, drawn as the host does."""
+def own_links(n_samples: int, generator: torch.Generator | None) -> dict[str, Link]:
+    """Links of this library, by name; "mc" has the same noise for all examples of a batch."""
 
-    def link(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
+    def sampled_alike(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
         return monte_carlo(f_mu, f_var, shared_noise(f_mu, n_samples, generator))
 
-    return link
-
-
-def own_links(n_samples: int, generator: torch.Generator | None) -> dict[str, Link]:
-    """Links of this library, by name."""
-    return {
-        "probit": probit,
-        "mean_field": mean_field,
-        "mc": sampled_alike(n_samples, generator),
-    }
+    return {"probit": probit, "mean_field": mean_field, "mc": sampled_alike}
 
 
 def shared_noise(

@@ -1,11 +1,12 @@
-"""Gaussian logits: what a posterior says about a batch, before a link makes it probabilities."""
+"""Gaussian logits: what a posterior says about a batch, and samples of it, singular or not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 class Moments(NamedTuple):
@@ -28,10 +29,30 @@ class Moments(NamedTuple):
         """Convert both as `torch.Tensor.to` does."""
         return Moments(self.f_mu.to(*args, **kwargs), self.f_var.to(*args, **kwargs))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
-    def split(self, sizes: int | list[int]) -> Iterator[Moments]:
-        """Consecutive examples in parts of the given sizes, or of one size."""
-        pairs = zip(self.f_mu.split(sizes), self.f_var.split(sizes), strict=True)
+    def split(self, size: int) -> Iterator[Moments]:
+        """Consecutive examples, so many at once."""
+        pairs = zip(self.f_mu.split(size), self.f_var.split(size), strict=True)
         return (Moments(f_mu, f_var) for f_mu, f_var in pairs)
+
+
+class MixtureMoments(NamedTuple):
+    """Gaussian logits of N examples under each member; a mixture takes them in place of a batch."""
+
+    members: tuple[Moments, ...]
+
+    def split(self, size: int) -> Iterator[MixtureMoments]:
+        """Consecutive examples, so many at once."""
+        parts = zip(*(moments.split(size) for moments in self.members), strict=True)
+        return (MixtureMoments(part) for part in parts)
+
+
+def mixed(means: torch.Tensor, covariances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Moments of a mixture of Gaussians `(M, ..., C)`, with variances or covariances."""
+    mean = means.mean(0)
+    apart = means - mean
+    if covariances.ndim == means.ndim:
+        return mean, (covariances + apart.square()).mean(0)
+    return mean, (covariances + apart[..., :, None] * apart[..., None, :]).mean(0)
 
 
 def centred(f_var: torch.Tensor) -> torch.Tensor:
@@ -46,3 +67,71 @@ def centred(f_var: torch.Tensor) -> torch.Tensor:
 def uncorrelated(f_var: torch.Tensor) -> torch.Tensor:
     """Covariances `(B, C, C)` with everything but the variances set to 0."""
     return torch.diag_embed(f_var.diagonal(dim1=-2, dim2=-1))
+
+
+class _SymmetricRoot(torch.autograd.Function):
+    """The root S solves `S S = V`; its differential solves `S dS + dS S = dV`.
+
+    In the eigenbasis of S this divides by sums of its eigenvalues. Unlike the derivative of an
+    eigendecomposition, which divides by differences, it is finite where eigenvalues coincide.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, covariance: torch.Tensor) -> torch.Tensor:
+        values, vectors = torch.linalg.eigh(covariance.double())
+        # A 0 that rounding turned into a small number would have a much larger root.
+        noise = covariance.shape[-1] * torch.finfo(covariance.dtype).eps * values[..., -1:]
+        roots = torch.where(values > noise, values, 0).sqrt()
+        ctx.save_for_backward(roots, vectors)
+        return ((vectors * roots[..., None, :]) @ vectors.mT).to(covariance.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        roots, vectors = ctx.saved_tensors
+        sums = roots[..., :, None] + roots[..., None, :]
+        # A direction without variance has none under other prior precisions either.
+        inverse = torch.where(sums > 0, 1 / sums, 0)
+        rotated = vectors.mT @ gradient.double() @ vectors
+        result = vectors @ (rotated * inverse) @ vectors.mT
+        return ((result + result.mT) / 2).to(gradient.dtype)
+
+
+def square_root(covariance: torch.Tensor) -> torch.Tensor:
+    """Symmetric square root, once differentiable even where the covariance is singular.
+
+    Parameters
+    ----------
+    covariance : torch.Tensor
+        `(..., C, C)`, symmetric positive semi-definite up to rounding
+
+    Returns
+    -------
+    torch.Tensor
+        `(..., C, C)`
+    """
+    return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]
+
+
+def semidefinite(covariance: torch.Tensor) -> torch.Tensor:
+    """The nearest matrices `(..., C, C)` without negative eigenvalues."""
+    root = square_root(covariance)
+    return root @ root.mT
+
+
+def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Reparametrised samples `(S, B, C)` of logits.
+
+    `noise` holds standard normal numbers: `(S, B, C)`, or `(S, 1, C)` for all examples alike.
+    """
+    root, noise = square_root(f_var), noise.to(f_mu.device).expand(-1, len(f_mu), -1)
+    with torch.autocast(f_mu.device.type, enabled=False):
+        return f_mu + torch.einsum("bck,sbk->sbc", root, noise)
+
+
+def standard_normal(
+    shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Standard normal numbers in the dtype of `like`, drawn on the generator's device."""
+    device = like.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=device, dtype=like.dtype)

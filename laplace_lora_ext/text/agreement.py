@@ -15,9 +15,7 @@ from laplace_lora_ext.processes.exchange import one_generator
 from laplace_lora_ext.processes.shards import total_size
 from laplace_lora_ext.text.draws import drawn, mean_over_tokens
 from laplace_lora_ext.tuning.agreement import broadest, check_max_change
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.loss_search import draw_seed
-from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod, draw_seed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,9 +10,8 @@ import torch
 
 from laplace_lora_ext.processes.exchange import one_generator
 from laplace_lora_ext.text.draws import mean_over_tokens
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.loss_search import draw_seed, grid_of_priors, search_grid
-from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.gridsearch import grid_of_priors, search_grid
+from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod, draw_seed
 from laplace_lora_ext.tuning.second_training import SecondTraining
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from laplace_lora_ext.tuning.agreement import Agreement
 from laplace_lora_ext.tuning.gridsearch import GridSearch
-from laplace_lora_ext.tuning.history import TuningHistory
 from laplace_lora_ext.tuning.marglik import Marglik
-from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 from laplace_lora_ext.tuning.second_training import SecondTraining
 from laplace_lora_ext.tuning.val_gd import ValGD
 

@@ -14,14 +14,14 @@ from scipy.optimize import brentq
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.sampling import gaussian_samples, standard_normal
+from laplace_lora_ext.predictive.data_sets import over_loader
+from laplace_lora_ext.predictive.glm import predictive_distribution
+from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.tuning.history import Recorder, TuningHistory
-from laplace_lora_ext.tuning.loss_search import draw_seed
-from laplace_lora_ext.tuning.method import TuningMethod
-from laplace_lora_ext.tuning.moments_along import moments_along, some_of
+from laplace_lora_ext.processes.exchange import count, of_first
+from laplace_lora_ext.processes.shards import Share, data_size, examples_of
+from laplace_lora_ext.training.examples import chosen, in_order
+from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod, draw_seed
 
 _CHUNK = 2**22  # numbers that are sampled at once
 # Of the logarithm of a factor of the prior precision where the search starts:
@@ -53,9 +53,9 @@ class Agreement(TuningMethod):
     n_samples : int, default=100
         draws for each example, the same for every prior precision
     max_examples : int, default=2000
-        from a larger data set this many are drawn at random, and only they pass through the model
-        (of an iterable about as many, in whole batches). The distance is an average, so its error
-        falls with the square root of their number. The history says how many there were
+        from a loader of a larger data set this many are drawn at random, and only they pass through
+        the model; all of an iterable do. The distance is an average, so its error falls with the
+        square root of their number. The history says how many there were
     generator : torch.Generator, optional
         for the draws and the examples; if omitted, every call uses the same
 
@@ -94,17 +94,34 @@ class Agreement(TuningMethod):
             )
         start = self._start(la)
         seed = of_first(0 if self.generator is None else draw_seed(self.generator))
-        data = some_of(self.train_loader, self.max_examples, la.n_data, seed)
-        moments = moments_along(la, data, self.progress_bar)
+        moments = _moments_along(la, self._data(seed), self.progress_bar)
 
         def change(prior_precision: torch.Tensor) -> tuple[float, int]:
             draws = torch.Generator().manual_seed(seed)
-            of_all = moments(prior_precision)
-            rows = max(1, _CHUNK // (self.n_samples * of_all.f_mu.shape[1]))
-            changes = [mean_change(part, self.n_samples, draws) for part in of_all.split(rows)]
-            return torch.stack(changes).sum().item() / len(of_all.f_mu), len(of_all.f_mu)
+            of_all = moments(prior_precision).to("cpu")
+            n_examples, n_outputs = of_all.f_mu.shape
+            total = 0.0
+            for f_mu, f_var in of_all.split(max(1, _CHUNK // (self.n_samples * n_outputs))):
+                noise = standard_normal((self.n_samples, *f_mu.shape), f_mu, draws)
+                drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
+                distance = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2  # total variation
+                total += distance.double().mean(0).sum().item()
+            return total / n_examples, n_examples
 
         return broadest(la, start, self.max_change, change, self.progress_bar)
+
+    def _data(self, seed: int) -> Any:
+        """The loader, or one of as many examples as there may be, drawn at random."""
+        loader: Any = self.train_loader
+        of_ranks = count() > 1 and not Share(loader).is_dealt
+        if isinstance(loader, PredictiveStatistics) or data_size(loader) is None or of_ranks:
+            return loader
+        examples = examples_of(loader)
+        if len(examples) <= self.max_examples:
+            return loader
+        order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
+        some = examples[order[: self.max_examples]].tolist()
+        return in_order(chosen(loader.dataset, some), loader)
 
 
 def check_max_change(max_change: float) -> None:
@@ -164,15 +181,22 @@ def _falling_root(excess: Callable[[float], float]) -> float:
     return here
 
 
-def mean_change(
-    moments: Moments, n_samples: int, generator: torch.Generator | None
-) -> torch.Tensor:
-    """Total variation distance between draws' probabilities and those of the mean logits.
+def _moments_along(
+    la: Posterior, loader: Any, progress_bar: bool
+) -> Callable[[torch.Tensor], Moments]:
+    """A function from a prior precision to the data's moments.
 
-    The mean over the draws, summed over the examples; `()`.
+    With "lowrank_kron" the data pass through the model once, or not at all if they are statistics;
+    with other structures at every prior precision, which `la` is left with.
     """
-    f_mu, f_var = moments.to("cpu")
-    noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
-    drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
-    distance = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2
-    return distance.double().mean(0).sum()
+    statistics: PredictiveStatistics | None = la.statistics_of(loader, progress_bar)
+    if statistics is not None:
+        return statistics.moments
+
+    def of_batches(prior_precision: torch.Tensor) -> Moments:
+        la.prior_precision = prior_precision
+        return Moments(
+            *over_loader(loader, lambda batch: predictive_distribution(la, la.model.inputs(batch)))
+        )
+
+    return of_batches

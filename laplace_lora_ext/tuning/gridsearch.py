@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torchmetrics
+import tqdm
 
+from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.shards import stacked
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.loss_search import grid_of_priors, search_grid
-from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod
 
 _ROWS = 256  # examples that are predicted at once from their moments
 
@@ -66,16 +66,19 @@ class GridSearch(TuningMethod):
         limits = self.log_prior_prec_min, self.log_prior_prec_max
         base = self._start(la) if self._is_base else None
         grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, base)
-        predicted = self._predictions(la)
+        predictions = self._predictions(la)
 
         def score(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
             try:
-                *outputs, targets = (column.to(la.model.device) for column in predicted())
-                if self.loss is None:
-                    mean_loss = la.trained_likelihood.mean_loss
-                    return mean_loss(outputs, targets, la.sigma_noise).item()
-                return _evaluated(self.loss, outputs, targets)
+                *outputs, targets = (column.to(la.model.device) for column in predictions())
+                if self.loss is not None:
+                    return _evaluated(self.loss, outputs, targets)
+                if la.trained_likelihood.is_gaussian:
+                    predicted = [output.double() for output in outputs]
+                else:
+                    predicted = [outputs[0].double().log()]
+                return la.trained_likelihood.nll(predicted, targets, la.sigma_noise).mean().item()
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
                 return math.inf  # as the host does, for a matrix that is not a covariance
 
@@ -109,19 +112,48 @@ class GridSearch(TuningMethod):
         targets = statistics.required_targets()
 
         def of_moments() -> Columns:
-            moments = statistics.moments(la.prior_precision, la.curvature_scale)
+            moments = statistics.moments(la.prior_precision)
             return *stacked([outputs(part) for part in moments.split(_ROWS)]), targets
 
         return of_moments
 
 
 def _evaluated(loss: Any, outputs: Sequence[torch.Tensor], targets: torch.Tensor) -> float:
-    """A loss, as the host evaluates it: some metrics take the means of a regression alone."""
     if not isinstance(loss, torchmetrics.Metric):
         return loss(*outputs, targets).item()
     loss.reset()
-    try:
-        loss.update(*outputs, targets)
-    except TypeError:
-        loss.update(outputs[0], targets)
+    loss.update(*outputs, targets)
     return loss.compute().sum().item()
+
+
+def grid_of_priors(
+    low: float, high: float, size: int, power: float, base: torch.Tensor | None
+) -> torch.Tensor:
+    """Powers of a number as `(size,)` prior precisions, or times a base, as `(size, blocks)`."""
+    # In float32, whatever the default is.
+    grid = torch.logspace(low, high, size, base=power, dtype=torch.float32)
+    return grid if base is None else grid[:, None].to(base) * base
+
+
+def search_grid(
+    loss: Callable[[torch.Tensor], float], grid: torch.Tensor, progress_bar: bool = False
+) -> TuningHistory:
+    """Evaluate a loss at every prior precision of a grid, `(T,)` or `(T, blocks)`.
+
+    A loss that is nan anywhere, or finite nowhere, is refused.
+    """
+    recorder = Recorder()
+    points = tqdm.tqdm(grid, disable=not progress_bar)
+    for index, point in enumerate(points):
+        result = loss(point)
+        middle = point.log().mean().exp()
+        points.set_description(f"[Grid search | prior_prec: {middle:.3e}, loss: {result:.3f}]")
+        recorder.add(index, result, point)
+    if not any(map(math.isfinite, recorder.objectives)):
+        raise ValueError("The validation loss is finite at no point of the grid.")
+    if len(recorder.objectives) > 1 and len(set(recorder.objectives)) == 1:
+        warn(
+            "The validation loss is the same at every point of the grid. Pass a loss that depends "
+            "on the predictive variance; the mean squared error of the mean, for one, does not."
+        )
+    return recorder.history()

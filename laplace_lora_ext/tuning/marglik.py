@@ -10,9 +10,7 @@ import torch
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.tuning.history import Recorder, TuningHistory
-from laplace_lora_ext.tuning.loss_search import descent
-from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod, descent
 
 _WINDOW = 10  # steps over which the evidence must be steady
 
@@ -108,14 +106,9 @@ def _warn_of_unbounded(la: Posterior, logarithm: torch.Tensor) -> None:
     push = slope + pull
     balance = 0.01 * torch.maximum(push, pull)
     runaway = torch.minimum(push, pull) < balance.clamp_min(1e-6)
-    if not runaway.any():
-        return
-    first = int(runaway.int().argmax())
-    where = "" if len(runaway) == 1 else f" for {int(runaway.sum())} of {len(runaway)}"
-    if len(runaway) == len(la.blocks):
-        where += f", such as that of {la.blocks[first].name}"
-    warn(
-        f"The evidence has no maximum in reach in the prior precision{where}, which ended at "
-        f"{logarithm[first].exp().item():.3g}. Is the adapter untrained, or the prior mean at "
-        "its weights? Fewer prior precisions, such as a scalar, are safer."
-    )
+    if runaway.any():
+        warn(
+            f"The evidence has no maximum in reach in {int(runaway.sum())} of {len(runaway)} prior "
+            f"precisions: one ended at {logarithm[runaway][0].exp().item():.3g}. Is the adapter "
+            "untrained, or the prior mean at its weights? A scalar prior precision is safer."
+        )

@@ -1,22 +1,78 @@
-"""What all methods to choose a prior precision share: where they start, and what they need."""
+"""What all methods to choose a prior precision share: options, a start, a history, a descent."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import tqdm
 from laplace.utils import fix_prior_prec_structure
 
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
-from laplace_lora_ext.tuning.history import TuningHistory
 
+# Of the logarithm of a prior precision.
+_REACH = (math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max))
 # Options of some methods.
 _COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples", "trainings")
 _STRUCTURES = ["scalar", "layerwise", "diag"]
+
+
+@dataclass(frozen=True)
+class TuningHistory:
+    """What a search for a prior precision tried, ready to plot.
+
+    Attributes
+    ----------
+    step : torch.Tensor
+        `(T,)` number of the step, or of the point of a grid
+    objective : torch.Tensor
+        `(T,)`, float64: the loss, or the log marginal likelihood
+    prior_precision : torch.Tensor
+        `(T, 1)`, `(T, blocks)` or `(T, parameters)`, where the objective was evaluated
+    n_examples : int or None
+        how many examples the objective averages, if the method chose them
+    posteriors : tuple of LoRALaplace
+        those that the method has fitted to other trainings
+    """
+
+    step: torch.Tensor
+    objective: torch.Tensor
+    prior_precision: torch.Tensor
+    n_examples: int | None = None
+    posteriors: tuple[Any, ...] = ()
+
+
+class Recorder:
+    """Gathers a history."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self.objectives: list[float] = []
+        self._rows: list[torch.Tensor] = []
+
+    def add(self, step: int, objective: float, prior_precision: torch.Tensor) -> None:
+        """Record a step; an objective that is not a number is refused."""
+        row = prior_precision.detach().flatten().cpu()
+        if math.isnan(objective):
+            span = f"from {row.min().item():.3g} to {row.max().item():.3g}"
+            raise ValueError(f"The objective is not a number at prior precisions {span}.")
+        self._steps.append(step)
+        self.objectives.append(objective)
+        self._rows.append(row)
+
+    def history(self, n_examples: int | None = None) -> TuningHistory:
+        return TuningHistory(
+            torch.tensor(self._steps),
+            torch.tensor(self.objectives, dtype=torch.float64),
+            torch.stack(self._rows),
+            n_examples,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,3 +128,36 @@ class TuningMethod:
             raise ValueError("init_prior_prec must be above 0.")
         la.prior_precision = start  # raises if the curvature lacks this structure
         return la.prior_precision.detach().double()
+
+
+def descent(
+    loss: Callable[[], torch.Tensor],
+    logarithms: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    n_steps: int,
+    description: str,
+    progress_bar: bool,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Follow the gradient of a loss, whose leaves `logarithms` change in place.
+
+    Yields
+    ------
+    step : int
+    loss : torch.Tensor
+        before the step, which the next iteration takes
+    """
+    for step in tqdm.trange(n_steps, desc=description, disable=not progress_bar):
+        optimizer.zero_grad()
+        value = loss()
+        yield step, value
+        value.backward()
+        optimizer.step()
+        for logarithm in logarithms:
+            logarithm.detach().clamp_(*_REACH)
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """Draw a seed for another generator."""
+    if generator is None:
+        return int(torch.randint(2**31, ()).item())
+    return int(torch.randint(2**31, (), generator=generator, device=generator.device).item())

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import set_seed
 
-from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.adapters import (
     add_fresh_adapter,
     find_peft_model,
@@ -25,8 +24,7 @@ from laplace_lora_ext.training.examples import divided, in_order
 from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored, whole_loader
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
-from laplace_lora_ext.tuning.history import TuningHistory
-from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
 _NAME = "second_training_{}"  # of adapters that a trainer trains
 
@@ -78,15 +76,10 @@ class SecondTraining(TuningMethod):
     ValueError
         If there is not either a trainer or `train` with a `train_loader`; if `held_out` is not
         between 0 and 1, `trainings` below 1 or more than there are shares of that size, the data
-        have no length or too few examples, the models share LoRA weights or differ in their number
-        of outputs, or the searches of several trainings tried other prior precisions.
+        have no length or too few examples, a training ends with the LoRA weights of the fitted
+        model, or the searches of several trainings tried other prior precisions.
     TypeError
         If `train` returns no model.
-
-    Warns
-    -----
-    UserWarning
-        If its LoRA weights equal those of the fitted model.
     """
 
     trainer: Any = None
@@ -104,12 +97,10 @@ class SecondTraining(TuningMethod):
                 "A second training needs the trainer that has trained the model, or else train, a "
                 "function that trains another one, and train_loader."
             )
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out must be between 0 and 1, not {self.held_out}.")
-        if not 1 <= self.trainings <= 1 / self.held_out:
+        if self.trainings * self.held_out > 1:
             raise ValueError(
-                f"trainings must be at least 1, and at most {int(1 / self.held_out)} if each holds "
-                f"out {self.held_out:g} of the examples, not {self.trainings}."
+                f"Of {self.trainings} trainings each can't hold out {self.held_out:g} of the "
+                "examples: hold out less, or train less often."
             )
 
     def _search(self, la: Posterior) -> TuningHistory:
@@ -122,7 +113,6 @@ class SecondTraining(TuningMethod):
                 other = self._other(la, part, number)
                 activate()
                 other.fit(self._batches(part, loader), progress_bar=self.progress_bar)
-                _check_outputs(la, other)
                 search = self.search(
                     val_loader=self._batches(rest, loader),
                     init_prior_prec=self.init_prior_prec,
@@ -155,26 +145,23 @@ class SecondTraining(TuningMethod):
 
     def _other(self, la: Posterior, part: Dataset, number: int) -> Any:
         """A posterior of the same kind around another training, without a fit."""
-        if self.trainer is None:
-            model = self._from_function(part)
-        else:
+        if self.trainer is not None:
             model = self._from_trainer(la, part, number)
-        la.check_model()
-        other = la.for_model(model)
-        if _places(la) & _places(other):
-            raise ValueError(
-                "train has trained the fitted model again, or shares LoRA weights with it: train "
-                "another adapter in each call, and return the model with that adapter active."
-            )
-        _warn_of_copy(la, other)
-        return other
-
-    def _from_function(self, part: Dataset) -> nn.Module:
-        assert self.train is not None
-        model = self.train(part)
+        else:
+            assert self.train is not None
+            model = self.train(part)
         if not isinstance(model, nn.Module):
             raise TypeError(f"train must return the model it has trained, not {model!r}.")
-        return model
+        la.check_model()
+        other = la.for_model(model)
+        fitted, found = (flattened(blocks, la.model.device) for blocks in (la.blocks, other.blocks))
+        if torch.equal(fitted, found.to(fitted.dtype)):
+            raise ValueError(
+                "train has returned the LoRA weights of the fitted model, which has seen the "
+                "held-out examples: train another adapter in each call, on the given examples "
+                "alone, and return the model with that adapter active."
+            )
+        return other
 
     def _from_trainer(self, la: Posterior, part: Dataset, number: int) -> nn.Module:
         model, adapter = find_peft_model(la.model), _NAME.format(number)
@@ -188,29 +175,6 @@ class SecondTraining(TuningMethod):
             folder = Path(self.trainer.args.output_dir, adapter)
             train_with(self.trainer, part, 1 - self.held_out, folder)
         return la.model.model
-
-
-def _check_outputs(la: Posterior, other: Any) -> None:
-    if other.n_outputs != la.n_outputs:
-        raise ValueError(
-            f"train has returned a model of {other.n_outputs} outputs, and the fitted one has "
-            f"{la.n_outputs}."
-        )
-
-
-def _places(la: Any) -> set[int]:
-    """Where a posterior's weights lie in memory."""
-    return {block.weight.data_ptr() for block in la.blocks} - {0}
-
-
-def _warn_of_copy(la: Posterior, other: Any) -> None:
-    """Warn of a copy of the fitted model, which has learnt the held-out examples as well."""
-    fitted, found = (flattened(blocks, la.model.device) for blocks in (la.blocks, other.blocks))
-    if fitted.shape == found.shape and torch.equal(fitted, found.to(fitted.dtype)):
-        warn(
-            "train has returned LoRA weights that equal those of the fitted model, which has seen "
-            "the held-out examples: train another adapter on the given examples alone."
-        )
 
 
 def _mean(histories: Sequence[TuningHistory], sizes: Sequence[int]) -> TuningHistory:

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.likelihoods import Link
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.links import mean_field, probit, sampled
+from laplace_lora_ext.predictive.links import Link, mean_field, probit, sampled
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.tuning.history import Recorder, TuningHistory
-from laplace_lora_ext.tuning.loss_search import descent, draw_seed
-from laplace_lora_ext.tuning.method import TuningMethod
+from laplace_lora_ext.tuning.method import (
+    Recorder,
+    TuningHistory,
+    TuningMethod,
+    descent,
+    draw_seed,
+)
 
 _SMOOTH: dict[str, Link] = {"probit": probit, "mean_field": mean_field}
 _CHECKPOINTS = 20  # how often the whole validation loss is measured
@@ -107,7 +110,8 @@ class ValGD(TuningMethod):
             link = _SMOOTH.get(self.link_approx) or sampled(self.n_samples, generator)
             moments = statistics[index].moments(precision)
             likelihood = la.trained_likelihood
-            return likelihood.predictive_loss(link, moments, targets[index], la.sigma_noise)
+            predicted = moments if likelihood.is_gaussian else [link(*moments)]
+            return likelihood.nll(predicted, targets[index], la.sigma_noise)
 
         def measure(step: int) -> None:
             draws, precision = torch.Generator().manual_seed(seed), logarithm.detach().exp()

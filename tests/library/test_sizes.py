@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
+from laplace_lora_ext.curvature.factors import StreamingUpdates
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.passes import graph
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
@@ -162,8 +163,8 @@ def test_the_posterior_of_a_7b_adapter_takes_60_mb_at_most():
         small_output = shape[0] == 8
         device, dtype = torch.device("cpu"), torch.float32
         block = KroneckerBlock.zeros(shape, small_output, 10, True, device, dtype)
-        block.input_factor.update(torch.randn(32, shape[1]))
-        block.output_factor.update(torch.randn(32, shape[0]))
+        StreamingUpdates().add(block.input_factor, torch.randn(32, shape[1]))
+        StreamingUpdates().add(block.output_factor, torch.randn(32, shape[0]))
         block.normalizer += 1
         blocks.append(block)
     sums = LowRankKron(blocks).cut()

@@ -166,7 +166,6 @@ def rewards():
 
 NO_TOKENS = {"input_ids": torch.ones(2, 0).long()}
 REFUSED = [
-    (lambda la, b: la.amortize(b, "more"), "unlabelled is \"swapped\", data or None, not 'more'"),
     (lambda la, b: la.amortize([]), "The loader has no data"),
     (lambda la, b: la.amortize([b[0], NO_TOKENS], None), "batch 1: input_ids must be a dense"),
     (lambda la, b: la(NO_TOKENS, **AMORTIZED), "must be a dense"),

@@ -1,4 +1,4 @@
-"""The linearised predictive and its samples, for all structures."""
+"""The linearised predictive and its samples, for all structures, and networks of drawn weights."""
 
 from __future__ import annotations
 
@@ -21,17 +21,6 @@ def batches():
 @pytest.fixture
 def la(batches):
     return fitted(batches=batches)
-
-
-def test_singular_covariances_are_sampled(la):
-    root = torch.randn(4, 3, 1, generator=generator()).double()
-    f_mu, f_var = torch.zeros(4, 3).double(), root @ root.mT
-    samples = la.functional_samples(Moments(f_mu, f_var), n_samples=1000, generator=generator())
-    # All draws lie on the line that the covariance spans.
-    direction = root[..., 0] / root[..., 0].norm(dim=1, keepdim=True)
-    across = samples - (samples * direction).sum(-1, keepdim=True) * direction
-    assert across.abs().max() < 1e-6
-    assert samples.abs().max() > 1
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2])
@@ -120,3 +109,33 @@ def test_a_generator_seeds_every_prediction(la, batches, pred_type):
     ):
         assert torch.equal(call(generator()), call(generator()))
         assert not torch.equal(call(generator()), call(generator(1)))
+
+
+def test_nn_predictions_are_those_of_models_with_sampled_weights():
+    la, batches = fitted(), ragged_batches()
+    names = [n for n, _ in la.model.model.named_parameters() if "lora_" in n]
+    draws = generator()
+    expected = []
+    for _ in range(3):
+        sample = la.sample(1, draws)[0]
+        parts = sample.split([b.weight.numel() for b in la.blocks])
+        weights = {
+            name: part.reshape(block.weight.shape)
+            for name, part, block in zip(names, parts, la.blocks, strict=True)
+        }
+        inputs = {k: v for k, v in batches[0].items() if k != "labels"}
+        la.model.model.eval()
+        output = torch.func.functional_call(la.model.model, weights, (), inputs)
+        expected.append(output.logits)
+    samples = la.functional_samples(batches[0], "nn", n_samples=3, generator=generator())
+    torch.testing.assert_close(samples, torch.stack(expected))
+    probs = la(batches[0], "nn", link_approx="mc", n_samples=3, generator=generator())
+    torch.testing.assert_close(probs, torch.stack(expected).softmax(-1).mean(0))
+
+
+def test_regression_in_the_weights():
+    la, X = plain_regression()
+    mean, variance = la(X, "nn", link_approx="mc", n_samples=4, generator=generator())
+    samples = la.functional_samples(X, "nn", n_samples=4, generator=generator())
+    torch.testing.assert_close(mean, samples.mean(0))
+    torch.testing.assert_close(variance, samples.var(0))

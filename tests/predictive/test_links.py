@@ -1,4 +1,4 @@
-"""Links: exact limits, symmetries, and bounds on their distance from the integral."""
+"""Links: exact limits, symmetries, and bounds on their distance from the integral; samples."""
 
 import math
 
@@ -9,12 +9,12 @@ from laplace_lora_ext import Moments
 from laplace_lora_ext.predictive.links import (
     mean_field,
     monte_carlo,
+    own_links,
     probit,
     sampled,
-    sampled_alike,
     shared_noise,
 )
-from laplace_lora_ext.predictive.sampling import gaussian_samples
+from laplace_lora_ext.predictive.moments import gaussian_samples, square_root
 from tests.support.models import ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator
 
@@ -47,7 +47,7 @@ def test_monte_carlo_is_the_mean_probability_of_samples():
 def test_samples_are_shared_by_a_batch_as_the_host_draws_them_or_each_examples_own():
     f_mu, f_var = some_moments(4)
     same = Moments(f_mu[:1].expand(3, -1), f_var[:1].expand(3, -1, -1))
-    alike = sampled_alike(9, generator())(*same)
+    alike = own_links(9, generator())["mc"](*same)
     assert torch.equal(alike[0], alike[2])
     own = sampled(9, generator())
     first, second = own(*same), own(*same)
@@ -120,8 +120,7 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
 def test_every_structure_predicts_with_them(structure, name):
     la, batch = fitted(structure=structure), ragged_batches(seed=5)[0]
     moments = la.predictive_moments(batch)
-    links = {"mean_field": mean_field, "probit": probit}
-    expected = links.get(name, sampled_alike(7, generator()))(*moments).exp()
+    expected = own_links(7, generator())[name](*moments).exp()
     for x in (batch, moments):
         found = la(x, link_approx=name, n_samples=7, generator=generator())
         torch.testing.assert_close(found, expected)
@@ -130,3 +129,27 @@ def test_every_structure_predicts_with_them(structure, name):
     if name == "mean_field":
         with pytest.raises(ValueError, match=name):
             la(batch, pred_type="nn", link_approx=name)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 4])
+def test_roots_and_samples_of_singular_covariances_and_their_gradients(rank):
+    """Gradients in directions that keep the null space, as those of a prior precision do."""
+    torch.manual_seed(0)
+    factor, f_mu = torch.randn(3, 4, rank).double(), torch.randn(3, 4).double()
+    weights = torch.rand(rank).double().add(0.5).requires_grad_()
+
+    def covariance(w):
+        return (factor * w) @ factor.mT
+
+    V = covariance(weights).detach()
+    S = square_root(V)
+    torch.testing.assert_close(S @ S, V)
+    torch.testing.assert_close(S, S.mT)
+    if rank:
+        assert torch.autograd.gradcheck(lambda w: square_root(covariance(w)), (weights,), atol=1e-6)
+    for n_noises in (3, 1):  # each example's own, or shared
+        noise = torch.randn(5, n_noises, 4).double()
+        samples = gaussian_samples(f_mu, V, noise)
+        for b in range(3):
+            expected = f_mu[b] + noise[:, min(b, n_noises - 1)] @ S[b]
+            torch.testing.assert_close(samples[:, b], expected)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.support.models import ragged_batches
-from tests.support.posteriors import PRIORS, fitted, some_precision
+from tests.support.models import Detour, ragged_batches, with_lora
+from tests.support.posteriors import PRIORS, fitted, make, some_precision
 
 
 def test_an_infinite_prior_precision_leaves_layers_out():
@@ -30,15 +30,11 @@ def test_moments_equal_dense_algebra(kind, rank, tail, prior, monkeypatch):
     covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
     torch.testing.assert_close(f_mu, expected_mu)
     torch.testing.assert_close(f_var, Js @ covariance @ Js.mT, rtol=1e-9, atol=1e-9)
-    warmer = fitted(kind, rank=rank, tail=tail)  # another scale of the curvature
-    expected = statistics.moments(la.prior_precision, warmer._H_factor).f_var
-    warmer.prior_precision = la.prior_precision
-    torch.testing.assert_close(warmer.predictive_moments(batches[0]).f_var, expected[:3])
     index, targets = torch.tensor([6, 1]), torch.cat([batch["labels"] for batch in batches])
     part = statistics[index]
     assert torch.equal(part.targets, targets[index])
     torch.testing.assert_close(part.moments(la.prior_precision).f_var, f_var[index])
-    monkeypatch.setattr("laplace_lora_ext.predictive.statistics._CHUNK", 1)
+    monkeypatch.setattr("laplace_lora_ext.predictive.statistics._AT_ONCE", 3)
     torch.testing.assert_close(statistics.moments(la.prior_precision).f_var, f_var)
 
 
@@ -55,3 +51,33 @@ def test_moments_of_a_single_precision_and_their_gradients(prior):
     statistics = fitted().predictive_statistics(batches[:1], dtype=torch.float64)
     precision = some_precision(fitted(), prior).requires_grad_()
     assert torch.autograd.gradcheck(lambda p: statistics.moments(p).f_var, (precision,))
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_variances_of_the_blocks_add_up_to_the_trace(prior):
+    la = fitted("gpt2")
+    la.prior_precision = some_precision(la, prior)
+    batches = ragged_batches()
+    statistics = la.predictive_statistics(batches, dtype=torch.float64)
+    variances = statistics.variance_by_block(la.prior_precision)
+    trace = statistics.moments(la.prior_precision).f_var.diagonal(dim1=1, dim2=2).sum(-1)
+    torch.testing.assert_close(variances.sum(1), trace)
+    for index in range(len(la.blocks)):
+        alone = torch.full((len(la.blocks),), torch.inf).double()
+        alone[index] = la.prior_precision.expand(len(la.blocks))[index]
+        expected = statistics.moments(alone).f_var.diagonal(dim1=1, dim2=2).sum(-1)
+        torch.testing.assert_close(variances[:, index], expected)
+
+    first = torch.tensor([".h.0." in block.name for block in la.blocks])
+    share = (variances[:, first].sum() / variances.sum()).item()
+    expected = {"transformer.h.0": share, "transformer.h.1": 1 - share}
+    assert la.variance_by_layer(statistics) == pytest.approx(expected)
+    one = la.predictive_statistics(batches[:1], dtype=torch.float64)
+    assert la.variance_by_layer(batches[0]) == pytest.approx(la.variance_by_layer(one))
+
+
+def test_layers_that_the_logits_do_not_depend_on_have_no_share():
+    la = make(with_lora(Detour(), "used", "unused"))
+    X = torch.randn(6, 5).double()
+    la.fit([(X, torch.arange(6) % 3)])
+    assert la.variance_by_layer(X) == {"used": pytest.approx(1), "unused": 0}

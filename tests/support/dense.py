@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from laplace_lora_ext.curvature.factors import DenseFactor
+from laplace_lora_ext.curvature.factors import DenseFactor, Factor
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from tests.support.models import CLASS_TOKEN_IDS
 
@@ -170,25 +170,28 @@ def blocks(model, examples, kfac_approx: str) -> list[torch.Tensor]:
     return [torch.kron(F_out, F_in) / normalizer for F_out, F_in, normalizer in sums]
 
 
+def factor_matrix(factor: Factor) -> torch.Tensor:
+    """A factor from its columns and trace, by none of the operations that it offers."""
+    if isinstance(factor, DenseFactor):
+        return factor.matrix
+    values, vectors = torch.linalg.eigh(factor.columns @ factor.columns.T)
+    kept = min(factor.rank, factor.columns.shape[1], factor.size)
+    values, vectors = values[factor.size - kept :], vectors[:, factor.size - kept :]
+    matrix = vectors @ values.diag() @ vectors.T
+    if factor.tail and kept < factor.size:
+        rest = torch.eye(factor.size).double() - vectors @ vectors.T
+        matrix = matrix + (factor.trace - values.sum()) / (factor.size - kept) * rest
+    return matrix
+
+
 def matrix_of(kron: LowRankKron) -> torch.Tensor:
-    """A sum form from its columns and traces, by none of the operations that it offers."""
-    blocks = []
-    for block in kron.blocks:
-        factors = []
-        for factor in (block.output_factor, block.input_factor):
-            if isinstance(factor, DenseFactor):
-                factors.append(factor.matrix)
-                continue
-            values, vectors = torch.linalg.eigh(factor.columns @ factor.columns.T)
-            kept = min(factor.rank, factor.columns.shape[1], factor.size)
-            values, vectors = values[factor.size - kept :], vectors[:, factor.size - kept :]
-            matrix = vectors @ values.diag() @ vectors.T
-            if factor.tail and kept < factor.size:
-                rest = torch.eye(factor.size).double() - vectors @ vectors.T
-                matrix = matrix + (factor.trace - values.sum()) / (factor.size - kept) * rest
-            factors.append(matrix)
-        blocks.append(torch.kron(factors[0], factors[1]) / block.normalizer)
-    return torch.block_diag(*blocks)
+    """A sum form as one matrix."""
+    return torch.block_diag(
+        *(
+            torch.kron(factor_matrix(b.output_factor), factor_matrix(b.input_factor)) / b.normalizer
+            for b in kron.blocks
+        )
+    )
 
 
 def power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:

@@ -85,6 +85,15 @@ def overconfident(**keywords: Any):
     return la, texts
 
 
+def another_training(kind: str = "bert") -> nn.Module:
+    """What a training of `lora_model(kind)` on other texts might end with."""
+    model = lora_model(kind)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data += 0.2 * torch.randn(weight.shape, generator=generator()).double()
+    return model
+
+
 def some_precision(la, prior: str) -> torch.Tensor:
     """`(1,)` or `(blocks,)` prior precisions."""
     size = 1 if prior == "scalar" else len(la.blocks)

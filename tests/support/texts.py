@@ -18,7 +18,7 @@ from transformers import (
 
 import tests.support.dense as dense
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.tuning.loss_search import draw_seed
+from laplace_lora_ext.tuning.method import draw_seed
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
 from tests.support.posteriors import make, sizes
 

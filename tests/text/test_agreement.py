@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from laplace_lora_ext import TokenAgreement
-from laplace_lora_ext.tuning.loss_search import draw_seed
+from laplace_lora_ext.tuning.method import draw_seed
 from tests.support.posteriors import generator
 from tests.support.ranks import on_ranks
 from tests.support.texts import drawn_models, fitted_text, text_batches

@@ -5,9 +5,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import TokenGridSearch
-from laplace_lora_ext.tuning.loss_search import draw_seed
+from laplace_lora_ext.tuning.method import draw_seed
 from tests.support.models import lora_model
-from tests.support.posteriors import count_forward_passes, generator
+from tests.support.posteriors import another_training, count_forward_passes, generator
 from tests.support.ranks import on_ranks
 from tests.support.texts import fitted_text, text_batches
 
@@ -82,7 +82,7 @@ def test_held_out_texts_choose():
 
     def train(examples):
         seen.extend(examples.indices)
-        model = lora_model("gpt2", lora_alpha=3).eval()
+        model = another_training("gpt2").eval()
         torch.manual_seed(0)  # as `fitted_text` does before a fit
         return model
 
@@ -96,7 +96,7 @@ def test_held_out_texts_choose():
     )
     part = DataLoader([texts[place] for place in seen], batch_size=2)
     rest = DataLoader([texts[place] for place in range(6) if place not in seen], batch_size=2)
-    other = fitted_text(lora_model("gpt2", lora_alpha=3).eval(), part)
+    other = fitted_text(another_training("gpt2").eval(), part)
     other.optimize_prior_precision(
         method="gridsearch", val_loader=rest, generator=generator(3), **FEW
     )

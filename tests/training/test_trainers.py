@@ -17,6 +17,7 @@ from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 from laplace_lora_ext import Laplace, train_in_stages
 from laplace_lora_ext.training.trainers import loader_of, restored, train
 from tests.support.models import VOCABULARY, llama
+from tests.support.posteriors import fitted
 from tests.support.ranks import Texts
 from tests.support.trainers import N, trainer_of
 
@@ -68,6 +69,8 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
     assert not torch.equal(other.mean, la.mean)
     with pytest.raises(ValueError, match=r"'second_training_0' already: remove it"):
         la.optimize_prior_precision(method="second_training", trainer=trainer)
+    with pytest.raises(ValueError, match="another model than that of the posterior"):
+        fitted().optimize_prior_precision(method="second_training", trainer=trainer)
     assert trainer.model.active_adapter == "default"
 
 

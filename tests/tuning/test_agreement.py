@@ -10,6 +10,7 @@ from tests.support.posteriors import (
     STRUCTURES,
     fitted,
     generator,
+    plain_regression,
 )
 from tests.support.ranks import Texts
 
@@ -59,18 +60,25 @@ def test_the_start_is_scaled_as_a_whole_wherever_it_is(start):
     assert change(la, ragged_batches()) == pytest.approx(0.1, rel=0.05)
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_no_more_than_what_is_drawn_passes_through_the_model(listed):
+def test_no_more_than_what_is_drawn_passes_through_the_model():
     la, seen = fitted(), []
     many = DataLoader(Texts(60), batch_size=5)
     la.fit(many)
     la.model.register_forward_hook(lambda _, __, logits: seen.append(len(logits)))
-    options = {"method": METHOD, "max_examples": 20}
-    options["train_loader"] = list(many) if listed else many
+    options = {"method": METHOD, "max_examples": 20, "train_loader": many}
     history = la.optimize_prior_precision(**options)
-    assert sum(seen) == history.n_examples
-    # Of batches in a list each has its chance, else examples are drawn.
-    assert 5 <= history.n_examples <= 40 if listed else history.n_examples == 20
+    assert sum(seen) == history.n_examples == 20
     assert torch.equal(la.optimize_prior_precision(**options).objective, history.objective)
     other = la.optimize_prior_precision(generator=generator(1), **options)
     assert not torch.equal(other.objective[:1], history.objective[:1])
+    everything = la.optimize_prior_precision(**options | {"train_loader": list(many)})
+    assert everything.n_examples == 60  # of batches in a list
+
+
+def test_what_can_not_agree_is_said():
+    la, X = plain_regression()
+    with pytest.raises(ValueError, match="compares class probabilities: regression has none"):
+        la.optimize_prior_precision(method=METHOD, train_loader=[X])
+    options = {"train_loader": ragged_batches(), "init_prior_prec": 1e20, "n_samples": 5}
+    with pytest.warns(UserWarning, match="Is the adapter untrained"):
+        fitted().optimize_prior_precision(method=METHOD, **options)

@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, Marglik, TuningHistory
 from laplace_lora_ext.tuning import METHODS, required_data
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import ragged_batches
 from tests.support.posteriors import (
     STRUCTURES,
+    another_training,
     count_forward_passes,
     fitted,
     generator,
@@ -53,7 +54,7 @@ OPTIONS = {
         "batch_size": 3,
     },
     "second_training": {
-        "train": lambda _: lora_model("bert"),
+        "train": lambda _: another_training(),
         "train_loader": DataLoader(Texts(), batch_size=2),
         "held_out": 0.4,
         "search": partial(GridSearch, link_approx="probit", grid_size=9),
@@ -175,7 +176,7 @@ def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
 
 @each_method
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
-@pytest.mark.filterwarnings("ignore:train has returned", "ignore:The posterior is over")
+@pytest.mark.filterwarnings("ignore:The posterior is over")
 def test_an_object_finds_what_its_name_finds_and_gradients_may_be_off(context, name):
     found = []
     for within in (nullcontext, context):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from laplace.utils.metrics import RunningNLLMetric
 
+from laplace_lora_ext import GridSearch
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
     GRID,
@@ -79,3 +80,30 @@ def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outpu
         density = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
         assert objective.item() == pytest.approx(-density.log_prob(y).mean().item(), rel=1e-6)
     assert len(set(history.objective.tolist())) == 7
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [([1, torch.nan], "not a number at prior precisions"), ([torch.inf] * 2, "finite at no point")],
+)
+def test_losses_that_choose_nothing_are_refused(validation, losses, message):
+    la, each = fitted(prior_precision=0.4), iter(losses)
+    search = GridSearch(
+        val_loader=validation, grid_size=2, loss=lambda *_: torch.tensor(float(next(each)))
+    )
+    with pytest.raises(ValueError, match=message):
+        search(la)
+    assert la.prior_precision.tolist() == [0.4]
+
+
+def test_a_matrix_that_is_no_covariance_is_the_worst(validation):
+    la = fitted()
+
+    def loss(probs, _):
+        if la.prior_precision < 1:
+            raise torch.linalg.LinAlgError
+        return la.prior_precision.sum()
+
+    history = GridSearch(val_loader=validation, loss=loss, **GRID)(la)
+    assert history.objective[:3].tolist() == [torch.inf] * 3
+    assert la.prior_precision.item() == pytest.approx(1)

@@ -56,6 +56,11 @@ def test_an_evidence_without_a_maximum_is_said(prior):
     assert torch.isfinite(la.prior_precision).all()
 
 
+def test_an_evidence_that_still_changes_is_said():
+    with pytest.warns(UserWarning, match="has not converged in 3 steps"):
+        fitted().optimize_prior_precision(n_steps=3)
+
+
 @pytest.mark.parametrize("prior", ["scalar", "layerwise", "diagonal"])
 def test_a_prior_is_the_gaussian_with_these_precisions(prior):
     la = fitted(structure="diag")  # it takes any prior

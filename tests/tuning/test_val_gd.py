@@ -41,17 +41,14 @@ def test_val_gd_honours_seeds(validation):
 
     assert torch.equal(run(generator=generator()), run(generator=generator()))
     assert not torch.equal(run(generator=generator()), run(generator=generator(1)))
-    torch.manual_seed(0)
-    first = run()
-    torch.manual_seed(0)
-    assert torch.equal(first, run())
 
 
 def losses(la, moments, targets, link_approx: str, n_samples: int = 6) -> torch.Tensor:
     """Of each example, with the same draws in each call."""
     link = {"probit": probit, "mean_field": mean_field}.get(link_approx)
     link = link or sampled(n_samples, generator())
-    return la.trained_likelihood.predictive_loss(link, moments, targets, la.sigma_noise)
+    predicted = moments if la.trained_likelihood.is_gaussian else [link(*moments)]
+    return la.trained_likelihood.nll(predicted, targets, la.sigma_noise)
 
 
 @pytest.mark.parametrize("structure", PRIORS)
@@ -119,8 +116,8 @@ def test_it_is_measured_twenty_times_and_takes_the_best_and_not_the_last():
     options = {"link_approx": "probit", "n_steps": 45, "lr": 200.0}  # steps far too long
     history = la.optimize_prior_precision(method="val_gd", val_loader=validation, **options)
     assert history.step.tolist() == [*range(0, 45, 2), 45]
-    tiny = torch.finfo(torch.float32).tiny
-    assert history.prior_precision.min().item() == pytest.approx(tiny, rel=1e-5)  # no farther
+    tiny = torch.tensor(torch.finfo(torch.float32).tiny).double()
+    torch.testing.assert_close(history.prior_precision.min(), tiny, rtol=1e-5, atol=0)  # no farther
     best = history.objective.argmin()
     assert best < len(history.objective) - 1
     torch.testing.assert_close(la.prior_precision, history.prior_precision[best])

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
-from laplace_lora_ext.curvature.streaming import StreamingUpdates
+from laplace_lora_ext.curvature.factors import StreamingUpdates
 from laplace_lora_ext.passes import Rows
 from laplace_lora_ext.passes.derivatives import per_sample_gradients
 
@@ -28,15 +28,12 @@ class KfacApprox:
         self.updates = updates
 
     def add_inputs(self, indices: list[int], rows: Rows) -> None:
-        """Sum an input that several blocks share only once, into one factor for all of them."""
-        summed = self._inputs(rows)
-        first, *others = (self.blocks[index] for index in indices)
-        sharing = [block for block in others if block.has_inputs_of(first)]
-        for block in (first, *(block for block in others if block not in sharing)):
-            self.updates.add(block.input_factor, summed)
-            block.normalizer = block.normalizer + len(summed)
-        for block in sharing:
-            block.input_factor, block.normalizer = first.input_factor, first.normalizer
+        """Sum an input of one or more blocks."""
+        inputs = self._inputs(rows)
+        for index in indices:
+            block = self.blocks[index]
+            self.updates.add(block.input_factor, inputs)
+            block.normalizer = block.normalizer + len(inputs)
 
     def add_gradients(self, rows: Rows) -> None:
         """Sum a batch's gradients of one or more seeds."""
