@@ -65,17 +65,12 @@ class AnswerTokens:
         self._transformer = transformer
         self._decodes = transformer is not None and transformer.config.is_encoder_decoder
 
-    def logits(
-        self, inputs: Any, counts_positions: bool, call: Callable[..., Any], **kwargs: Any
-    ) -> torch.Tensor:
+    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
         """Logits `(B, V)` of the whole vocabulary where the answers are read.
 
-        `counts_positions` passes positions that count from the first real token; `call` calls the
-        model with inputs and keyword arguments.
+        `call` calls the model with inputs and keyword arguments.
         """
-        options = kwargs
-        if self._transformer is not None:
-            options = decoder_options(self._transformer, inputs, counts_positions) | kwargs
+        options = without_cache(self._transformer, inputs) | kwargs
         read = inputs
         if self._decodes:  # after an encoder-decoder's second text
             options = self._start(inputs) | options
@@ -202,25 +197,10 @@ def start_token(transformer: PreTrainedModel) -> int:
     raise ValueError("The model has no decoder_start_token_id: add decoder_input_ids to the batch.")
 
 
-def takes_positions(transformer: PreTrainedModel) -> bool:
-    """Whether a decoder can be told the positions of its tokens."""
-    return "position_ids" in inspect.signature(transformer.forward).parameters
-
-
-def decoder_options(
-    transformer: PreTrainedModel, inputs: Any, counts_positions: bool
-) -> dict[str, Any]:
-    """Keyword arguments that a decoder accepts and the batch lacks.
-
-    They switch the cache off and, where asked, pass positions that count from the first real token.
-    """
-    given = inputs if isinstance(inputs, Mapping) else {}
-    options: dict[str, Any] = {"use_cache": False}
-    mask = given.get("attention_mask")
-    if counts_positions and mask is not None and not mask[:, 0].all():
-        options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
-    accepted = inspect.signature(transformer.forward).parameters
-    return {key: v for key, v in options.items() if key in accepted and key not in given}
+def without_cache(transformer: PreTrainedModel | None, inputs: Any) -> dict[str, Any]:
+    """Keyword arguments that switch a model's cache off, unless it has none or the batch says."""
+    takes = inspect.signature(transformer.forward).parameters if transformer is not None else {}
+    return {"use_cache": False} if "use_cache" in takes and "use_cache" not in inputs else {}
 
 
 def n_positions(inputs: Any) -> int:

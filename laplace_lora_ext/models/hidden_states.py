@@ -25,7 +25,6 @@ def logits_and_hidden_states(
 
     Call it within `model.prepared()`.
     """
-    model.try_left_padding(batch)
     calls: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
 
     def note(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -12,7 +12,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-12}
 @pytest.fixture
 def small(monkeypatch):
     """Two texts of seven tokens with three outputs go at once."""
-    monkeypatch.setattr("laplace_lora_ext.passes.parts._ON_CPU", 2 * 7 * 3)
+    monkeypatch.setattr("laplace_lora_ext.passes.derivatives._ON_CPU", 2 * 7 * 3)
 
 
 def facts(la, batch):
@@ -51,7 +51,7 @@ def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
     la = make(with_lora(Normalized(), "first", "second"))
     la.fit([(X, y)])
     whole = la.predictive_moments(X)
-    monkeypatch.setattr("laplace_lora_ext.passes.parts._ON_CPU", 2 * 3)
+    monkeypatch.setattr("laplace_lora_ext.passes.derivatives._ON_CPU", 2 * 3)
     torch.testing.assert_close(la.predictive_moments(X), whole, **EXACT)
     statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)
     torch.testing.assert_close(statistics.f_mu, whole.f_mu, **EXACT)
