@@ -35,16 +35,12 @@ def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any
     return BatchEncoding(inputs) if isinstance(batch, BatchEncoding) else inputs
 
 
-def examples_of(inputs: Any, n_examples: int) -> list[Any]:
-    """One batch for each example; tensors with another number of rows go into all of them."""
-    if isinstance(inputs, torch.Tensor):
-        return list(inputs.split(1))
-
-    def of(n: int, value: Any) -> Any:
-        is_divisible = isinstance(value, torch.Tensor) and value.ndim and len(value) == n_examples
-        return value[n : n + 1] if is_divisible else value
-
-    return [{key: of(n, value) for key, value in inputs.items()} for n in range(n_examples)]
+def part_of(inputs: Any, place: slice, n_examples: int) -> Any:
+    """Inputs of some examples; what has another number of rows than examples stays as it is."""
+    if isinstance(inputs, Mapping):
+        return {key: part_of(value, place, n_examples) for key, value in inputs.items()}
+    is_divisible = (isinstance(inputs, torch.Tensor) and inputs.ndim) or isinstance(inputs, list)
+    return inputs[place] if is_divisible and len(inputs) == n_examples else inputs
 
 
 def number_of_rows(x: Any) -> int | None:

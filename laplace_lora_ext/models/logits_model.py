@@ -23,7 +23,7 @@ from laplace_lora_ext.models.locks import (
     is_compiled,
     running_eagerly,
 )
-from laplace_lora_ext.models.placement import device_of
+from laplace_lora_ext.models.weights import device_of
 
 _LABEL_KEYS = ("label", "labels")
 

@@ -17,8 +17,8 @@ from torch import nn
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.locks import LOCK
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block, find_idle, strip_wrappers
-from laplace_lora_ext.models.weights import flattened
+from laplace_lora_ext.models.lora_layers import find_idle, strip_wrappers
+from laplace_lora_ext.models.weights import Block, flattened
 from laplace_lora_ext.numerics import read
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them

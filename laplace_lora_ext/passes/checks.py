@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.graph import check_differentiable, check_logits, run
 
 

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 
-from laplace_lora_ext.models.batches import number_of_rows
-from laplace_lora_ext.models.locks import as_tensor
+from laplace_lora_ext.models.batches import number_of_rows, part_of
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.numerics import read
 from laplace_lora_ext.passes.proof import ONE_AT_A_TIME
 from laplace_lora_ext.passes.recording import Directions, Rows, every_output, record
@@ -127,7 +125,7 @@ def in_parts(
     Parameters
     ----------
     model : LogitsModel
-    x : Mapping, torch.Tensor or numpy.ndarray
+    x : Mapping or torch.Tensor
         inputs of a batch
     n_outputs : int
         C, how many outputs are back-propagated at once
@@ -136,8 +134,6 @@ def in_parts(
     n_examples : int, optional
         B, where labels tell; inputs with other rows stay undivided
     """
-    if isinstance(x, np.ndarray):
-        x = as_tensor(x)
     n_rows = number_of_rows(x)
     at_once = _ON_CPU if model.device.type == "cpu" else _AT_ONCE
     size = max(1, at_once // max(1, n_outputs * _n_positions(x)))
@@ -146,7 +142,7 @@ def in_parts(
     results: list[Result] = []
     for places in torch.arange(n_rows).tensor_split(-(-n_rows // size)):
         place = slice(int(places[0]), int(places[-1]) + 1)
-        results.append(evaluate(_rows(x, place, n_rows), place))
+        results.append(evaluate(part_of(x, place, n_rows), place))
         if len(results[-1].f_mu) != len(places):
             return [evaluate(x, slice(None))]
     if model.layouts.get(ONE_AT_A_TIME):
@@ -155,13 +151,6 @@ def in_parts(
         if not model.agree(whole, torch.cat([result.f_mu for result in results]).to(whole)):
             return [evaluate(x, slice(None))]
     return results
-
-
-def _rows(x: Any, place: slice, n_rows: int) -> Any:
-    if isinstance(x, Mapping):
-        return {key: _rows(value, place, n_rows) for key, value in x.items()}
-    divisible = isinstance(x, torch.Tensor | np.ndarray | list) and len(x) == n_rows
-    return x[place] if divisible else x
 
 
 def _n_positions(x: Any) -> int:

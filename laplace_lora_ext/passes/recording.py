@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.batches import Positions, examples_of, number_of_rows
+from laplace_lora_ext.models.batches import Positions, number_of_rows, part_of
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.graph import Call, Graph, run
 from laplace_lora_ext.passes.proof import ONE_AT_A_TIME, is_proven
 
@@ -277,10 +277,10 @@ def _one_at_a_time(
     """Each example by itself, or through the batch if it has other logits there, or only there."""
     positions, of_batch = model.positions(x, len(logits)), None
     itself = torch.eye(positions.n_examples, dtype=torch.bool, device=logits.device)
-    examples = zip(examples_of(x, len(itself)), positions.logits_of(itself), strict=True)
-    for number, (example, own) in enumerate(examples):
+    for number, own in enumerate(positions.logits_of(itself)):
         if not own.any():  # a text without a label
             continue
+        example = part_of(x, slice(number, number + 1), len(itself))
         try:
             graph, alone = run(model, blocks, example), logits.detach().clone()
             alone[own] = graph.logits.detach()
