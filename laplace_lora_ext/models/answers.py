@@ -18,6 +18,8 @@ from transformers.models.auto.modeling_auto import (
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import text_config
 
+DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
+
 
 class AnswerTokens:
     """The tokens that a language model answers with, one per class.
@@ -77,7 +79,7 @@ class AnswerTokens:
             texts = {**inputs, **options}.items()
             read = {k.removeprefix("decoder_"): v for k, v in texts if k.startswith("decoder_")}
         index = self._position(inputs, read)[:, None]
-        with reading_at(self._transformer, index, n_positions(read)) as read_off:
+        with reading_at(self._transformer, index, _text(read).shape[1]) as read_off:
             return read_off(call(inputs, **options))[:, 0]
 
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
@@ -100,7 +102,7 @@ class AnswerTokens:
 
     def _start(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The decoder's start token for each text, unless the batch has a decoder input."""
-        if inputs.get("decoder_input_ids") is not None or "decoder_inputs_embeds" in inputs:
+        if any(inputs.get(key) is not None for key in DECODER_INPUTS):
             return {}
         assert self._transformer is not None
         start = start_token(self._transformer)
@@ -156,7 +158,7 @@ def reading_at(
                 "class_token_ids need logits of shape (batch, positions, vocabulary), not "
                 f"{tuple(logits.shape)}: leave them out for a model that returns logits of classes."
             )
-        if calls or logits.shape[1] == 1:  # a model may choose the last position itself
+        if calls:
             return logits
         if logits.shape[1] != n_positions:
             raise ValueError(
@@ -203,14 +205,6 @@ def without_cache(transformer: PreTrainedModel | None, inputs: Any) -> dict[str,
     return {"use_cache": False} if "use_cache" in takes and "use_cache" not in inputs else {}
 
 
-def n_positions(inputs: Any) -> int:
-    """T, positions of the texts of a batch."""
-    if not isinstance(inputs, Mapping):
-        return inputs.shape[1]
-    texts = (inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
-    return next(value.shape[1] for value in texts if value is not None)
-
-
 def last_real_position(inputs: Any) -> torch.Tensor:
     """`(B,)` index of the last position that is not padding, whichever side is padded.
 
@@ -218,15 +212,8 @@ def last_real_position(inputs: Any) -> torch.Tensor:
     """
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None:
-        tokens: Any = inputs
-        if isinstance(inputs, Mapping):
-            tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
-        return torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device)
-    if mask.ndim != 2:
-        raise ValueError(
-            f"Pass an attention_mask of shape (texts, positions), not {tuple(mask.shape)}: it "
-            "shows where each text ends."
-        )
+        text = _text(inputs)
+        return torch.full((len(text),), text.shape[1] - 1, device=text.device)
     mask = mask.bool()
     empty = ~mask.any(-1)
     if empty.any():
@@ -235,3 +222,11 @@ def last_real_position(inputs: Any) -> torch.Tensor:
             "Leave such rows out."
         )
     return (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)
+
+
+def _text(inputs: Any) -> torch.Tensor:
+    """What has a row for each text, and a column for each position."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    found = (inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
+    return next(value for value in found if value is not None)

@@ -94,22 +94,24 @@ def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     Many models would count padding in front as positions. What lies by position moves along with
     its tokens, unless the batch says which positions they have.
     """
-    mask, given = inputs.get("attention_mask"), inputs.get("position_ids")
-    if mask is None or mask.ndim != 2 or given is not None:
+    mask, text = inputs.get("attention_mask"), inputs.get("input_ids", inputs.get("inputs_embeds"))
+    is_of_text = mask is not None and text is not None and mask.shape == text.shape[:2]
+    if not is_of_text or inputs.get("position_ids") is not None:
         return inputs
     n_padding = mask.bool().int().argmax(-1, keepdim=True)
     if not n_padding.any():
         return inputs
     places = (torch.arange(mask.shape[1], device=mask.device) + n_padding) % mask.shape[1]
-    rows = torch.arange(len(mask), device=mask.device)[:, None]
+    rows = torch.arange(len(mask))[:, None]
 
-    def lies_by_position(key: str, value: Any) -> bool:
+    def shifted(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape[:2] != mask.shape:
-            return False
-        is_of_text = not value.is_floating_point() or key in ("attention_mask", "inputs_embeds")
-        return is_of_text and not key.startswith("decoder_")
+            return value
+        is_of_tokens = not value.is_floating_point() or key in ("attention_mask", "inputs_embeds")
+        lies_by_position = is_of_tokens and not key.startswith("decoder_")
+        return value[rows.to(value.device), places.to(value.device)] if lies_by_position else value
 
-    return {k: v[rows, places] if lies_by_position(k, v) else v for k, v in inputs.items()}
+    return {key: shifted(key, value) for key, value in inputs.items()}
 
 
 def text_config(transformer: PreTrainedModel) -> Any:

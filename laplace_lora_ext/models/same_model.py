@@ -230,10 +230,7 @@ def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
     """`(n,)`; a view where the weight is contiguous."""
-    step, n = max(1, weight.numel() // _SAMPLED), min(_SAMPLED, weight.numel())
-    if not weight.is_contiguous():
-        return weight.detach().flatten()[::step][:n]
-    return weight.detach().as_strided((n,), (step,))
+    return weight.detach().flatten()[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED]
 
 
 @lru_cache(2**16)  # every call of a posterior asks for all of them

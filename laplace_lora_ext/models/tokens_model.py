@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.models.answers import (
-    reading_at,
-    without_cache,
-)
+from laplace_lora_ext.models.answers import DECODER_INPUTS, reading_at, start_token, without_cache
 from laplace_lora_ext.models.batches import Positions, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
-
-_DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 class TokensModel(LogitsModel):
@@ -84,7 +80,7 @@ class TokensModel(LogitsModel):
         if not isinstance(batch, Mapping):
             raise TypeError(f"A batch of texts must be a mapping, not {type(batch).__name__}.")
         labels = super().split(batch)[1]
-        if labels.ndim != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
+        if labels.ndim != 2 or labels.is_floating_point():
             raise ValueError(
                 f"labels must be tokens of shape (texts, positions), not {tuple(labels.shape)} of "
                 f"{labels.dtype}"
@@ -112,7 +108,7 @@ class TokensModel(LogitsModel):
 
     def _inputs(self, batch: Any) -> Any:
         inputs = super()._inputs(batch)
-        if self.is_encoder_decoder and all(inputs.get(key) is None for key in _DECODER_INPUTS):
+        if self.is_encoder_decoder and all(inputs.get(key) is None for key in DECODER_INPUTS):
             labels = batch[self.dict_key_y].to(self.device)
             inputs["decoder_input_ids"] = _decoder_input_ids(self.transformer, labels)
         return text_first(inputs)
@@ -146,9 +142,10 @@ class TokensModel(LogitsModel):
 def _decoder_input_ids(transformer: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
     """What the decoder reads where it is to predict labels `(B, T)`, as the model itself has it."""
     own: Any = getattr(transformer, "prepare_decoder_input_ids_from_labels", None)
-    if own is None:
-        raise ValueError("The model can't shift labels: add decoder_input_ids to the batch")
-    return own(labels.clone())  # FSMT's writes padding tokens into them
+    if own is not None:
+        return own(labels.clone())  # FSMT's writes padding tokens into them
+    padding: Any = transformer.config.pad_token_id
+    return shift_tokens_right(labels, padding, start_token(transformer))
 
 
 def _begun(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:

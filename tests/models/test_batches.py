@@ -1,4 +1,4 @@
-"""Batches as people have them, and left padding."""
+"""Batches as people have them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from types import MappingProxyType
 
 import pytest
 import torch
-import transformers
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BatchEncoding
 
@@ -17,7 +15,6 @@ from laplace_lora_ext.models.batches import named_batches, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     CLASS_TOKEN_IDS,
-    VOCABULARY,
     lora_model,
     plain_model,
     ragged_batches,
@@ -43,8 +40,6 @@ def padded_batch(side: str = "right") -> dict[str, torch.Tensor]:
     return batch
 
 
-# --- forms ---------------------------------------------------------------------------------------
-
 MAPPINGS = [dict, UserDict, BatchEncoding, lambda d: MappingProxyType(dict(d))]
 
 
@@ -62,11 +57,6 @@ def test_every_mapping_and_a_pair_give_the_same_and_are_left_as_they_were(bert, 
     assert torch.equal(of_pairs.log_marginal_likelihood(), expected.log_marginal_likelihood())
     assert torch.equal(found.model(wrapped[0]), bert(**inputs[0]).logits)
     assert dict(wrapped[0]) == before  # the same tensor objects
-
-
-def test_tokens_alone_are_a_batch_too():
-    model, ids = adapted("gpt2", pad=None), padded_batch()["input_ids"]
-    assert torch.equal(model(ids), model({"input_ids": ids}))
 
 
 @pytest.mark.parametrize("mapping", [dict, BatchEncoding])
@@ -127,62 +117,6 @@ def test_what_only_looks_packed_or_padded_is_not_refused():
     batch["input_ids"][batch["input_ids"] == PAD] += 1
     batch["input_ids"][0, 2] = PAD  # inside of a text
     assert torch.equal(model({"input_ids": batch["input_ids"]}), model(batch))
-
-
-# --- left padding --------------------------------------------------------------------------------
-
-SMALL = {"vocab_size": VOCABULARY, "hidden_size": 12, "num_hidden_layers": 2}
-SMALL |= {"num_attention_heads": 2, "intermediate_size": 16, "pad_token_id": 0}
-LEARNED = {"max_position_embeddings": 20, "is_decoder": True}
-ROTARY = {"num_key_value_heads": 1}
-DECODERS = {  # that number positions by themselves, and one way or another
-    "Roberta": LEARNED,
-    "XLMRoberta": LEARNED,
-    "RobertaPreLayerNorm": LEARNED,
-    "Qwen2": ROTARY,
-    "Mistral": ROTARY,
-}
-
-
-def decoder(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    settings = DECODERS[kind]
-    config = getattr(transformers, f"{kind}Config")(**SMALL, **settings)
-    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(
-        config, attn_implementation="eager"
-    )
-    targets = ["query", "value"] if settings is LEARNED else ["q_proj", "v_proj"]
-    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets, init_lora_weights=False)
-    return get_peft_model(model, lora).eval()
-
-
-def real(batches: list) -> list:
-    """The same without padding tokens among the real ones, which RoBERTa takes for padding."""
-    for batch in batches:
-        mask = batch["attention_mask"].bool()
-        batch["input_ids"] = torch.where(mask, batch["input_ids"].clamp_min(1), 0)
-    return batches
-
-
-@pytest.mark.parametrize("kind", DECODERS)
-def test_decoders_that_number_positions_by_themselves_read_what_they_do_without_padding(kind):
-    model = decoder(kind)
-    (batch,) = real(ragged_batches(batch_size=8, padding_side="left"))
-    found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-    for row, ids, mask in zip(found, batch["input_ids"], batch["attention_mask"], strict=True):
-        alone = model(input_ids=ids[mask.bool()][None], use_cache=False).logits[0, -1]
-        torch.testing.assert_close(row, alone[CLASS_TOKEN_IDS], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "Roberta"])
-def test_posteriors_of_left_and_right_padded_texts_are_the_same(kind):
-    evidences = []
-    for side in ("left", "right"):
-        model = decoder(kind) if kind in DECODERS else lora_model(kind)
-        la = make(model, class_token_ids=CLASS_TOKEN_IDS)
-        la.fit(real(ragged_batches(padding_side=side)))
-        evidences.append(la.log_marginal_likelihood())
-    torch.testing.assert_close(*evidences, rtol=1e-4, atol=1e-4)
 
 
 def test_what_lies_by_position_comes_with_its_tokens_and_nothing_else_does():
