@@ -95,8 +95,9 @@ def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     its tokens, unless the batch says which positions they have.
     """
     mask, text = inputs.get("attention_mask"), inputs.get("input_ids", inputs.get("inputs_embeds"))
-    is_of_text = mask is not None and text is not None and mask.shape == text.shape[:2]
-    if not is_of_text or inputs.get("position_ids") is not None:
+    if mask is None or text is None or inputs.get("position_ids") is not None:
+        return inputs
+    if mask.shape != text.shape[:2]:
         return inputs
     n_padding = mask.bool().int().argmax(-1, keepdim=True)
     if not n_padding.any():
@@ -193,8 +194,7 @@ def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Position
     if mask is not None:
         mask = mask.to(device).bool().reshape(n_examples, -1)
         mask = None if mask.all() else mask
-    n_tokens = rows.numel() if len(rows) == n_examples else None
-    return Positions(n_examples, n_rows, n_tokens, mask, _is_text(given, n_examples))
+    return Positions(n_examples, n_rows, rows.numel(), mask, _is_text(given, n_examples))
 
 
 def _is_text(inputs: Mapping[str, Any], n_examples: int) -> bool:

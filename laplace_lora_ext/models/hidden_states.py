@@ -26,20 +26,22 @@ def logits_and_hidden_states(
     Call it within `model.prepared()`.
     """
     calls: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
-    transformer, layers = model.transformer, _linear_layers(model)
-    answers = transformer is not None and model.class_token_ids is not None
-    if answers:
-        layers = [layer for layer in layers if layer is transformer.get_output_embeddings()]
+    output_layer: Any = None
+    if model.transformer is not None and model.class_token_ids is not None:
+        output_layer = model.transformer.get_output_embeddings()
+
+    def note(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        calls.append((args[0], output))
+
     with ExitStack() as hooks:
-        for layer in layers:
-            note = layer.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
-            hooks.callback(note.remove)
+        for layer in _linear_layers(model) if output_layer is None else [output_layer]:
+            hooks.callback(layer.register_forward_hook(note).remove)
         logits = model(batch)
     for inputs, outputs in calls:
         if inputs.shape[:-1] != outputs.shape[:-1] or len(outputs) != len(logits):
             continue
         read, made = (rows.reshape(len(logits), -1, rows.shape[-1]) for rows in (inputs, outputs))
-        if answers and made.shape[1] == 1:  # its logits may be capped or scaled
+        if output_layer is not None and made.shape[1] == 1:  # its logits may be capped or scaled
             return logits, read[:, 0].to(logits)
         if made.shape[-1] == logits.shape[-1]:
             is_made = (made.to(logits) == logits[:, None]).all(-1)
@@ -49,7 +51,7 @@ def logits_and_hidden_states(
     return logits, None
 
 
-def _linear_layers(model: nn.Module) -> list[nn.Module]:
+def _linear_layers(model: nn.Module) -> list[Any]:
     """Layers with a matrix for a weight, and LoRA around them."""
     weights = [(module, getattr(module, "weight", None)) for module in model.modules()]
     return [m for m, weight in weights if isinstance(weight, torch.Tensor) and weight.ndim == 2]

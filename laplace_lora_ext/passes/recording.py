@@ -281,11 +281,12 @@ def _one_at_a_time(
         if not own.any():  # a text without a label
             continue
         example = part_of(x, slice(number, number + 1), len(itself))
+        graph, alone = None, logits.detach().clone()
         try:
-            graph, alone = run(model, blocks, example), logits.detach().clone()
+            graph = run(model, blocks, example)
             alone[own] = graph.logits.detach()
         except _NO_EXAMPLE:
-            graph = alone = None
+            alone.fill_(torch.nan)
         if graph is not None and model.agree(logits.detach(), alone):
             yield _Part(graph, model.positions(example, len(graph.logits)), number, own)
         else:
