@@ -30,7 +30,6 @@ class Shape:
     batch_size: int = 4
     length: int = 32
     dtype: str = "float32"
-    checkpointed: bool = False  # each layer's activations are computed again
 
     def __post_init__(self) -> None:
         if not 2 <= self.classes <= self.vocabulary:
@@ -58,11 +57,7 @@ def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=LORA_B_SCALE)
-    model.eval()
-    if shape.checkpointed:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # without it, transformers keeps all activations; there is no dropout
-    return AdaptedModel(model, list(range(shape.classes)))
+    return AdaptedModel(model.eval(), list(range(shape.classes)))
 
 
 def random_loader(

@@ -21,7 +21,7 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import LoRAWeights, Values
 from laplace_lora_ext.passes import Directions, every_output
-from laplace_lora_ext.passes.checks import check_logits
+from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.text.agreement import TokenAgreement
 from laplace_lora_ext.text.draws import drawn
 from laplace_lora_ext.text.generation import GeneratedText, write

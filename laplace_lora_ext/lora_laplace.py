@@ -25,7 +25,6 @@ from laplace_lora_ext.models.lora_layers import (
     check_known_to_host,
     find_blocks,
     warn_if_untrained,
-    warn_of_frozen,
     warn_of_other_trainable,
 )
 from laplace_lora_ext.models.preference_model import PreferenceModel
@@ -125,7 +124,6 @@ class LoRALaplace(ParametricLaplace):
             self.blocks = find_blocks(model, target_modules, layers_to_transform)
             warn_of_other_trainable(model)
         self.model.adapter = self.blocks[0].adapter
-        warn_of_frozen(self.blocks)
         warn_if_untrained(self.blocks)
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self.predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])

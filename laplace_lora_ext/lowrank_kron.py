@@ -17,7 +17,7 @@ from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.numerics import without_autocast
 from laplace_lora_ext.passes import Directions, every_output, visit_jacobians
-from laplace_lora_ext.passes.parts import in_parts
+from laplace_lora_ext.passes.derivatives import in_parts
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import (

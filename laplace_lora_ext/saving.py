@@ -16,10 +16,9 @@ from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.same_model import ModelState
-from laplace_lora_ext.models.weights import flattened
+from laplace_lora_ext.models.weights import Block, flattened
 from laplace_lora_ext.predictive.networks import drawn_weights
 
 FILE = "laplace_posterior.safetensors"

@@ -12,7 +12,7 @@ from laplace.utils.matrix import Kron, KronDecomposed
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.models.placement import check_in_place
+from laplace_lora_ext.models.weights import check_in_place
 from laplace_lora_ext.numerics import without_autocast
 
 
@@ -29,7 +29,7 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
             )
 
     def _zeros(self) -> Kron:
-        check_in_place([block.layer for block in self.blocks], 'hessian_structure="kron"')
+        check_in_place(self.blocks, 'hessian_structure="kron"')
         weights: Any = self.params
         return Kron.init_from_model(weights, self._device, self._dtype)
 

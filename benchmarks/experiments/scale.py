@@ -47,10 +47,7 @@ def measured(options: Scale, device: str) -> Iterator[tuple[str, int, list[Row]]
     for size in options.classes:
         yield "classes", size, _beside(replace(shape, classes=size), options, device)
     for size in options.lengths:
-        whole = replace(shape, length=size)
-        yield "tokens of a text", size, _beside(whole, options, device)
-        again = _beside(replace(whole, checkpointed=True), options, device)
-        yield "tokens with gradient checkpointing", size, again
+        yield "tokens of a text", size, _beside(replace(shape, length=size), options, device)
     for size in options.processes:
         yield "processes", size, [_measure_processes(shape, size, options)]
 

@@ -16,7 +16,8 @@ from laplace_lora_ext.curvature.kfac import KFAC_APPROX
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Seeds
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block, find_blocks
+from laplace_lora_ext.models.lora_layers import find_blocks
+from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.numerics import read
 from laplace_lora_ext.passes import jacobians, record
 

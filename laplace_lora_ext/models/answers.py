@@ -18,6 +18,8 @@ from transformers.models.auto.modeling_auto import (
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import text_config
 
+DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
+
 
 class AnswerTokens:
     """The tokens that a language model answers with, one per class.
@@ -65,24 +67,19 @@ class AnswerTokens:
         self._transformer = transformer
         self._decodes = transformer is not None and transformer.config.is_encoder_decoder
 
-    def logits(
-        self, inputs: Any, counts_positions: bool, call: Callable[..., Any], **kwargs: Any
-    ) -> torch.Tensor:
+    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
         """Logits `(B, V)` of the whole vocabulary where the answers are read.
 
-        `counts_positions` passes positions that count from the first real token; `call` calls the
-        model with inputs and keyword arguments.
+        `call` calls the model with inputs and keyword arguments.
         """
-        options = kwargs
-        if self._transformer is not None:
-            options = decoder_options(self._transformer, inputs, counts_positions) | kwargs
+        options = without_cache(self._transformer, inputs) | kwargs
         read = inputs
         if self._decodes:  # after an encoder-decoder's second text
             options = self._start(inputs) | options
             texts = {**inputs, **options}.items()
             read = {k.removeprefix("decoder_"): v for k, v in texts if k.startswith("decoder_")}
         index = self._position(inputs, read)[:, None]
-        with reading_at(self._transformer, index, n_positions(read)) as read_off:
+        with reading_at(self._transformer, index, _text(read).shape[1]) as read_off:
             return read_off(call(inputs, **options))[:, 0]
 
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
@@ -105,7 +102,7 @@ class AnswerTokens:
 
     def _start(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The decoder's start token for each text, unless the batch has a decoder input."""
-        if inputs.get("decoder_input_ids") is not None or "decoder_inputs_embeds" in inputs:
+        if any(inputs.get(key) is not None for key in DECODER_INPUTS):
             return {}
         assert self._transformer is not None
         start = start_token(self._transformer)
@@ -161,7 +158,7 @@ def reading_at(
                 "class_token_ids need logits of shape (batch, positions, vocabulary), not "
                 f"{tuple(logits.shape)}: leave them out for a model that returns logits of classes."
             )
-        if calls or logits.shape[1] == 1:  # a model may choose the last position itself
+        if calls:
             return logits
         if logits.shape[1] != n_positions:
             raise ValueError(
@@ -202,33 +199,10 @@ def start_token(transformer: PreTrainedModel) -> int:
     raise ValueError("The model has no decoder_start_token_id: add decoder_input_ids to the batch.")
 
 
-def takes_positions(transformer: PreTrainedModel) -> bool:
-    """Whether a decoder can be told the positions of its tokens."""
-    return "position_ids" in inspect.signature(transformer.forward).parameters
-
-
-def decoder_options(
-    transformer: PreTrainedModel, inputs: Any, counts_positions: bool
-) -> dict[str, Any]:
-    """Keyword arguments that a decoder accepts and the batch lacks.
-
-    They switch the cache off and, where asked, pass positions that count from the first real token.
-    """
-    given = inputs if isinstance(inputs, Mapping) else {}
-    options: dict[str, Any] = {"use_cache": False}
-    mask = given.get("attention_mask")
-    if counts_positions and mask is not None and not mask[:, 0].all():
-        options["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)
-    accepted = inspect.signature(transformer.forward).parameters
-    return {key: v for key, v in options.items() if key in accepted and key not in given}
-
-
-def n_positions(inputs: Any) -> int:
-    """T, positions of the texts of a batch."""
-    if not isinstance(inputs, Mapping):
-        return inputs.shape[1]
-    texts = (inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
-    return next(value.shape[1] for value in texts if value is not None)
+def without_cache(transformer: PreTrainedModel | None, inputs: Any) -> dict[str, Any]:
+    """Keyword arguments that switch a model's cache off, unless it has none or the batch says."""
+    takes = inspect.signature(transformer.forward).parameters if transformer is not None else {}
+    return {"use_cache": False} if "use_cache" in takes and "use_cache" not in inputs else {}
 
 
 def last_real_position(inputs: Any) -> torch.Tensor:
@@ -238,15 +212,8 @@ def last_real_position(inputs: Any) -> torch.Tensor:
     """
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None:
-        tokens: Any = inputs
-        if isinstance(inputs, Mapping):
-            tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
-        return torch.full((len(tokens),), tokens.shape[1] - 1, device=tokens.device)
-    if mask.ndim != 2:
-        raise ValueError(
-            f"Pass an attention_mask of shape (texts, positions), not {tuple(mask.shape)}: it "
-            "shows where each text ends."
-        )
+        text = _text(inputs)
+        return torch.full((len(text),), text.shape[1] - 1, device=text.device)
     mask = mask.bool()
     empty = ~mask.any(-1)
     if empty.any():
@@ -255,3 +222,11 @@ def last_real_position(inputs: Any) -> torch.Tensor:
             "Leave such rows out."
         )
     return (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)
+
+
+def _text(inputs: Any) -> torch.Tensor:
+    """What has a row for each text, and a column for each position."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    found = (inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
+    return next(value for value in found if value is not None)

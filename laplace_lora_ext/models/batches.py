@@ -1,9 +1,8 @@
-"""What a batch may be, what it tells of its rows, and how models read left padding."""
+"""What a batch may be, and what it tells of its rows."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
 from math import prod
 from typing import Any, NamedTuple
@@ -12,19 +11,7 @@ import torch
 import tqdm
 from transformers import BatchEncoding, PreTrainedModel
 
-from laplace_lora_ext.messages import warn
 from laplace_lora_ext.processes.exchange import rank
-
-_PACKED = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "seq_idx")
-
-# How far rounding may move logits, relative to the largest: in half precision, and in others.
-_ROUNDING_OF_HALF, _ROUNDING = 0.05, 1e-3
-
-# What models raise on a batch that was made of another one.
-_REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
-
-Predict = Callable[[Mapping[str, Any], bool], torch.Tensor]
-"""Logits `(B, C)` of inputs; True passes positions that count from the first real token."""
 
 
 def named_batches(
@@ -40,33 +27,20 @@ def named_batches(
 
 def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any:
     """A copy of a batch on a device without some of its keys, a dictionary or a BatchEncoding."""
-    inputs: Any = copy.copy(batch) if isinstance(batch, BatchEncoding) else dict(batch)
-    for key in left_out:
-        if key in inputs:
-            del inputs[key]
-    for key, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            inputs[key] = value.to(device)
-    return inputs
+    inputs = {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+        if key not in left_out
+    }
+    return BatchEncoding(inputs) if isinstance(batch, BatchEncoding) else inputs
 
 
-def examples_of(inputs: Any, n_examples: int) -> list[Any]:
-    """One batch for each example; tensors with another number of rows go into all of them.
-
-    The list is empty if the inputs are neither a tensor nor a mapping.
-    """
-    if isinstance(inputs, torch.Tensor):
-        return list(inputs.split(1))
-    if not isinstance(inputs, Mapping):
-        return []
-    examples = []
-    for n in range(n_examples):
-        example: Any = copy.copy(inputs)
-        for key, value in inputs.items():
-            if isinstance(value, torch.Tensor) and value.ndim and len(value) == n_examples:
-                example[key] = value[n : n + 1]
-        examples.append(example)
-    return examples
+def part_of(inputs: Any, place: slice, n_examples: int) -> Any:
+    """Inputs of some examples; what has another number of rows than examples stays as it is."""
+    if isinstance(inputs, Mapping):
+        return {key: part_of(value, place, n_examples) for key, value in inputs.items()}
+    is_divisible = (isinstance(inputs, torch.Tensor) and inputs.ndim) or isinstance(inputs, list)
+    return inputs[place] if is_divisible and len(inputs) == n_examples else inputs
 
 
 def number_of_rows(x: Any) -> int | None:
@@ -83,25 +57,15 @@ def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None
     Raises
     ------
     ValueError
-        If tokens or their mask are no dense tensors of texts and positions, there is padding
-        without a mask, or the batch says which logits to keep.
+        If there is padding without a mask.
     NotImplementedError
         If several texts are packed into a row.
     """
-    if inputs.get("logits_to_keep") is not None:
-        raise ValueError("Leave logits_to_keep out of the batch: answers are read by their mask.")
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    for key, value in (("input_ids", tokens), ("attention_mask", mask)):
-        if value is not None and not _is_dense(value):
-            raise ValueError(
-                f"{key} must be a dense tensor of shape (texts, positions), such as the "
-                'tokenizer\'s pad makes with return_tensors="pt".'
-            )
-    packed = [key for key in _PACKED if inputs.get(key) is not None]
-    if packed or _restarts(inputs.get("position_ids"), mask):
+    if _restarts(inputs.get("position_ids"), mask):
         raise NotImplementedError(
-            f"Several texts are packed into one row, as {packed[0] if packed else 'position_ids'} "
-            "shows: give each text a row of its own."
+            "Several texts are packed into one row, as position_ids shows: give each text a row of "
+            "its own."
         )
     if tokens is None or mask is not None:
         return
@@ -112,6 +76,43 @@ def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None
             f"The batch has no attention_mask, but the padding token {padding} at ends of its "
             "texts: pass the tokenizer's attention_mask."
         )
+
+
+def _restarts(position_ids: Any, mask: torch.Tensor | None) -> bool:
+    """Whether positions fall within a row, as they do where another text begins."""
+    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2:
+        return False
+    falls = position_ids[:, 1:] < position_ids[:, :-1]
+    if mask is not None and mask.shape == position_ids.shape:
+        falls = falls & mask[:, 1:].bool() & mask[:, :-1].bool()
+    return bool(falls.any())
+
+
+def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A batch whose texts have their padding behind them, where no token attends to it.
+
+    Many models would count padding in front as positions. What lies by position moves along with
+    its tokens, unless the batch says which positions they have.
+    """
+    mask, text = inputs.get("attention_mask"), inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if mask is None or text is None or inputs.get("position_ids") is not None:
+        return inputs
+    if mask.shape != text.shape[:2]:
+        return inputs
+    n_padding = mask.bool().int().argmax(-1, keepdim=True)
+    if not n_padding.any():
+        return inputs
+    places = (torch.arange(mask.shape[1], device=mask.device) + n_padding) % mask.shape[1]
+    rows = torch.arange(len(mask))[:, None]
+
+    def shifted(key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != mask.shape:
+            return value
+        is_of_tokens = not value.is_floating_point() or key in ("attention_mask", "inputs_embeds")
+        lies_by_position = is_of_tokens and not key.startswith("decoder_")
+        return value[rows.to(value.device), places.to(value.device)] if lies_by_position else value
+
+    return {key: shifted(key, value) for key, value in inputs.items()}
 
 
 def text_config(transformer: PreTrainedModel) -> Any:
@@ -136,8 +137,8 @@ class Positions(NamedTuple):
         B, also the number of rows of logits unless `owners_of_logits` says otherwise
     n_rows : int
         rows of the model's input: B, or a multiple where an example is several sequences
-    length : int or None
-        T, positions of a row, where known; None where the rows are not those of examples
+    n_tokens : int or None
+        positions of all rows together, where known
     mask : torch.Tensor or None
         `(B, n_rows / B * T)` booleans, false at padding; None where nothing is padded
     is_text : bool
@@ -149,7 +150,7 @@ class Positions(NamedTuple):
 
     n_examples: int
     n_rows: int
-    length: int | None = None
+    n_tokens: int | None = None
     mask: torch.Tensor | None = None
     is_text: bool = False
     owners_of_logits: torch.Tensor | None = None
@@ -158,11 +159,6 @@ class Positions(NamedTuple):
         """Values `(..., B)` of the examples, repeated for each of their rows of logits."""
         owners = self.owners_of_logits
         return examples if owners is None else examples[..., owners.to(examples.device)]
-
-    @property
-    def n_tokens(self) -> int | None:
-        """Positions of all rows together, where known."""
-        return None if self.length is None else self.n_rows * self.length
 
     def valid(self, n_positions: int) -> torch.Tensor | None:
         """`(B, n_positions)` mask for a layer that sees so many positions of each example.
@@ -183,178 +179,27 @@ class Positions(NamedTuple):
 
 def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Positions:
     """Sizes and mask of a batch's inputs, without labels."""
-    unknown = Positions(n_examples, n_examples)
-    if isinstance(inputs, torch.Tensor):  # tokens `(B, T)`, or features `(B, ..., d)`
-        is_text = inputs.ndim > 1 and not inputs.is_floating_point()
-        sizes = inputs.shape[1:] if is_text else inputs.shape[1:-1]
-        return unknown._replace(length=prod(sizes) if sizes else None, is_text=is_text)
-    if not isinstance(inputs, Mapping):
-        return unknown
-    mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
-    if mask is not None and mask.ndim > 1 and len(mask) == 1:  # all examples may share one
-        mask = mask.expand(n_examples, *mask.shape[1:])
-    if mask is not None and mask.ndim == 4:  # what each token attends to
-        if mask.is_floating_point():  # added to scores: 0 there, very negative elsewhere
-            mask = mask == 0
-        shape = (len(mask), mask.shape[-1])
-    elif mask is not None and mask.ndim >= 2:
-        shape = mask.shape
-    elif tokens is not None:
-        mask, shape = None, tokens.shape
-    else:
-        return unknown
-    n_rows = prod(shape[:-1])
+    if isinstance(inputs, torch.Tensor) and inputs.ndim > 1 and not inputs.is_floating_point():
+        inputs = {"input_ids": inputs}
+    given = inputs if isinstance(inputs, Mapping) else {}
+    mask = given.get("attention_mask")
+    if mask is not None and (mask.ndim > 3 or len(mask) == 1 < n_examples):
+        raise NotImplementedError(
+            f"Pass an attention_mask of shape (texts, positions), not {tuple(mask.shape)}."
+        )
+    rows = given.get("input_ids") if mask is None else mask
+    n_rows = 0 if rows is None else prod(rows.shape[:-1])
+    if rows is None or n_rows % n_examples:  # as of windows, of which texts have other numbers
+        return Positions(n_examples, n_examples)
     if mask is not None:
-        # Rows that are no examples, as windows of texts, may not be shared out equally.
-        n_equal = 1 if n_rows % n_examples else n_examples
-        mask = mask.to(device).bool().reshape(n_equal, -1)
+        mask = mask.to(device).bool().reshape(n_examples, -1)
         mask = None if mask.all() else mask
-    length = shape[-1] if shape[0] == n_examples else None
-    return Positions(n_examples, n_rows, length, mask, _is_text(inputs, n_examples))
+    return Positions(n_examples, n_rows, rows.numel(), mask, _is_text(given, n_examples))
 
 
 def _is_text(inputs: Mapping[str, Any], n_examples: int) -> bool:
     """Whether there are tokens, and no tensor beside them but masks and the like."""
-    tensors = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.ndim > 1]
-    has_tokens = any(value is inputs.get("input_ids") for value in tensors)
-    return has_tokens and not _features(inputs) and {len(v) for v in tensors} <= {1, n_examples}
-
-
-def _features(inputs: Mapping[str, Any]) -> frozenset[str]:
-    """Keys of what a batch has beside tokens and masks, such as images."""
-    return frozenset(
-        key
-        for key, value in inputs.items()
-        if isinstance(value, torch.Tensor) and value.ndim > 1
-        if value.is_floating_point() and "mask" not in key
-    )
-
-
-# --- left padding --------------------------------------------------------------------------------
-
-
-def rounding_of(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """How far two computations of the same logits may differ in a precision."""
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    return (_ROUNDING_OF_HALF if is_half else _ROUNDING) * logits.abs().max()
-
-
-class LeftPadding:
-    """Whether to pass positions, so that left padding does not change predictions.
-
-    Many models with learned positions also count the padding. Others count from the first real
-    token by themselves, from the padding's index, or in three dimensions. The first left-padded
-    batch decides: one of its texts is predicted alone, padded, and padded with positions that count
-    from its first token. They are passed from then on if they bring the text clearly nearer to its
-    prediction alone; else the model keeps its own numbers. Batches with images or other features
-    decide for themselves, since these may have positions of their own, and as a whole, since
-    images need not lie by text.
-
-    Parameters
-    ----------
-    can_pass : bool
-        whether the model takes positions, and may be given them
-    """
-
-    def __init__(self, can_pass: bool) -> None:
-        self._can_pass = can_pass
-        self._verdicts: dict[frozenset[str], bool] = {}
-
-    def passes(self, inputs: Any, predict: Predict) -> bool:
-        """Whether positions are to be passed with a batch, which may be the first to decide.
-
-        Warns
-        -----
-        UserWarning
-            If a text's prediction depends on its padding anyway, or can't be checked.
-        """
-        mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-        if mask is None or mask.ndim != 2 or "position_ids" in inputs:
-            return False
-        beside = _features(inputs)
-        if beside in self._verdicts or not _padding(mask).any():
-            return self._verdicts.get(beside, False)
-        alone, padded, row = (_with_more if beside else _of_one_text)(inputs)
-        verdict = self._try(alone, padded, row, predict)
-        # A text of one token attends to nothing but itself, so that it can't rule them out.
-        if verdict or alone["attention_mask"][row].sum() > 1:
-            self._verdicts[beside] = verdict
-        return verdict
-
-    def _try(
-        self, alone: Mapping[str, Any], padded: Mapping[str, Any], row: int, predict: Predict
-    ) -> bool:
-        ways = (False, True) if self._can_pass else (False,)
-        try:
-            expected = predict(alone, False)[row]
-            errors = [(predict(padded, passed)[row] - expected).abs().max() for passed in ways]
-        except _REFUSALS as error:
-            warn(
-                "Can't check whether left padding changes the model's predictions "
-                f"({type(error).__name__}: {error}). Pad on the right to be sure."
-            )
-            return False
-        if min(errors) > rounding_of(expected, expected.dtype):
-            warn(
-                "The model's predictions depend on left padding, which changes a text's logits by "
-                f"{min(errors).item():.3g}. Pad on the right."
-            )
-        return bool(errors[-1] < errors[0] / 2)
-
-
-def _padding(mask: torch.Tensor) -> torch.Tensor:
-    """`(B,)` positions before the first token of each text."""
-    return mask.bool().int().argmax(-1)
-
-
-def _of_one_text(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """A text alone and padded, and its row there."""
-    mask = inputs["attention_mask"].bool()
-    # The one with the most padding; of one token only, which attends to none, if there is no other.
-    has_several = mask.sum(-1) > 1
-    row = int((_padding(mask) * (1 + has_several * mask.shape[1])).argmax())
-    first = int(_padding(mask)[row])
-    padded = {
-        key: value[row : row + 1]
-        if isinstance(value, torch.Tensor) and value.ndim and len(value) == len(mask)
-        else value
-        for key, value in inputs.items()
-    }
-    alone = {
-        key: value[:, first:] if _lies_by_position(key, inputs[key], mask) else value
-        for key, value in padded.items()
-    }
-    return alone, padded, 0
-
-
-def _with_more(inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any], int]:
-    """A batch as it is and with as much padding again, and the row of its longest text."""
-    mask = inputs["attention_mask"].bool()
-    row, n_more = int(_padding(mask).argmax()), int(_padding(mask).max())
-    padded = dict(inputs)
-    for key, value in inputs.items():
-        if _lies_by_position(key, value, mask):
-            # What lies at the first position of the text with the most padding is padding.
-            more = value[row, :1].expand(len(value), n_more, *value.shape[2:])
-            padded[key] = torch.cat([more, value], dim=1)
-    return inputs, padded, int(_padding(mask).argmin())
-
-
-def _lies_by_position(key: str, value: Any, mask: torch.Tensor) -> bool:
-    is_like_mask = isinstance(value, torch.Tensor) and value.shape[:2] == mask.shape
-    return is_like_mask and not key.startswith("decoder_")
-
-
-def _is_dense(value: Any) -> bool:
-    is_dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
-    return is_dense and not value.is_nested and value.ndim > 1 and value.shape[-1] > 0
-
-
-def _restarts(position_ids: Any, mask: torch.Tensor | None) -> bool:
-    """Whether positions fall within a row, as they do where another text begins."""
-    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2:
-        return False
-    falls = position_ids[:, 1:] < position_ids[:, :-1]
-    if mask is not None and mask.shape == position_ids.shape:
-        falls = falls & mask[:, 1:].bool() & mask[:, :-1].bool()
-    return bool(falls.any())
+    tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim > 1}
+    features = [k for k, v in tensors.items() if v.is_floating_point() and "mask" not in k]
+    lengths = {len(value) for value in tensors.values()}
+    return "input_ids" in tensors and not features and lengths <= {1, n_examples}

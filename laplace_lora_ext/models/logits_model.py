@@ -14,16 +14,8 @@ from transformers import PreTrainedModel
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.adapters import only_active
-from laplace_lora_ext.models.answers import AnswerTokens, logits_of, takes_positions
-from laplace_lora_ext.models.batches import (
-    LeftPadding,
-    Positions,
-    check_texts,
-    examples_of,
-    moved,
-    positions_of,
-    rounding_of,
-)
+from laplace_lora_ext.models.answers import AnswerTokens, logits_of
+from laplace_lora_ext.models.batches import Positions, check_texts, moved, positions_of, text_first
 from laplace_lora_ext.models.locks import (
     LOCK,
     as_tensor,
@@ -31,9 +23,12 @@ from laplace_lora_ext.models.locks import (
     is_compiled,
     running_eagerly,
 )
-from laplace_lora_ext.models.placement import device_of
+from laplace_lora_ext.models.weights import device_of
 
 _LABEL_KEYS = ("label", "labels")
+
+# How far rounding may move logits, relative to the largest: in half precision, and in others.
+_ROUNDING_OF_HALF, _ROUNDING = 0.05, 1e-3
 
 
 class LogitsModel(nn.Module):
@@ -93,11 +88,6 @@ class LogitsModel(nn.Module):
         transformer = find_transformer(model)
         self._transformer = (transformer,)  # a tuple, so that it is no child module
         self._answers = self._find_answers(class_token_ids, mask_token_id)
-        self._left_padding = LeftPadding(
-            transformer is not None
-            and (self._answers is not None or transformer.can_generate())
-            and takes_positions(transformer)
-        )
         self.layouts: dict[Any, Any] = {}
 
     @property
@@ -129,7 +119,9 @@ class LogitsModel(nn.Module):
         inputs = self._inputs(batch)
         if self._answers is not None:
             self._answers.warn_if_answered(inputs)
-        logits = self._logits(inputs, self._counts_positions(inputs), **model_kwargs)
+            logits = self._answers.logits(inputs, self._call, **model_kwargs)[:, self._answers.ids]
+        else:
+            logits = logits_of(self._call(inputs, **model_kwargs))
         if logits.ndim != 2:
             raise ValueError(
                 "The model must return logits of shape (batch, outputs), not "
@@ -142,22 +134,7 @@ class LogitsModel(nn.Module):
         """Log-probabilities `(B, C)`; with `class_token_ids` `(B, C + 1)`, the last of all else."""
         if self._answers is None:
             return self(batch).log_softmax(-1)
-        inputs = self._inputs(batch)
-        counts_positions = self._counts_positions(inputs)
-        return self._answers.log_probs(self._answers.logits(inputs, counts_positions, self._call))
-
-    def try_left_padding(self, batch: Any) -> None:
-        """Find out on the first left-padded batch how the model numbers positions.
-
-        Call it before a pass is recorded, since it runs the model itself.
-
-        Warns
-        -----
-        UserWarning
-            If predictions depend on left padding anyway.
-        """
-        if self.transformer is not None:
-            self._counts_positions(self._inputs(batch))
+        return self._answers.log_probs(self._answers.logits(self._inputs(batch), self._call))
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """Inputs and a copy of the labels of a training batch, a mapping or a pair `(X, y)`.
@@ -167,7 +144,7 @@ class LogitsModel(nn.Module):
         TypeError
             If the batch is neither a mapping nor a pair.
         ValueError
-            If a mapping has no labels, or labels are no numbers.
+            If a mapping has no labels.
         """
         if isinstance(batch, Mapping):
             if self.dict_key_y not in batch:
@@ -183,11 +160,8 @@ class LogitsModel(nn.Module):
                 "A training batch must be a mapping with labels or a pair (X, y), not "
                 f"{type(batch).__name__}."
             )
-        try:
-            labels = as_tensor(y)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"Labels must be numbers, not {type(y).__name__}: {error}.") from error
-        return X, labels.to(self.device, copy=True)  # the loader may write its next batch there
+        # A copy, since the loader may write its next batch there.
+        return X, as_tensor(y).to(self.device, copy=True)
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
         """As `split`, but a bare tensor or a mapping without labels gives the inputs and None."""
@@ -200,10 +174,6 @@ class LogitsModel(nn.Module):
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """Sizes and mask of a batch that has `n_examples` examples."""
         return positions_of(self._inputs(batch), n_examples, self.device)
-
-    def examples(self, batch: Any, n_examples: int) -> list[Any]:
-        """One batch for each example; none if the batch is neither a tensor nor a mapping."""
-        return examples_of(self._inputs(batch), n_examples)
 
     def inputs(self, batch: Any) -> Any:
         """Inputs of a batch that may have labels."""
@@ -219,8 +189,9 @@ class LogitsModel(nn.Module):
         """Whether two computations of the same logits differ by rounding alone."""
         if logits.shape != others.shape:
             return False
-        dtype = next(self.model.parameters()).dtype
-        return bool((logits - others).abs().max() <= rounding_of(logits, dtype))
+        is_half = next(self.model.parameters()).dtype in (torch.float16, torch.bfloat16)
+        rounding = (_ROUNDING_OF_HALF if is_half else _ROUNDING) * logits.abs().max()
+        return bool((logits - others).abs().max() <= rounding)
 
     @property
     def device(self) -> torch.device:
@@ -281,24 +252,7 @@ class LogitsModel(nn.Module):
         inputs = moved(batch, self.device, self.dict_key_y, *_LABEL_KEYS)
         if transformer is not None:
             check_texts(inputs, transformer)
-        return inputs
-
-    def _counts_positions(self, inputs: Any) -> bool:
-        """Whether positions that count from the first real token are passed with a batch."""
-        if self.transformer is None:
-            return False
-
-        def predict(inputs: Any, counts_positions: bool) -> torch.Tensor:
-            with self.prepared(), torch.no_grad():
-                return self._logits(inputs, counts_positions)
-
-        return self._left_padding.passes(inputs, predict)
-
-    def _logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
-        if self._answers is None:
-            return logits_of(self._call(inputs, **kwargs))
-        logits = self._answers.logits(inputs, counts_positions, self._call, **kwargs)
-        return logits[:, self._answers.ids]
+        return inputs if self._answers is None or transformer is None else text_first(inputs)
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, Mapping) and self.transformer is not None:

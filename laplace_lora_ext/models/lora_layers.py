@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from peft.tuners import lora
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
-from laplace_lora_ext.models.placement import (
-    check_reachable,
-    device_of,
-    is_absent,
-    values_of,
-)
+from laplace_lora_ext.models.weights import Block
 
 Layers = Mapping[str, lora.LoraLayer]
 """PEFT's layers by their names."""
@@ -38,80 +30,6 @@ _NOT_PLAIN = tuple(
     for name in ("MultiheadAttention", "ParamWrapper")
     if hasattr(lora.layer, name)
 )
-
-
-@dataclass(frozen=True)
-class Block:
-    """One LoRA weight matrix.
-
-    Attributes
-    ----------
-    lora_layer : str
-        name of the LoRA layer that it is part of, without the prefixes that wrappers add
-    matrix : {"lora_A", "lora_B"}
-    adapter : str
-    layer : torch.nn.Linear
-        its weight `(m, n)` is the block
-    owner : peft.tuners.lora.LoraLayer or None
-        PEFT's layer of that name
-    """
-
-    lora_layer: str
-    matrix: str
-    adapter: str
-    layer: nn.Linear
-    owner: Any = None
-
-    @property
-    def name(self) -> str:
-        """Of the weight."""
-        return f"{self.lora_layer}.{self.matrix}.{self.adapter}.weight"
-
-    @property
-    def small_output(self) -> bool:
-        """Whether the LoRA rank is the size of the layer's output or of its input."""
-        return self.matrix == "lora_A"
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.layer.weight
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(m, n)."""
-        return self.layer.out_features, self.layer.in_features
-
-    @property
-    def values(self) -> torch.Tensor:
-        """The weight without a graph, wherever it is."""
-        return values_of(self.layer)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the layer computes."""
-        layer: Any = self.layer
-        return device_of(layer) if self.weight.is_meta else self.weight.device
-
-    @property
-    def transformer_layer(self) -> str:
-        """Name up to the layer's number, such as "model.layers.3", or else the module's name."""
-        name = self.lora_layer.removeprefix("base_model.model.")
-        numbered = re.match(r".*?\.\d+(?=\.|$)", name)
-        return numbered.group() if numbered else name
-
-    def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
-        """`(..., m, n)` weights as `(..., r, d)`, and back."""
-        return weights if self.small_output else weights.mT
-
-    @property
-    def statistics_dtype(self) -> torch.dtype:
-        """What the block's statistics and posterior are held in: float32 or better."""
-        return torch.promote_types(self.weight.dtype, torch.float32)
-
-    @property
-    def place(self) -> tuple[torch.device, torch.dtype]:
-        """Where its statistics and posterior belong, and their precision."""
-        return self.device, self.statistics_dtype
 
 
 def find_blocks(
@@ -141,37 +59,30 @@ def find_blocks(
     ------
     ValueError
         If there is no LoRA layer, if the adapter is merged, disabled or not the only active
-        one, if its weights are on the meta device, or if nothing matches the selection.
+        one, or if nothing matches the selection.
     NotImplementedError
         If LoRA layers of the adapter are not two linear maps, or share weights or compute them, as
         those of embeddings and of fused experts; for FSDP1 and DeepSpeed ZeRO-3.
     """
-    check_reachable(model)
-    found = {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLayer)}
-    layers = {strip_wrappers(name): layer for name, layer in found.items()}
+    _check_reachable(model)
+    layers: Layers = {
+        strip_wrappers(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, lora.LoraLayer)
+    }
     if not layers:
         kinds = [c.peft_type for c in getattr(model, "peft_config", {}).values()]
         there_is = listed([str(getattr(kind, "value", kind)) for kind in kinds]) or "no adapter"
         raise ValueError(
             f"No LoRA layer in the model (found {there_is}). Add one with peft.get_peft_model."
         )
-    if len(layers) < len(found):  # names differ by a wrapper's alone
-        layers = found
     adapter = _active_adapter(layers)
     layers = {name: layer for name, layer in layers.items() if adapter in _adapters_of(layer)}
     layers = _selected(layers, target_modules, layers_to_transform)
     _check_plain(layers, adapter)
     blocks = [b for name, layer in layers.items() for b in _blocks_of(name, layer, adapter)]
-    on_meta = [block.name for block in blocks if is_absent(block.layer)]
-    if on_meta:
-        raise ValueError(f"On the meta device are {listed(on_meta)}: load these weights first.")
-    places = [block.weight.data_ptr() or id(block.weight) for block in blocks]
-    counts = Counter(places)
-    shared = [b.name for b, place in zip(blocks, places, strict=True) if counts[place] > 1]
-    if shared:
-        raise NotImplementedError(
-            f"LoRA layers share weights: {listed(shared)}. Give each its own parameter."
-        )
+    if len({id(block.weight) for block in blocks}) < len(blocks):
+        raise NotImplementedError("LoRA layers share weights: give each its own parameters.")
     return blocks
 
 
@@ -216,17 +127,6 @@ def warn_of_other_trainable(model: nn.Module) -> None:
         )
 
 
-def warn_of_frozen(blocks: Sequence[Block]) -> None:
-    """Warn once of LoRA layers with one frozen weight, whose other weight takes part alone."""
-    counts = Counter(block.lora_layer for block in blocks)
-    alone = [block.name for block in blocks if counts[block.lora_layer] == 1]
-    if alone:
-        warn(
-            "Some LoRA layers have one frozen weight, as in LoRA-FA. It stays fixed, and only the "
-            f"other one takes part: {listed(alone)}."
-        )
-
-
 @lru_cache(2**16)  # every call of a posterior asks for the names of a whole model
 def strip_wrappers(name: str) -> str:
     """Drop the names that DistributedDataParallel and torch.compile put in front."""
@@ -249,6 +149,16 @@ def find_idle(layers: Layers) -> str | None:
         if layer.disable_adapters:
             return f"LoRA layer {name} is disabled: call model.enable_adapter_layers()."
     return None
+
+
+def _check_reachable(model: nn.Module) -> None:
+    """Refuse FSDP1 and ZeRO-3, which hide weights from their modules (`NotImplementedError`)."""
+    is_fsdp1 = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
+    if is_fsdp1 or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise NotImplementedError(
+            "FSDP1 and DeepSpeed ZeRO-3 hide LoRA weights from their layers: shard with "
+            "fully_shard (FSDP2), or load the adapter without them."
+        )
 
 
 def _active_adapter(layers: Layers) -> str:

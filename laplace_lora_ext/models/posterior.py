@@ -10,7 +10,7 @@ from torch import nn
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.weights import Block
 
 
 class Posterior(Protocol):

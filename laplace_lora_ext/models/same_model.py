@@ -17,8 +17,8 @@ from torch import nn
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.locks import LOCK
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block, find_idle, strip_wrappers
-from laplace_lora_ext.models.weights import flattened
+from laplace_lora_ext.models.lora_layers import find_idle, strip_wrappers
+from laplace_lora_ext.models.weights import Block, flattened
 from laplace_lora_ext.numerics import read
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
@@ -230,10 +230,7 @@ def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
     """`(n,)`; a view where the weight is contiguous."""
-    step, n = max(1, weight.numel() // _SAMPLED), min(_SAMPLED, weight.numel())
-    if not weight.is_contiguous():
-        return weight.detach().flatten()[::step][:n]
-    return weight.detach().as_strided((n,), (step,))
+    return weight.detach().flatten()[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED]
 
 
 @lru_cache(2**16)  # every call of a posterior asks for all of them

@@ -11,16 +11,9 @@ from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.models.answers import (
-    decoder_options,
-    last_real_position,
-    reading_at,
-    start_token,
-)
-from laplace_lora_ext.models.batches import Positions, examples_of
+from laplace_lora_ext.models.answers import DECODER_INPUTS, reading_at, start_token, without_cache
+from laplace_lora_ext.models.batches import Positions, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
-
-_DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
 
 class TokensModel(LogitsModel):
@@ -61,9 +54,10 @@ class TokensModel(LogitsModel):
         TypeError, ValueError, NotImplementedError
             As `targets`.
         """
-        labelled = self.targets(batch) != IGNORED
-        inputs = self._inputs(batch)
-        logits = self._at(labelled, inputs, self._counts_positions(inputs), **model_kwargs)
+        if isinstance(batch, Mapping) and not self.is_encoder_decoder:
+            batch = text_first(batch)  # labels too
+        labelled, inputs = self.targets(batch) != IGNORED, self._inputs(batch)
+        logits = self._at(labelled, inputs, **model_kwargs)
         self.output_size = logits.shape[-1]
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
@@ -86,7 +80,7 @@ class TokensModel(LogitsModel):
         if not isinstance(batch, Mapping):
             raise TypeError(f"A batch of texts must be a mapping, not {type(batch).__name__}.")
         labels = super().split(batch)[1]
-        if labels.ndim != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
+        if labels.ndim != 2 or labels.is_floating_point():
             raise ValueError(
                 f"labels must be tokens of shape (texts, positions), not {tuple(labels.shape)} of "
                 f"{labels.dtype}"
@@ -112,38 +106,19 @@ class TokensModel(LogitsModel):
         owners = (targets != IGNORED).nonzero()[:, 0]
         return super().positions(batch, len(targets))._replace(owners_of_logits=owners)
 
-    def examples(self, batch: Any, n_examples: int) -> list[Any]:
-        inputs = self._inputs(batch) | {self.dict_key_y: batch[self.dict_key_y]}
-        return examples_of(inputs, n_examples)
-
     def _inputs(self, batch: Any) -> Any:
         inputs = super()._inputs(batch)
-        if self.is_encoder_decoder and all(inputs.get(key) is None for key in _DECODER_INPUTS):
+        if self.is_encoder_decoder and all(inputs.get(key) is None for key in DECODER_INPUTS):
             labels = batch[self.dict_key_y].to(self.device)
             inputs["decoder_input_ids"] = _decoder_input_ids(self.transformer, labels)
-        return inputs
+        return text_first(inputs)
 
-    def _logits(self, inputs: Any, counts_positions: bool, **kwargs: Any) -> torch.Tensor:
-        """Logits `(B, V)` by which left padding is judged.
-
-        They are those after each text's last token, or of an encoder-decoder's first label.
-        """
-        if self.is_encoder_decoder:
-            places = torch.zeros_like(inputs["decoder_input_ids"], dtype=torch.bool)
-            places[:, 0] = True
-        else:
-            last = last_real_position(inputs)[:, None]
-            places = last == torch.arange(inputs["input_ids"].shape[1], device=last.device)
-        return self._at(places, inputs, counts_positions, **kwargs)
-
-    def _at(
-        self, places: torch.Tensor, inputs: Any, counts_positions: bool, **kwargs: Any
-    ) -> torch.Tensor:
+    def _at(self, places: torch.Tensor, inputs: Any, **kwargs: Any) -> torch.Tensor:
         """Logits `(N, V)` at the true ones of `(B, T)` places."""
         most = int(places.sum(1).max())
         index = places.int().argsort(dim=1, descending=True, stable=True)[:, :most]
         kept = places.take_along_dim(index, dim=1)
-        options = decoder_options(self.transformer, inputs, counts_positions) | kwargs
+        options = without_cache(self.transformer, inputs) | kwargs
         with reading_at(self.transformer, index, places.shape[1]) as read_off:
             logits = read_off(self._call(inputs, **options))
         return logits.flatten(0, 1) if kept.all() else logits[kept.to(logits.device)]

@@ -1,17 +1,96 @@
-"""LoRA weights as one vector, as one tensor each, and a model with others in their place."""
+"""LoRA weights: where they are, as one vector, and a model with others in their place."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.hooks import AlignDevicesHook, SequentialHook
 from torch import nn
-
-from laplace_lora_ext.models.lora_layers import Block
 
 Values = list[torch.Tensor]
 """One tensor for each LoRA weight, in the order and shapes of the blocks."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One LoRA weight matrix.
+
+    Attributes
+    ----------
+    lora_layer : str
+        name of the LoRA layer that it is part of, without the prefixes that wrappers add
+    matrix : {"lora_A", "lora_B"}
+    adapter : str
+    layer : torch.nn.Linear
+        its weight `(m, n)` is the block
+    owner : peft.tuners.lora.LoraLayer or None
+        PEFT's layer of that name
+    """
+
+    lora_layer: str
+    matrix: str
+    adapter: str
+    layer: nn.Linear
+    owner: Any = None
+
+    @property
+    def name(self) -> str:
+        """Of the weight."""
+        return f"{self.lora_layer}.{self.matrix}.{self.adapter}.weight"
+
+    @property
+    def small_output(self) -> bool:
+        """Whether the LoRA rank is the size of the layer's output or of its input."""
+        return self.matrix == "lora_A"
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.layer.weight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, n)."""
+        return self.layer.out_features, self.layer.in_features
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The weight without a graph, gathered or fetched from wherever it is."""
+        layer: Any = self.layer
+        hook = _offloading(layer)
+        if layer.weight.is_meta and hook is not None:
+            return hook.weights_map["weight"].to(hook.execution_device)  # pyright: ignore[reportOptionalSubscript]
+        weight: Any = layer.weight.detach()
+        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer computes."""
+        return device_of(self.layer)
+
+    @property
+    def transformer_layer(self) -> str:
+        """Name up to the layer's number, such as "model.layers.3", or else the module's name."""
+        name = self.lora_layer.removeprefix("base_model.model.")
+        numbered = re.match(r".*?\.\d+(?=\.|$)", name)
+        return numbered.group() if numbered else name
+
+    def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
+        """`(..., m, n)` weights as `(..., r, d)`, and back."""
+        return weights if self.small_output else weights.mT
+
+    @property
+    def statistics_dtype(self) -> torch.dtype:
+        """What the block's statistics and posterior are held in: float32 or better."""
+        return torch.promote_types(self.weight.dtype, torch.float32)
+
+    @property
+    def place(self) -> tuple[torch.device, torch.dtype]:
+        """Where its statistics and posterior belong, and their precision."""
+        return self.device, self.statistics_dtype
 
 
 def flattened(blocks: Sequence[Block], device: torch.device) -> torch.Tensor:
@@ -27,6 +106,18 @@ def shaped(vector: torch.Tensor, blocks: Sequence[Block]) -> Values:
         part.reshape(block.weight.shape).to(block.weight.device)
         for part, block in zip(parts, blocks, strict=True)
     ]
+
+
+def check_in_place(blocks: Sequence[Block], purpose: str) -> None:
+    """Refuse sharded or offloaded LoRA weights where whole ones are needed in memory.
+
+    `purpose` begins the message of the `NotImplementedError`.
+    """
+    if any(b.weight.is_meta or hasattr(b.weight, "full_tensor") for b in blocks):
+        raise NotImplementedError(
+            f"{purpose} needs whole LoRA weights in memory, but these are sharded or offloaded. "
+            "Pass them to fully_shard as ignored_params, or offload modules without LoRA alone."
+        )
 
 
 class LoRAWeights:
@@ -58,3 +149,21 @@ class LoRAWeights:
     def run(self, batch: Any, values: Values) -> Any:
         """What the module makes of a batch with these weights."""
         return self.call(values, (batch,), {})
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: where its first parameter is, or is fetched to."""
+    device = next(module.parameters()).device
+    if device.type != "meta":
+        return device
+    hooks = (_offloading(each) for each in module.modules())
+    return next((torch.device(hook.execution_device) for hook in hooks if hook), device)  # pyright: ignore[reportArgumentType]
+
+
+def _offloading(module: nn.Module) -> AlignDevicesHook | None:
+    """What fetches a module's weights before a pass, and sends them back after it."""
+    hook = getattr(module, "_hf_hook", None)
+    for each in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
+        if isinstance(each, AlignDevicesHook) and each.offload and each.weights_map is not None:
+            return each
+    return None

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
+
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.weights import Block
 
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
@@ -16,6 +21,22 @@ _ROWS = 512
 
 Deliver = Callable[[slice, int, Mapping[int, torch.Tensor]], None]
 """Takes seeds, the index of a layer, and gradients `(S, ...)` of its outputs by their calls."""
+
+
+def check_logits(logits: torch.Tensor) -> None:
+    """Refuse logits that are not finite."""
+    # A finite sum says so many times faster, which tells for logits of a vocabulary.
+    if not (torch.isfinite(logits.detach().sum()) or torch.isfinite(logits).all()):
+        raise ValueError("non-finite logits: check the batch, and the model's precision")
+
+
+def check_differentiable(*logits_require_grad: bool) -> None:
+    """Refuse passes if no logits require grad."""
+    if not any(logits_require_grad):
+        raise RuntimeError(
+            "No gradient of the logits reaches the LoRA layers: remove .detach() or "
+            "torch.no_grad() from the model's forward pass."
+        )
 
 
 class Call:
@@ -37,10 +58,13 @@ class Call:
         self.edge = get_gradient_edge(output)
         self._version = _version(inputs)
 
-    @property
-    def is_overwritten(self) -> bool:
-        """Whether the model has changed the input since, as `x += block(x)` does."""
-        return _version(self.input) != self._version
+    def check_input(self, layer: str) -> None:
+        """Refuse an input that the model has changed since, as `x += layer(x)` does."""
+        if _version(self.input) != self._version:
+            raise NotImplementedError(
+                f"The model overwrites what LoRA layer {layer} was given: write x = x + y in place "
+                "of x += y, or leave the layer out with target_modules."
+            )
 
 
 class Graph:
@@ -148,14 +172,44 @@ class _OutsideVmap(torch.autograd.Function):
         return tensor.new_zeros(()), None
 
 
-def outside_vmap(function: Callable[[], object]) -> None:
-    """Run a function with gradients, as a forward pass within backward passes needs."""
+def run(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Graph:
+    """Call a model on a batch, and note the calls of the blocks' layers.
 
-    def run(_: torch.Tensor) -> None:
-        with torch.enable_grad():
-            function()
+    Raises
+    ------
+    ValueError
+        If a logit is not finite.
+    RuntimeError
+        If the logits carry no gradient to the layers that were called.
+    NotImplementedError
+        If the model overwrites what a layer was given.
+    """
+    calls: list[list[Call]] = [[] for _ in blocks]
+    called: set[int] = set()
 
-    _OutsideVmap.apply(torch.zeros(()), run)
+    def hear(
+        index: int, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor:
+        called.add(index)
+        if not torch.is_grad_enabled():  # as where an indexer of sparse attention picks keys
+            return output
+        if not output.requires_grad:  # nothing trainable comes before the layer
+            output = output + output.new_zeros((), requires_grad=True)
+        calls[index].append(Call(args[0], output))
+        return output
+
+    with ExitStack() as hooks:
+        for index, block in enumerate(blocks):  # before the user's hooks, which may change outputs
+            handle = block.layer.register_forward_hook(partial(hear, index), prepend=True)
+            hooks.callback(handle.remove)
+        logits = model(x)
+    check_logits(logits)
+    if called:
+        check_differentiable(logits.requires_grad)
+    for block, of_layer in zip(blocks, calls, strict=True):
+        for call in of_layer:
+            call.check_input(block.name)
+    return Graph(logits, calls)
 
 
 def _nodes_behind(result: torch.Tensor) -> set[Any]:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.batches import Positions, number_of_rows
+from laplace_lora_ext.models.batches import Positions, number_of_rows, part_of
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
-from laplace_lora_ext.passes.graph import Call, Graph
-from laplace_lora_ext.passes.listener import Listener
+from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.passes.graph import Call, Graph, run
 from laplace_lora_ext.passes.proof import ONE_AT_A_TIME, is_proven
 
 # What models raise on inputs that are no example, or not alone.
@@ -240,9 +239,7 @@ def record(
     them, examples are recorded one at a time. One whose logits are others than in the batch is
     back-propagated through the batch.
 
-    Within the `with` block the model is in evaluation mode, and no parameter requires grad. Layers
-    with gradient checkpointing on are computed again in each backward pass, unless what it gives
-    is to have a graph of its own (`create_graph`).
+    Within the `with` block the model is in evaluation mode, and no parameter requires grad.
 
     Raises
     ------
@@ -251,29 +248,22 @@ def record(
     ValueError
         If an activation, a logit or a gradient is not finite.
     """
-    listener = Listener(model, blocks)
-    model.try_left_padding(x)
-    with (
-        model.prepared(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        listener.attached(recomputes=not create_graph),
-    ):
-        part = _whole(model, blocks, listener, x)
+    with model.prepared(), torch.inference_mode(False), torch.enable_grad():
+        part = _whole(model, blocks, x)
         if part is not None:
             yield Recording(part.graph.logits, blocks, lambda: [part])
         else:
             with torch.set_grad_enabled(create_graph):
                 logits = model(x)
-            yield Recording(logits, blocks, partial(_one_at_a_time, model, listener, x, logits))
+            yield Recording(logits, blocks, partial(_one_at_a_time, model, blocks, x, logits))
 
 
-def _whole(model: LogitsModel, blocks: Sequence[Block], listener: Listener, x: Any) -> _Part | None:
+def _whole(model: LogitsModel, blocks: Sequence[Block], x: Any) -> _Part | None:
     """The batch as one part, unless its rows are not proven to be each example's own."""
     known = model.layouts
     if known.get(ONE_AT_A_TIME) and number_of_rows(x) != 1:
         return None
-    graph = listener.run(x)
+    graph = run(model, blocks, x)
     positions = model.positions(x, len(graph.logits))
     if is_proven(graph, blocks, positions, known):
         return _Part(graph, positions)
@@ -282,43 +272,24 @@ def _whole(model: LogitsModel, blocks: Sequence[Block], listener: Listener, x: A
 
 
 def _one_at_a_time(
-    model: LogitsModel, listener: Listener, x: Any, logits: torch.Tensor
+    model: LogitsModel, blocks: Sequence[Block], x: Any, logits: torch.Tensor
 ) -> Iterator[_Part]:
+    """Each example by itself, or through the batch if it has other logits there, or only there."""
     positions, of_batch = model.positions(x, len(logits)), None
     itself = torch.eye(positions.n_examples, dtype=torch.bool, device=logits.device)
-    examples = model.examples(x, positions.n_examples) or [None] * positions.n_examples
-    for number, (example, own) in enumerate(
-        zip(examples, positions.logits_of(itself), strict=True)
-    ):
+    for number, own in enumerate(positions.logits_of(itself)):
         if not own.any():  # a text without a label
             continue
-        part = _alone(model, listener, example, number, own, logits.detach())
-        if part is None:
-            of_batch = of_batch or listener.run(x)
-            part = _Part(of_batch, None, number, own)
-        yield part
-        del part
-
-
-def _alone(
-    model: LogitsModel,
-    listener: Listener,
-    example: Any,
-    number: int,
-    own: torch.Tensor,
-    logits: torch.Tensor,
-) -> _Part | None:
-    """An example by itself, if its logits, `own` of the batch's, are the same there."""
-    if example is None:
-        return None
-    try:
-        graph = listener.run(example)
-    except _NO_EXAMPLE:
-        return None
-    if graph.logits.shape != logits[own].shape:
-        return None
-    alone = logits.clone()
-    alone[own] = graph.logits.detach()
-    if not model.agree(logits, alone):
-        return None
-    return _Part(graph, model.positions(example, len(graph.logits)), number, own)
+        example = part_of(x, slice(number, number + 1), len(itself))
+        graph, alone = None, logits.detach().clone()
+        try:
+            graph = run(model, blocks, example)
+            alone[own] = graph.logits.detach()
+        except _NO_EXAMPLE:
+            alone.fill_(torch.nan)
+        if graph is not None and model.agree(logits.detach(), alone):
+            yield _Part(graph, model.positions(example, len(graph.logits)), number, own)
+        else:
+            of_batch = of_batch or run(model, blocks, x)
+            yield _Part(of_batch, None, number, own)
+        del graph

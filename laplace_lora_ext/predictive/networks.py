@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.messages import check_counts
-from laplace_lora_ext.models.placement import check_in_place
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.weights import LoRAWeights, Values, shaped
+from laplace_lora_ext.models.weights import LoRAWeights, Values, check_in_place, shaped
 from laplace_lora_ext.predictive.moments import Moments
 
 
 def drawn_weights(la: Posterior, generator: torch.Generator | None) -> Values:
     """One draw of the LoRA weights."""
-    check_in_place([block.layer for block in la.blocks], "A draw of the weights")
+    check_in_place(la.blocks, "A draw of the weights")
     drawn = shaped(la.sample(1, generator)[0], la.blocks)
     return [part.to(block.weight.dtype) for part, block in zip(drawn, la.blocks, strict=True)]
 

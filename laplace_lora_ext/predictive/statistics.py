@@ -12,10 +12,10 @@ from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed, Spectrum
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.locks import as_tensor, cpu_as_default
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.numerics import without_autocast
 from laplace_lora_ext.passes import visit_jacobians
-from laplace_lora_ext.passes.parts import in_parts
+from laplace_lora_ext.passes.derivatives import in_parts
 from laplace_lora_ext.predictive.data_sets import Columns
 from laplace_lora_ext.predictive.moments import MixtureMoments, Moments
 from laplace_lora_ext.processes.shards import stacked

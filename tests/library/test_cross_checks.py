@@ -8,7 +8,7 @@ from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
 from torch import nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
-from laplace_lora_ext.models.lora_layers import Block
+from laplace_lora_ext.models.weights import Block
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
 

@@ -1,24 +1,20 @@
-"""Batches as people have them, and left padding."""
+"""Batches as people have them."""
 
 from __future__ import annotations
 
-import warnings
 from collections import UserDict
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import pytest
 import torch
-import transformers
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BatchEncoding
 
-from laplace_lora_ext.models.batches import LeftPadding, named_batches
+from laplace_lora_ext.models.batches import named_batches, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (
     CLASS_TOKEN_IDS,
-    VOCABULARY,
     lora_model,
     plain_model,
     ragged_batches,
@@ -44,8 +40,6 @@ def padded_batch(side: str = "right") -> dict[str, torch.Tensor]:
     return batch
 
 
-# --- forms ---------------------------------------------------------------------------------------
-
 MAPPINGS = [dict, UserDict, BatchEncoding, lambda d: MappingProxyType(dict(d))]
 
 
@@ -63,11 +57,6 @@ def test_every_mapping_and_a_pair_give_the_same_and_are_left_as_they_were(bert, 
     assert torch.equal(of_pairs.log_marginal_likelihood(), expected.log_marginal_likelihood())
     assert torch.equal(found.model(wrapped[0]), bert(**inputs[0]).logits)
     assert dict(wrapped[0]) == before  # the same tensor objects
-
-
-def test_tokens_alone_are_a_batch_too():
-    model, ids = adapted("gpt2", pad=None), padded_batch()["input_ids"]
-    assert torch.equal(model(ids), model({"input_ids": ids}))
 
 
 @pytest.mark.parametrize("mapping", [dict, BatchEncoding])
@@ -109,13 +98,7 @@ def packed(batch: dict) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: b | {"input_ids": b["input_ids"].tolist()}, "input_ids must be a dense tensor"),
-        (lambda b: b | {"attention_mask": b["attention_mask"].to_sparse()}, "mask must be a dense"),
-        (lambda b: b | {"input_ids": b["input_ids"][0]}, "dense tensor of shape"),
-        (lambda b: {k: v[:, :0] for k, v in b.items() if v.ndim == 2}, "dense tensor of shape"),
         (lambda b: packed(b) | {"attention_mask": torch.ones(3, 7)}, "as position_ids shows"),
-        (lambda b: b | {"logits_to_keep": 1}, "Leave logits_to_keep out"),
-        (lambda b: b | {"cu_seq_lens_q": torch.tensor([0, 3])}, "as cu_seq_lens_q shows"),
         (lambda b: {"input_ids": b["input_ids"]}, "no attention_mask, but the padding token 3"),
         (lambda b: b["input_ids"], "pass the tokenizer's attention_mask"),
     ],
@@ -136,144 +119,18 @@ def test_what_only_looks_packed_or_padded_is_not_refused():
     assert torch.equal(model({"input_ids": batch["input_ids"]}), model(batch))
 
 
-# --- left padding --------------------------------------------------------------------------------
-
-SMALL = {"vocab_size": VOCABULARY, "hidden_size": 12, "num_hidden_layers": 2}
-SMALL |= {"num_attention_heads": 2, "intermediate_size": 16, "pad_token_id": 0}
-LEARNED = {"max_position_embeddings": 20, "is_decoder": True}
-ROTARY = {"num_key_value_heads": 1}
-DECODERS = {  # that number positions by themselves, and one way or another
-    "Roberta": LEARNED,
-    "XLMRoberta": LEARNED,
-    "RobertaPreLayerNorm": LEARNED,
-    "Qwen2": ROTARY,
-    "Mistral": ROTARY,
-}
-
-
-def decoder(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    settings = DECODERS[kind]
-    config = getattr(transformers, f"{kind}Config")(**SMALL, **settings)
-    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(
-        config, attn_implementation="eager"
-    )
-    targets = ["query", "value"] if settings is LEARNED else ["q_proj", "v_proj"]
-    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets, init_lora_weights=False)
-    return get_peft_model(model, lora).eval()
-
-
-def real(batches: list) -> list:
-    """The same without padding tokens among the real ones, which RoBERTa takes for padding."""
-    for batch in batches:
-        mask = batch["attention_mask"].bool()
-        batch["input_ids"] = torch.where(mask, batch["input_ids"].clamp_min(1), 0)
-    return batches
-
-
-@pytest.mark.parametrize("kind", DECODERS)
-def test_decoders_that_number_positions_by_themselves_are_left_alone(kind):
-    model = decoder(kind)
-    (batch,) = real(ragged_batches(batch_size=8, padding_side="left"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-    for row, ids, mask in zip(found, batch["input_ids"], batch["attention_mask"], strict=True):
-        alone = model(input_ids=ids[mask.bool()][None], use_cache=False).logits[0, -1]
-        torch.testing.assert_close(row, alone[CLASS_TOKEN_IDS], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "Roberta"])
-def test_posteriors_of_left_and_right_padded_texts_are_the_same(kind):
-    evidences = []
-    for side in ("left", "right"):
-        model = decoder(kind) if kind in DECODERS else lora_model(kind)
-        la = make(model, class_token_ids=CLASS_TOKEN_IDS)
-        la.fit(real(ragged_batches(padding_side=side)))
-        evidences.append(la.log_marginal_likelihood())
-    torch.testing.assert_close(*evidences, rtol=1e-4, atol=1e-4)
-
-
-def test_the_trial_is_made_once_and_not_without_left_padding():
-    model = lora_model("gpt2").eval()
-    logits_model, calls = LogitsModel(model, CLASS_TOKEN_IDS), record_calls(model.base_model.model)
-    numbers, left = [], ragged_batches(padding_side="left")
-    for batch in (ragged_batches()[0], *left[:2]):
-        logits_model(batch)
-        numbers.append(len(calls))
-    assert numbers == [1, 1 + 3 + 1, 1 + 3 + 2]
-    given = left[1] | {"position_ids": torch.arange(7).expand(3, 7)}
-    logits_model(given)
-    assert torch.equal(calls[-1]["position_ids"], given["position_ids"])
-    logits_model(ragged_batches()[0])
-    assert calls[-1].get("position_ids") is None
-
-
-def test_a_classifier_that_depends_on_left_padding_says_so_once():
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=12, n_layer=2, n_head=2, n_positions=20, pad_token_id=0
-    )
-    model = transformers.GPT2ForSequenceClassification(config).eval()
-    nn.init.normal_(model.transformer.wpe.weight)
-    logits_model, left = LogitsModel(model), real(ragged_batches(padding_side="left"))
-    with pytest.warns(UserWarning, match="depend on left padding.*Pad on the right"):
-        logits_model(left[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        logits_model(left[1])
-        LogitsModel(model)(real(ragged_batches(padding_side="right"))[0])
-
-
-def masked(*lengths: int) -> dict:
-    """Texts of so many tokens, padded on the left to five."""
-    first = 5 - torch.tensor(lengths)[:, None]
-    return {"attention_mask": (torch.arange(5) >= first).long()}
-
-
-def counting(inputs, counts_positions: bool) -> torch.Tensor:
-    """Logits of a model that counts padding, in the attention of several tokens alone."""
-    mask = inputs["attention_mask"]
-    padding = 0 if counts_positions else (mask == 0).sum(-1)
-    return torch.stack([padding * (mask.sum(-1) > 1), mask.sum(-1)], dim=-1).double()
-
-
-def test_a_text_of_one_token_can_not_rule_positions_out():
-    left_padding = LeftPadding(can_pass=True)
-    for lengths, passes in (((1, 5), False), ((1, 3, 5), True), ((1, 5), True)):
-        assert left_padding.passes(masked(*lengths), counting) == passes
-    assert left_padding.passes(masked(3, 5), None)  # decided once and for all
-    assert not left_padding.passes(masked(3, 5) | {"position_ids": None}, None)
-
-
-def test_what_cannot_be_tried_is_said():
-    def refuse(inputs, _):
-        raise ValueError("no single texts")
-
-    with pytest.warns(UserWarning, match="Can't check whether.*no single texts"):
-        assert not LeftPadding(can_pass=True).passes(masked(3, 5), refuse)
-
-
-@pytest.mark.parametrize("longest", [0, 1])
-def test_batches_with_images_decide_for_themselves_and_as_a_whole(longest):
-    """Their patches lie one after the other, and no text could be told its own."""
-    texts = masked(5, 3) if longest == 0 else masked(3, 5)
-    types = torch.ones(2, 5).long().masked_fill(texts["attention_mask"] == 0, 9)
-    batch, seen = texts | {"pixel_values": torch.randn(7, 4), "token_type_ids": types}, []
-
-    def predict(inputs, counts_positions: bool) -> torch.Tensor:
-        assert torch.equal(inputs["pixel_values"], batch["pixel_values"])
-        padding = inputs["attention_mask"] == 0
-        assert (inputs["token_type_ids"] == torch.where(padding, 9, 1)).all()
-        seen.append(inputs["attention_mask"].sum(0).tolist())
-        off = torch.zeros(2, 1)
-        off[longest] = padding[longest].sum()
-        return off * (not counts_positions) + torch.tensor([[0.0, 1.0]])
-
-    left_padding = LeftPadding(can_pass=True)
-    assert not left_padding.passes(texts, lambda inputs, _: torch.ones(2, 2))
-    assert left_padding.passes(batch, predict)
-    assert not left_padding.passes(texts, None)
-    assert seen == [[1, 1, 2, 2, 2], *[[0, 0, 1, 1, 2, 2, 2]] * 2]
-    with pytest.warns(UserWarning, match="depend on left padding"):
-        LeftPadding(can_pass=False).passes(batch, predict)
+def test_what_lies_by_position_comes_with_its_tokens_and_nothing_else_does():
+    """Of a language model: how a classifier pools is its own, and given positions stay."""
+    (batch,) = ragged_batches(lengths=(4, 7, 5), padding_side="left")
+    mask = batch["attention_mask"]
+    types, features = torch.arange(7).expand(3, 7), torch.randn(3, 7, 2)
+    given = batch | {"token_type_ids": types, "decoder_x": types, "pixel_values": features}
+    moved = text_first(given)
+    assert moved["attention_mask"].tolist() == [[1] * n + [0] * (7 - n) for n in (4, 7, 5)]
+    assert torch.equal(moved["token_type_ids"][mask.bool().flip(1)], types[mask.bool()])
+    assert moved["decoder_x"] is types
+    assert moved["pixel_values"] is features
+    for kind, more in (("bert", {}), ("gpt2", {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)})):
+        calls = record_calls((model := adapted(kind)).model.base_model.model)
+        model(batch | more)
+        assert torch.equal(calls[-1]["attention_mask"], mask)

@@ -30,26 +30,10 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
 # --- compiled models -----------------------------------------------------------------------------
 
 
-def compiled_whole():
-    return torch.compile(lora_model("bert"))
-
-
-def compiled_in_place():
-    model = lora_model("bert")
-    model.compile()
-    return model
-
-
-def compiled_base():
-    model = lora_model("bert")
-    model.base_model.model.bert.encoder = torch.compile(model.base_model.model.bert.encoder)
-    return model
-
-
-@pytest.mark.parametrize("make_model", [compiled_whole, compiled_in_place, compiled_base])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_compiled_model_has_the_posterior_of_the_model_as_it_was(structure, make_model):
-    batch, model = ragged_batches()[0], make_model()
+def test_a_partly_compiled_model_has_the_posterior_of_the_model_as_it_was(structure):
+    batch, model = ragged_batches()[0], lora_model("bert")
+    model.base_model.model.bert.encoder = torch.compile(model.base_model.model.bert.encoder)
     before = [dict(vars(module)) for module in model.modules()]
     expected = fitted(structure=structure).predictive_moments(batch)
     with pytest.warns(UserWarning, match="The model is compiled: fits and predictions run it eag"):

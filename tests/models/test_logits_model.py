@@ -84,44 +84,14 @@ def test_split_refuses_what_is_neither_a_mapping_nor_a_pair(batch):
         LogitsModel(Spy()).split(batch)
 
 
-@pytest.mark.parametrize("labels", [["yes", "no"], None], ids=repr)
-def test_split_refuses_labels_that_are_no_numbers(labels):
-    with pytest.raises(ValueError, match=f"must be numbers, not {type(labels).__name__}"):
-        LogitsModel(Spy()).split((torch.zeros(2, 1), labels))
-
-
 # --- masks ---------------------------------------------------------------------------------------
 
 
-def additive(mask: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-
-
-@pytest.mark.parametrize("as_scores", [torch.Tensor.bool, torch.Tensor.long, additive])
-def test_masks_of_what_tokens_attend_to_give_positions_as_far_as_they_show_padding(bert, as_scores):
-    model, batch = LogitsModel(bert), ragged_batches()[0]
-    expected = model.positions(batch, len(batch["input_ids"]))
-    allowed = batch["attention_mask"].bool()[:, None, None, :]
-    found = model.positions(batch | {"attention_mask": as_scores(allowed)}, len(allowed))
-    assert found[:3] == expected[:3]
-    assert torch.equal(found.mask, expected.mask)
-    length = allowed.shape[-1]
-    causal = torch.ones(length, length).tril().bool()
-    everything = as_scores(torch.ones(len(allowed), 1, length, length).bool())
-    assert model.positions(batch | {"attention_mask": everything}, len(allowed)).mask is None
-    for pattern in (allowed & causal, causal[None, None]):
-        found = model.positions(batch | {"attention_mask": as_scores(pattern)}, len(allowed))
-        assert found[:3] == expected[:3]
-        with pytest.raises(NotImplementedError, match="needs no mask"):
-            found.valid(length)
-
-
-def test_examples_may_share_a_mask(bert):
-    model, (batch,) = LogitsModel(bert), ragged_batches((4, 4), padded_to=6)
-    shared = batch | {"attention_mask": batch["attention_mask"][:1]}
-    found, expected = model.positions(shared, 2), model.positions(batch, 2)
-    assert found[:3] == expected[:3]
-    assert torch.equal(found.mask, expected.mask)
+@pytest.mark.parametrize("shape", [(4, 1, 6, 6), (1, 6)])
+def test_masks_that_are_not_of_each_text_are_refused_where_rows_are_counted(bert, shape):
+    (batch,) = ragged_batches((4, 4, 4, 4), padded_to=6, batch_size=4)
+    with pytest.raises(NotImplementedError, match=r"shape \(texts, positions\), not"):
+        LogitsModel(bert).positions(batch | {"attention_mask": torch.ones(shape)}, 4)
 
 
 # --- outputs -------------------------------------------------------------------------------------

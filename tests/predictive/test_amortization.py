@@ -164,11 +164,11 @@ def rewards():
     return make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
 
 
-NO_TOKENS = {"input_ids": torch.ones(2, 0).long()}
+PACKED = {"input_ids": torch.ones(1, 4).long(), "position_ids": torch.tensor([[0, 1, 0, 1]])}
 REFUSED = [
     (lambda la, b: la.amortize([]), "The loader has no data"),
-    (lambda la, b: la.amortize([b[0], NO_TOKENS], None), "batch 1: input_ids must be a dense"),
-    (lambda la, b: la(NO_TOKENS, **AMORTIZED), "must be a dense"),
+    (lambda la, b: la.amortize([b[0], PACKED], None), "batch 1: Several texts are packed"),
+    (lambda la, b: la(PACKED, **AMORTIZED), "Several texts are packed"),
     (lambda la, b: la(la.predictive_moments(b[0]), **AMORTIZED), "Moments hold no inputs"),
     (lambda la, b: la.predict(b[0], pred_type="nn"), 'neither "glm" nor "amortized"'),
     (lambda la, b: make(plain_model()).amortize([inputs(4, 1)]), "fit"),

@@ -321,7 +321,6 @@ FAMILIES = {
         },
         _SEQUENCE,
         "ForConditionalGeneration",
-        outcomes={LEFT: OWN_PADDING},
     ),
     "T5Gemma": _family(
         "T5Gemma",
