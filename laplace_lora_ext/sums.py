@@ -12,9 +12,7 @@ import tqdm
 
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.same_model import hashes
-from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.checks import noting_calls
 from laplace_lora_ext.processes.exchange import count, gathered, rank
 from laplace_lora_ext.processes.shards import Share, refuse_copies

@@ -9,14 +9,15 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_cell_runs_after_the_others(path, tmp_path, monkeypatch):
+def test_every_cell_runs_after_the_others(path, tiny_models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOUR_STEPS", "6")
     monkeypatch.setenv("TOUR_FILES", "40")
+    monkeypatch.setenv("TOUR_MODEL", str(tiny_models[True]))
     mpl.use("Agg")
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     names: dict[str, object] = {}
