@@ -192,11 +192,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             for each transformer layer, such as "model.layers.3", and each module outside the
             layers, such as "lm_head"; they sum to 1. `PredictiveStatistics.variance_by_block` has
             the variances of each LoRA weight
-
-        Raises
-        ------
-        ValueError
-            If the logits don't depend on any LoRA weight.
         """
         self._check_H_init()
         if isinstance(x, PredictiveStatistics):
@@ -205,8 +200,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             statistics = self._statistics((x, None), self._device, self._dtype)
         variances = statistics.variance_by_block(self.prior_precision)
         total = variances.sum().item()
-        if not total > 0:
-            raise ValueError("The logits have no variance: they don't depend on any LoRA weight.")
         shares: dict[str, float] = {}
         for block, variance in zip(self.blocks, variances.sum(0).tolist(), strict=True):
             layer = block.transformer_layer

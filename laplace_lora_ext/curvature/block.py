@@ -150,10 +150,7 @@ class DecomposedBlock:
             numbers.to(torch.promote_types(numbers.dtype, delta.dtype))
             for numbers in (self.small.values, self.large.values, self.large.tail)
         )
-        leading = torch.outer(small, large) + delta
-        if not self.n_left_out:
-            return leading, torch.ones_like(small)  # of no direction at all
-        return leading, small * tail + delta
+        return torch.outer(small, large) + delta, small * tail + delta
 
     def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
         """`(..., m, n)` weights as `(..., r, d)`, small side first, and back."""

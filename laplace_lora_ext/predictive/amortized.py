@@ -134,7 +134,7 @@ def ridge(X: torch.Tensor, Y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     U, s, Vt = U[:, kept], s[kept], Vt[kept]
     along, squares = U.mT @ Y, s.square()
     across = Y - U @ along
-    free = (1 - 1 / len(X) - U.square().sum(1)).clamp_min(0)  # 1 - h without a penalty
+    free = 1 - 1 / len(X) - U.square().sum(1)  # 1 - h without a penalty
 
     def errors(penalty: torch.Tensor) -> torch.Tensor:
         left = penalty / (squares + penalty)
@@ -211,8 +211,7 @@ def amortize(
     Raises
     ------
     ValueError
-        If there are fewer than three examples, a number is not finite, or the likelihood is
-        "reward_modeling".
+        If there are fewer than three examples, or the likelihood is "reward_modeling".
     """
     if la.predicted_likelihood is not la.trained_likelihood:
         raise ValueError(f"Variances are learnt of classes or numbers, not for {la.likelihood}.")
@@ -257,8 +256,6 @@ def amortized_moments(la: Posterior, x: Any) -> Moments:
         raise ValueError("The prior has changed since la.amortize(loader): call it again.")
     with torch.set_grad_enabled(la.enable_backprop):
         f_mu, features = _features(la, x)
-        if features.shape[-1] != len(learnt.mean):
-            raise ValueError("The model's output layer is not that of la.amortize: call it again.")
         with torch.autocast(la.model.device.type, enabled=False):
             return Moments(f_mu, learnt.covariance(features))
 

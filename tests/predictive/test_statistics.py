@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from tests.support.models import Detour, ragged_batches, with_lora
 from tests.support.posteriors import PRIORS, fitted, make, some_precision
 
@@ -51,6 +52,12 @@ def test_moments_of_a_single_precision_and_their_gradients(prior):
     statistics = fitted().predictive_statistics(batches[:1], dtype=torch.float64)
     precision = some_precision(fitted(), prior).requires_grad_()
     assert torch.autograd.gradcheck(lambda p: statistics.moments(p).f_var, (precision,))
+
+
+def test_members_of_a_mixture_must_have_the_same_order():
+    statistics = fitted().predictive_statistics(ragged_batches())
+    with pytest.raises(ValueError, match="a loader that does not shuffle"):
+        MixtureStatistics((statistics, statistics[torch.arange(8).flip(0)]), ())
 
 
 @pytest.mark.parametrize("prior", PRIORS)

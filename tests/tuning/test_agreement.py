@@ -71,8 +71,10 @@ def test_no_more_than_what_is_drawn_passes_through_the_model():
     assert torch.equal(la.optimize_prior_precision(**options).objective, history.objective)
     other = la.optimize_prior_precision(generator=generator(1), **options)
     assert not torch.equal(other.objective[:1], history.objective[:1])
-    everything = la.optimize_prior_precision(**options | {"train_loader": list(many)})
-    assert everything.n_examples == 60  # of batches in a list
+    options["train_loader"] = list(many)  # of which all pass
+    first, second = (la.optimize_prior_precision(generator=generator(n), **options) for n in (0, 1))
+    assert first.n_examples == second.n_examples == 60
+    assert not torch.equal(first.objective[:1], second.objective[:1])  # by other draws
 
 
 def test_what_can_not_agree_is_said():

@@ -107,3 +107,17 @@ def test_a_matrix_that_is_no_covariance_is_the_worst(validation):
     history = GridSearch(val_loader=validation, loss=loss, **GRID)(la)
     assert history.objective[:3].tolist() == [torch.inf] * 3
     assert la.prior_precision.item() == pytest.approx(1)
+
+
+def test_a_regression_by_drawn_networks_is_scored_by_its_variances():
+    la, X = plain_regression()
+    options = {"pred_type": "nn", "link_approx": "mc", "n_samples": 5}
+    torch.manual_seed(0)
+    history = GridSearch(val_loader=[(X, X[:, :2])], grid_size=1, log_prior_prec_min=0, **options)(
+        la
+    )
+    torch.manual_seed(0)
+    mean, variance = la(X, **options)
+    density = torch.distributions.Normal(mean, (variance + 0.25).sqrt())
+    expected = -density.log_prob(X[:, :2]).sum(1).mean().item()
+    assert history.objective.item() == pytest.approx(expected)

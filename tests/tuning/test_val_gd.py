@@ -13,6 +13,7 @@ from tests.support.posteriors import (
     plain_regression,
     some_precision,
 )
+from tests.support.ranks import on_ranks, strided_loader
 
 
 def test_val_gd_of_a_layerwise_prior_beats_the_best_scalar():
@@ -123,6 +124,14 @@ def test_it_is_measured_twenty_times_and_takes_the_best_and_not_the_last():
     torch.testing.assert_close(la.prior_precision, history.prior_precision[best])
 
 
+def test_steps_become_shorter_along_half_a_cosine():
+    la, validation = overconfident()
+    options = {"link_approx": "probit", "n_steps": 20, "init_prior_prec": 1e4, "batch_size": 24}
+    history = la.optimize_prior_precision(method="val_gd", val_loader=validation, **options)
+    first, last = history.prior_precision[[0, -1], 0].log().tolist()
+    assert first - last == pytest.approx(20 * 0.1 / 2, rel=0.1)  # Adam's steps have the same sign
+
+
 def test_the_history_of_a_regression_is_the_density_of_its_targets():
     la, X = plain_regression()
     statistics = la.predictive_statistics([(X, X[:, :2])], dtype=torch.float64)
@@ -132,3 +141,15 @@ def test_the_history_of_a_regression_is_the_density_of_its_targets():
     history = la.optimize_prior_precision(method="val_gd", val_loader=statistics, n_steps=100)
     assert history.objective[0].item() == pytest.approx(-density.log_prob(X[:, :2]).mean().item())
     assert history.objective.min() < history.objective[0]
+
+
+def test_ranks_take_over_the_choice_of_the_first():
+    def job(rank):
+        la = fitted(batches=strided_loader())
+        torch.manual_seed(rank)  # other minibatches
+        options = {"val_loader": strided_loader(), "n_steps": 3}
+        history = la.optimize_prior_precision(method="val_gd", **options)
+        return la.prior_precision, history.objective
+
+    first, second = on_ranks(job, 2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
