@@ -192,8 +192,6 @@ def _selected(
     targets: Any = target_modules
     if targets is None:  # PEFT reads layer indices only beside names of modules
         targets = sorted({name.rpartition(".")[2] for name in layers})
-    elif not isinstance(targets, str):
-        targets = list(targets)
     indices: Any = layers_to_transform
     if indices is not None and not isinstance(indices, int):
         indices = list(indices)
@@ -203,7 +201,7 @@ def _selected(
     selected = {
         name: layer
         for name, layer in layers.items()
-        if check_target_module_exists(config, dot + name) and indices != []
+        if check_target_module_exists(config, dot + name)
     }
     if not selected:
         raise ValueError(

@@ -44,3 +44,31 @@ def test_hooks_of_the_users_own_are_part_of_the_model():
         block.layer.register_forward_pre_hook(lambda _, args: (args[0].sin(),))
     Js, _ = jacobians(LogitsModel(model), find_blocks(model), x)
     torch.testing.assert_close(Js, dense_jacobians(model, x))
+
+
+class _Stopped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *_: torch.Tensor) -> None:
+        """No gradient at all, which is not a gradient of zeros."""
+
+
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).tanh() + _Stopped.apply(self.first(x.sin()))
+
+
+def test_calls_without_a_gradient_hold_back_no_other_call():
+    model, (x, _) = with_lora(CalledTwice(), "first"), pairs()[0]
+    Js, _ = jacobians(LogitsModel(model), find_blocks(model), x)
+    weights = [block.weight.requires_grad_() for block in find_blocks(model)]
+    rows = [torch.autograd.grad(f, weights, retain_graph=True) for f in model(x).flatten()]
+    expected = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    torch.testing.assert_close(Js.flatten(0, 1), expected)

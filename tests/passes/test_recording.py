@@ -127,7 +127,8 @@ def of_batch(m: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         images, classes = (m.second(m.first(batch[key]).tanh()) for key in ("x", "classes"))
         return images.mean(1) @ classes.mean(1).T
     if "text" in batch:  # which a window belongs to
-        rows = m.first(batch["x"]).tanh().mean(1)
+        windows = batch["x"] if "x" in batch else m.embed(batch["input_ids"])
+        rows = m.first(windows).tanh().mean(1)
         return m.second(one_hot(batch["text"]).to(rows).T @ rows)
     x = m.embed(batch["input_ids"])
     if "x" in batch:  # images, as LLaVA has
@@ -195,6 +196,13 @@ CASES: dict[str, tuple[Forward, Sequence[Any]]] = {
     "routed": (routed, choices(*COUNTS)),
     "unequal windows of texts": (of_windows, ending_at((4, 4), (2, 6), (4, 4), (6, 2))),
     "windows as rows": (of_batch, in_windows((2, 2), (1, 3), (1, 2), (3, 1, 1), (1, 3, 2))),
+    "windows of tokens as rows": (
+        of_batch,
+        [
+            {"input_ids": texts((len(window["text"]), 4))[0], "text": window["text"]}
+            for window in in_windows((2, 2), (1, 3))
+        ],
+    ),
     "texts as classes": (
         of_batch,
         [{"x": X, "classes": SORTED[:3]} for X in numbers((3, 3), (6, 3))],
