@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from tests.support.dense import (
@@ -24,7 +25,7 @@ from tests.support.models import (
     sequences,
     with_lora,
 )
-from tests.support.posteriors import fitted, make
+from tests.support.posteriors import KFAC_APPROX, fitted, make
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -111,6 +112,25 @@ def test_labels_of_many_classes_are_drawn_unless_the_user_decides(n_classes):
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         make(plain_model(), backend_kwargs=settings)
+
+
+class Root(nn.Module):
+    """Its slope at 0 is not finite, though its outputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).abs().sqrt()
+
+
+@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
+def test_gradients_that_are_not_finite_are_refused_with_their_layer(kfac_approx):
+    la = make(with_lora(Root(), "layer"), backend_kwargs={"kfac_approx": kfac_approx})
+    X, y = sequences()[0][:1, 0], torch.tensor([0])  # one example needs no proof
+    with pytest.raises(ValueError, match=r"batch 1: LoRA layer layer.*: non-finite numbers"):
+        la.fit([(X, y), (0 * X, y)])
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
