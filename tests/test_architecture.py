@@ -18,6 +18,7 @@ FLOORS = [
     {"messages", "numerics", "likelihoods"},
     *({folder} for folder in FOLDERS),
     {"saving", "sums", "metrics"},
+    {"gaussian"},
     {"lora_laplace"},
     {"lowrank_kron", "structures"},
     {"language_model"},

@@ -156,7 +156,7 @@ def scored(la, n_samples=4, **ragged):
     found = [la.score(batch, n_samples, generator()) for batch in text_batches(**ragged)]
     return {
         name: torch.cat([getattr(one.tokens, name)[one.labelled] for one in found])
-        for name in vars(found[0].tokens)
+        for name in found[0].tokens._fields
     } | {"text": torch.cat([one.log_prob for one in found])}
 
 

@@ -14,8 +14,14 @@ from laplace_lora_ext.predictive.glm import predictive_distribution
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, rank
-from laplace_lora_ext.processes.shards import Share, data_size, examples_of, total_size
-from laplace_lora_ext.training.examples import chosen, in_order
+from laplace_lora_ext.processes.shards import (
+    Share,
+    chosen,
+    data_size,
+    examples_of,
+    in_order_like,
+    total_size,
+)
 
 Data = Iterable[Any] | PredictiveStatistics
 
@@ -36,7 +42,7 @@ def some_of(data: Data, max_examples: int, n_data: int, seed: int) -> Data:
         return data
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
     some = examples[order[:max_examples]].tolist()
-    return in_order(chosen(loader.dataset, some), loader)
+    return in_order_like(loader, chosen(loader.dataset, some))
 
 
 @dataclass
