@@ -139,10 +139,7 @@ class LaplaceMixture:
 
     @prior_precision.setter
     def prior_precision(self, factor: float | torch.Tensor) -> None:
-        factor = as_tensor(factor).detach().cpu().float()
-        if factor.numel() != 1:
-            raise ValueError("A mixture has one factor of all its members' prior precisions.")
-        factor = factor.reshape(1)
+        factor = as_tensor(factor).detach().cpu().float().reshape(1)  # of all members
         for member, prior in zip(self.members, self._priors, strict=True):
             member.prior_precision = factor.to(prior) * prior
         self._factor = factor

@@ -40,9 +40,6 @@ def save_pretrained(la: Posterior, folder: str | Path) -> None:
     metadata = {
         "laplace_lora_ext": _VERSION,
         "state": json.dumps(_without_tensors(la.state_dict(), "", tensors)),
-        "evidence": str(la.log_marginal_likelihood().item()),  # this and the next: for readers
-        "mean_prior_precision": str(la.prior_precision.mean().item()),
-        "n_data": str(la.n_data),
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
     copies = {
@@ -63,8 +60,6 @@ def read_state(folder: str | Path) -> dict[str, Any]:
         If it is damaged, holds something else, or is of another version of the format.
     """
     path = Path(folder, FILE)
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: has the posterior been saved there?")
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

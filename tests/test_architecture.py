@@ -22,7 +22,7 @@ FLOORS = [
     {"lora_laplace"},
     {"lowrank_kron", "structures"},
     {"language_model"},
-    {"laplace", "rewards"},
+    {"laplace"},
     {"callback", "mixture"},
     {"stages"},
     {"__init__"},

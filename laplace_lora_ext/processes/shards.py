@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from torch.utils.data import DataLoader, DistributedSampler, Subset, SubsetRandomSampler
 
 from laplace_lora_ext.processes.exchange import count, gathered, of_first, rank
@@ -269,15 +269,13 @@ def _is_divided(loader: Any) -> bool:
             "which would count twice: give each rank a loader of its own examples, which is not "
             "prepared."
         )
-    for sampler in _samplers(loader):
-        if isinstance(sampler, DistributedSampler | BatchSamplerShard):
-            of_torch = isinstance(sampler, DistributedSampler)
-            number = sampler.num_replicas if of_torch else sampler.num_processes
-            if number != count():
-                raise ValueError(
-                    f"The loader divides its data among {number} processes, and there are "
-                    f"{count()}."
-                )
+    for sampler in _samplers(loader):  # torch's and Accelerate's names
+        number = getattr(sampler, "num_replicas", getattr(sampler, "num_processes", None))
+        if number not in (None, count()):
+            raise ValueError(
+                f"The loader divides its data among {number} processes, and there are {count()}."
+            )
+        if number is not None:
             return True
     return False
 

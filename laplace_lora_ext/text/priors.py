@@ -16,7 +16,7 @@ from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import LoRAWeights
-from laplace_lora_ext.processes.exchange import gathered, one_generator
+from laplace_lora_ext.processes.exchange import gathered, of_first
 from laplace_lora_ext.processes.shards import total_size
 from laplace_lora_ext.text.scores import drawn
 from laplace_lora_ext.tuning.agreement import broadest, check_max_change
@@ -76,7 +76,7 @@ class TokenAgreement(TuningMethod):
     @torch.no_grad()
     def _search(self, la: Posterior) -> TuningHistory:
         start = self._start(la)
-        seed = draw_seed(one_generator(self.generator))
+        seed = of_first(draw_seed(self.generator))
         stride = max(1, total_size(self.train_loader, la.n_data) // self.max_examples)
         weights = LoRAWeights(la.model, la.blocks)
 
@@ -136,7 +136,7 @@ class TokenGridSearch(TuningMethod):
         limits = self.log_prior_prec_min, self.log_prior_prec_max
         base = self._start(la) if self._is_base else None
         grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, base)
-        seed = draw_seed(one_generator(self.generator))
+        seed = of_first(draw_seed(self.generator))
 
         def loss(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
