@@ -109,14 +109,11 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     """
     state = read_state(folder)
     fitted, settings = ModelState.from_state_dict(state["model"]), dict(state["settings"])
-    options = {
+    kept = ("likelihood", "prior_mean", "temperature", "enable_backprop")
+    options = {name: state[name] for name in kept} | {
         "class_token_ids": fitted.class_token_ids,
         "mask_token_id": fitted.mask_token_id,
         "target_modules": sorted({name.rpartition(".lora_")[0] for name in fitted.blocks}),
-        "prior_mean": state["prior_mean"],
-        "temperature": state["temperature"],
-        "enable_backprop": state["enable_backprop"],
-        "likelihood": state["likelihood"],
         "backend": _named(settings.pop("backend"), _BACKENDS),
         "backend_kwargs": settings,
     }

@@ -63,8 +63,6 @@ class LoRALaplace(LoRAGaussian):
 
     Attributes
     ----------
-    model, blocks, trained_likelihood, predicted_likelihood
-        of `LoRAGaussian`
     learnt_variance : LearntVariance or None
         what `amortize` has learnt of the present fit
 
@@ -123,28 +121,21 @@ class LoRALaplace(LoRAGaussian):
         self._places = self._places_now()
 
     def for_model(self, model: nn.Module) -> LoRALaplace:
-        """A posterior of the same class, with the same options, around another model; not fitted.
-
-        Parameters
-        ----------
-        model : torch.nn.Module
-        """
-        options: dict[str, Any] = {
-            "sigma_noise": self.sigma_noise,
-            "prior_mean": self.prior_mean,
-            "temperature": self.temperature,
-            "enable_backprop": self.enable_backprop,
-            "dict_key_x": self.dict_key_x,
-            "dict_key_y": self.dict_key_y,
-            "backend": self._backend_cls,
-            "backend_kwargs": self._backend_options,
-            "class_token_ids": self.model.class_token_ids,
-            "mask_token_id": self.model.mask_token_id,
-            "target_modules": sorted({block.lora_layer for block in self.blocks}),
-        }
+        """A posterior of the same class with the same options around another model, not fitted."""
+        of_host = ("sigma_noise", "prior_mean", "temperature", "enable_backprop", "dict_key_x")
         if isinstance(self, KronLaplace):
-            options["damping"] = self.damping
-        return type(self)(model, self.likelihood, **options)
+            of_host += ("damping",)
+        return type(self)(
+            model,
+            self.likelihood,
+            dict_key_y=self.dict_key_y,
+            backend=self._backend_cls,
+            backend_kwargs=self._backend_options,
+            class_token_ids=self.model.class_token_ids,
+            mask_token_id=self.model.mask_token_id,
+            target_modules=sorted({block.lora_layer for block in self.blocks}),
+            **{name: getattr(self, name) for name in of_host},
+        )
 
     def __repr__(self) -> str:
         """What it is of, how large, fitted to what, and its prior, in a line."""

@@ -106,14 +106,8 @@ def check_state(
 ) -> None:
     """Refuse the state of another posterior, and name what differs.
 
-    Parameters
-    ----------
-    state : Mapping
-        of a posterior
-    settings : Mapping
-        class, likelihood and settings of the posterior that it is for
-    model, blocks
-        its model as it is now
+    `settings` are class, likelihood and settings of the posterior that the state is for, `model`
+    and `blocks` its model as it is now.
     """
     saved = {"cls_name": state["cls_name"], "likelihood": state["likelihood"], **state["settings"]}
     for name, value in settings.items():

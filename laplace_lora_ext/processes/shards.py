@@ -38,12 +38,6 @@ class Share:
         how many examples they have, if the loader tells
     is_dealt : bool
         whether all ranks share one data set
-
-    Raises
-    ------
-    ValueError
-        If Accelerate repeats examples of the data, or a sampler divides them among another number
-        of processes than there are.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -101,12 +95,8 @@ def total_size(loader: Any, otherwise: int) -> int:
 def examples_of(loader: Any) -> torch.Tensor:
     """`(N,)` indices of the examples that a loader gives, in their order in the data set.
 
-    Other examples of the data set may be validation or test data.
-
-    Raises
-    ------
-    ValueError
-        If there are several processes and a sampler of the user's own.
+    Other examples of the data set may be validation or test data. With several processes, a sampler
+    of the user's own is refused by a `ValueError`.
     """
     for sampler in _samplers(loader):
         if isinstance(sampler, SubsetRandomSampler):
@@ -127,26 +117,9 @@ def divided(
 ) -> Iterator[tuple[Any, Any]]:
     """Divisions of a loader's examples, each holding out others; all in the data's order.
 
-    Parameters
-    ----------
-    loader : DataLoader
-        its data set must have a length; examples that its sampler leaves out are not used
-    held_out : float
-        the share of the examples to hold out, between 0 and 1
-    generator : torch.Generator, optional
-        chooses the examples; if omitted, every call holds out the same
-    parts : int, default=1
-        how many divisions
-
-    Yields
-    ------
-    rest, held_out : Dataset
-        what the `select` of a `datasets.Dataset` returns, or `torch.utils.data.Subset`s
-
-    Raises
-    ------
-    ValueError
-        If `held_out` is not between 0 and 1, or the data have no length or too few examples.
+    Yields pairs of the rest and a share of the examples, both as `chosen` makes them. Examples that
+    the loader's sampler leaves out are not used. Without a generator, every call holds out the
+    same. Shares and data that can't be divided are refused by a `ValueError`.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must be between 0 and 1, not {held_out}.")
@@ -205,22 +178,9 @@ def joined(
 ) -> tuple[torch.Tensor, ...] | None:
     """Join the ranks' tensors: one row for each example, in the data's order.
 
-    Parameters
-    ----------
-    places : torch.Tensor
-        `(n,)`, places of this rank's examples
-    columns : tuple of torch.Tensor or None
-        `(n, ...)` each; None on a rank without data
-
-    Returns
-    -------
-    tuple of torch.Tensor or None
-        None if no rank has data
-
-    Raises
-    ------
-    ValueError
-        If two ranks have the same data, or only some of them have labels.
+    Takes the places `(n,)` of this rank's examples, and columns `(n, ...)`, None on a rank without
+    data; None if no rank has data. Ranks with the same data, or of which only some have labels, are
+    refused by a `ValueError`.
     """
     if count() == 1:
         return columns

@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +23,8 @@ from laplace_lora_ext.text.scores import TextScores, draws_of, members_of, score
 
 Inputs = dict[str, torch.Tensor]
 
-Draw = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""Calls the model with the weights of a draw: takes arguments and keywords."""
+Draw = tuple[Any, Values]
+"""A posterior, and LoRA weights in place of its own."""
 
 # What makes several texts of a prompt, or calls the model otherwise than token by token.
 _REFUSED = (
@@ -101,21 +100,9 @@ def generate_texts(
     used = draws = list(draws_of(la, n_samples, generator))
     if not draws and len(members) > 1:
         used = [(member, LoRAWeights(transformer, member.blocks).values) for member in members]
-    runs = [partial(_run, transformer, *draw) for draw in used]
     with model.prepared():
-        sequences, batch, outputs = _written(transformer, runs, model.device, generation_kwargs)
+        sequences, batch, outputs = _written(transformer, used, model.device, generation_kwargs)
     return GeneratedText(sequences, scores_under(la, batch, draws), outputs)
-
-
-def _run(
-    transformer: PreTrainedModel,
-    member: Any,
-    values: Values,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    with only_active(transformer, member.blocks[0].adapter):
-        return LoRAWeights(transformer, member.blocks).call(values, args, kwargs)
 
 
 def _written(
@@ -224,7 +211,7 @@ def _predictive(
         repeating, log_p = True, torch.tensor(-math.inf)
         try:
             for draw, of_draw in zip(draws, kept, strict=True):
-                logits = _logits(draw, of_draw, text, args, kwargs)
+                logits = _logits(transformer, draw, of_draw, text, args, kwargs)
                 log_p = torch.logaddexp(log_p.to(logits), logits.log_softmax(-1))
             log_p = log_p - math.log(len(draws))
         finally:
@@ -246,6 +233,7 @@ def _predictive(
 
 
 def _logits(
+    transformer: PreTrainedModel,
     draw: Draw,
     kept: dict[str, Any],
     text: Inputs,
@@ -267,7 +255,9 @@ def _logits(
         # Those of the trained weights: with others, encoders read the source anew.
         own["encoder_outputs"] = kept.get("encoded")
         own |= {} if "encoded" in kept else text
-    output = draw(args, kwargs | own)
+    member, values = draw
+    with only_active(transformer, member.blocks[0].adapter):
+        output = LoRAWeights(transformer, member.blocks).call(values, args, kwargs | own)
     kept["cache"] = getattr(output, name, None) if name in kwargs else None
     keeps = kwargs.get("use_cache") and kept["cache"] is None
     if keeps or any(kwargs.get(state) is not None for state in _STATES):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -122,11 +121,9 @@ def draws_of(
     la: Any, n_samples: int, generator: torch.Generator | None
 ) -> Iterator[tuple[Any, Values]]:
     """Draws, each with the posterior that it is from; of a mixture, divided among the members."""
-    if not isinstance(n_samples, Integral) or n_samples < 0:
-        raise ValueError(f"n_samples must be a whole number, 0 or more, and is {n_samples}.")
     members = members_of(la)
     for place, member in enumerate(members):
-        own = (int(n_samples) + len(members) - 1 - place) // len(members)
+        own = (n_samples + len(members) - 1 - place) // len(members)
         if own:
             yield from ((member, values) for values in drawn(member, own, draw_seed(generator)))
 
@@ -153,23 +150,10 @@ def score(
 ) -> TextScores:
     """Score texts by the logits of draws, one draw at a time.
 
-    The memory is that of a few draws' logits, however many draws there are.
-
-    Parameters
-    ----------
-    f : torch.Tensor
-        `(N, V)` logits of the trained model at the labelled tokens, one text after the other
-    drawn : iterable of torch.Tensor
-        logits of each draw; without any, the trained model itself is scored
-    tokens : torch.Tensor
-        `(N,)` the labels
-    labelled : torch.Tensor
-        `(B, T)` booleans, N of which are true
-
-    Raises
-    ------
-    ValueError
-        If a logit is not a number.
+    Takes logits `(N, V)` of the trained model at the labelled tokens, one text after the other,
+    those of each draw, the labels `(N,)`, and booleans `(B, T)`, N of which are true. Without draws
+    the trained model itself is scored. The memory is that of a few draws' logits, however many
+    draws there are.
     """
     own_p, map_log_prob, map_entropy = _distribution(f, tokens)
     mixture, entropies, log_probs = torch.zeros_like(f), torch.zeros_like(map_entropy), []

@@ -32,11 +32,6 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
     """A trainer's batches of some examples, each once and in order.
 
     They have the columns and the collator of training, and the batch size of evaluation.
-
-    Raises
-    ------
-    ValueError
-        If the trainer reads other data than its `train_dataset`.
     """
     before = trainer.train_dataset
     trainer.train_dataset = examples
@@ -62,18 +57,9 @@ def train(
 ) -> None:
     """Train a trainer's model with an optimizer and a schedule of their own.
 
-    Parameters
-    ----------
-    trainer : transformers.Trainer
-        its arguments and data are the user's again afterwards, also after an error
-    examples : Dataset
-        some of its training data
-    share_of_steps : float
-        how many steps to take, relative to a training on all its data
-    folder : Path
-        for checkpoints
-    checkpoint : Path, optional
-        where to go on
+    It trains on some of its training data, for a share of the steps of a training on all of them,
+    with checkpoints in a folder; one of these is where to go on. Its arguments and data are the
+    user's again afterwards, also after an error.
     """
     args, data = trainer.args, trainer.train_dataset
     trainer.args = copy(args)
