@@ -173,7 +173,8 @@ class LoRAGaussian(ParametricLaplace):
         """
         if pred_type != "glm":
             options["pred_type"] = pred_type
-        history = build(method, options, self._methods)(self)
+        posterior: Any = self  # with what `LoRALaplace` adds
+        history = build(method, options, self._methods)(posterior)
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
         return history
@@ -237,22 +238,23 @@ class LoRAGaussian(ParametricLaplace):
         "probit") can be largest for another class than the model's own, which costs accuracy.
         "mean_field" keeps to the model's class more often, and a larger prior precision cures it.
         """
+        la: Any = self  # with what `LoRALaplace` adds
         likelihood = self.trained_likelihood if fitting else self.predicted_likelihood
         if likelihood.is_gaussian and link_approx == "mean_field":
             link_approx = "probit"  # numbers need no link, and the host must know its name
         if pred_type == "nn" and generator is not None:
             if not likelihood.is_gaussian:
-                return mean_probabilities(self, x, n_samples, generator, **model_kwargs)
-            samples = functional_samples(self, x, n_samples, generator, **model_kwargs)
+                return mean_probabilities(la, x, n_samples, generator, **model_kwargs)
+            samples = functional_samples(la, x, n_samples, generator, **model_kwargs)
             return samples.mean(0), samples.var(0)
         links = own_links(n_samples, generator)
         if pred_type == "amortized":
-            x, pred_type = amortized_moments(self, x), "glm"
+            x, pred_type = amortized_moments(la, x), "glm"
             if likelihood.is_gaussian or link_approx not in links:
                 x = x._replace(f_var=semidefinite(x.f_var))
         if pred_type == "glm" and not likelihood.is_gaussian and link_approx in links:
             alone = diagonal_output and link_approx == "mc"
-            f_mu, f_var = moments_for(self, x, "probit" if alone else link_approx)
+            f_mu, f_var = moments_for(la, x, "probit" if alone else link_approx)
             if alone:  # the variances of all logits
                 f_var = uncorrelated(f_var)
             with torch.autocast(self.model.device.type, enabled=False):

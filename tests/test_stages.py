@@ -238,7 +238,7 @@ def in_ranks(rank, folder):
     PartialState._reset_state()
     AcceleratorState._reset_state()
     trainer = trainer_of(folder, max_steps=2, ddp_backend="gloo", eval_data=Texts(9))
-    la = train_in_stages(trainer)
+    la = train_in_stages(trainer, members=2)
     return la(BATCH), (la.n_data, trainer.state.log_history[-1])
 
 

@@ -184,7 +184,8 @@ def joined(
     """
     if count() == 1:
         return columns
-    parts = [part for part in gathered((places, columns)) if part[1] is not None]
+    of_ranks: Any = gathered((places, columns))
+    parts = [part for part in of_ranks if part[1] is not None]
     refuse_copies([(len(own), found[0].double().square().sum().item()) for own, found in parts])
     if not parts:
         return None

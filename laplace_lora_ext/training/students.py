@@ -147,8 +147,10 @@ def _taught(la: Any, batch: Any) -> Iterator[Record]:
         record = {_TEACHER: targets}
         for key, value in batch.items():
             if isinstance(value, torch.Tensor) and key not in labels:
-                padded = mask is not None and mask.ndim == 2 and value.shape[:2] == mask.shape
-                record[key] = (value[row][mask[row].bool()] if padded else value[row]).cpu()
+                value = value[row]
+                if mask is not None and value.shape[:1] == mask[row].shape:
+                    value = value[mask[row].bool()]  # without padding
+                record[key] = value.cpu()
         yield record
 
 
