@@ -185,8 +185,9 @@ def joined(
     if count() == 1:
         return columns
     of_ranks: Any = gathered((places, columns))
+    squares = (found[0].double().square().sum().item() if found else 0.0 for _, found in of_ranks)
+    refuse_copies([(len(own), total) for (own, _), total in zip(of_ranks, squares, strict=True)])
     parts = [part for part in of_ranks if part[1] is not None]
-    refuse_copies([(len(own), found[0].double().square().sum().item()) for own, found in parts])
     if not parts:
         return None
     order = torch.cat([own for own, _ in parts]).argsort()
@@ -203,12 +204,13 @@ def stacked(parts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ..
 
 def refuse_copies(totals: Sequence[tuple[int, float]]) -> None:
     """Refuse ranks with the same data: as many examples, and the same sum over them."""
-    for (number, total), (other_number, other_total) in pairwise(sorted(totals)):
+    seen = sorted((number, total, of_rank) for of_rank, (number, total) in enumerate(totals))
+    for (number, total, first), (other_number, other_total, second) in pairwise(seen):
         alike = number == other_number and abs(total - other_total) <= _ROUNDING * abs(total)
         if number and alike:
             raise ValueError(
-                f"Two ranks have the same {number} examples: give each rank its own shard, with a "
-                "DistributedSampler or accelerator.prepare(loader)."
+                f"Ranks {first} and {second} have the same {number} examples: give each rank its "
+                "own shard, with a DistributedSampler or accelerator.prepare(loader)."
             )
 
 
