@@ -15,9 +15,8 @@ from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.stages import in_stages, train_in_stages
-from laplace_lora_ext.text.agreement import TokenAgreement
 from laplace_lora_ext.text.generation import GeneratedText
-from laplace_lora_ext.text.gridsearch import TokenGridSearch
+from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.tuning import (
     Agreement,

@@ -1,22 +1,20 @@
-"""Fits a posterior at the end of a transformers trainer's run, or at every checkpoint."""
+"""Fits a posterior at the end of a transformers trainer's run."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sized
-from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.processes.exchange import gathered
-from laplace_lora_ext.training.examples import in_order
+from laplace_lora_ext.processes.shards import in_order
 from laplace_lora_ext.training.trainers import same_random_states
 from laplace_lora_ext.tuning import TuningHistory, required_data
 
@@ -36,8 +34,6 @@ class LaplaceCallback(TrainerCallback):
     ----------
     likelihood : str, optional
         as for `laplace_lora_ext.Laplace`
-    every_checkpoint : bool, default=False
-        also fit at every checkpoint, and save into its folder
     method : {"agreement", "marglik", "gridsearch", "val_gd", "second_training"}, optional
         as for `optimize_prior_precision`; "agreement" if omitted, and for a regression "marglik".
         "gridsearch" and "val_gd" need evaluation data, "second_training" the trainer
@@ -50,7 +46,7 @@ class LaplaceCallback(TrainerCallback):
     Attributes
     ----------
     la : LoRALaplace or None
-        the last posterior
+        the posterior
     history : TuningHistory or None
         how its prior precision was chosen
     """
@@ -61,113 +57,62 @@ class LaplaceCallback(TrainerCallback):
         self,
         likelihood: str | None = None,
         *,
-        every_checkpoint: bool = False,
         method: str | None = None,
         trainer: Any = None,
         **options: Any,
     ) -> None:
-        if method is not None:
-            required_data(method)  # refuses other names
-        if method == _TRAINS and (trainer is None or every_checkpoint):
-            raise ValueError(
-                'method="second_training" trains again with the trainer, once: pass '
-                "trainer=trainer and no every_checkpoint."
-            )
+        self._needed = required_data(method) if method else []  # refuses other names
+        if method == _TRAINS and trainer is None:
+            raise ValueError(f'method="{_TRAINS}" trains again: pass trainer=trainer.')
         self.la: LoRALaplace | None = None
         self.history: TuningHistory | None = None
-        self._likelihood = likelihood
-        self._every_checkpoint = every_checkpoint
-        self._method = method
-        self._trainer = trainer
-        self._options = options
+        self._method, self._trainer = method, trainer
+        self._options = {"likelihood": likelihood, **options}
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what could not be fitted in the end."""
         with same_random_states(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the fits will warn
-            Laplace(kwargs["model"], self._likelihood, **self._options)
+            warnings.simplefilter("ignore")  # the fit will warn
+            Laplace(kwargs["model"], **self._options)
         if not isinstance(kwargs["train_dataloader"].dataset, Sized):
             raise ValueError("A posterior is fitted to all training data: these have no length.")
-        needed = required_data(self._method) if self._method else []
-        if "val_loader" in needed and not args.do_eval:
+        if "val_loader" in self._needed and not args.do_eval:
             raise ValueError(
                 f'method="{self._method}" needs validation data: give the trainer an eval_dataset '
                 "and an eval_strategy."
             )
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
-        """Fit at a checkpoint, if it is to be."""
-        if self._every_checkpoint:
-            folder = Path(args.output_dir or ".", f"checkpoint-{state.global_step}")
-            self._fit(folder, args, state, **kwargs)
-
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Fit the trained model."""
-        self._fit(Path(args.output_dir or "."), args, state, **kwargs)
-
-    def _fit(
-        self,
-        folder: Path,
-        args: TrainingArguments,
-        state: TrainerState,
-        *,
-        model: nn.Module,
-        train_dataloader: Any,
-        eval_dataloader: Any = None,
-        **_: Any,
-    ) -> None:
-        data: dict[str, Any] = {"train_loader": _loader(train_dataloader, args)}
-        if eval_dataloader is not None:
-            data["val_loader"] = _loader(eval_dataloader, args)
+        loaders = {"train_loader": kwargs["train_dataloader"]}
+        if kwargs.get("eval_dataloader") is not None:
+            loaders["val_loader"] = kwargs["eval_dataloader"]
+        data: dict[str, Any] = {
+            name: in_order(each.dataset, args.per_device_eval_batch_size, each.collate_fn)
+            for name, each in loaders.items()
+        }
         with same_random_states():
-            la: Any = Laplace(model, self._likelihood, **self._options)
+            la: Any = Laplace(kwargs["model"], **self._options)
             shown = state.is_world_process_zero and not args.disable_tqdm
             la.fit(data["train_loader"], progress_bar=shown)
-            method = self._method
-            if method is None:
-                method = "marglik" if la.trained_likelihood.is_gaussian else "agreement"
+            default = "marglik" if la.trained_likelihood.is_gaussian else "agreement"
+            method = self._method or default
             needed = {name: data[name] for name in required_data(method)}
             if method == _TRAINS:
                 needed = {"trainer": self._trainer}
-            self.history = la.optimize_prior_precision(method=method, **needed)
+            self.la, self.history = la, la.optimize_prior_precision(method=method, **needed)
             figures = {
                 "laplace_evidence": la.log_marginal_likelihood().item(),
                 "laplace_prior_precision": la.prior_precision.mean().item(),
             }
             if "val_loader" in data:
                 figures |= eval_figures(la, data["val_loader"])
-        self.la = la
         if args.should_save:
-            la.save_pretrained(folder)
+            la.save_pretrained(args.output_dir)
         if self._trainer is not None:
             self._trainer.log(figures)
         elif state.is_world_process_zero:
             state.log_history.append({**figures, "step": state.global_step})
-
-
-def _loader(loader: Any, args: TrainingArguments) -> DataLoader:
-    """The loader's data, once and in order; each process gets its share."""
-    size = args.per_device_eval_batch_size
-    like = DataLoader(loader.dataset, batch_size=size, collate_fn=loader.collate_fn)
-    return in_order(loader.dataset, like)
 
 
 def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
@@ -180,6 +125,5 @@ def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
         count = sum(int(scores.labelled.sum()) for scores in found)
         totals, counts = zip(*gathered((total, count)), strict=True)
         return {"eval_laplace_nll": -sum(totals) / sum(counts)}
-
     found = compare(la, loader).posterior
     return {f"eval_laplace_{name}": found[name] for name in ("nll", "ece")}

@@ -24,10 +24,6 @@ _CLASSES = (
     *(KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace),
 )
 _BACKENDS = LowRankKronGGN, LowRankKronEF, *vars(host_backends).values()
-_LIKELIHOODS = {
-    "single_label_classification": "classification",
-    "regression": "regression",
-}
 
 
 @overload
@@ -113,14 +109,11 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     """
     state = read_state(folder)
     fitted, settings = ModelState.from_state_dict(state["model"]), dict(state["settings"])
-    options = {
+    kept = ("likelihood", "prior_mean", "temperature", "enable_backprop")
+    options = {name: state[name] for name in kept} | {
         "class_token_ids": fitted.class_token_ids,
         "mask_token_id": fitted.mask_token_id,
         "target_modules": sorted({name.rpartition(".lora_")[0] for name in fitted.blocks}),
-        "prior_mean": state["prior_mean"],
-        "temperature": state["temperature"],
-        "enable_backprop": state["enable_backprop"],
-        "likelihood": state["likelihood"],
         "backend": _named(settings.pop("backend"), _BACKENDS),
         "backend_kwargs": settings,
     }
@@ -143,9 +136,9 @@ def _likelihood_of(model: nn.Module) -> str:
     if transformer.can_generate():
         raise ValueError("Pass the likelihood, or class_token_ids, the tokens of the answers.")
     config = transformer.config
-    problem_type = getattr(config, "problem_type", None)
-    if problem_type is None:
-        return "regression" if config.num_labels == 1 else "classification"
-    if problem_type not in _LIKELIHOODS:
+    by_number = "regression" if config.num_labels == 1 else "classification"
+    problem_type = getattr(config, "problem_type", None) or by_number
+    likelihood = problem_type.removeprefix("single_label_")
+    if likelihood not in ("regression", "classification"):
         raise ValueError(f"No likelihood fits problem_type {problem_type!r}: pass one.")
-    return _LIKELIHOODS[problem_type]
+    return likelihood

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from numbers import Real
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from laplace.baselaplace import KronLaplace, ParametricLaplace
@@ -16,12 +15,11 @@ from torch.utils.data import DataLoader
 
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
+from laplace_lora_ext.gaussian import LoRAGaussian
 from laplace_lora_ext.likelihoods import LIKELIHOODS
-from laplace_lora_ext.messages import check_positive, listed
 from laplace_lora_ext.models.locks import LOCK, exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
-    Block,
     check_known_to_host,
     find_blocks,
     warn_if_untrained,
@@ -30,23 +28,14 @@ from laplace_lora_ext.models.lora_layers import (
 from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
 from laplace_lora_ext.models.weights import flattened
-from laplace_lora_ext.numerics import without_autocast
-from laplace_lora_ext.passes import Directions, every_output, jacobians
 from laplace_lora_ext.passes.checks import check_called, inspected
-from laplace_lora_ext.predictive import amortized, decisions, glm
-from laplace_lora_ext.predictive.amortized import LearntVariance, amortized_moments
-from laplace_lora_ext.predictive.glm import moments_for
-from laplace_lora_ext.predictive.links import own_links
-from laplace_lora_ext.predictive.moments import semidefinite, uncorrelated
-from laplace_lora_ext.predictive.networks import functional_samples, mean_probabilities
-from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.sums import sums_of
 from laplace_lora_ext.training import students
-from laplace_lora_ext.tuning import METHODS, TuningHistory, TuningMethod, build
 
 
-class LoRALaplace(ParametricLaplace):
+class LoRALaplace(LoRAGaussian):
     """What all Laplace approximations over LoRA weights share.
 
     The posterior is over the `lora_A` and `lora_B` weights of the active adapter. Everything else
@@ -57,8 +46,8 @@ class LoRALaplace(ParametricLaplace):
     model : torch.nn.Module
         a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to logits
     likelihood : {"classification", "regression", "reward_modeling"}
-    sigma_noise, prior_precision, prior_mean, temperature, enable_backprop, dict_key_x, dict_key_y
-        as for the host's classes
+    dict_key_y : str, default="labels"
+        the key of a batch's labels
     backend, backend_kwargs
         the host's way to compute curvature, and its options
     class_token_ids : sequence of int, optional
@@ -68,16 +57,11 @@ class LoRALaplace(ParametricLaplace):
     target_modules, layers_to_transform
         as in `peft.LoraConfig`: which LoRA layers take part; all if omitted
     **kwargs
-        as for the host's class of the same structure
+        as for the host's class of the same structure: `prior_precision`, `prior_mean`,
+        `sigma_noise`, `temperature`, `enable_backprop`, `dict_key_x` and so on
 
     Attributes
     ----------
-    model : LogitsModel
-    blocks : list of Block
-        the LoRA weights that the posterior is over
-    trained_likelihood, predicted_likelihood : Likelihood
-        of the training data and of predictions: a reward model learns from preferences, which are
-        two classes, and predicts numbers
     learnt_variance : LearntVariance or None
         what `amortize` has learnt of the present fit
 
@@ -88,10 +72,6 @@ class LoRALaplace(ParametricLaplace):
     """
 
     _default_backend: type[CurvatureInterface]
-    _methods: ClassVar[Mapping[str, type[TuningMethod]]] = METHODS  # to choose the prior precision
-    model: LogitsModel
-    blocks: list[Block]
-    mean: torch.Tensor
     loss: Any
     H: Any
     H_facs: Any  # the sums over data that `H` is made of
@@ -100,15 +80,9 @@ class LoRALaplace(ParametricLaplace):
         self,
         model: nn.Module,
         likelihood: str,
-        sigma_noise: float | torch.Tensor = 1.0,
-        prior_precision: float | torch.Tensor = 1.0,
-        prior_mean: float | torch.Tensor = 0.0,
-        temperature: float = 1.0,
-        enable_backprop: bool = False,
-        dict_key_x: str = "input_ids",
+        *,
         dict_key_y: str = "labels",
         backend: type[CurvatureInterface] | None = None,
-        *,
         backend_kwargs: dict[str, Any] | None = None,
         class_token_ids: Sequence[int] | None = None,
         mask_token_id: int | None = None,
@@ -137,42 +111,29 @@ class LoRALaplace(ParametricLaplace):
             super().__init__(
                 self.model,
                 likelihood,
-                sigma_noise,
-                prior_precision,
-                prior_mean,
-                temperature,
-                enable_backprop,
-                dict_key_x,
-                dict_key_y,
-                backend,
+                dict_key_y=dict_key_y,
+                backend=backend,
                 backend_kwargs=backend_kwargs,
                 **kwargs,
             )
         self._places = self._places_now()
 
     def for_model(self, model: nn.Module) -> LoRALaplace:
-        """A posterior of the same class, with the same options, around another model; not fitted.
-
-        Parameters
-        ----------
-        model : torch.nn.Module
-        """
-        options: dict[str, Any] = {
-            "sigma_noise": self.sigma_noise,
-            "prior_mean": self.prior_mean,
-            "temperature": self.temperature,
-            "enable_backprop": self.enable_backprop,
-            "dict_key_x": self.dict_key_x,
-            "dict_key_y": self.dict_key_y,
-            "backend": self._backend_cls,
-            "backend_kwargs": self._backend_options,
-            "class_token_ids": self.model.class_token_ids,
-            "mask_token_id": self.model.mask_token_id,
-            "target_modules": sorted({block.lora_layer for block in self.blocks}),
-        }
+        """A posterior of the same class with the same options around another model, not fitted."""
+        of_host = ("sigma_noise", "prior_mean", "temperature", "enable_backprop", "dict_key_x")
         if isinstance(self, KronLaplace):
-            options["damping"] = self.damping
-        return type(self)(model, self.likelihood, **options)
+            of_host += ("damping",)
+        return type(self)(
+            model,
+            self.likelihood,
+            dict_key_y=self.dict_key_y,
+            backend=self._backend_cls,
+            backend_kwargs=self._backend_options,
+            class_token_ids=self.model.class_token_ids,
+            mask_token_id=self.model.mask_token_id,
+            target_modules=sorted({block.lora_layer for block in self.blocks}),
+            **{name: getattr(self, name) for name in of_host},
+        )
 
     def __repr__(self) -> str:
         """What it is of, how large, fitted to what, and its prior, in a line."""
@@ -183,8 +144,6 @@ class LoRALaplace(ParametricLaplace):
             f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} LoRA weights "
             f"of {sum(self._sizes):,} parameters; {fit}; prior precision {prior:.4g})"
         )
-
-    # --- what the structures say ---------------------------------------------------------------
 
     def _adapted(self, likelihood: str) -> type[LogitsModel]:
         """What makes logits of the model's output."""
@@ -205,12 +164,6 @@ class LoRALaplace(ParametricLaplace):
 
         Labels that don't fit and numbers that are not finite are refused.
         """
-        places = {str(place) for place, _ in self._places}
-        if len(places) > 1 and not issubclass(self._backend_cls, LowRankKronInterface):
-            raise NotImplementedError(
-                f"{self._backend_cls.__name__} needs the model on one device, not on "
-                f'{listed(sorted(places))}: move it, or use hessian_structure="lowrank_kron".'
-            )
         targets = self.trained_likelihood.as_targets(y.clone(), self._dtype)
         check = partial(self.trained_likelihood.check_targets, y)
         with self._prepared(), torch.enable_grad(), inspected(self.model, self.blocks, X, check):
@@ -232,20 +185,6 @@ class LoRALaplace(ParametricLaplace):
     def _decomposed(self, H: Any, n_data: int) -> tuple[Any, Any]:
         """What to keep of sums over `n_data` examples, and the curvature that they make."""
         return H, H
-
-    # --- fit -----------------------------------------------------------------------------------
-
-    @property
-    def _device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.blocks[0].statistics_dtype
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [block.weight.numel() for block in self.blocks]
 
     def _prepared(self) -> AbstractContextManager[None]:
         """The model in evaluation mode, with gradients for the LoRA weights alone."""
@@ -292,8 +231,7 @@ class LoRALaplace(ParametricLaplace):
             differ in weights or settings or have the same data. The message names the batch and
             the layer.
         RuntimeError
-            If some LoRA layers are never called, the weights change while the data are read, or
-            another rank has failed.
+            If some LoRA layers are never called, or another rank has failed.
         """
         adds = self.n_data > 0 and not override
         with together():
@@ -305,12 +243,6 @@ class LoRALaplace(ParametricLaplace):
             fitted = ModelState.of(self.model, self.blocks)
             mean = flattened(self.blocks, self._device)
             sums = sums_of(self, train_loader, progress_bar)
-            try:
-                check_same(self.model, self.blocks, fitted, mean)
-            except RuntimeError as error:  # as by an optimizer in the loader
-                raise RuntimeError(
-                    f"The model has changed while its training data were read. {error}"
-                ) from None
             if adds:
                 sums = sums.plus(self.H_facs, self.loss, self.n_data)
             else:
@@ -362,270 +294,9 @@ class LoRALaplace(ParametricLaplace):
         self._backend = None  # the host's keeps buffers that the model has replaced
         self._places = now
 
-    # --- evidence and prior --------------------------------------------------------------------
-
-    @property
-    def prior_precision(self) -> torch.Tensor:
-        """`(1,)`, `(blocks,)` or, with "diag", `(parameters,)`; positive and finite."""
-        return self._prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: float | torch.Tensor) -> None:
-        check_positive("prior_precision", value)
-        host: Any = super(LoRALaplace, type(self))
-        host.prior_precision.fset(self, value)
-
-    @property
-    def sigma_noise(self) -> torch.Tensor:
-        """Standard deviation of a regression's noise, `()`; positive and finite."""
-        return self._sigma_noise
-
-    @sigma_noise.setter
-    def sigma_noise(self, value: float | torch.Tensor) -> None:
-        check_positive("sigma_noise", value)
-        host: Any = super(LoRALaplace, type(self))
-        host.sigma_noise.fset(self, value)
-
-    @property
-    def temperature(self) -> float | torch.Tensor:
-        """What the curvature is divided by; positive and finite."""
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, value: float | torch.Tensor) -> None:
-        check_positive("temperature", value)
-        if isinstance(value, torch.Tensor) and value.numel() == 1:  # which may have a graph
-            self._temperature = value.reshape(())
-        elif isinstance(value, Real):
-            self._temperature = float(value)
-        else:
-            raise ValueError(f"temperature must be one number, not {value!r}.")
-        self._posterior_scale = None  # that the host has made with the old value
-
-    @property
-    def curvature_scale(self) -> torch.Tensor:
-        """Factor of the curvature beside the prior, `()`: 1 / (sigma_noise² temperature)."""
-        return self._H_factor
-
-    @exclusive
-    def log_marginal_likelihood(
-        self,
-        prior_precision: torch.Tensor | None = None,
-        sigma_noise: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        self._check_H_init()
-        return super().log_marginal_likelihood(prior_precision, sigma_noise)
-
-    @property
-    def log_det_prior_precision(self) -> torch.Tensor:
-        """Log-determinant of the prior precision, in float64."""
-        log_precision = self.prior_precision.double().log()
-        if len(log_precision) == self.n_params:
-            return log_precision.sum()
-        return (torch.tensor(self._sizes, device=self._device) * log_precision).sum()
-
-    @property
-    def scatter(self) -> torch.Tensor:
-        """Squared distance of the weights from the prior mean under the prior, in float64."""
-        squares = (self.mean - self.prior_mean).double().square()
-        if len(self.prior_precision) < self.n_params:
-            squares = torch.stack([part.sum() for part in squares.split(self._sizes)])
-        return (squares * self.prior_precision.double()).sum()
-
-    @exclusive
-    @torch.inference_mode(False)
-    @torch.enable_grad()
-    def optimize_prior_precision(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        pred_type: str = "glm",
-        method: str | TuningMethod = "marglik",
-        *,
-        verbose: bool = False,
-        **options: Any,
-    ) -> TuningHistory:
-        """Choose the prior precision; if anything goes wrong, it stays as it was.
-
-        Parameters
-        ----------
-        pred_type : {"glm", "nn"}
-            which predictions "gridsearch" scores; the other methods know "glm" alone
-        method : str or TuningMethod
-            start with "agreement"; "second_training" is the surest, if there is time to train
-            twice. "gridsearch" and "val_gd" need validation data; "marglik" needs none at all. Each
-            name stands for an object of `laplace_lora_ext.tuning`, which explains the method and
-            its options; you can also pass such an object
-        verbose : bool, default=False
-            print the result
-        **options
-            options of the method, such as `train_loader`, `val_loader`, `prior_structure` and
-            `progress_bar`: the fields of its object
-
-        Returns
-        -------
-        TuningHistory
-            the evidence or loss along the way
-
-        Raises
-        ------
-        ValueError
-            If the method lacks an option, data are missing or don't suit it, or the objective is
-            not a number.
-        NotImplementedError
-            For "val_gd" with another structure than "lowrank_kron".
-
-        Notes
-        -----
-        "marglik" tends to choose a smaller prior precision, hence a broader posterior, than
-        validation data would. "agreement" comes closer; it needs the training data once more.
-        `benchmarks/README.md` has the figures.
-        """
-        if pred_type != "glm":
-            options["pred_type"] = pred_type
-        history = build(method, options, self._methods)(self)
-        if verbose:
-            print(f"Optimized prior precision is {self.prior_precision}.")
-        return history
-
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        """Try prior precisions: an error restores the old one."""
-        self._move_with_model()
-        before = self._prior_precision, self._sigma_noise
-        try:
-            yield
-        except BaseException:
-            self._prior_precision, self._sigma_noise = before
-            self._posterior_scale = None
-            raise
-
-    def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics | None:
-        """Statistics of a data set, or the given ones; None for a structure without any."""
-        return None
-
-    # --- predictions ---------------------------------------------------------------------------
-
-    @exclusive
-    def __call__(
-        self,
-        x: Any,
-        pred_type: str = "glm",
-        joint: bool = False,
-        link_approx: str = "probit",
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        fitting: bool = False,
-        **model_kwargs: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Predict a batch, as the host does; `generator` seeds everything that is sampled.
-
-        Parameters
-        ----------
-        x : Mapping, torch.Tensor or Moments
-            inputs of B examples, or with "glm" their `Moments`. Labels in a mapping are ignored
-        pred_type : {"glm", "nn", "amortized"}
-            the host's, and "amortized": as "glm", with the variances that `amortize` has learnt
-        joint, n_samples, diagonal_output, generator
-            as for the host
-        link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}
-            the host's, and "mean_field" (Lu, Ie & Sha, 2020): it takes the covariance between
-            logits into account, as "mc" does, but draws no samples
-        fitting : bool, default=False
-            reward modeling only: probabilities of preferences instead of rewards
-        **model_kwargs
-            for the model, with `pred_type="nn"`
-
-        Returns
-        -------
-        torch.Tensor or tuple of torch.Tensor
-            probabilities `(B, C)`; for regression and rewards mean `(B, C)` and covariance
-            `(B, C, C)`
-
-        Notes
-        -----
-        Under a broad posterior over many classes, the mean probability ("mc", and sometimes
-        "probit") can be largest for another class than the model's own, which costs accuracy.
-        "mean_field" keeps to the model's class more often, and a larger prior precision cures it.
-        """
-        likelihood = self.trained_likelihood if fitting else self.predicted_likelihood
-        if likelihood.is_gaussian and link_approx == "mean_field":
-            link_approx = "probit"  # numbers need no link, and the host must know its name
-        if pred_type == "nn" and generator is not None:
-            if not likelihood.is_gaussian:
-                return mean_probabilities(self, x, n_samples, generator, **model_kwargs)
-            samples = functional_samples(self, x, n_samples, generator, **model_kwargs)
-            return samples.mean(0), samples.var(0)
-        links = own_links(n_samples, generator)
-        if pred_type == "amortized":
-            x, pred_type = amortized_moments(self, x), "glm"
-            if likelihood.is_gaussian or link_approx not in links:
-                x = x._replace(f_var=semidefinite(x.f_var))
-        if pred_type == "glm" and not likelihood.is_gaussian and link_approx in links:
-            alone = diagonal_output and link_approx == "mc"
-            f_mu, f_var = moments_for(self, x, "probit" if alone else link_approx)
-            if alone:  # the variances of all logits
-                f_var = uncorrelated(f_var)
-            with torch.autocast(self.model.device.type, enabled=False):
-                return links[link_approx](f_mu, f_var).exp()
-        options = joint, link_approx, n_samples, diagonal_output, generator, fitting
-        host: Any = ParametricLaplace.__call__
-        return host(self, x, pred_type, *options, **model_kwargs)
-
-    amortize = amortized.amortize
-    predict = decisions.predict
-    predict_proba = decisions.predict_proba
-    lower_bound = decisions.lower_bound
-    predictive_moments = glm.predictive_moments
-    _glm_predictive_distribution: Any = glm.predictive_distribution
-    _glm_functional_samples: Any = glm.functional_samples
-
-    def moments(
-        self, X: Any, joint: bool, directions: Directions = every_output
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean `(B, C)`, and covariance `(B, C, C)` or, joint, `(B * C, B * C)`.
-
-        With other `directions`, the covariance is that of S combinations of the outputs.
-        """
-        Js, f_mu = jacobians(self.model, self.blocks, X, self.enable_backprop, directions)
-        return f_mu, self.functional_covariance(Js) if joint else self.functional_variance(Js)
-
-    @without_autocast
-    def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
-        return super().functional_variance(Js)
-
-    @without_autocast
-    def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
-        return super().functional_covariance(Js)
-
-    @without_autocast
-    def square_norm(self, value: torch.Tensor) -> torch.Tensor:
-        return super().square_norm(value)
-
-    @exclusive
-    @without_autocast
-    def sample(
-        self, n_samples: int = 100, generator: torch.Generator | None = None
-    ) -> torch.Tensor:
-        return super().sample(n_samples, generator)
-
-    @exclusive
-    def _glm_predictive_samples(
-        self, f_mu: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        if f_mu.shape[-1] == 1:  # a single reward is a number, not a probability
-            return self._glm_functional_samples(f_mu, *args, **kwargs)
-        return super()._glm_predictive_samples(f_mu, *args, **kwargs)
-
-    _nn_functional_samples: Any = functional_samples
-    _nn_predictive_classification: Any = mean_probabilities
-
-    distill = students.distill
-
-    # --- state ---------------------------------------------------------------------------------
-
     save_pretrained = saving.save_pretrained
-    push_to_hub = saving.push_to_hub
     sample_adapters = saving.sample_adapters
+    distill = students.distill
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:

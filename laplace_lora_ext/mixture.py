@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,18 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from laplace_lora_ext.language_model import generate_texts, score_texts
+import laplace_lora_ext.saving as saving
 from laplace_lora_ext.laplace import from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.messages import check_counts
-from laplace_lora_ext.models.adapters import (
-    find_peft_model,
-    new_folders,
-    own_adapter_back,
-    write_adapter,
-)
-from laplace_lora_ext.models.locks import LOCK, as_tensor
+from laplace_lora_ext.models.adapters import find_peft_model, own_adapter_back, write_adapter
+from laplace_lora_ext.models.locks import as_tensor
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import MixtureMoments, mixed
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
-from laplace_lora_ext.saving import write_draw
-from laplace_lora_ext.text.generation import GeneratedText
-from laplace_lora_ext.text.gridsearch import TokenGridSearch
-from laplace_lora_ext.text.scores import TextScores
+from laplace_lora_ext.text.generation import generate_texts
+from laplace_lora_ext.text.priors import TokenGridSearch
+from laplace_lora_ext.text.scores import score_texts
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
@@ -69,8 +62,9 @@ class LaplaceMixture:
     Raises
     ------
     ValueError
-        If there are fewer than two members, one has no fit, or they differ in their likelihood,
-        their outputs or their base model.
+        If there are fewer than two members, or they differ in their likelihood or their outputs.
+    AttributeError, RuntimeError
+        If one has no fit, or its model has changed since.
 
     References
     ----------
@@ -79,8 +73,17 @@ class LaplaceMixture:
     """
 
     def __init__(self, members: Sequence[LoRALaplace]) -> None:
-        self.members = [copy(member) for member in members]
-        _check_alike(self.members)
+        if len(members) < 2:
+            raise ValueError("A mixture needs two posteriors or more.")
+        self.members, facts = [copy(member) for member in members], []
+        for member in self.members:
+            member.check_model()
+            answers = tuple(member.model.class_token_ids or ())
+            facts.append((member.likelihood, member.n_outputs, answers))
+        if len(set(facts)) > 1:
+            raise ValueError(
+                f"The members differ in likelihood, n_outputs or class_token_ids: {facts}."
+            )
         self._priors = tuple(member.prior_precision.detach() for member in self.members)
         self._factor = torch.ones(1)
 
@@ -125,39 +128,8 @@ class LaplaceMixture:
         return MixtureStatistics(found, self._priors)
 
     distill = students.distill
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def score(
-        self,
-        batch: Any,
-        n_samples: int = 10,
-        generator: torch.Generator | None = None,
-    ) -> TextScores:
-        """How likely texts are; `n_samples` draws are divided among the members.
-
-        Parameters, result and errors are those of `LanguageModelLaplace.score`.
-        """
-        members: Any = self.members
-        with LOCK:
-            return score_texts(members, batch, n_samples, generator)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def generate(
-        self,
-        *,
-        n_samples: int = 10,
-        generator: torch.Generator | None = None,
-        **generation_kwargs: Any,
-    ) -> GeneratedText:
-        """Write texts; `n_samples` draws are divided among the members.
-
-        Parameters, result and errors are those of `LanguageModelLaplace.generate`.
-        """
-        members: Any = self.members
-        with LOCK:
-            return generate_texts(members, generation_kwargs, n_samples, generator)
+    score = score_texts
+    generate = generate_texts
 
     # --- prior ---------------------------------------------------------------------------------
 
@@ -167,10 +139,7 @@ class LaplaceMixture:
 
     @prior_precision.setter
     def prior_precision(self, factor: float | torch.Tensor) -> None:
-        factor = as_tensor(factor).detach().cpu().float()
-        if factor.numel() != 1:
-            raise ValueError("A mixture has one factor of all its members' prior precisions.")
-        factor = factor.reshape(1)
+        factor = as_tensor(factor).detach().cpu().float().reshape(1)  # of all members
         for member, prior in zip(self.members, self._priors, strict=True):
             member.prior_precision = factor.to(prior) * prior
         self._factor = factor
@@ -204,24 +173,7 @@ class LaplaceMixture:
 
     # --- files ---------------------------------------------------------------------------------
 
-    def sample_adapters(
-        self,
-        n_samples: int,
-        directory: str | Path,
-        generator: torch.Generator | None = None,
-        **kwargs: Any,
-    ) -> list[Path]:
-        """Write draws as LoRA adapters, divided among the members, the first ones getting the rest.
-
-        Parameters, folders and errors are those of a posterior's `sample_adapters`.
-        """
-        check_counts(n_samples=n_samples)
-        folders = new_folders(directory, n_samples)
-        drawn_from = sorted(index % len(self) for index in range(n_samples))
-        return [
-            write_draw(self.members[index], folder, generator, **kwargs)
-            for index, folder in zip(drawn_from, folders, strict=True)
-        ]
+    sample_adapters = saving.sample_adapters
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the members' adapters and posteriors, each into a folder of its adapter's name.
@@ -232,7 +184,7 @@ class LaplaceMixture:
             If the members are not adapters of one `PeftModel`.
         """
         models = [find_peft_model(member.model) for member in self.members]
-        names = [_adapter(member) for member in self.members]
+        names = [member.blocks[0].adapter for member in self.members]
         if any(model is not models[0] for model in models) or len(set(names)) < len(names):
             raise ValueError(
                 "A mixture is saved if its members are adapters of one PeftModel: save these "
@@ -289,14 +241,11 @@ class LaplaceMixture:
     def trying(self) -> Iterator[None]:
         """Try factors: an error restores the old one."""
         before = self._factor
-        with ExitStack() as stack:
-            for member in self.members:
-                stack.enter_context(member.trying())
-            try:
-                yield
-            except BaseException:
-                self._factor = before
-                raise
+        try:
+            yield
+        except BaseException:
+            self.prior_precision = before
+            raise
 
     def check_model(self) -> None:
         for member in self.members:
@@ -316,45 +265,3 @@ class LaplaceMixture:
         """Each member and what it predicts: the whole batch, or its own moments."""
         parts = x.members if isinstance(x, MixtureMoments) else [x] * len(self)
         return zip(self.members, parts, strict=True)
-
-
-def _check_alike(members: Sequence[LoRALaplace]) -> None:
-    if len(members) < 2:
-        raise ValueError("A mixture needs two posteriors or more.")
-    first, *others = members
-    for number, member in enumerate(members):
-        if not member.n_data:
-            raise ValueError(f"Member {number} has no fit: call its fit before.")
-        member.check_model()
-    for number, other in enumerate(others, 1):
-        for name in ("likelihood", "n_outputs"):
-            own, its = getattr(first, name), getattr(other, name)
-            if own != its:
-                raise ValueError(f"Members 0 and {number} differ in {name}: {own} and {its}.")
-        if first.model.class_token_ids != other.model.class_token_ids:
-            raise ValueError(f"Members 0 and {number} answer with other class_token_ids.")
-        differing = _differing_base(first, other)
-        if differing is not None:
-            raise ValueError(
-                f"Members 0 and {number} have other base models, as {differing} shows: mix "
-                "adapters of one base model."
-            )
-
-
-def _differing_base(first: Any, other: Any) -> str | None:
-    """A weight of the base model in which two posteriors differ; None if there is none."""
-    own, its = _base_weights(first), _base_weights(other)
-    for name in sorted(own.keys() | its.keys()):
-        if name not in own or name not in its or not own[name].equals(its[name]):
-            return name
-    return None
-
-
-def _base_weights(member: Any) -> dict[str, Any]:
-    weights = member._fitted.weights.items()
-    adapters = ".lora_", ".modules_to_save"
-    return {name: weight for name, weight in weights if not any(a in name for a in adapters)}
-
-
-def _adapter(member: LoRALaplace) -> str:
-    return member.blocks[0].adapter

@@ -1,14 +1,12 @@
-"""Posteriors in files and on the Hugging Face hub, and draws of them as adapters."""
+"""Posteriors in files, and draws of them as adapters."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import huggingface_hub
 import safetensors.torch
 import torch
 
@@ -41,9 +39,6 @@ def save_pretrained(la: Posterior, folder: str | Path) -> None:
     metadata = {
         "laplace_lora_ext": _VERSION,
         "state": json.dumps(_without_tensors(la.state_dict(), "", tensors)),
-        "evidence": str(la.log_marginal_likelihood().item()),  # this and the next: for readers
-        "mean_prior_precision": str(la.prior_precision.mean().item()),
-        "n_data": str(la.n_data),
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
     copies = {
@@ -64,8 +59,6 @@ def read_state(folder: str | Path) -> dict[str, Any]:
         If it is damaged, holds something else, or is of another version of the format.
     """
     path = Path(folder, FILE)
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: has the posterior been saved there?")
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -112,14 +105,8 @@ def check_state(
 ) -> None:
     """Refuse the state of another posterior, and name what differs.
 
-    Parameters
-    ----------
-    state : Mapping
-        of a posterior
-    settings : Mapping
-        class, likelihood and settings of the posterior that it is for
-    model, blocks
-        its model as it is now
+    `settings` are class, likelihood and settings of the posterior that the state is for, `model`
+    and `blocks` its model as it is now.
     """
     saved = {"cls_name": state["cls_name"], "likelihood": state["likelihood"], **state["settings"]}
     for name, value in settings.items():
@@ -141,31 +128,8 @@ def check_state(
 
 
 @exclusive
-def push_to_hub(la: Posterior, repo_id: str, **kwargs: Any) -> Any:
-    """Upload the adapter and the posterior to the Hugging Face hub.
-
-    Parameters
-    ----------
-    repo_id : str
-        made if it does not exist
-    **kwargs
-        of `huggingface_hub.upload_folder`, such as `token` and `commit_message`
-
-    Returns
-    -------
-    huggingface_hub.CommitInfo
-    """
-    la.check_model()
-    with TemporaryDirectory() as folder:
-        save_pretrained(la, folder)
-        find_peft_model(la.model).save_pretrained(folder)
-        huggingface_hub.create_repo(repo_id, exist_ok=True, token=kwargs.get("token"))
-        return huggingface_hub.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
-
-
-@exclusive
 def sample_adapters(
-    la: Posterior,
+    la: Any,
     n_samples: int,
     directory: str | Path,
     generator: torch.Generator | None = None,
@@ -175,7 +139,8 @@ def sample_adapters(
 
     The mean of their softmax probabilities is the prediction of `pred_type="nn"` with as many
     samples and a generator in the same state. LoRA weights outside the posterior, and trained
-    modules such as a head, are saved with their MAP values.
+    modules such as a head, are saved with their MAP values. A mixture divides the draws among its
+    members, the first ones getting the rest.
 
     Parameters
     ----------
@@ -202,18 +167,14 @@ def sample_adapters(
         If the model is not the fitted one any more.
     """
     check_counts(n_samples=n_samples)
-    return [
-        write_draw(la, folder, generator, **kwargs) for folder in new_folders(directory, n_samples)
-    ]
-
-
-@exclusive
-def write_draw(
-    la: Posterior, folder: Path, generator: torch.Generator | None, **kwargs: Any
-) -> Path:
-    """Write one draw as an adapter into a folder, and return where it is."""
-    la.check_model()
-    drawn = zip(la.blocks, drawn_weights(la, generator), strict=True)
-    weights = {id(block.weight): values for block, values in drawn}
-    model, adapter = find_peft_model(la.model), la.blocks[0].adapter
-    return write_adapter(model, adapter, weights, folder, **kwargs)
+    members = getattr(la, "members", [la])
+    folders = new_folders(directory, n_samples)
+    drawn_from = sorted(index % len(members) for index in range(n_samples))
+    written = []
+    for member, folder in zip([members[index] for index in drawn_from], folders, strict=True):
+        member.check_model()
+        drawn = zip(member.blocks, drawn_weights(member, generator), strict=True)
+        weights = {id(block.weight): values for block, values in drawn}
+        model, adapter = find_peft_model(member.model), member.blocks[0].adapter
+        written.append(write_adapter(model, adapter, weights, folder, **kwargs))
+    return written

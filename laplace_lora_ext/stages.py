@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from transformers import set_seed
 
 from laplace_lora_ext.callback import eval_figures
 from laplace_lora_ext.laplace import Laplace
-from laplace_lora_ext.messages import check_counts, naming
+from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.adapters import (
     active_again,
@@ -26,16 +26,14 @@ from laplace_lora_ext.models.adapters import (
     read_adapter,
     write_adapter,
 )
-from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import find_transformer
-from laplace_lora_ext.processes.exchange import gathered, of_first, together
-from laplace_lora_ext.training.examples import divided, in_order, taken
+from laplace_lora_ext.processes.exchange import of_first
+from laplace_lora_ext.processes.shards import divided, in_order, in_order_like, taken
 from laplace_lora_ext.training.trainers import (
     check_trainer,
     loader_of,
     same_random_states,
     train,
-    whole_loader,
 )
 from laplace_lora_ext.tuning.method import TuningHistory
 
@@ -53,21 +51,6 @@ Train = Callable[[nn.Module, Dataset, float], object]
 
 _MEMBER = "member_{}"  # adapters of a mixture but the first, which is the user's
 _MARK = "laplace_stage.json"
-
-
-class Stages(NamedTuple):
-    """What training in stages came to.
-
-    Attributes
-    ----------
-    la : LoRALaplace or LaplaceMixture
-        fitted to all examples
-    history : TuningHistory
-        the prior precisions that were tried, with their loss on the held-out examples
-    """
-
-    la: Any
-    history: TuningHistory
 
 
 def train_in_stages(
@@ -118,31 +101,52 @@ def train_in_stages(
     Raises
     ------
     ValueError
-        Before any training: if the trainer's data can't be divided, see `check_trainer`, a class
-        would be without texts, or the model or a batch does not suit the likelihood.
+        Before any training: if the trainer or its data can't be divided, or the model or a batch
+        does not suit the likelihood.
     """
     check_trainer(trainer)
     options |= {"likelihood": likelihood or _likelihood(trainer, options)}
-    log: list[dict[str, Any]] = []
     find_peft_model(trainer.model)
-    folders = list(_folders(Path(trainer.args.output_dir), members))
-    trainings = iter(enumerate(folders, 1))
+    output, log = Path(trainer.args.output_dir), []
+    names = ["", *(_MEMBER.format(number) for number in range(1, members))]
+    trainings = [("stage_1", output / "stage_1" / name) for name in names]
+    trainings += [("stage_2", output / "stage_2" / name if name else output) for name in names]
+    if not resume_from_checkpoint and trainer.args.should_save:
+        for _, folder in trainings:
+            (folder / _MARK).unlink(missing_ok=True)
+    left = iter(enumerate(trainings, 1))
 
     def run(model: nn.Module, examples: Dataset, share: float) -> None:
-        number, (stage, folder) = next(trainings)
-        if number == 1 and not resume_from_checkpoint and trainer.args.should_save:
-            for _, each in folders:
-                (each / _MARK).unlink(missing_ok=True)
+        number, (stage, folder) = next(left)
         entries = _trained(trainer, examples, share, folder, resume_from_checkpoint)
         log.extend(entry | {"stage": stage} for entry in entries)
         set_seed(trainer.args.seed + number)  # whether it has been trained now, or before
 
-    generator = torch.Generator().manual_seed(trainer.args.data_seed or trainer.args.seed)
-    batches = _Batches(whole_loader(trainer), lambda examples: loader_of(trainer, examples))
-    choices = held_out, members, generator, progress_bar
-    stages = _in_stages(run, trainer.model, batches, *choices, options)
-    _finish(trainer, stages, log)
-    return stages.la
+    la, history = _in_stages(
+        run,
+        trainer.model,
+        in_order(trainer.train_dataset, 1),
+        lambda examples: loader_of(trainer, examples),
+        held_out,
+        members,
+        torch.Generator().manual_seed(trainer.args.data_seed or trainer.args.seed),
+        progress_bar,
+        options,
+    )
+    trainer.save_model()
+    if trainer.args.should_save:
+        la.save_pretrained(output)
+    priors = [member.prior_precision.mean().item() for member in getattr(la, "members", [la])]
+    figures = {
+        "laplace_held_out_nll": history.objective.min().item(),
+        "laplace_prior_precision": sum(priors) / len(priors),
+    }
+    if trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict):
+        figures |= eval_figures(la, loader_of(trainer, trainer.eval_dataset))
+    trainer.state.log_history = log
+    trainer.log(figures)
+    trainer.save_state()
+    return la
 
 
 def in_stages(
@@ -184,91 +188,62 @@ def in_stages(
     ValueError
         Before any training, as `train_in_stages`.
     """
-    batches = _Batches(train_loader, lambda examples: in_order(examples, train_loader))
+
+    def batches_of(examples: Any) -> DataLoader:
+        return in_order_like(train_loader, examples)
+
     choices = held_out, members, generator, progress_bar
-    return _in_stages(train, model, batches, *choices, options).la
-
-
-class _Batches(NamedTuple):
-    """A loader of the data to divide, and what makes batches of some of them."""
-
-    whole: DataLoader
-    of: Callable[[Any], DataLoader]
+    return _in_stages(train, model, train_loader, batches_of, *choices, options)[0]
 
 
 def _in_stages(
     train: Train,
     model: nn.Module,
-    batches: _Batches,
+    whole: DataLoader,
+    batches_of: Callable[[Any], DataLoader],
     held_out: float,
     members: int,
     generator: torch.Generator | None,
     progress_bar: bool,
     options: dict[str, Any],
-) -> Stages:
+) -> tuple[Any, TuningHistory]:
+    """The posterior of all examples, and the loss of the held-out ones under the priors tried."""
     check_counts(members=members)
-    ((rest, held),) = divided(batches.whole, held_out, generator)
-    everything = taken(batches.whole)
-    first, validation = batches.of(rest), batches.of(held)
-    _check(model, first, validation, options)
+    ((rest, held),) = divided(whole, held_out, generator)
+    everything, validation = taken(whole), batches_of(held)
 
-    def fitted(loader: DataLoader) -> Any:
+    def fitted(examples: Any) -> Any:
         la: Any = Laplace(model, **options)
-        la.fit(loader, progress_bar=progress_bar)
+        la.fit(batches_of(examples), progress_bar=progress_bar)
         return la
 
+    with same_random_states(), warnings.catch_warnings():  # refuse now what can't be fitted
+        warnings.simplefilter("ignore")
+        la: Any = Laplace(model, **options)
+        la.fit(list(islice(batches_of(rest), 1)))
     with own_adapter_back(model):
         actives = [active_again(model)]
         for number in range(1, members):
             add_fresh_adapter(find_peft_model(model), _MEMBER.format(number))
             actives.append(active_again(model))
-        firsts = []
+        firsts, seconds = [], []
         for activate in actives:
             activate()
             train(model, rest, 1 - held_out)
-            firsts.append(fitted(first))
+            firsts.append(fitted(rest))
         choice: Any = firsts[0] if members == 1 else LaplaceMixture(firsts)
-        link: Any = {} if _writes(choice) else {"link_approx": "mean_field", "caution": CAUTION}
+        is_text = choice.likelihood == "language_modeling"  # has neither classes nor links
+        how: Any = {} if is_text else {"link_approx": "mean_field", "caution": CAUTION}
         history = choice.optimize_prior_precision(
-            method="gridsearch", val_loader=validation, progress_bar=progress_bar, **link
+            method="gridsearch", val_loader=validation, progress_bar=progress_bar, **how
         )
         chosen = [choice] if members == 1 else choice.members
-        seconds = []
         for activate, of_first_stage in zip(actives, chosen, strict=True):
             activate()
             train(model, everything, SECOND_STAGE)
-            seconds.append(fitted(batches.of(everything)))
+            seconds.append(fitted(everything))
             seconds[-1].prior_precision = of_first_stage.prior_precision.detach().clone()
-    return Stages(seconds[0] if members == 1 else LaplaceMixture(seconds), history)
-
-
-def _writes(la: Any) -> bool:
-    """Whether a posterior is over texts, which have neither classes nor links."""
-    return la.likelihood == "language_modeling"
-
-
-def _check(
-    model: nn.Module, first: DataLoader, validation: DataLoader, options: dict[str, Any]
-) -> None:
-    """Refuse what can't be fitted or chosen, before any training."""
-    found: list[set[Any]] = [set(), set()]
-    with same_random_states(), warnings.catch_warnings(), together():
-        warnings.simplefilter("ignore")  # the fits will warn
-        la: Any = Laplace(model, **options)
-        la.fit(list(islice(first, 1)))
-        for labels, loader in zip(found, (first, validation), strict=True):
-            for name, batch in named_batches(loader):
-                with naming(name):
-                    _, y = la.model.split(batch)
-                if not (la.trained_likelihood.is_gaussian or _writes(la)):
-                    labels.update(y.flatten().tolist())
-        in_first, in_held = (set().union(*gathered(labels)) for labels in found)
-    lost = sorted(in_held - in_first)
-    if lost:
-        raise ValueError(
-            f"The first stage would train without any example of the classes {lost}, which are all "
-            "held out: hold out a smaller share, or others with another seed."
-        )
+    return seconds[0] if members == 1 else LaplaceMixture(seconds), history
 
 
 def _likelihood(trainer: Any, options: dict[str, Any]) -> str | None:
@@ -280,79 +255,47 @@ def _likelihood(trainer: Any, options: dict[str, Any]) -> str | None:
     return "language_modeling" if writes and not options.get("class_token_ids") else None
 
 
-def _folders(output: Path, members: int) -> Iterator[tuple[str, Path]]:
-    """Stage and folder of each training, in their order."""
-    for stage, folder in (("stage_1", output / "stage_1"), ("stage_2", output)):
-        yield stage, folder
-        for number in range(1, members):
-            yield stage, output / stage / _MEMBER.format(number)
-
-
 def _trained(
     trainer: Any, examples: Any, share: float, folder: Path, resume: bool
 ) -> list[dict[str, Any]]:
-    """Train the active adapter and save it, or load what an interrupted run has saved; its log."""
-    mark = folder / _MARK
-    noted = of_first(_Noted.read(mark) if resume and mark.exists() else None)
+    """Train the active adapter and save it, or load what an interrupted run has saved; its log.
+
+    A mark in the folder holds the number of examples, and once the training has ended its log.
+    """
     model = find_peft_model(trainer.model)
     adapter: Any = model.active_adapter
-    if noted is not None and noted.n_examples != len(examples):
+    noted, checkpoint = of_first(_noted(folder) if resume else (None, None))
+    if noted is not None and noted["n_examples"] != len(examples):
         raise ValueError(
-            f"{folder} is of a training on {noted.n_examples} examples, not {len(examples)}: "
+            f"{folder} is of a training on {noted['n_examples']} examples, not {len(examples)}: "
             "resume with the same held_out and data, or train anew without resuming."
         )
-    if noted is not None and noted.log is not None:
+    if noted is not None and noted["log"] is not None:
         read_adapter(model, adapter, folder)
-        return noted.log
-    if noted is None and trainer.args.should_save:
-        _Noted(len(examples)).write(mark)
-    checkpoint = None if noted is None else _last_checkpoint(folder, noted.time)
+        return noted["log"]
+
+    def note(log: list[dict[str, Any]] | None) -> None:
+        if trainer.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"n_examples": len(examples), "log": log})
+            (folder / _MARK).write_text(text, encoding="utf-8")
+
+    if noted is None:
+        note(None)
     train(trainer, examples, share, folder, checkpoint)
-    log = trainer.state.log_history
     if trainer.args.should_save:
         write_adapter(model, adapter, {}, folder)
-        _Noted(len(examples), log).write(mark)
-    return log
+    note(trainer.state.log_history)
+    return trainer.state.log_history
 
 
-class _Noted(NamedTuple):
-    """What a stage notes in its folder: its number of examples, and its log once it is trained."""
-
-    n_examples: int
-    log: list[dict[str, Any]] | None = None
-    time: float = 0.0
-
-    @classmethod
-    def read(cls, mark: Path) -> _Noted:
-        return cls(**json.loads(mark.read_text(encoding="utf-8")), time=mark.stat().st_mtime)
-
-    def write(self, mark: Path) -> None:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        noted = {"n_examples": self.n_examples, "log": self.log}
-        mark.write_text(json.dumps(noted), encoding="utf-8")
-
-
-def _last_checkpoint(folder: Path, since: float) -> Path | None:
-    """The last whole checkpoint since a time; those before it are of another training."""
-    states = folder.glob("checkpoint-*/trainer_state.json")  # a trainer writes it last
-    times = {path.parent: path.stat().st_mtime for path in states}
-    last = max(times, key=times.__getitem__, default=None)
-    return last if last is not None and times[last] >= since else None
-
-
-def _finish(trainer: Any, stages: Stages, log: list[dict[str, Any]]) -> None:
-    """Save adapter and posterior, add figures to the logs, and save these."""
-    la, history = stages
-    trainer.save_model()
-    if trainer.args.should_save:
-        la.save_pretrained(trainer.args.output_dir)
-    priors = [member.prior_precision.mean().item() for member in getattr(la, "members", [la])]
-    found = {
-        "laplace_held_out_nll": history.objective.min().item(),
-        "laplace_prior_precision": sum(priors) / len(priors),
-    }
-    if trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict):
-        found |= eval_figures(la, loader_of(trainer, trainer.eval_dataset))
-    trainer.state.log_history = log
-    trainer.log(found)
-    trainer.save_state()
+def _noted(folder: Path) -> tuple[Any, Path | None]:
+    """What a training has noted in its folder, and its last whole checkpoint."""
+    mark = folder / _MARK
+    if not mark.exists():
+        return None, None
+    states = folder.glob("checkpoint-*/trainer_state.json")  # a trainer writes this file last
+    times = ((state.stat().st_mtime, state.parent) for state in states)
+    last, checkpoint = max(times, default=(0.0, None))
+    is_own = last >= mark.stat().st_mtime  # those before the mark are of another training
+    return json.loads(mark.read_text(encoding="utf-8")), checkpoint if is_own else None

@@ -15,6 +15,7 @@ from laplace_lora_ext.curvature.backend import LowRankKronEF
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from tests.support.models import VOCABULARY, lora_model
 from tests.support.posteriors import count_forward_passes, generator, make
+from tests.support.snapshots import Snapshot, half_trained
 from tests.support.texts import (
     drawn_models,
     encoder_decoder,
@@ -77,34 +78,16 @@ def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens():
     torch.testing.assert_close(la.log_marginal_likelihood(torch.tensor([2.0])), expected)
 
 
-@pytest.mark.parametrize(
-    "ragged",
-    [
-        {"batch_size": 1},
-        {"batch_size": 6, "padded_to": 12},
-        {"batch_size": 4, "padding_side": "left", "padded_to": 9},
-    ],
-)
-def test_batch_size_and_padding_change_nothing(ragged):
-    model = lora_model("gpt2").eval()
-    las = []
-    for batches in (text_batches(), text_batches(**ragged)):
-        backend = LowRankKronEF  # draws nothing
-        settings = {"backend": backend, "backend_kwargs": {"rank": FULL_RANK}}
-        la = make(model, likelihood="language_modeling", **settings)
-        la.fit(batches)
-        las.append(la)
-    torch.testing.assert_close(las[0].H.to_matrix(), las[1].H.to_matrix(), rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(las[0].loss, las[1].loss)
-
-
 @pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_encoder_decoders_are_fitted(kind):
+def test_encoder_decoders_are_fitted_and_scored(kind):
     model, batch = encoder_decoder(kind), pairs_of_texts()
     la = fitted_text(model, [batch])
     n_tokens = (batch["labels"] != -100).sum()
     torch.testing.assert_close(la.loss, (model(**batch).loss * n_tokens).detach().to(la.loss))
     assert torch.isfinite(la.log_marginal_likelihood())
+    found = la.score(batch, 2)
+    assert torch.equal(found.labelled, batch["labels"] != -100)
+    assert (found.tokens.epistemic[found.labelled] > 0).all()
 
 
 def test_draws_are_seeded_by_torch():
@@ -113,20 +96,7 @@ def test_draws_are_seeded_by_torch():
     assert not torch.equal(first, other)
 
 
-def test_the_state_is_restored_and_is_that_of_no_classifier():
-    model = lora_model("gpt2").eval()
-    la = fitted_text(model)
-    settings = {"num_samples": 3, "rank": 3}
-    again = make(model, likelihood="language_modeling", backend_kwargs=settings)
-    again.load_state_dict(la.state_dict())
-    torch.testing.assert_close(again.H.to_matrix(), la.H.to_matrix())
-    classifier = make(model, class_token_ids=[1, 2, 3])
-    with pytest.raises(ValueError, match="cls_name='LanguageModelLaplace', not"):
-        classifier.load_state_dict(la.state_dict())
-    assert copy.deepcopy(la).likelihood == "language_modeling"
-
-
-def test_a_posterior_on_disk_is_that_of_texts_again(tmp_path):
+def test_a_posterior_on_disk_is_that_of_texts_again_and_of_no_classifier(tmp_path):
     model = lora_model("gpt2").eval()
     la = fitted_text(model, prior_precision=20.0)
     la.save_pretrained(tmp_path)
@@ -135,6 +105,10 @@ def test_a_posterior_on_disk_is_that_of_texts_again(tmp_path):
     batch = text_batches()[0]
     expected, found = (one.score(batch, 2, generator()) for one in (la, again))
     torch.testing.assert_close(found.tokens.total, expected.tokens.total)
+    classifier = make(model, class_token_ids=[1, 2, 3])
+    with pytest.raises(ValueError, match="cls_name='LanguageModelLaplace', not"):
+        classifier.load_state_dict(la.state_dict())
+    assert copy.deepcopy(la).likelihood == "language_modeling"
 
 
 def test_what_needs_jacobians_of_the_vocabulary_is_refused():
@@ -156,7 +130,7 @@ def scored(la, n_samples=4, **ragged):
     found = [la.score(batch, n_samples, generator()) for batch in text_batches(**ragged)]
     return {
         name: torch.cat([getattr(one.tokens, name)[one.labelled] for one in found])
-        for name in vars(found[0].tokens)
+        for name in found[0].tokens._fields
     } | {"text": torch.cat([one.log_prob for one in found])}
 
 
@@ -193,19 +167,25 @@ def test_scores_are_those_of_a_mixture_of_drawn_models():
         torch.testing.assert_close(found[name], numbers, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "ragged",
-    [
-        {"batch_size": 1},
-        {"batch_size": 6, "padded_to": 12},
-        {"batch_size": 4, "padding_side": "left", "padded_to": 9},
-    ],
-)
-def test_batch_size_and_padding_change_no_score(ragged):
-    la = fitted_text()
-    expected, found = scored(la), scored(la, **ragged)
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-8, atol=1e-8)
+PADDINGS = [
+    {"batch_size": 1},
+    {"batch_size": 6, "padded_to": 12},
+    {"batch_size": 4, "padding_side": "left", "padded_to": 9},
+]
+
+
+@pytest.mark.parametrize("ragged", PADDINGS)
+def test_batch_size_and_padding_change_neither_fit_nor_score(ragged):
+    model, found = lora_model("gpt2").eval(), []
+    for each in ({}, ragged):
+        settings = {
+            "backend": LowRankKronEF,
+            "backend_kwargs": {"rank": FULL_RANK},
+        }  # draws nothing
+        la = make(model, likelihood="language_modeling", **settings)
+        la.fit(text_batches(**each))
+        found.append({"H": la.H.to_matrix(), "loss": la.loss, **scored(la, **each)})
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("n_samples", [0, 3])
@@ -219,24 +199,11 @@ def test_a_score_takes_a_pass_a_draw_and_one_more(n_samples):
         assert not found.tokens.epistemic.any()
 
 
-def test_scores_of_an_encoder_decoder():
-    la = fitted_text(encoder_decoder("t5"), [pairs_of_texts()])
-    found = la.score(pairs_of_texts(), 2)
-    assert torch.equal(found.labelled, pairs_of_texts()["labels"] != -100)
-    assert (found.tokens.epistemic[found.labelled] > 0).all()
-
-
 def test_scoring_leaves_the_model_as_it_was():
-    model = lora_model("gpt2")
-    la = fitted_text(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    grads = {name: p.requires_grad for name, p in model.named_parameters()}
-    model.train()
+    model = half_trained(lora_model("gpt2"))
+    la, before = fitted_text(model), Snapshot(model)
     la.score(text_batches()[0], 2)
-    assert model.training
-    assert grads == {name: p.requires_grad for name, p in model.named_parameters()}
-    assert all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    before.assert_equal(model, random_state=False)
 
 
 def test_settings_that_do_not_fit_are_refused():

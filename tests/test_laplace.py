@@ -61,23 +61,14 @@ def test_nothing_stock_changes():
         (1, None, "regression"),
         (2, "regression", "regression"),
         (3, "single_label_classification", "classification"),
+        (None, None, "classification"),  # answers of a language model
     ],
 )
 def test_likelihood_is_read_off_the_model(n_labels, problem_type, likelihood):
-    model = lora_model("bert", n_labels=n_labels)
+    model = lora_model("bert", n_labels=n_labels) if n_labels else lora_model("gpt2")
+    answers = {} if n_labels else {"class_token_ids": CLASS_TOKEN_IDS}
     model.config.problem_type = problem_type
-    la = laplace_lora_ext.Laplace(model, subset_of_weights="lora", hessian_structure="lowrank_kron")
-    assert la.likelihood == likelihood
-
-
-def test_class_tokens_mean_classification():
-    la = laplace_lora_ext.Laplace(
-        lora_model("gpt2"),
-        subset_of_weights="lora",
-        hessian_structure="lowrank_kron",
-        class_token_ids=CLASS_TOKEN_IDS,
-    )
-    assert la.likelihood == "classification"
+    assert laplace_lora_ext.Laplace(model, **answers).likelihood == likelihood
 
 
 def test_refuses_to_guess_a_likelihood():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import laplace_lora_ext
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, make
 
@@ -123,13 +122,3 @@ def test_a_model_may_move_between_the_posterior_and_its_fit(structure):
     la.fit(ragged_batches())
     assert la.prior_precision.dtype is la.prior_mean.dtype is torch.float64
     assert la(ragged_batches()[0]).dtype is torch.float64
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_loaded_posterior_is_where_the_model_is(structure, tmp_path):
-    model = lora_model("bert")
-    la = fitted(model=model, structure=structure)
-    la.save_pretrained(tmp_path)
-    loaded = laplace_lora_ext.from_pretrained(model, tmp_path)
-    torch.testing.assert_close(loaded(ragged_batches()[0]), la(ragged_batches()[0]))
-    assert loaded._places == la._places

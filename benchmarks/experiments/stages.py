@@ -26,8 +26,8 @@ from laplace_lora_ext import LaplaceMixture
 from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.models.adapters import active_again, add_fresh_adapter
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
+from laplace_lora_ext.processes.shards import divided
 from laplace_lora_ext.stages import SECOND_STAGE
-from laplace_lora_ext.training.examples import divided
 from laplace_lora_ext.training.students import STEPS
 
 HELD_OUT = 0.2

@@ -14,7 +14,7 @@ from benchmarks.models import AdaptedModel
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import LoRAWeights
-from laplace_lora_ext.text.draws import drawn
+from laplace_lora_ext.text.scores import drawn
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,10 @@ def gathered(value: Value) -> list[Value]:
         return [value]
     _tell(None)
     values = []
+    # Clones, since pickling a view would send the whole tensor.
+    own = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
     for source in range(count()):  # one rank at a time: values pass through its device's memory
-        box: list[Any] = [_in_main_memory(value) if source == rank() else None]
+        box: list[Any] = [own if source == rank() else None]
         dist.broadcast_object_list(box, src=source)
         values.append(box[0])
     return values
@@ -77,23 +79,9 @@ def of_first(value: Value) -> Value:
     return gathered(value)[0]
 
 
-def one_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """The generator itself, or with several processes one that gives all the same numbers."""
-    if count() == 1:
-        return generator
-    device = None if generator is None else generator.device
-    seed = torch.randint(2**31, (), generator=generator, device=device)
-    return torch.Generator().manual_seed(int(of_first(seed)))
-
-
 def _tell(error: Exception | None) -> None:
     messages: list[Any] = [None] * count()
     dist.all_gather_object(messages, error and f"{type(error).__name__}: {error}")
     failed = [number for number, message in enumerate(messages) if message is not None]
     if failed and error is None:
         raise RankError(f"Rank {failed[0]} failed. {messages[failed[0]]}")
-
-
-def _in_main_memory(value: Any) -> Any:
-    # A clone, since pickling a view would send the whole tensor.
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)

@@ -1,4 +1,4 @@
-"""Which examples of a data set this process passes over, and where they stand in it.
+"""Which examples of a data set are held out, and which of them this process passes over.
 
 Samplers for several processes repeat examples, so that all of them get equally many, and sums would
 count these twice. So the data of such a loader are dealt anew, each example once.
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from torch.utils.data import DataLoader, DistributedSampler, Subset, SubsetRandomSampler
 
-from laplace_lora_ext.processes.exchange import count, gathered, rank
+from laplace_lora_ext.processes.exchange import count, gathered, of_first, rank
 
 _OWN = 2**40  # more examples than any rank has
 _BATCH_SIZE = 8  # where the loader has batches of many sizes
@@ -38,12 +38,6 @@ class Share:
         how many examples they have, if the loader tells
     is_dealt : bool
         whether all ranks share one data set
-
-    Raises
-    ------
-    ValueError
-        If Accelerate divides an iterable data set, or a sampler divides the data among another
-        number of processes than there are.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -58,11 +52,14 @@ class Share:
             self._parts = [part for part in own.split(size) if len(part)]
             indices = [examples[part].tolist() for part in self._parts]
             # Ranks that share one model must all make the same number of passes.
-            most = math.ceil(math.ceil(len(examples) / count()) / size)
-            indices += [examples[:1].tolist()] * (most - len(indices))
-            options: dict[str, Any] = {"num_workers": loader.num_workers}
-            options["collate_fn"] = loader.collate_fn
-            self.loader = DataLoader(loader.dataset, batch_sampler=indices, **options)
+            more = math.ceil(len(examples) / (count() * size)) - len(indices)
+            self._parts += [own[:0]] * more
+            self.loader = DataLoader(
+                loader.dataset,
+                batch_sampler=indices + [examples[:1].tolist()] * more,
+                num_workers=loader.num_workers,
+                collate_fn=loader.collate_fn,
+            )
 
     def places(self, n_examples: int) -> torch.Tensor:
         """Places of the next batch's examples in the whole data; none if it is not to count."""
@@ -70,14 +67,13 @@ class Share:
         self._batches, self._examples = number + 1, before + n_examples
         if not self.is_dealt:
             return rank() * _OWN + before + torch.arange(n_examples)
-        if number >= len(self._parts):
-            return torch.empty(0, dtype=torch.long)
-        if len(self._parts[number]) != n_examples:
+        part = self._parts[number]
+        if len(part) not in (0, n_examples):
             raise ValueError(
-                f"The collator made {n_examples} examples of {len(self._parts[number])}: with "
-                "several processes, it must keep their number."
+                f"The collator made {n_examples} examples of {len(part)}: with several processes, "
+                "it must keep their number."
             )
-        return self._parts[number]
+        return part
 
 
 def data_size(loader: Any) -> int | None:
@@ -99,12 +95,8 @@ def total_size(loader: Any, otherwise: int) -> int:
 def examples_of(loader: Any) -> torch.Tensor:
     """`(N,)` indices of the examples that a loader gives, in their order in the data set.
 
-    Other examples of the data set may be validation or test data.
-
-    Raises
-    ------
-    ValueError
-        If there are several processes and a sampler of the user's own.
+    Other examples of the data set may be validation or test data. With several processes, a sampler
+    of the user's own is refused by a `ValueError`.
     """
     for sampler in _samplers(loader):
         if isinstance(sampler, SubsetRandomSampler):
@@ -120,12 +112,65 @@ def examples_of(loader: Any) -> torch.Tensor:
     return torch.arange(len(loader.dataset))
 
 
+def divided(
+    loader: DataLoader, held_out: float, generator: torch.Generator | None = None, parts: int = 1
+) -> Iterator[tuple[Any, Any]]:
+    """Divisions of a loader's examples, each holding out others; all in the data's order.
+
+    Yields pairs of the rest and a share of the examples, both as `chosen` makes them. Examples that
+    the loader's sampler leaves out are not used. Without a generator, every call holds out the
+    same. Shares and data that can't be divided are refused by a `ValueError`.
+    """
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out must be between 0 and 1, not {held_out}.")
+    data: Any = getattr(loader, "dataset", None)
+    if not isinstance(data, Sized):
+        raise ValueError(
+            "To hold out examples, their number must be known: pass a DataLoader whose data set "
+            "has a length."
+        )
+    if count() > 1 and not Share(loader).is_dealt:
+        raise ValueError(
+            "To hold out examples of all ranks, pass a loader with a DistributedSampler, or "
+            "accelerator.prepare(loader)."
+        )
+    places = examples_of(loader)
+    ends = [round(n * held_out * len(places)) for n in range(parts + 1)]
+    sizes = [end - start for start, end in pairwise(ends)]
+    if not 0 < min(sizes) <= max(sizes) < len(places):
+        raise ValueError(f"{len(places)} examples are too few to hold out a share of {held_out:g}.")
+    generator = generator or torch.Generator().manual_seed(0)
+    order = of_first(places[torch.randperm(len(places), generator=generator)]).tolist()
+    for start, end in pairwise(ends):
+        yield chosen(data, order[:start] + order[end:]), chosen(data, order[start:end])
+
+
+def taken(loader: DataLoader) -> Any:
+    """A loader's data set, without examples that its sampler leaves out."""
+    data: Any = loader.dataset
+    places = examples_of(loader)
+    return data if len(places) == len(data) else chosen(data, places.tolist())
+
+
+def chosen(data: Any, places: list[int]) -> Any:
+    """Some examples of a data set; trainers know columns only of a `datasets.Dataset`."""
+    places = sorted(places)
+    return data.select(places) if hasattr(data, "select") else Subset(data, places)
+
+
 def in_order(
-    examples: Any, batch_size: int | None, collate_fn: Callable[[Any], Any] | None
+    examples: Any, batch_size: int | None, collate_fn: Callable[[Any], Any] | None = None
 ) -> DataLoader:
     """Batches of a data set, each example once and in order, which all processes share."""
     sampler = DistributedSampler(examples, shuffle=False) if count() > 1 else None
     return DataLoader(examples, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn)
+
+
+def in_order_like(loader: DataLoader, examples: Any) -> DataLoader:
+    """Batches of examples as a loader makes them, but each example once and in order."""
+    makes_batches = loader.batch_sampler is not None  # else the data set does
+    batch_size = loader.batch_size or (_BATCH_SIZE if makes_batches else None)
+    return in_order(examples, batch_size, loader.collate_fn)
 
 
 def joined(
@@ -133,28 +178,16 @@ def joined(
 ) -> tuple[torch.Tensor, ...] | None:
     """Join the ranks' tensors: one row for each example, in the data's order.
 
-    Parameters
-    ----------
-    places : torch.Tensor
-        `(n,)`, places of this rank's examples
-    columns : tuple of torch.Tensor or None
-        `(n, ...)` each; None on a rank without data
-
-    Returns
-    -------
-    tuple of torch.Tensor or None
-        None if no rank has data
-
-    Raises
-    ------
-    ValueError
-        If two ranks have the same data, or only some of them have labels.
+    Takes the places `(n,)` of this rank's examples, and columns `(n, ...)`, None on a rank without
+    data; None if no rank has data. Ranks with the same data, or of which only some have labels, are
+    refused by a `ValueError`.
     """
     if count() == 1:
         return columns
-    parts: Any = gathered((places, columns))
-    refuse_copies([(len(own), _total(values)) for own, values in parts])
-    parts = [part for part in parts if part[1] is not None]
+    of_ranks: Any = gathered((places, columns))
+    squares = (found[0].double().square().sum().item() if found else 0.0 for _, found in of_ranks)
+    refuse_copies([(len(own), total) for (own, _), total in zip(of_ranks, squares, strict=True)])
+    parts = [part for part in of_ranks if part[1] is not None]
     if not parts:
         return None
     order = torch.cat([own for own, _ in parts]).argsort()
@@ -181,10 +214,6 @@ def refuse_copies(totals: Sequence[tuple[int, float]]) -> None:
             )
 
 
-def _total(columns: Sequence[torch.Tensor] | None) -> float:
-    return 0.0 if columns is None else columns[0].double().square().sum().item()
-
-
 def _samplers(loader: Any) -> Iterator[Any]:
     """A loader's samplers, and those within them."""
     for name in ("batch_sampler", "sampler"):
@@ -196,30 +225,26 @@ def _samplers(loader: Any) -> Iterator[Any]:
 
 def _is_divided(loader: Any) -> bool:
     """Whether the examples of a loader's data set are divided among the ranks."""
-    data_set = getattr(loader, "dataset", None)
-    handed_out = isinstance(loader, DataLoaderDispatcher)
-    streams = handed_out and isinstance(data_set, IterableDataset)
-    if streams or isinstance(data_set, IterableDatasetShard):
+    streams = isinstance(getattr(loader, "dataset", None), IterableDatasetShard)
+    if streams or isinstance(loader, DataLoaderDispatcher):
         raise ValueError(
-            "Accelerate repeats examples of an iterable data set, which would count twice: give "
-            "each rank a loader of its own examples, which is not prepared."
+            "Accelerate repeats examples of an iterable data set, and those that it dispatches, "
+            "which would count twice: give each rank a loader of its own examples, which is not "
+            "prepared."
         )
-    for sampler in _samplers(loader):
-        if isinstance(sampler, DistributedSampler | BatchSamplerShard):
-            of_torch = isinstance(sampler, DistributedSampler)
-            number = sampler.num_replicas if of_torch else sampler.num_processes
-            if number != count():
-                raise ValueError(
-                    f"The loader divides its data among {number} processes, and there are "
-                    f"{count()}."
-                )
+    for sampler in _samplers(loader):  # torch's and Accelerate's names
+        number = getattr(sampler, "num_replicas", getattr(sampler, "num_processes", None))
+        if number not in (None, count()):
+            raise ValueError(
+                f"The loader divides its data among {number} processes, and there are {count()}."
+            )
+        if number is not None:
             return True
-    return handed_out
+    return False
 
 
 def _size_of_batches(loader: Any) -> int:
     """Of one rank."""
     batches = loader.batch_sampler
     size = getattr(batches, "batch_size", None) or loader.batch_size or _BATCH_SIZE
-    splits = getattr(batches, "split_batches", False) or getattr(loader, "split_batches", False)
-    return max(1, size // count()) if splits else size
+    return max(1, size // count()) if getattr(batches, "split_batches", False) else size

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,13 +16,15 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.models.locks import as_tensor
-from laplace_lora_ext.text.scores import TextScores
+from laplace_lora_ext.models.adapters import only_active
+from laplace_lora_ext.models.locks import as_tensor, exclusive
+from laplace_lora_ext.models.weights import LoRAWeights, Values
+from laplace_lora_ext.text.scores import TextScores, draws_of, members_of, scores_under
 
 Inputs = dict[str, torch.Tensor]
 
-Draw = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""Calls the model with the weights of a draw: takes arguments and keywords."""
+Draw = tuple[Any, Values]
+"""A posterior, and LoRA weights in place of its own."""
 
 # What makes several texts of a prompt, or calls the model otherwise than token by token.
 _REFUSED = (
@@ -35,8 +36,7 @@ _CACHES = ("cache", "past_key_values", "cache_params")  # what transformers' ver
 _STATES = ("state", "mems", "past_buckets_states")  # other things that models keep
 
 
-@dataclass(frozen=True)
-class GeneratedText:
+class GeneratedText(NamedTuple):
     """What `generate` wrote.
 
     Attributes
@@ -56,30 +56,62 @@ class GeneratedText:
     outputs: list[Any]
 
 
-def write(
+@exclusive
+@torch.inference_mode(False)
+@torch.no_grad()
+def generate_texts(
+    la: Any,
+    *,
+    n_samples: int = 10,
+    generator: torch.Generator | None = None,
+    **generation_kwargs: Any,
+) -> GeneratedText:
+    """Write texts, drawing each next token from the posterior predictive.
+
+    This runs transformers' own `generate`, greedy or sampling, with its stopping, its logits
+    processors and its caches, for one text after the other. A whole text keeps the same draws, so
+    each draw is one model reading that text. Without draws the texts equal those of the model's own
+    `generate`, and of a mixture those of the mixture of its trained models.
+
+    Parameters
+    ----------
+    n_samples, generator
+        as for `score`; each token takes `1 + S` forward passes
+    **generation_kwargs
+        for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them, padded on the
+        left unless an encoder reads them, `max_new_tokens` and so on
+
+    Returns
+    -------
+    GeneratedText
+
+    Raises
+    ------
+    NotImplementedError
+        For beams, several texts a prompt, `past_key_values`, images beside text, and models with a
+        `generate` of their own; without `use_cache=False` also for models that keep no cache.
+    ValueError
+        If there are no prompts, or if they are padded on the wrong side.
+    """
+    members, model = members_of(la), la.model
+    transformer = model.transformer
+    if any(member.model.transformer is not transformer for member in members):
+        raise ValueError("Members that write together must be adapters of one model.")
+    used = draws = list(draws_of(la, n_samples, generator))
+    if not draws and len(members) > 1:
+        used = [(member, LoRAWeights(transformer, member.blocks).values) for member in members]
+    with model.prepared():
+        sequences, batch, outputs = _written(transformer, used, model.device, generation_kwargs)
+    return GeneratedText(sequences, scores_under(la, batch, draws), outputs)
+
+
+def _written(
     transformer: PreTrainedModel,
     draws: Sequence[Draw],
     device: torch.device,
     generation_kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, Inputs, list[Any]]:
-    """Run a model's `generate` under the predictive of draws, for one text after the other.
-
-    Returns
-    -------
-    sequences : torch.Tensor
-        `(B, T)`
-    batch : dict
-        the texts, with labels on what was written
-    outputs : list
-        what `generate` returned for each text
-
-    Raises
-    ------
-    ValueError
-        If prompts are missing, padded on the wrong side, or not one row a text.
-    NotImplementedError
-        For several texts a prompt, and for what draws can't follow.
-    """
+    """Texts `(B, T)`, a batch of them with labels on what was written, and `generate`'s outputs."""
     config, passed = transformer.config, generation_kwargs.get("generation_config")
     configs = [passed, getattr(transformer, "generation_config", None), config]
 
@@ -90,15 +122,18 @@ def write(
     generate = _checked_generate(transformer, option)
     end, padding = option("eos_token_id"), option("pad_token_id")
     endings = [] if end is None else as_tensor(end).flatten().tolist()
-    inputs = _model_inputs(transformer, generation_kwargs, device)
+    inputs = _inputs(transformer, generation_kwargs, device)
     if "input_ids" in inputs and "attention_mask" not in inputs:  # as `generate` makes it
         no_token = padding is None or padding in endings
         inputs["attention_mask"] = (inputs["input_ids"] != (-1 if no_token else padding)).long()
-    _check_inputs(inputs, config.is_encoder_decoder)
+    if not config.is_encoder_decoder and not inputs["attention_mask"][:, -1].all():
+        raise ValueError(
+            "A prompt ends with padding, after which nothing can be written: pad on the left."
+        )
     texts, outputs = [], []
     for row in range(len(next(iter(inputs.values())))):
         text = {name: values[row : row + 1] for name, values in inputs.items()}
-        with predictive(transformer, draws, text):
+        with _predictive(transformer, draws, text):
             outputs.append(generate(**(generation_kwargs | text)))
         texts.append(getattr(outputs[-1], "sequences", outputs[-1])[0])
     fill = next((token for token in (padding, *endings) if token is not None), 0)
@@ -128,10 +163,10 @@ def _checked_generate(transformer: Any, option: Callable[[str], Any]) -> Callabl
     return transformer.generate
 
 
-def _model_inputs(
-    transformer: PreTrainedModel, generation_kwargs: Mapping[str, Any], device: torch.device
+def _inputs(
+    transformer: PreTrainedModel, generation_kwargs: dict[str, Any], device: torch.device
 ) -> Inputs:
-    """Tensors that are no options of `generate`, but what the model is to continue."""
+    """What the model is to continue: the tensors that are no options of `generate`."""
     mixin: Any = GenerationMixin
     options = vars(GenerationConfig()) | inspect.signature(mixin.generate).parameters
     inputs = {
@@ -141,49 +176,26 @@ def _model_inputs(
     }
     encoder: Any = transformer.get_encoder() if transformer.config.is_encoder_decoder else None
     main = "input_ids" if encoder is None else encoder.main_input_name
-    if main not in inputs:
-        raise ValueError(f"Pass {main}, as a tokenizer or processor makes them.")
-    return inputs
-
-
-def _check_inputs(inputs: Inputs, encodes: bool) -> None:
-    if encodes:
-        others = [name for name in inputs if name.startswith("decoder_")]
-    else:
-        others = [name for name in inputs if name not in ("input_ids", "attention_mask")]
+    if main not in inputs or inputs[main].ndim < 2:
+        raise ValueError(f"Pass {main}, a row for each text, as a tokenizer or processor makes it.")
+    others = sorted(inputs.keys() - {main, "attention_mask"})
     if others:
         raise NotImplementedError(
             f"generate continues texts, and does not know how {', '.join(others)} go on: leave "
             "them out, or let the model write, and score what it wrote with la.score(batch)."
         )
-    shapes = {name: tuple(values.shape) for name, values in inputs.items()}
-    is_whole = len({shape[:1] if encodes else shape for shape in shapes.values()}) == 1
-    if not is_whole or not all(len(shape) > 1 and math.prod(shape) for shape in shapes.values()):
-        raise ValueError(
-            f"Pass whole texts, a row of each input for every text, not tensors of shapes {shapes}."
-        )
-    if not encodes and not inputs["attention_mask"][:, -1].all():
-        raise ValueError(
-            "A prompt ends with padding, after which nothing can be written: pad on the left."
-        )
+    return inputs
 
 
 @contextmanager
-def predictive(
-    transformer: PreTrainedModel,
-    draws: Sequence[Draw],
-    text: Inputs,
+def _predictive(
+    transformer: PreTrainedModel, draws: Sequence[Draw], text: Inputs
 ) -> Iterator[None]:
     """Replace the model's logits by log-probabilities of the mixture over draws, for one text.
 
     Everything in `generate` that acts on logits then sees these. A `LogitsProcessor` would come
     after transformers' own ones, and allow again what they forbid. Each draw has a cache of its own
     and, of an encoder-decoder, its own encoding of the source.
-
-    Raises
-    ------
-    NotImplementedError
-        If the model keeps what it has read in anything but a cache, or reads another text in turn.
     """
     if not draws:
         yield
@@ -199,7 +211,7 @@ def predictive(
         repeating, log_p = True, torch.tensor(-math.inf)
         try:
             for draw, of_draw in zip(draws, kept, strict=True):
-                logits = _logits(draw, of_draw, text, args, kwargs)
+                logits = _logits(transformer, draw, of_draw, text, args, kwargs)
                 log_p = torch.logaddexp(log_p.to(logits), logits.log_softmax(-1))
             log_p = log_p - math.log(len(draws))
         finally:
@@ -209,13 +221,19 @@ def predictive(
         if not repeating:
             output.logits = log_p
 
-    with ExitStack() as hooks:
-        hooks.callback(transformer.register_forward_pre_hook(before, with_kwargs=True).remove)
-        hooks.callback(transformer.register_forward_hook(after).remove)
+    hooks = (
+        transformer.register_forward_pre_hook(before, with_kwargs=True),
+        (transformer.register_forward_hook(after)),
+    )
+    try:
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _logits(
+    transformer: PreTrainedModel,
     draw: Draw,
     kept: dict[str, Any],
     text: Inputs,
@@ -237,7 +255,9 @@ def _logits(
         # Those of the trained weights: with others, encoders read the source anew.
         own["encoder_outputs"] = kept.get("encoded")
         own |= {} if "encoded" in kept else text
-    output = draw(args, kwargs | own)
+    member, values = draw
+    with only_active(transformer, member.blocks[0].adapter):
+        output = LoRAWeights(transformer, member.blocks).call(values, args, kwargs | own)
     kept["cache"] = getattr(output, name, None) if name in kwargs else None
     keeps = kwargs.get("use_cache") and kept["cache"] is None
     if keeps or any(kwargs.get(state) is not None for state in _STATES):

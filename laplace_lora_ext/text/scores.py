@@ -1,16 +1,21 @@
-"""Scores texts: log-probabilities and entropies under a mixture over draws."""
+"""Scores of texts: log-probabilities and entropies under a mixture over draws of the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.weights import LoRAWeights, Values
+from laplace_lora_ext.predictive.networks import drawn_weights
+from laplace_lora_ext.tuning.method import draw_seed
 
-@dataclass(frozen=True)
-class Scores:
+
+class Scores(NamedTuple):
     """Scores in nats of each token, or their sums or means over each text.
 
     Attributes
@@ -40,8 +45,7 @@ class Scores:
     log_prob_sd: torch.Tensor
 
 
-@dataclass(frozen=True)
-class TextScores:
+class TextScores(NamedTuple):
     """Scores of B texts.
 
     Attributes
@@ -64,44 +68,106 @@ class TextScores:
     log_prob: torch.Tensor
 
 
+@exclusive
+@torch.inference_mode(False)
+@torch.no_grad()
+def score_texts(
+    la: Any,
+    batch: Mapping[str, Any],
+    n_samples: int = 10,
+    generator: torch.Generator | None = None,
+) -> TextScores:
+    """How likely texts are, and how uncertain the model is of each of their tokens.
+
+    Parameters
+    ----------
+    batch : Mapping
+        texts with labels, as for `fit`
+    n_samples : int, default=10
+        models with weights drawn from the posterior, S, of which `sample_adapters` writes the
+        like; 0 scores the trained model itself. A mixture divides them among its members, the first
+        ones getting the rest. Scoring takes `1 + S` forward passes, and the memory of a few logits
+        `(N, V)` whatever S is
+    generator : torch.Generator, optional
+        for the draws: with the same state, another batch gets the same draws
+
+    Returns
+    -------
+    TextScores
+
+    Raises
+    ------
+    ValueError
+        If the batch has no labelled token or does not suit the model, or a logit is not finite.
+    RuntimeError
+        If the model is not the fitted one.
+    """
+    return scores_under(la, batch, draws_of(la, n_samples, generator))
+
+
+def drawn(la: Posterior, n_samples: int, seed: int) -> Iterator[Values]:
+    """LoRA weights of each draw, under any prior precision from the noise of the same seed."""
+    la.check_model()
+    generator = torch.Generator(la.model.device).manual_seed(seed)
+    return (drawn_weights(la, generator) for _ in range(n_samples))
+
+
+def members_of(la: Any) -> Sequence[Any]:
+    """A mixture's members, or a posterior alone."""
+    return getattr(la, "members", [la])
+
+
+def draws_of(
+    la: Any, n_samples: int, generator: torch.Generator | None
+) -> Iterator[tuple[Any, Values]]:
+    """Draws, each with the posterior that it is from; of a mixture, divided among the members."""
+    members = members_of(la)
+    for place, member in enumerate(members):
+        own = (n_samples + len(members) - 1 - place) // len(members)
+        if own:
+            yield from ((member, values) for values in drawn(member, own, draw_seed(generator)))
+
+
+def scores_under(
+    la: Any, batch: Mapping[str, Any], draws: Iterable[tuple[Any, Values]]
+) -> TextScores:
+    """Scores of texts under given draws."""
+    found = [member.tokens(batch) for member in members_of(la)]
+    f, tokens = found[0]
+    if len(found) > 1:  # logits of the mixture of the trained models
+        f = torch.stack([f.log_softmax(-1) for f, _ in found]).logsumexp(0)
+
+    def logits() -> Iterator[torch.Tensor]:
+        for member, values in draws:
+            with member.model.prepared():
+                yield LoRAWeights(member.model, member.blocks).run(batch, values)
+
+    return score(f, logits(), tokens, la.model.labelled(batch).to(f.device))
+
+
 def score(
     f: torch.Tensor, drawn: Iterable[torch.Tensor], tokens: torch.Tensor, labelled: torch.Tensor
 ) -> TextScores:
     """Score texts by the logits of draws, one draw at a time.
 
-    The memory is that of a few draws' logits, however many draws there are.
-
-    Parameters
-    ----------
-    f : torch.Tensor
-        `(N, V)` logits of the trained model at the labelled tokens, one text after the other
-    drawn : iterable of torch.Tensor
-        logits of each draw; without any, the trained model itself is scored
-    tokens : torch.Tensor
-        `(N,)` the labels
-    labelled : torch.Tensor
-        `(B, T)` booleans, N of which are true
-
-    Raises
-    ------
-    ValueError
-        If a logit is not a number.
+    Takes logits `(N, V)` of the trained model at the labelled tokens, one text after the other,
+    those of each draw, the labels `(N,)`, and booleans `(B, T)`, N of which are true. Without draws
+    the trained model itself is scored. The memory is that of a few draws' logits, however many
+    draws there are.
     """
-    _, map_log_prob, map_entropy = _distribution(f, tokens)
-    mixture, entropies = torch.zeros_like(f), torch.zeros_like(map_entropy)
-    log_probs = []
+    own_p, map_log_prob, map_entropy = _distribution(f, tokens)
+    mixture, entropies, log_probs = torch.zeros_like(f), torch.zeros_like(map_entropy), []
     for logits in drawn:
         p, log_prob, entropy = _distribution(logits, tokens)
         mixture += p
         entropies += entropy
         log_probs.append(log_prob)
-    if log_probs:
-        of_draws = torch.stack(log_probs)
-        n = len(of_draws)
-        total, aleatoric = _entropy(mixture.div_(n)), entropies / n
-    else:
-        of_draws, n = map_log_prob[None], 1
-        total = aleatoric = map_entropy
+    if not log_probs:
+        mixture, entropies, log_probs = own_p, map_entropy, [map_log_prob]
+    n, of_draws = len(log_probs), torch.stack(log_probs)
+    total, aleatoric = torch.special.entr(mixture.div_(n)).sum(-1), entropies / n
+    if total.isnan().any() or map_entropy.isnan().any():
+        raise ValueError("non-finite logits: check the prior precision and the weights")
     by_token = Scores(
         of_draws.logsumexp(0) - math.log(n),
         map_log_prob,
@@ -111,51 +177,28 @@ def score(
         (total - aleatoric).clamp_min(0),  # only rounding can make it negative
         of_draws.std(0, correction=0),
     )
-    if by_token.total.isnan().any() or by_token.map_entropy.isnan().any():
-        raise ValueError("non-finite logits: check the prior precision and the weights")
-    return _arranged(by_token, of_draws, labelled)
-
-
-def _arranged(by_token: Scores, of_draws: torch.Tensor, labelled: torch.Tensor) -> TextScores:
-    """From `(N,)` scores and `(S, N)` log-probabilities of the draws."""
-    count = labelled.sum(1).clamp_min(1)
 
     def placed(numbers: torch.Tensor) -> torch.Tensor:
-        result = numbers.new_zeros(labelled.shape)
-        result[labelled] = numbers
-        return result
+        return numbers.new_zeros(labelled.shape).masked_scatter(labelled, numbers)
 
-    tokens = _each(by_token, placed)
+    placed_scores = Scores._make(map(placed, by_token))
+    sums = Scores._make(numbers.sum(1) for numbers in placed_scores)
+    n_tokens = labelled.sum(1).clamp_min(1)
     whole = torch.stack([placed(numbers).sum(1) for numbers in of_draws])
     return TextScores(
-        tokens,
-        _each(tokens, lambda numbers: numbers.sum(1)),
-        _each(tokens, lambda numbers: numbers.sum(1) / count),
+        placed_scores,
+        sums,
+        Scores._make(numbers / n_tokens for numbers in sums),
         labelled,
-        whole.logsumexp(0) - math.log(len(whole)),
+        whole.logsumexp(0) - math.log(n),
     )
-
-
-def _each(scores: Scores, function: Callable[[torch.Tensor], torch.Tensor]) -> Scores:
-    return Scores(*(function(getattr(scores, field.name)) for field in fields(Scores)))
 
 
 def _distribution(
     logits: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Probabilities `(N, V)`, log-probability of the labels and entropy, `(N,)`.
-
-    Written with few passes over the vocabulary, which take time next to a small model.
-    """
-    p = logits.softmax(-1)
-    highest, place = p.max(-1, keepdim=True)
-    normalizer = logits.gather(-1, place) - highest.log()  # the logarithm of the sum
-    log_prob = logits.gather(-1, tokens[:, None]) - normalizer
-    # A logit of -inf has probability 0, and adds nothing.
-    finite = logits.clamp_min(torch.finfo(logits.dtype).min)
-    mean = torch.linalg.vecdot(p, finite)
-    return p, log_prob.squeeze(-1), normalizer.squeeze(-1) - mean
-
-
-def _entropy(p: torch.Tensor) -> torch.Tensor:
-    return -torch.xlogy(p, p).sum(-1)
+    """Probabilities `(N, V)`, log-probability of the labels and entropy, `(N,)`."""
+    log_p = logits.log_softmax(-1)
+    p = log_p.exp()
+    log_prob = log_p.gather(-1, tokens[:, None]).squeeze(-1)
+    return p, log_prob, torch.special.entr(p).sum(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 import tqdm
 from torch.nn.functional import kl_div
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 
 from laplace_lora_ext.models.adapters import (
     add_fresh_adapter,
@@ -57,10 +56,9 @@ def distill(
     trainer : transformers.Trainer
         the one that has trained the model. It, the active adapter and all random states are the
         same afterwards
-    unlabelled : {"swapped"}, Dataset, DataLoader or None
+    unlabelled : {"swapped"}, Dataset or None
         more texts to learn from: copies of the training texts in which 30 % of the tokens are
-        swapped for those of other training texts, a data set for the trainer's collator, or ready
-        batches
+        swapped for those of other training texts, or a data set for the trainer's collator
     adapter_name : str, default="calibrated"
         of the student in the model, and of its folder in the trainer's `output_dir`
     generator : torch.Generator, optional
@@ -83,7 +81,6 @@ def distill(
     Hinton, Vinyals & Dean, "Distilling the knowledge in a neural network", arXiv:1503.02531 (2015).
     """
     check_trainer(trainer)
-    members: Sequence[Any] = getattr(la, "members", [la])
     peft_model = find_peft_model(la.model)
     if la.likelihood != "classification":
         raise ValueError(f"A student learns class probabilities, and {la.likelihood} has none.")
@@ -91,14 +88,19 @@ def distill(
         raise ValueError("The trainer has trained another model than that of the posterior.")
     folder = Path(trainer.args.output_dir)
     with restored(trainer), own_adapter_back(peft_model):
-        teacher = members[0].blocks[0].adapter
+        teacher = getattr(la, "members", [la])[0].blocks[0].adapter
         if peft_model.active_adapter != teacher:
             peft_model.set_adapter(teacher)
         add_fresh_adapter(peft_model, adapter_name)
-        _copy(peft_model, teacher, adapter_name)
-        texts = loader_of(trainer, trainer.train_dataset)
-        batches = _texts(la.model, texts, trainer, unlabelled, generator)
-        records = _taught(la, members, batches, progress_bar)
+        weights = dict(peft_model.named_parameters())
+        for name, weight in weights.items():
+            source = weights.get(name.replace(f".{adapter_name}", f".{teacher}"))
+            if f".{adapter_name}" in name and source is not None:
+                weight.data.copy_(source.data)
+        records = []
+        batches = _texts(la.model, trainer, unlabelled, generator)
+        for batch in tqdm.tqdm(batches, "[Teacher's probabilities]", disable=not progress_bar):
+            records += _taught(la, batch)
         _prepare(trainer, la.model)
         train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
@@ -106,87 +108,50 @@ def distill(
     return adapter_name
 
 
-def _copy(model: Any, teacher: str, student: str) -> None:
-    """Give an adapter another's weights and heads."""
-    weights = dict(model.named_parameters())
-    for name, weight in weights.items():
-        source = weights.get(name.replace(f".{student}", f".{teacher}"))
-        if f".{student}" in name and source is not None:
-            weight.data.copy_(source.data)
-
-
 def _texts(
-    model: LogitsModel,
-    texts: Iterable[Any],
-    trainer: Any,
-    unlabelled: Any,
-    generator: torch.Generator | None,
+    model: LogitsModel, trainer: Any, unlabelled: Any, generator: torch.Generator | None
 ) -> Iterator[Any]:
     """Batches without labels: training texts, and more."""
-    for _, batch in named_batches(texts):
-        yield model.inputs(batch)
+    if isinstance(unlabelled, str) and unlabelled != "swapped":
+        raise ValueError(f'unlabelled must be "swapped", texts or None, not {unlabelled!r}.')
+    batches = [model.inputs(b) for _, b in named_batches(loader_of(trainer, trainer.train_dataset))]
+    yield from batches
     if isinstance(unlabelled, str):
-        if unlabelled != "swapped":
-            raise ValueError(f'unlabelled must be "swapped", texts or None, not {unlabelled!r}.')
-        yield from _swapped(model, texts, generator or torch.Generator().manual_seed(0))
+        texts = [text for batch in batches if (text := model.text(batch)) is not None]
+        if not texts or model.transformer is None:
+            return  # what has no tokens
+        pairs = ((text["input_ids"], text.get("attention_mask")) for text in texts)
+        swap = Swapping(pairs, special_tokens(model.transformer))
+        generator = generator or torch.Generator().manual_seed(0)
+        for text in texts:
+            ids = swap(text["input_ids"], text.get("attention_mask"), generator)
+            yield {**text, "input_ids": ids}
     elif unlabelled is not None:
-        is_loader = isinstance(unlabelled, DataLoader)
-        for _, batch in named_batches(unlabelled if is_loader else loader_of(trainer, unlabelled)):
+        for _, batch in named_batches(loader_of(trainer, unlabelled)):
             yield model.inputs(batch)
 
 
-def _swapped(
-    model: LogitsModel, texts: Iterable[Any], generator: torch.Generator
-) -> Iterator[dict[str, Any]]:
-    """Copies of texts with swapped tokens; none of what has no tokens."""
-    batches = [text for _, batch in named_batches(texts) if (text := model.text(batch)) is not None]
-    if not batches or model.transformer is None:
-        return
-    pairs = ((text["input_ids"], text.get("attention_mask")) for text in batches)
-    swap = Swapping(pairs, special_tokens(model.transformer))
-    for text in batches:
-        ids = swap(text["input_ids"], text.get("attention_mask"), generator)
-        yield {**text, "input_ids": ids}
-
-
-def _taught(
-    la: Any, members: Sequence[Any], batches: Iterable[Any], progress_bar: bool
-) -> list[Record]:
-    """Each text with its teacher's probabilities."""
-    records = []
-    for batch in tqdm.tqdm(batches, "[Teacher's probabilities]", disable=not progress_bar):
-        probabilities = la(batch, link_approx="mean_field").detach()
-        if la.model.class_token_ids is not None:
-            others = torch.stack([_of_others(member.model, batch) for member in members]).mean(0)
-            probabilities = torch.cat([(1 - others) * probabilities, others], dim=1)
-        for record, row in zip(_rows(batch, la.model), probabilities.cpu(), strict=True):
-            records.append(record | {_TEACHER: row})
-    if not records:
-        raise ValueError("The trainer's data have no texts.")
-    return records
-
-
 @torch.no_grad()
-def _of_others(model: LogitsModel, batch: Any) -> torch.Tensor:
-    """Probability `(B, 1)` that a language model gives all tokens but the answers'."""
-    with model.prepared():
-        return model.log_probs(batch)[:, -1:].exp()
-
-
-def _rows(batch: Mapping[str, torch.Tensor], model: LogitsModel) -> Iterator[Record]:
-    """The texts of a batch, without padding and labels, in main memory."""
-    mask, labels = batch.get("attention_mask"), {model.dict_key_y, "label", "labels"}
-    tensors = {
-        k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor) and k not in labels
-    }
-    for row in range(len(next(iter(tensors.values())))):
-        real = slice(None) if mask is None or mask.ndim != 2 else mask[row].cpu().bool()
-        yield {
-            key: value[row][real]
-            if mask is not None and value.shape[:2] == mask.shape
-            else value[row]
-            for key, value in tensors.items()
-        }
+def _taught(la: Any, batch: Any) -> Iterator[Record]:
+    """A batch's texts without padding and labels, in main memory, with probabilities to learn."""
+    probabilities = la(batch, link_approx="mean_field")
+    if la.model.class_token_ids is not None:  # the tokens of all answers keep their share
+        log_p = []
+        for member in getattr(la, "members", [la]):
+            with member.model.prepared():
+                log_p.append(member.model.log_probs(batch))
+        others = torch.stack(log_p)[..., -1:].exp().mean(0)
+        probabilities = torch.cat([(1 - others) * probabilities, others], dim=1)
+    mask, labels = batch.get("attention_mask"), {la.model.dict_key_y, "label", "labels"}
+    for row, targets in enumerate(probabilities.cpu()):
+        record = {_TEACHER: targets}
+        for key, value in batch.items():
+            if isinstance(value, torch.Tensor) and key not in labels:
+                value = value[row]
+                if mask is not None and value.shape[:1] == mask[row].shape:
+                    value = value[mask[row].bool()]  # without padding
+                record[key] = value.cpu()
+        yield record
 
 
 def _prepare(trainer: Any, model: LogitsModel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -14,25 +14,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
-from laplace_lora_ext.training.examples import in_order
+from laplace_lora_ext.processes.shards import in_order
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse a trainer that can't train again on some of its examples.
-
-    Raises
-    ------
-    ValueError
-        If it has no training data, or data without a length, makes its own model, or was given an
-        optimizer.
-    """
-    if trainer.train_dataset is None:
-        raise ValueError("The trainer has no training data: give it a train_dataset.")
-    if not isinstance(trainer.train_dataset, Sized):
-        raise ValueError(
-            "The trainer's train_dataset has no length, so that it can't be divided: pass a data "
-            "set that has one."
-        )
+    """Refuse a trainer that can't train again as it has trained, by a `ValueError`."""
     if trainer.model_init is not None:
         raise ValueError("The trainer's model_init makes a new model in each training: pass model.")
     if trainer.optimizer is not None and not trainer.state.global_step:
@@ -42,20 +28,10 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
-def whole_loader(trainer: Any) -> DataLoader:
-    """All training examples of a trainer, as rows of its data set; each process gets its share."""
-    return in_order(trainer.train_dataset, DataLoader(trainer.train_dataset))
-
-
 def loader_of(trainer: Any, examples: Any) -> DataLoader:
     """A trainer's batches of some examples, each once and in order.
 
     They have the columns and the collator of training, and the batch size of evaluation.
-
-    Raises
-    ------
-    ValueError
-        If the trainer reads other data than its `train_dataset`.
     """
     before = trainer.train_dataset
     trainer.train_dataset = examples
@@ -69,10 +45,7 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
             "The trainer can't train on some of its examples: its get_train_dataloader must read "
             "self.train_dataset."
         )
-    size = trainer.args.per_device_eval_batch_size
-    return in_order(
-        made.dataset, DataLoader(made.dataset, batch_size=size, collate_fn=made.collate_fn)
-    )
+    return in_order(made.dataset, trainer.args.per_device_eval_batch_size, made.collate_fn)
 
 
 def train(
@@ -84,22 +57,20 @@ def train(
 ) -> None:
     """Train a trainer's model with an optimizer and a schedule of their own.
 
-    Parameters
-    ----------
-    trainer : transformers.Trainer
-        its arguments and data are the user's again afterwards, also after an error
-    examples : Dataset
-        some of its training data
-    share_of_steps : float
-        how many steps to take, relative to a training on all its data
-    folder : Path
-        for checkpoints
-    checkpoint : Path, optional
-        where to go on
+    It trains on some of its training data, for a share of the steps of a training on all of them,
+    with checkpoints in a folder; one of these is where to go on. Its arguments and data are the
+    user's again afterwards, also after an error.
     """
     args, data = trainer.args, trainer.train_dataset
-    trainer.args = _shortened(args, share_of_steps, len(data) / len(examples))
+    trainer.args = copy(args)
     trainer.args.output_dir = str(folder)
+    if args.max_steps > 0:
+        trainer.args.max_steps = max(1, round(share_of_steps * args.max_steps))
+    else:
+        epochs = share_of_steps * len(data) / len(examples) * args.num_train_epochs
+        trainer.args.num_train_epochs = round(epochs, 9)  # rounding errors would add a step
+    if args.warmup_steps >= 1:  # below 1 it is a share
+        trainer.args.warmup_steps = round(share_of_steps * args.warmup_steps)
     trainer.train_dataset = examples
     trainer.optimizer = trainer.lr_scheduler = None
     trainer.model_wrapped = trainer.model  # a wrapper knows the weights that were trained before
@@ -112,19 +83,6 @@ def train(
     adapter: Any = model.active_adapter
     if args.load_best_model_at_end and best is not None and adapter != "default":
         read_adapter(model, adapter, Path(best))  # the trainer has read "default"
-
-
-def _shortened(args: Any, share_of_steps: float, fewer: float) -> Any:
-    """A copy of training arguments for a share of their steps, on data smaller by a factor."""
-    args = copy(args)
-    if args.max_steps > 0:
-        args.max_steps = max(1, round(share_of_steps * args.max_steps))
-    else:
-        # Rounding errors would make one more step.
-        args.num_train_epochs = round(share_of_steps * fewer * args.num_train_epochs, 9)
-    if args.warmup_steps >= 1:  # below 1 it is a share
-        args.warmup_steps = round(share_of_steps * args.warmup_steps)
-    return args
 
 
 @contextmanager

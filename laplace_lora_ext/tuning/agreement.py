@@ -19,8 +19,7 @@ from laplace_lora_ext.predictive.glm import predictive_distribution
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, of_first
-from laplace_lora_ext.processes.shards import Share, data_size, examples_of
-from laplace_lora_ext.training.examples import chosen, in_order
+from laplace_lora_ext.processes.shards import Share, chosen, data_size, examples_of, in_order_like
 from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod, draw_seed
 
 _CHUNK = 2**22  # numbers that are sampled at once
@@ -121,7 +120,7 @@ class Agreement(TuningMethod):
             return loader
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
         some = examples[order[: self.max_examples]].tolist()
-        return in_order(chosen(loader.dataset, some), loader)
+        return in_order_like(loader, chosen(loader.dataset, some))
 
 
 def check_max_change(max_change: float) -> None:

@@ -20,8 +20,8 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import flattened
-from laplace_lora_ext.training.examples import divided, in_order
-from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored, whole_loader
+from laplace_lora_ext.processes.shards import divided, in_order, in_order_like
+from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
@@ -136,11 +136,11 @@ class SecondTraining(TuningMethod):
             assert self.train_loader is not None
             return self.train_loader
         check_trainer(self.trainer)
-        return whole_loader(self.trainer)
+        return in_order(self.trainer.train_dataset, 1)
 
     def _batches(self, examples: Any, like: DataLoader) -> DataLoader:
         if self.trainer is None:
-            return in_order(examples, like)
+            return in_order_like(like, examples)
         return loader_of(self.trainer, examples)
 
     def _other(self, la: Posterior, part: Dataset, number: int) -> Any:

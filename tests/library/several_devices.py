@@ -12,7 +12,6 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from laplace.curvature import AsdlGGN
-from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import nn
 
 from tests.support.devices import NAME, install
@@ -141,14 +140,6 @@ def test_a_posterior_follows_layers_to_several_devices(structure):
     found = predictions(la, X)
     assert {str(value.device) for value in found.values()} == {FIRST}
     assert_equal(found, expected)
-
-
-def test_backends_of_the_host_are_refused():
-    model = spread((SECOND, CPU, SECOND))
-    message = "CurvlinopsGGN needs the model on one device, not on cpu, pretended:1: .*lowrank_kron"
-    for structure in ("kron", "diag", "full"):
-        with pytest.raises(NotImplementedError, match=message):
-            make(model, structure, backend=CurvlinopsGGN).fit(pairs(2))
 
 
 def dispatched(first: str, second: str) -> nn.Module:

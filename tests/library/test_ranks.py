@@ -76,7 +76,7 @@ def test_without_a_generator_ranks_choose_alike_too():
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [None, {}, {"even_batches": False}, {"dispatch_batches": True}])
+@pytest.mark.parametrize("options", [None, {}, {"even_batches": False}])
 def test_fits_and_statistics_are_those_of_one_process_in_the_order_of_the_data(options):
     def facts(loader):
         la = make(lora_model("bert"), backend_kwargs={"rank": 100})

@@ -84,17 +84,3 @@ def test_no_rank_waits_longer_than_the_time_limit_for_another():
     started = time.perf_counter()
     assert failures(on_ranks(job, 2, time_limit=1))
     assert time.perf_counter() - started < 30
-
-
-def test_one_generator_gives_the_same_numbers_to_all():
-    def job(rank):
-        torch.manual_seed(rank)
-        generator = exchange.one_generator(None)
-        assert generator is not None
-        return torch.randn(3, generator=generator)
-
-    first, second = on_ranks(job, 2)
-    assert torch.equal(first, second)
-    own = torch.Generator()
-    assert exchange.one_generator(own) is own
-    assert exchange.one_generator(None) is None

@@ -54,7 +54,6 @@ LOADERS = {
     "Accelerate, shuffled": lambda *a: prepared(*a, shuffle=True),
     "Accelerate, uneven": lambda *a: prepared(*a, even_batches=False),
     "Accelerate, split": lambda *a: prepared(*a, batch_size=6, split_batches=True),
-    "Accelerate, handed out": lambda *a: prepared(*a, dispatch_batches=True),
     "Accelerate, batches of many sizes": by_batches,
     "in order": lambda rank, world, n: in_order(torch.arange(n), 2, None),
 }
@@ -134,8 +133,8 @@ REFUSED = {
     "repeats examples of an iterable": lambda rank: accelerated(
         rank, 2, DataLoader(Stream(), batch_size=2), dispatch_batches=False
     ),
-    "repeats examples of an  iterable": lambda rank: accelerated(
-        rank, 2, DataLoader(Stream(), batch_size=2), dispatch_batches=True
+    "repeats examples of an iterable data set, and": lambda rank: accelerated(
+        rank, 2, numbered(4), dispatch_batches=True
     ),
     "among 4 processes, and there are 2": lambda rank: strided(
         rank, 4, 8, num_replicas=4, rank=rank
@@ -157,7 +156,7 @@ def test_what_would_count_twice_is_refused(message):
         joined(places, (values,))
 
     for error in failures(on_ranks(job, 2)):
-        assert message.replace("  ", " ") in error
+        assert message in error
 
 
 def test_a_rank_without_data_or_labels():

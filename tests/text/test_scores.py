@@ -35,7 +35,7 @@ def test_scores_are_what_they_are_defined_as():
         entropy(p.mean(0)) - entropy(p).mean(0),
         of_label.log().std(0, correction=0),
     )
-    for name, numbers in vars(expected).items():
+    for name, numbers in expected._asdict().items():
         of_tokens = getattr(found.tokens, name)
         torch.testing.assert_close(of_tokens[LABELLED], numbers)
         assert (of_tokens[~LABELLED] == 0).all()

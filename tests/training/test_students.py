@@ -7,59 +7,37 @@ import warnings
 import pytest
 import torch
 from peft import PeftModel
-from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from laplace_lora_ext import LaplaceMixture
 from tests.support.models import base_model, lora_model, ragged_batches
 from tests.support.posteriors import make
 from tests.support.snapshots import Snapshot
-
-LENGTHS = (7, 4, 5, 6) * 4
-
-
-class Texts(Dataset):
-    """Sixteen padded texts."""
-
-    def __init__(self, seed: int = 1) -> None:
-        (self.batch,) = ragged_batches(lengths=LENGTHS, batch_size=16, seed=seed)
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {key: value[index] for key, value in self.batch.items()}
+from tests.support.trainers import Stop, Watch, trainer_of
 
 
-def collate(examples):
-    return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+def texts(seed=1):
+    """Sixteen padded texts, as a batch."""
+    (batch,) = ragged_batches(lengths=(7, 4, 5, 6) * 4, batch_size=16, seed=seed)
+    return batch
 
 
-def case(tmp_path, kind="bert", *callbacks, adapter="default", likelihood="classification", **how):
+def rows(batch):
+    return [{key: value[row] for key, value in batch.items()} for row in range(16)]
+
+
+def case(tmp_path, kind="bert", *callbacks, likelihood="classification"):
     """A broad posterior around a model that is sure of itself, and its trainer."""
     n_labels = 1 if likelihood == "regression" else 3
     model = lora_model(kind, torch.float32, n_labels=n_labels)
     head = model.base_model.model
     head = head.classifier.modules_to_save["default"] if kind == "bert" else head.lm_head
     head.weight.data *= 8
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=5,
-        max_steps=400,
-        learning_rate=5e-3,
-        lr_scheduler_type="constant",
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        logging_strategy="no",
-        **how,
-    )
-    trainer = Trainer(model, arguments, collate, Texts(), callbacks=list(callbacks))
+    settings = {"max_steps": 400, "learning_rate": 5e-3, "lr_scheduler_type": "constant"}
+    settings |= {"per_device_train_batch_size": 8, "save_strategy": "no", "logging_strategy": "no"}
+    trainer = trainer_of(tmp_path, *callbacks, model=model, data=rows(texts()), **settings)
     answers = {} if kind == "bert" else {"class_token_ids": [3, 11, 25]}
     la = make(model, likelihood=likelihood, **answers)
-    batch = Texts().batch
+    batch = texts()
     la.fit([batch | {"labels": batch["labels"].float()} if likelihood == "regression" else batch])
     la.prior_precision = 1e-4 if kind == "bert" else 1e-7
     return la, trainer
@@ -85,7 +63,7 @@ def divergence(targets, log_p):
 
 def test_its_own_probabilities_are_the_posteriors(tmp_path):
     la, trainer = case(tmp_path)
-    batch = Texts().batch
+    batch = texts()
     targets = la(batch, link_approx="mean_field")
     of_map = divergence(targets, log_probs(trainer.model, batch))
     assert of_map > 0.1
@@ -110,7 +88,7 @@ def test_its_own_probabilities_are_the_posteriors(tmp_path):
 
 def test_answers_share_the_probability_that_the_model_gives_them(tmp_path):
     la, trainer = case(tmp_path, "gpt2")
-    batch, ids = Texts().batch, la.model.class_token_ids
+    batch, ids = texts(), la.model.class_token_ids
     last = batch["attention_mask"].sum(1) - 1
     rows = torch.arange(len(last))
     before = log_probs(trainer.model, batch)[rows, last].exp()
@@ -125,36 +103,24 @@ def test_answers_share_the_probability_that_the_model_gives_them(tmp_path):
     assert divergence(targets, found) < 0.3 * of_map
 
 
-class Seen(TrainerCallback):
-    """The data of each training that begins."""
-
-    def __init__(self) -> None:
-        self.data: list = []
-
-    def on_train_begin(self, args, state, control, train_dataloader=None, **_):
-        self.data.append((train_dataloader.dataset, state.max_steps))
-
-
 def test_it_learns_from_training_texts_and_copies_with_swapped_tokens(tmp_path):
-    seen = Seen()
+    seen = Watch()
     la, trainer = case(tmp_path, "bert", seen)
-    texts = [row["input_ids"][row["attention_mask"].bool()] for row in Texts()]
-    more = [{k: v for k, v in text.items() if k != "labels"} for text in Texts(2)]
+    own = [row["input_ids"][row["attention_mask"].bool()] for row in rows(texts())]
+    more = [{k: v for k, v in text.items() if k != "labels"} for text in rows(texts(2))]
     for number, unlabelled in enumerate((None, "swapped", more)):
         la.distill(trainer, unlabelled, f"student_{number}")
-    (alone, steps), (swapped, _), (with_more, _) = seen.data
-    assert steps == 120  # 30 % of the training's
+    alone, swapped, with_more = seen.data
+    assert len(seen.steps[0]) == 120  # 30 % of the training's
     assert [len(alone), len(swapped), len(with_more)] == [16, 32, 32]
     for records in (alone, swapped, with_more):
-        assert all(
-            torch.equal(r["input_ids"], text) for r, text in zip(records, texts, strict=False)
-        )
-    pool = set(torch.cat(texts).tolist())
-    for record, text in zip(swapped[16:], texts, strict=True):
+        assert all(torch.equal(r["input_ids"], text) for r, text in zip(records, own, strict=False))
+    pool = set(torch.cat(own).tolist())
+    for record, text in zip(swapped[16:], own, strict=True):
         changed = record["input_ids"] != text
         assert 0 <= changed.sum() <= round(0.3 * len(text))
         assert set(record["input_ids"].tolist()) <= pool
-    assert any(not torch.equal(r["input_ids"], t) for r, t in zip(swapped[16:], texts, strict=True))
+    assert any(not torch.equal(r["input_ids"], t) for r, t in zip(swapped[16:], own, strict=True))
 
 
 def test_a_mixture_teaches_its_mean(tmp_path):
@@ -166,17 +132,12 @@ def test_a_mixture_teaches_its_mean(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the other adapter is untrained
         other = make(trainer.model)
-        other.fit([Texts().batch])
+        other.fit([texts()])
     trainer.model.set_adapter("default")
-    mixture, batch = LaplaceMixture([la, other]), Texts().batch
+    mixture, batch = LaplaceMixture([la, other]), texts()
     targets = mixture(batch, link_approx="mean_field")
     trainer.model.set_adapter(mixture.distill(trainer))
     assert divergence(targets, log_probs(trainer.model, batch)) < 0.1
-
-
-class Stops(TrainerCallback):
-    def on_step_end(self, *_, **__):
-        raise KeyboardInterrupt
 
 
 REFUSED = {
@@ -186,9 +147,9 @@ REFUSED = {
 
 
 def test_what_fails_leaves_nothing_behind(tmp_path):
-    la, trainer = case(tmp_path, "bert", Stops())
+    la, trainer = case(tmp_path, "bert", Stop(2))
     before, of_trainer = Snapshot(trainer.model), dict(vars(trainer))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError, match="killed"):
         la.distill(trainer)
     for message, options in REFUSED.items():
         with pytest.raises(ValueError, match=message):

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
 
 from laplace_lora_ext import GridSearch, SecondTraining, ValGD
-from laplace_lora_ext.training.examples import divided
+from laplace_lora_ext.processes.shards import divided
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, another_training, fitted, generator, make
 from tests.support.ranks import Texts, failures, on_ranks, strided_loader
