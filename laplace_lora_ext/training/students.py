@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 import tqdm
+from torch import nn
 from torch.nn.functional import kl_div
 from torch.nn.utils.rnn import pad_sequence
 
@@ -44,9 +46,10 @@ def distill(
 
     The student begins as a copy of the posterior's adapter, on the same base model. The trainer
     trains it on the posterior's probabilities (link "mean_field") of the training texts and of
-    texts without labels, by the Kullback-Leibler divergence, for 30 % of the training's steps. What
-    comes of it is a LoRA adapter like any other, to be merged, quantised and served without this
-    library: `model.set_adapter(name)`.
+    texts without labels, by the Kullback-Leibler divergence, for 30 % of the training's steps and
+    without dropout, which would blur what is smooth already. What comes of it is a LoRA adapter
+    like any other, to be merged, quantised and served without this library:
+    `model.set_adapter(name)`.
 
     With `class_token_ids`, the answers' tokens share the probability that the trained model gives
     them all together, so that greedy decoding still answers.
@@ -102,10 +105,24 @@ def distill(
         for batch in tqdm.tqdm(batches, "[Teacher's probabilities]", disable=not progress_bar):
             records += _taught(la, batch)
         _prepare(trainer, la.model)
-        train(trainer, records, STEPS, folder / adapter_name)
+        with _without_dropout(peft_model):
+            train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             write_adapter(peft_model, adapter_name, {}, folder)
     return adapter_name
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    rates = [module.p for module in dropouts]
+    for module in dropouts:
+        module.p = 0.0
+    try:
+        yield
+    finally:
+        for module, rate in zip(dropouts, rates, strict=True):
+            module.p = rate
 
 
 def _texts(

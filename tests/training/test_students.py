@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
 from peft import PeftModel
+from transformers import TrainerCallback
 
 from laplace_lora_ext import LaplaceMixture
 from tests.support.models import base_model, lora_model, ragged_batches
@@ -121,6 +123,22 @@ def test_it_learns_from_training_texts_and_copies_with_swapped_tokens(tmp_path):
         assert 0 <= changed.sum() <= round(0.3 * len(text))
         assert set(record["input_ids"].tolist()) <= pool
     assert any(not torch.equal(r["input_ids"], t) for r, t in zip(swapped[16:], own, strict=True))
+
+
+def test_it_learns_without_dropout(tmp_path):
+    class Rates(TrainerCallback):
+        found: ClassVar[set[float]] = set()
+
+        def on_step_begin(self, *_, model, **__):
+            self.found.update(m.p for m in model.modules() if isinstance(m, torch.nn.Dropout))
+
+    la, trainer = case(tmp_path, "bert", Rates())
+    own = [m for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)]
+    before = [m.p for m in own]
+    la.distill(trainer)
+    assert max(before) > 0
+    assert Rates.found == {0.0}
+    assert [m.p for m in own] == before
 
 
 def test_a_mixture_teaches_its_mean(tmp_path):
