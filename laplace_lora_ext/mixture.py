@@ -62,7 +62,8 @@ class LaplaceMixture:
     Raises
     ------
     ValueError
-        If there are fewer than two members, or they differ in their likelihood or their outputs.
+        If there are fewer than two members, or they differ in their likelihood, their outputs or
+        their base model.
     AttributeError, RuntimeError
         If one has no fit, or its model has changed since.
 
@@ -84,6 +85,15 @@ class LaplaceMixture:
             raise ValueError(
                 f"The members differ in likelihood, n_outputs or class_token_ids: {facts}."
             )
+        first, *others = map(_base_weights, self.members)
+        for number, other in enumerate(others, 1):
+            common = first.keys() & other.keys()
+            same = {name for name in common if first[name].equals(other[name])}
+            if differing := sorted((first.keys() | other.keys()) - same):
+                raise ValueError(
+                    f"Members 0 and {number} have other base models, as {differing[0]} shows: mix "
+                    "adapters of one base model."
+                )
         self._priors = tuple(member.prior_precision.detach() for member in self.members)
         self._factor = torch.ones(1)
 
@@ -265,3 +275,8 @@ class LaplaceMixture:
         """Each member and what it predicts: the whole batch, or its own moments."""
         parts = x.members if isinstance(x, MixtureMoments) else [x] * len(self)
         return zip(self.members, parts, strict=True)
+
+
+def _base_weights(member: Any) -> dict[str, Any]:
+    weights, adapters = member._fitted.weights.items(), (".lora_", ".modules_to_save")
+    return {name: weight for name, weight in weights if not any(a in name for a in adapters)}

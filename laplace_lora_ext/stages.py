@@ -16,7 +16,7 @@ from transformers import set_seed
 
 from laplace_lora_ext.callback import eval_figures
 from laplace_lora_ext.laplace import Laplace
-from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.messages import check_counts, naming
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.adapters import (
     active_again,
@@ -26,8 +26,9 @@ from laplace_lora_ext.models.adapters import (
     read_adapter,
     write_adapter,
 )
+from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import find_transformer
-from laplace_lora_ext.processes.exchange import of_first
+from laplace_lora_ext.processes.exchange import gathered, of_first, together
 from laplace_lora_ext.processes.shards import divided, in_order, in_order_like, taken
 from laplace_lora_ext.training.trainers import (
     check_trainer,
@@ -101,8 +102,8 @@ def train_in_stages(
     Raises
     ------
     ValueError
-        Before any training: if the trainer or its data can't be divided, or the model or a batch
-        does not suit the likelihood.
+        Before any training: if the trainer or its data can't be divided, a class would be without
+        texts, or the model or a batch does not suit the likelihood.
     """
     check_trainer(trainer)
     options |= {"likelihood": likelihood or _likelihood(trainer, options)}
@@ -221,6 +222,8 @@ def _in_stages(
         warnings.simplefilter("ignore")
         la: Any = Laplace(model, **options)
         la.fit(list(islice(batches_of(rest), 1)))
+        if not la.trained_likelihood.is_gaussian and la.likelihood != "language_modeling":
+            _check_classes(la, batches_of(rest), validation)
     with own_adapter_back(model):
         actives = [active_again(model)]
         for number in range(1, members):
@@ -244,6 +247,22 @@ def _in_stages(
             seconds.append(fitted(everything))
             seconds[-1].prior_precision = of_first_stage.prior_precision.detach().clone()
     return seconds[0] if members == 1 else LaplaceMixture(seconds), history
+
+
+def _check_classes(la: Any, first: DataLoader, validation: DataLoader) -> None:
+    """Refuse to hold out all examples of a class."""
+    found: list[set[Any]] = [set(), set()]
+    with together():
+        for labels, loader in zip(found, (first, validation), strict=True):
+            for name, batch in named_batches(loader):
+                with naming(name):
+                    labels.update(la.model.split(batch)[1].flatten().tolist())
+        in_first, in_held = (set().union(*gathered(labels)) for labels in found)
+    if lost := sorted(in_held - in_first):
+        raise ValueError(
+            f"The first stage would train without any example of the classes {lost}, which are all "
+            "held out: hold out a smaller share, or others with another seed."
+        )
 
 
 def _likelihood(trainer: Any, options: dict[str, Any]) -> str | None:

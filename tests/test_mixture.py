@@ -228,6 +228,12 @@ def with_other(change):
     return [first, second]
 
 
+def other_base():
+    model = lora_model("bert")
+    model.get_base_model().bert.pooler.dense.bias.data += 0.1
+    return fitted(model=model)
+
+
 def answering(*tokens):
     la = make(lora_model("gpt2"), class_token_ids=tokens)
     la.fit(ragged_batches())
@@ -240,6 +246,7 @@ REFUSED = {
     "n_outputs.* 3,.* 4,": lambda: [fitted(), fitted(model=lora_model("bert", n_labels=4))],
     "differ in likelihood": lambda: [plain_regression(3)[0], fitted()],
     r"1, 2, 3.*3, 2, 1": lambda: [answering(1, 2, 3), answering(3, 2, 1)],
+    "other base models, as .*pooler": lambda: [fitted(), other_base()],
     "no longer in the model: .*second": lambda: with_other(
         lambda la: la.model.model.delete_adapter("second")
     ),

@@ -192,10 +192,12 @@ POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
+        ({"train_dataset": None}, {}, "has a length"),
         ({"train_dataset": Endless()}, {}, "has a length"),
         ({"model_init": lambda: None}, {}, "model_init makes a new model"),
         ({"optimizer": object()}, {}, "was given an optimizer"),
         ({"get_train_dataloader": lambda: DataLoader(Texts(N))}, {}, "must read self.train_data"),
+        ({"train_dataset": of_two_classes(HELD.indices[0])}, {}, r"of the classes \[2\]"),
         ({"train_dataset": [t | {"position_ids": POSITIONS} for t in Texts(N)]}, {}, "packed"),
         ({}, {"held_out": 1.0}, "between 0 and 1"),
         ({}, {"held_out": 0.01}, "too few"),

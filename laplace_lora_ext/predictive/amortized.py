@@ -25,6 +25,7 @@ PENALTIES = torch.logspace(-10, 1, 23, dtype=torch.float64)
 """Penalties to choose from, in units of the largest squared singular value of the features."""
 
 _MARGIN = math.log(2)
+_COMPONENTS = 64  # all there are up to ten classes
 _OF_POSTERIOR = {"prior_precision", "curvature_scale"}
 _SWAPPED = "swapped"
 
@@ -35,7 +36,7 @@ class LearntVariance:
 
     Beside the C logits stands a last number f_0, which is always 0. For each two of them
 
-        log Var(f_j - f_k) = b_jk + ((x - mean) / scale) w_jk
+        log Var(f_j - f_k) = b_jk + ((x - mean) / scale) W c_jk
 
     by ridge regression, at most a factor of 2 beyond the variances that it has learnt from. From
     these differences follows the covariance of the logits.
@@ -45,7 +46,9 @@ class LearntVariance:
     mean, scale : torch.Tensor
         `(p,)` mean and standard deviation of the features
     weights : torch.Tensor
-        `(p, P)`, the w of the P = C (C + 1) / 2 pairs
+        `(p, q)`, W
+    components : torch.Tensor
+        `(q, P)`, the c: the at most 64 leading principal components of the P = C (C + 1) / 2 pairs
     offset, lowest, highest : torch.Tensor
         `(P,)` mean logarithm of each variance (b), and the lowest and the highest of those learnt
     prior_precision, curvature_scale : torch.Tensor
@@ -61,6 +64,7 @@ class LearntVariance:
     mean: torch.Tensor
     scale: torch.Tensor
     weights: torch.Tensor
+    components: torch.Tensor
     offset: torch.Tensor
     lowest: torch.Tensor
     highest: torch.Tensor
@@ -89,10 +93,14 @@ class LearntVariance:
         # What does not vary says nothing, and rounding makes no feature.
         varies = scale > 1e-6 * X.abs().amax(0)
         scale = torch.where(varies, scale, torch.inf)
-        weights, errors = ridge((X - mean) / scale, Y - offset)
+        U, s, components = torch.linalg.svd(Y - offset, full_matrices=False)
+        scores = (U * s)[:, :_COMPONENTS]
+        components = components[:_COMPONENTS]
+        weights, residuals = ridge((X - mean) / scale, scores)
+        errors = Y - offset - (scores - residuals) @ components
         total = (Y - offset).square().sum()
         return cls(
-            *(mean, scale, weights, offset, Y.amin(0), Y.amax(0)),
+            *(mean, scale, weights, components, offset, Y.amin(0), Y.amax(0)),
             *(prior_precision.detach().cpu().clone(), curvature_scale.detach().cpu().clone()),
             1 - (errors.square().sum() / total.clamp_min(torch.finfo(X.dtype).tiny)).item(),
             errors.abs().mean().item(),
@@ -117,7 +125,8 @@ class LearntVariance:
         The variances of logits and of their differences are those learnt; as they need not fit
         together, the matrices may have negative eigenvalues.
         """
-        logs = self.offset + ((features - self.mean) / self.scale) @ self.weights
+        scores = ((features - self.mean) / self.scale) @ self.weights
+        logs = self.offset + scores @ self.components
         return covariances(logs.clamp(self.lowest - _MARGIN, self.highest + _MARGIN).exp())
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.processes.exchange import together
-from laplace_lora_ext.processes.shards import Share, joined, stacked
+from laplace_lora_ext.processes.shards import Share, in_order, joined, stacked
 
 Columns = tuple[torch.Tensor, ...]
 """Tensors with a row for each example."""
@@ -57,3 +58,23 @@ def over_loader(
     if of_all is None:
         raise ValueError("The loader has no data.")
     return of_all
+
+
+def over_data_set(
+    data: Any,
+    evaluate: Callable[[Any], Columns],
+    collate_fn: Callable[[Any], Any] | None,
+    batch_size: int,
+    description: str,
+    progress_bar: bool,
+) -> Columns:
+    """As `over_loader`, of a data set that all ranks share, its longest texts first."""
+    rows = (data[place] for place in range(len(data)))
+    lengths = [
+        len(row["input_ids"]) if isinstance(row, Mapping) and "input_ids" in row else 0
+        for row in rows
+    ]
+    order = torch.tensor(lengths).argsort(descending=True, stable=True)
+    loader = in_order(Subset(data, order.tolist()), batch_size, collate_fn)
+    columns = over_loader(loader, evaluate, description, progress_bar)
+    return tuple(column[order.argsort().to(column.device)] for column in columns)

@@ -11,7 +11,7 @@ import torch
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.amortized import amortized_moments
-from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predictive.data_sets import Columns, over_data_set, over_loader
 from laplace_lora_ext.predictive.glm import moments_for, predictive_distribution
 from laplace_lora_ext.predictive.links import own_links, shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import Moments
@@ -72,27 +72,32 @@ def predict(
     generator: torch.Generator | None = None,
     *,
     pred_type: str = "glm",
+    collate_fn: Callable[[Any], Any] | None = None,
+    batch_size: int = 32,
     progress_bar: bool = False,
 ) -> Prediction:
     """Class probabilities, and what else a decision needs, of a batch or of a whole data set.
 
     Parameters
     ----------
-    x : Mapping, torch.Tensor, Moments, DataLoader or iterable of batches
-        a batch as for a call; or a loader of batches with or without labels, whose examples come
-        back in its order. In a `torch.distributed` process group all ranks share a loader that
-        shows each rank's part, and must all call this; each gets all predictions
+    x : Mapping, torch.Tensor, Moments, DataLoader, iterable of batches, or data set
+        a batch as for a call; a loader of batches with or without labels; or a data set, such as
+        one of `datasets`, which is read with its longest texts first. Examples come back in their
+        own order. In a `torch.distributed` process group all ranks share a data set, or a loader
+        that shows each rank's part, and must all call this; each gets all predictions
     link_approx : {"mean_field", "probit", "mc"}
         link for the probabilities
     n_samples : int, default=1000
         draws of the logits, for entropies and variances
     generator : torch.Generator, optional
-        all batches of a loader get the same draws from it
+        all batches of a data set get the same draws from it
     pred_type : {"glm", "amortized"}
         by the linearised model, in a forward pass and C - 1 backward passes ("probit": C); or in
         one forward pass, with the variances that `la.amortize` has learnt
+    collate_fn, batch_size
+        for a data set: what makes a batch of its rows, and how many
     progress_bar : bool, default=False
-        over the batches of a loader
+        over batches
 
     Returns
     -------
@@ -117,7 +122,7 @@ def predict(
                 draws.append(softmax_samples(*moments, noise).exp())
         return Prediction.of_draws(torch.stack(found).mean(0), torch.cat(draws))
 
-    return Prediction(*_over(la, x, of_batch, link_approx, progress_bar))
+    return Prediction(*_over(la, x, of_batch, link_approx, collate_fn, batch_size, progress_bar))
 
 
 @exclusive
@@ -127,6 +132,8 @@ def predict_proba(
     link_approx: str = "mean_field",
     *,
     pred_type: str = "glm",
+    collate_fn: Callable[[Any], Any] | None = None,
+    batch_size: int = 32,
     progress_bar: bool = False,
 ) -> np.ndarray:
     """Class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
@@ -141,7 +148,7 @@ def predict_proba(
                 found.append(own_links(1000, torch.Generator())[link_approx](*moments).exp())
         return (torch.stack(found).mean(0),)
 
-    (probabilities,) = _over(la, x, of_batch, link_approx, progress_bar)
+    (probabilities,) = _over(la, x, of_batch, link_approx, collate_fn, batch_size, progress_bar)
     return probabilities.detach().cpu().numpy()
 
 
@@ -150,18 +157,27 @@ def _over(
     x: Any,
     of_batch: Callable[[Any], Columns],
     link_approx: str,
+    collate_fn: Callable[[Any], Any] | None,
+    batch_size: int,
     progress_bar: bool,
 ) -> Columns:
-    """What a function of inputs makes of a batch, or of all batches of a loader."""
+    """What a function of inputs makes of a batch, or of all batches of a data set."""
     if la.predicted_likelihood.is_gaussian:
         raise ValueError(f"{la.likelihood} predicts numbers: use la(x), for mean and variance.")
     links = own_links(1, None)
     if link_approx not in links:
         raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
-    if isinstance(x, Mapping | torch.Tensor | np.ndarray | tuple):
+    if isinstance(x, Mapping | torch.Tensor | np.ndarray | tuple) and collate_fn is None:
         return of_batch(x)
-    how = "[Predictions]", progress_bar, not Share(x).is_dealt
-    return over_loader(x, lambda batch: of_batch(la.model.inputs(batch)), *how)
+
+    def of_inputs(batch: Any) -> Columns:
+        return of_batch(la.model.inputs(batch))
+
+    is_data_set = hasattr(x, "__getitem__") and hasattr(x, "__len__") and not isinstance(x, list)
+    if is_data_set or collate_fn is not None:
+        how = collate_fn, batch_size, "[Predictions]", progress_bar
+        return over_data_set(x, of_inputs, *how)
+    return over_loader(x, of_inputs, "[Predictions]", progress_bar, not Share(x).is_dealt)
 
 
 def _moments_of_members(la: Any, x: Any, link_approx: str, pred_type: str) -> Iterator[Moments]:

@@ -78,7 +78,7 @@ def linear_in_features(n: int, n_outputs: int, seed: int) -> tuple[torch.Tensor,
     return X, X @ randn(7, n_pairs, seed=5) / 10 + randn(n_pairs, seed=6)
 
 
-@pytest.mark.parametrize("n_outputs", [1, 3, 12])
+@pytest.mark.parametrize("n_outputs", [1, 3, 12])  # of twelve, 64 components are kept of 78
 def test_what_is_linear_in_the_features_is_learnt_exactly(n_outputs):
     learnt = LearntVariance.of(*linear_in_features(60, n_outputs, seed=1), ONE, ONE)
     X, logs = linear_in_features(60, n_outputs, seed=2)
@@ -96,7 +96,7 @@ def test_it_says_how_good_it_is_on_examples_that_it_leaves_out():
     Y = X[:, :1] + randn(80, 3, seed=1)  # half of the variance can't be known
     learnt = LearntVariance.of(X, Y, ONE, ONE)
     X, Y = randn(20_000, 5, seed=2), randn(20_000, 3, seed=3)
-    errors = learnt.offset + (X - learnt.mean) / learnt.scale @ learnt.weights
+    errors = learnt.offset + (X - learnt.mean) / learnt.scale @ learnt.weights @ learnt.components
     errors = errors - X[:, :1] - Y
     assert abs(learnt.r_squared - (1 - errors.square().mean().item() / 2)) < 0.12
     assert abs(learnt.mean_error - errors.abs().mean().item()) < 0.1
@@ -137,3 +137,12 @@ def test_features_without_variance_play_no_part():
     torch.testing.assert_close(without.covariance(torch.ones(4, 3).double()), expected)
     with pytest.raises(ValueError, match="from 2 examples: give more"):
         LearntVariance.of(randn(2, 3), randn(2, 3), ONE, ONE)
+
+
+def test_150_classes_take_a_few_megabytes():
+    logs = torch.randn(100, 150 * 151 // 2, generator=generator())
+    learnt = LearntVariance.of(torch.randn(100, 384 + 150, generator=generator()), logs, ONE, ONE)
+    learnt = learnt.to(torch.device("cpu"), torch.float32)
+    tensors = [value for value in vars(learnt).values() if isinstance(value, torch.Tensor)]
+    assert sum(tensor.nbytes for tensor in tensors) < 4e6
+    assert learnt.covariance(torch.randn(2, 534)).shape == (2, 150, 150)

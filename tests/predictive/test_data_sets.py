@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datasets
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -11,7 +12,26 @@ from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted, generator
 from tests.support.ranks import Texts, accelerated, failures, on_ranks, strided_loader
 
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 LENGTHS = [2, 7, 4, 5, 7, 3, 6, 2, 7, 4, 1]
+
+
+def rows() -> list[dict]:
+    """Texts of several lengths without padding, as a tokenizer leaves them."""
+    examples = ragged_batches(lengths=LENGTHS, batch_size=1)
+    real = [(b["input_ids"][0][b["attention_mask"][0].bool()], b["labels"]) for b in examples]
+    return [{"input_ids": ids.tolist(), "labels": label.item()} for ids, label in real]
+
+
+def collate(records: list[dict]) -> dict[str, torch.Tensor]:
+    longest = max(len(record["input_ids"]) for record in records)
+    ids = [record["input_ids"] + [0] * (longest - len(record["input_ids"])) for record in records]
+    mask = [[1] * len(r["input_ids"]) + [0] * (longest - len(r["input_ids"])) for r in records]
+    return {
+        "input_ids": torch.tensor(ids),
+        "attention_mask": torch.tensor(mask),
+        "labels": torch.tensor([record["labels"] for record in records]),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -19,28 +39,54 @@ def la():
     return fitted()
 
 
-def predicted(la, data) -> Prediction:
-    return la.predict(data, n_samples=50, generator=generator())
+@pytest.fixture(scope="module")
+def expected(la) -> Prediction:
+    """One example at a time, in the data's order."""
+    alone = [la.predict(collate([row]), n_samples=50, generator=generator()) for row in rows()]
+    return Prediction(*map(torch.cat, zip(*alone, strict=True)))
 
 
+class Rows:
+    """A data set with indices and nothing else."""
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> dict:
+        return rows()[index]
+
+
+BATCHES = {"collate_fn": collate, "batch_size": 4}
 DATA = {
-    "DataLoader": lambda batches: DataLoader(batches, batch_size=None),
-    "list": list,
-    "generator": lambda batches: (batch for batch in batches),
+    "DataLoader": (lambda: DataLoader(Rows(), **BATCHES), {}),
+    "list of batches": (lambda: list(DataLoader(Rows(), **BATCHES)), {}),
+    "generator": (lambda: (collate([row]) for row in rows()), {}),
+    "datasets": (lambda: datasets.Dataset.from_list(rows()), BATCHES),
+    "indexed": (Rows, {"collate_fn": collate, "batch_size": 1}),
+    "list of rows": (rows, {"collate_fn": collate, "batch_size": 32}),
 }
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_data_are_predicted_in_their_order(la, kind, capsys):
-    alone = [predicted(la, one) for one in ragged_batches(lengths=LENGTHS, batch_size=1)]
-    expected = Prediction(*map(torch.cat, zip(*alone, strict=True)))
-    batches = ragged_batches(lengths=LENGTHS, batch_size=4)
-    found = predicted(la, DATA[kind](batches))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+def test_data_are_predicted_in_their_order(la, expected, kind, capsys):
+    make_data, how = DATA[kind]
+    found = la.predict(make_data(), n_samples=50, generator=generator(), **how)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
     assert not capsys.readouterr().err
-    proba = torch.from_numpy(la.predict_proba(DATA[kind](batches), progress_bar=True))
-    torch.testing.assert_close(proba, expected.probabilities, rtol=1e-9, atol=1e-11)
+    proba = torch.from_numpy(la.predict_proba(make_data(), progress_bar=True, **how))
+    torch.testing.assert_close(proba, expected.probabilities, **CLOSE)
     assert "[Predictions]: 100%" in capsys.readouterr().err or kind == "generator"
+
+
+def test_long_texts_come_first_and_little_is_padded(la):
+    shapes = []
+    handle = la.model.register_forward_pre_hook(
+        lambda _, args: shapes.append(tuple(args[0]["input_ids"].shape))
+    )
+    la.predict_proba(Rows(), collate_fn=collate, batch_size=4)
+    handle.remove()
+    assert shapes == [(4, 7), (4, 5), (3, 2)]
 
 
 def test_every_batch_gets_the_same_draws(la):
@@ -53,15 +99,24 @@ def test_every_batch_gets_the_same_draws(la):
     assert (proba[:8] == proba[8:]).all()
 
 
-def test_ranks_share_a_divided_loader(la):
-    expected = predicted(la, strided_loader(11))
-    for loader in (
-        lambda _: strided_loader(11),
-        lambda rank: accelerated(rank, 3, DataLoader(Texts(11), batch_size=2)),
-    ):
-        for result in on_ranks(lambda rank, loader=loader: predicted(la, loader(rank)), 3):
+def test_ranks_share_a_data_set_and_a_sharded_loader(la):
+    def predicted(data, **how):
+        return la.predict(data, n_samples=5, generator=generator(), **how)
+
+    def of_rows(_):
+        return predicted(rows(), collate_fn=collate, batch_size=2)
+
+    def strided(_):
+        return predicted(strided_loader(11))
+
+    def prepared(rank):
+        return predicted(accelerated(rank, 3, DataLoader(Texts(11), batch_size=2)))
+
+    for job, one in ((of_rows, of_rows(0)), (strided, strided(0)), (prepared, strided(0))):
+        for result in on_ranks(job, 3):
             assert not isinstance(result, Exception), result
-            torch.testing.assert_close(result, expected, rtol=1e-7, atol=1e-10)
+            for found, expected in zip(result, one, strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-10)
 
 
 def test_a_rank_may_predict_batches_alone_and_its_error_in_shared_data_is_everyones(la):
@@ -72,9 +127,10 @@ def test_a_rank_may_predict_batches_alone_and_its_error_in_shared_data_is_everyo
     assert second is None
 
     def job(rank):
+        data = [{"input_ids": [3, 4], "labels": 0}, {"input_ids": [5], "labels": 0}]
         if rank:
             la.blocks[0].weight.data.fill_(torch.nan)
-        return la.predict_proba(strided_loader(2))
+        return la.predict_proba(data, collate_fn=collate, batch_size=1)
 
     first, second = failures(on_ranks(job, 2))
     assert "Rank 1 failed" in first
