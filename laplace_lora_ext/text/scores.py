@@ -121,6 +121,8 @@ def draws_of(
     la: Any, n_samples: int, generator: torch.Generator | None
 ) -> Iterator[tuple[Any, Values]]:
     """Draws, each with the posterior that it is from; of a mixture, divided among the members."""
+    if n_samples < 0:
+        raise ValueError(f"n_samples must be 0 or more, not {n_samples}.")
     members = members_of(la)
     for place, member in enumerate(members):
         own = (n_samples + len(members) - 1 - place) // len(members)
