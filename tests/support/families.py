@@ -17,12 +17,9 @@ from torch import nn
 from tests.support.family_examples import (
     IMAGE_TOKEN,
     Example,
-    of_frames,
     of_images,
     of_images_and_prompts,
     of_images_in_texts,
-    of_large_images,
-    of_larger_images,
     of_patches_in_texts,
     of_spectra,
     of_texts,
@@ -86,24 +83,10 @@ _QWEN_VISION = {
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's models are made of, and what is expected of them.
+    """What a family's models are made of, and what is expected of each column, if not "exact".
 
-    Attributes
-    ----------
-    config : str
-        class of its configuration, without "Config"
-    settings : mapping
-        of the configuration
-    classifier, language_model : str or None
-        classes of models
-    outcomes : mapping
-        from a column to what is expected, "exact" if omitted
-    examples : callable
-        makes so many examples, each a batch of one without padding
-    targets : str or list of str
-        modules that get an adapter
-    dtype : torch.dtype
-        float32 where the model's own attention masks overflow in float64
+    Models and configuration are classes of transformers, `config` without "Config". The data type
+    is float32 where the model's own attention masks overflow in float64.
     """
 
     config: str
@@ -263,10 +246,7 @@ FAMILIES = {
         "Qwen2Moe", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 6}, *_BOTH
     ),
     "Qwen3-MoE": _family(
-        "Qwen3Moe",
-        {**_GROUPED, **_EXPERTS},
-        *_BOTH,
-        outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS),
+        "Qwen3Moe", {**_GROUPED, **_EXPERTS}, *_BOTH, outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS)
     ),
     "DeepSeek-V3": _family(
         "DeepseekV3",
@@ -275,9 +255,7 @@ FAMILIES = {
         outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS),
     ),
     "GPT-OSS": _family(
-        "GptOss",
-        {**_DECODER, "num_local_experts": 3, "num_experts_per_tok": 2},
-        *_BOTH,
+        "GptOss", {**_DECODER, "num_local_experts": 3, "num_experts_per_tok": 2}, *_BOTH
     ),
     "ViT": _family("ViT", _IMAGE, "ForImageClassification", examples=of_images),
     "Swin": _family(
@@ -287,7 +265,7 @@ FAMILIES = {
             **{"embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2]},
         },
         "ForImageClassification",
-        examples=of_large_images,
+        examples=lambda n: of_images(n, 3, 16, 16),
     ),
     "MobileViT": _family(
         "MobileViT",
@@ -296,11 +274,14 @@ FAMILIES = {
             **{"num_attention_heads": 2, "mlp_ratio": 1.0, "num_hidden_layers": 1},
         },
         "ForImageClassification",
-        examples=of_larger_images,
+        examples=lambda n: of_images(n, 3, 64, 64),
         targets=["query", "key", "value", "dense"],
     ),
     "TimeSformer": _family(
-        "Timesformer", {**_IMAGE, "num_frames": 2}, "ForVideoClassification", examples=of_frames
+        "Timesformer",
+        {**_IMAGE, "num_frames": 2},
+        "ForVideoClassification",
+        examples=lambda n: of_images(n, 2, 3, 8, 8),
     ),
     "Whisper": _family(
         "Whisper",

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.models import OfBatches, TwoLinear, lora_model, with_lora
+from tests.support.models import OfBatches, TwoLinear, lora_model, plain_model, with_lora
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -23,16 +23,9 @@ EXACT = "exact"
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, and what is expected of it.
+    """A model, and what is expected of it; `refusal` is a pattern of the error's message.
 
-    Attributes
-    ----------
-    model : callable
-        makes it; raises `ValueError` or `AttributeError` where an older PEFT or torch has no such
-        thing
-    outcome : str
-    refusal : str
-        a pattern of the error's message, where it is refused
+    An older PEFT or torch, which has no such thing, raises `ValueError` or `AttributeError`.
     """
 
     model: Callable[[], nn.Module]
@@ -47,10 +40,6 @@ class Kind:
 
 
 # --- adapters ------------------------------------------------------------------------------------
-
-
-def linear(**lora: Any) -> nn.Module:
-    return with_lora(TwoLinear(), "first", "second", **lora)
 
 
 def beside(layer: nn.Module, *targets: str, **lora: Any) -> nn.Module:
@@ -68,7 +57,7 @@ def experts() -> nn.Module:
 
 def with_dora() -> nn.Module:
     """Its magnitudes are not the norms that they begin with."""
-    model = linear(use_dora=True)
+    model = plain_model(use_dora=True)
     for name, parameter in model.named_parameters():
         if "magnitude" in name:
             parameter.data.mul_(torch.linspace(0.5, 2, len(parameter)).double())
@@ -77,14 +66,14 @@ def with_dora() -> nn.Module:
 
 def with_frozen_a(model: nn.Module | None = None) -> nn.Module:
     """As LoRA-FA trains."""
-    model = linear() if model is None else model
+    model = plain_model() if model is None else model
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     return model
 
 
 def with_bias() -> nn.Module:
-    model = linear(lora_bias=True)
+    model = plain_model(lora_bias=True)
     for name, parameter in model.named_parameters():
         if "lora_B" in name and "bias" in name:
             nn.init.normal_(parameter)
@@ -92,7 +81,7 @@ def with_bias() -> nn.Module:
 
 
 def with_inactive() -> nn.Module:
-    model = linear()
+    model = plain_model()
     inject_adapter_in_model(LoraConfig(r=3, target_modules=["first"]), model, "second")
     for layer in (model.first, model.second):
         layer.set_adapter("default")
@@ -106,7 +95,7 @@ def with_two_active() -> nn.Module:
 
 
 def merged() -> nn.Module:
-    model = linear()
+    model = plain_model()
     model.first.merge()
     return model
 
@@ -130,12 +119,12 @@ def _other(config: Callable[..., Any], refusal: str, **settings: Any) -> Kind:
 
 
 ADAPTERS = {
-    "LoRA": Kind(linear),
-    "rsLoRA": Kind(partial(linear, use_rslora=True)),
+    "LoRA": Kind(plain_model),
+    "rsLoRA": Kind(partial(plain_model, use_rslora=True)),
     "rank and alpha patterns": Kind(
-        partial(linear, rank_pattern={"first": 3}, alpha_pattern={"second": 1})
+        partial(plain_model, rank_pattern={"first": 3}, alpha_pattern={"second": 1})
     ),
-    "PiSSA, OLoRA and other beginnings": Kind(partial(linear, init_lora_weights="olora")),
+    "PiSSA, OLoRA and other beginnings": Kind(partial(plain_model, init_lora_weights="olora")),
     "LoRA with a bias": Kind(with_bias, "exact, the bias held"),
     "LoRA-FA": Kind(with_frozen_a, "exact, over B alone"),
     "DoRA": Kind(with_dora, "exact, the magnitude held"),
@@ -230,12 +219,7 @@ WRAPPERS = {
 class Precision:
     """Data types of a model, and how far its covariances may be from those of float64.
 
-    Attributes
-    ----------
-    base, lora : torch.dtype
-    bound : float
-        of the largest difference, relative to the largest number: twice what was measured
-    autocast : torch.dtype or None
+    The bound is relative to the largest number, and twice the largest difference measured.
     """
 
     base: torch.dtype
