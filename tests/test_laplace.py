@@ -4,25 +4,10 @@ import subprocess
 import sys
 import textwrap
 
-import laplace
 import pytest
 
 import laplace_lora_ext
-from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
 from tests.support.models import CLASS_TOKEN_IDS, TwoLinear, lora_model
-
-CLASSES = {
-    "lowrank_kron": laplace_lora_ext.LowRankKronLoRALaplace,
-    "kron": KronLoRALaplace,
-    "diag": DiagLoRALaplace,
-    "full": FullLoRALaplace,
-}
-
-
-@pytest.mark.parametrize("structure", CLASSES)
-def test_the_stock_factory_builds_each_structure(structure):
-    la = laplace.Laplace(lora_model("bert"), "classification", "lora", structure)
-    assert type(la) is CLASSES[structure]
 
 
 def test_nothing_stock_changes():

@@ -36,10 +36,7 @@ def test_fits_and_searches_warn_of_the_users_line(structure):
         la.optimize_prior_precision(n_steps=1)
         la.optimize_prior_precision(method="agreement", train_loader=[(X[:4], y[:4])])
         la.optimize_prior_precision(
-            method="gridsearch",
-            val_loader=[(X, y)],
-            loss=lambda *_: torch.tensor(1.0),
-            grid_size=2,
+            method="gridsearch", val_loader=[(X, y)], loss=lambda *_: torch.tensor(1.0), grid_size=2
         )
     messages = [str(warning.message) for warning in caught if warning.filename == __file__]
     for part in ("its data set has 6", "not converged in 1 steps", "the same at every point"):

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace_lora_ext.metrics import (
-    compare,
-    entropy,
-    quality,
-    reliability,
-    risk_coverage,
-)
+from laplace_lora_ext.metrics import compare, entropy, quality, reliability, risk_coverage
 from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted, plain_regression
 

@@ -70,15 +70,6 @@ def test_data_are_added_to_those_of_the_last_fit():
     assert_all_equal(on_ranks(job, 2), job())
 
 
-def test_a_rank_without_data_has_as_many_outputs():
-    def job(rank):
-        la = posterior()
-        la.fit([] if rank else ragged_batches())
-        return la.n_outputs
-
-    assert on_ranks(job, 2) == [3, 3]
-
-
 def test_no_data_on_any_rank():
     results = on_ranks(lambda _: posterior().fit([]), 2)
     assert failures(results) == ["The training loader has no data."] * 2

@@ -14,7 +14,7 @@ from benchmarks.__main__ import build_parser, main
 from benchmarks.options import Run
 from benchmarks.random_models import Shape
 from benchmarks.tasks.docstrings import Documented
-from benchmarks.tasks.paper import PAPER_TASKS, Source
+from benchmarks.tasks.paper import PAPER_TASKS
 
 SELECT = "Select one of the choices that answers the following question:"
 FRUIT = ["a pear", "a stone", "a spoon", "a lamp"]
@@ -174,13 +174,10 @@ ROWS = {
 }
 
 
-def write_rows(source: Source, data: Path, rows: list[dict[str, Any]]) -> None:
-    file = source.file_in(data)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "\n", encoding="utf-8")
-
-
 def write_task(name: str, data: Path) -> None:
+    """A task's rows to train on, and the first of them to test on."""
     rows, _ = ROWS[name]
-    write_rows(PAPER_TASKS[name].sources[0], data, rows)
-    write_rows(PAPER_TASKS[name].sources[1], data, rows[:1])
+    for source, part in zip(PAPER_TASKS[name].sources, (rows, rows[:1]), strict=True):
+        file = source.file_in(data)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in part) + "\n", encoding="utf-8")

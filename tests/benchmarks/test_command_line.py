@@ -20,22 +20,3 @@ def test_help_needs_no_heavy_import_and_names_every_command_and_contestant(capsy
         main(["cost", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert all(key in text for key in CONTESTANTS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("stages --steps 0", "must be at least 1, not 0"),
-        ("cost --contestants nobody", "invalid choice: 'nobody'"),
-        ("cost --layers 1 1 1", "cost: give 1 numbers of layers and batches"),
-        ("cost --classes 1", "--classes must be from 2 to 1000"),
-        ("calibration --methods stock", "No method is called 'stock'; known are: map (MAP"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(arguments, message, tmp_path, capsys):
-    command, *options = arguments.split()
-    if command == "cost":
-        options = ["--hidden-sizes", "32", "--layers", "1", "--batches", "1", *options]
-    with pytest.raises(SystemExit) as error:
-        main([command, *options, "--output", str(tmp_path)])
-    assert message in f"{error.value} {capsys.readouterr().err}"

@@ -27,7 +27,3 @@ def test_every_cell_runs_after_the_others(path, tiny_models, tmp_path, monkeypat
                 assert cell["execution_count"]
                 code = compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec")
                 exec(code, names)
-
-
-def test_there_are_notebooks():
-    assert NOTEBOOKS

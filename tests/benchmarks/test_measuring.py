@@ -6,10 +6,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
-from benchmarks.measuring import (
-    run_alone,
-    run_limited,
-)
+from benchmarks.measuring import run_alone, run_limited
 
 
 def sleep_after_message(seconds):

@@ -7,15 +7,9 @@ import pytest
 from tests.benchmarks.support import is_picture, run
 
 ROW = {
-    "name": "MAP",
-    "prior": "",
-    "chosen_by": "",
-    "link": "",
-    "accuracy": 0.7,
-    "ece": 0.1,
-    "regret": None,
+    **{"name": "MAP", "prior": "", "chosen_by": "", "link": "", "accuracy": 0.7, "ece": 0.1},
+    **{"regret": None, "fit_seconds": 1.0, "predict_seconds": 2.0, "forward_passes": 1.0},
 }
-ROW |= {"fit_seconds": 1.0, "predict_seconds": 2.0, "forward_passes": 1.0}
 
 
 def written(folder, task: str, losses: dict[int, float], kind: str = "calibration"):
@@ -25,13 +19,7 @@ def written(folder, task: str, losses: dict[int, float], kind: str = "calibratio
         rows.append({**ROW, "seed": seed, "method": "map", "nll": nll})
         chosen = {"method": "lowrank_kron", "name": "lowrank_kron", "link": "mean_field"}
         chosen |= {"prior": "agreement", "chosen_by": "agreement"}
-        ours = {
-            **ROW,
-            "seed": seed,
-            **chosen,
-            "nll": max(1.0, nll / 2),
-            "regret": nll,
-        }
+        ours = {**ROW, "seed": seed, **chosen, "nll": max(1.0, nll / 2), "regret": nll}
         rows += [ours, {**ours, "link": "mc", "nll": 99.0}]
     folder.mkdir()
     figures = {"methods": rows, "task": {"name": task}}

@@ -2,13 +2,7 @@
 
 from tests.benchmarks.support import run
 
-SMALL = {
-    "device": "cpu",
-    "hidden_size": 16,
-    "layers": 1,
-    "batches": 1,
-    "repetitions": 1,
-}
+SMALL = {"device": "cpu", "hidden_size": 16, "layers": 1, "batches": 1, "repetitions": 1}
 
 
 def test_every_series_at_small_sizes(tmp_path, capsys):

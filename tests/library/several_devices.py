@@ -75,24 +75,20 @@ def predictions(la, X) -> dict[str, torch.Tensor]:
     }
 
 
-def choices(la, loader) -> dict[str, torch.Tensor]:
-    """The prior precision of each way to choose one."""
-    chosen = {}
-    for method, data in {
-        "marglik": {},
-        "agreement": {"train_loader": loader},
-        "gridsearch": {"val_loader": loader},
-    }.items():
-        la.optimize_prior_precision(method=method, **data)
-        chosen[method] = la.prior_precision
-    return chosen
+CHOICES = {
+    "marglik": {"n_steps": 2, "tolerance": 0},
+    "agreement": {"train_loader": pairs(2)},
+    "gridsearch": {"val_loader": pairs(2), "grid_size": 3},
+}
 
 
 def outcomes(model: nn.Module, structure: str) -> dict[str, torch.Tensor]:
     la, loader = make(model, structure), pairs(2)
     la.fit(loader)
     found = {"loss": la.loss} | predictions(la, loader[0][0])
-    found |= {f"prior of {name}": value for name, value in choices(la, loader).items()}
+    for method, options in CHOICES.items():
+        la.optimize_prior_precision(method=method, **options)
+        found[f"prior of {method}"] = la.prior_precision
     restored = make(model, structure)
     restored.load_state_dict(la.state_dict())
     found["restored"] = restored(loader[0][0])

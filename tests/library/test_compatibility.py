@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from peft import PeftModel
 from torch import nn
 
 from tests.support.compatibility import tables
-from tests.support.dense import block_diagonal_covariance, gradient_blocks, softmax_fisher
+from tests.support.dense import alone, block_diagonal_covariance, gradient_blocks, softmax_fisher
 from tests.support.families import (
     CLASSIFIER,
     COLUMNS,
@@ -35,32 +36,15 @@ CASES = [
 N_FIRST, N = 4, 6  # examples of the first batch, and of both
 
 
-def own_logits(model: nn.Module, column: str, example: Example) -> torch.Tensor:
-    """`(1, C)` of one example, from the model's plain output."""
+def own_logits(model: nn.Module, example: Example, column: str) -> torch.Tensor:
+    """`(C,)` of one example, from the model's plain output."""
     if column == CLASSIFIER:
         output = model(**example) if isinstance(model, PeftModel) else model(example)
-        return getattr(output, "logits", output)
+        return getattr(output, "logits", output)[0]
     if model.config.is_encoder_decoder:
         start = torch.full((1, 1), model.config.decoder_start_token_id)
         example = example | {"decoder_input_ids": start}
-    return model(**example).logits[:, -1, CLASS_TOKEN_IDS]
-
-
-def alone(model: nn.Module, column: str, examples: list[Example]):
-    """Logits `(N, C)` and Jacobians `(N, C, parameters)` of examples, one at a time."""
-    weights = [p.requires_grad_() for n, p in model.named_parameters() if "lora_" in n]
-    logits, Js = [], []
-    for example in examples:
-        (of_example,) = own_logits(model, column, example)
-        logits.append(of_example.detach())
-        gradients = [
-            torch.autograd.grad(
-                logit, weights, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            for logit in of_example
-        ]
-        Js.append(torch.stack([torch.cat([g.flatten() for g in one]) for one in gradients]))
-    return torch.stack(logits), torch.stack(Js)
+    return model(**example).logits[0, -1, CLASS_TOKEN_IDS]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -92,7 +76,8 @@ def test_each_family_has_the_outcome_of_the_table(family: Family, column: str):
     f_mu, f_var = (torch.cat(parts).double() for parts in zip(*moments, strict=True))
 
     tolerance = 1e-5 if family.dtype is torch.float64 else 5e-3  # of norms that run in float32
-    expected, Js = (part.double() for part in alone(model, column, examples))
+    own = partial(own_logits, column=column)
+    expected, Js = (part.double() for part in alone(model, own, examples))
     if outcome == OWN_PADDING:
         assert apart(f_mu, expected) > 0.1
         padded = [
@@ -100,7 +85,7 @@ def test_each_family_has_the_outcome_of_the_table(family: Family, column: str):
             for batch, part in zip(batches, (examples[:N_FIRST], examples[N_FIRST:]), strict=True)
             for example in part
         ]
-        expected, Js = (part.double() for part in alone(model, column, padded))
+        expected, Js = (part.double() for part in alone(model, own, padded))
     assert apart(f_mu, expected) < tolerance
     blocks = gradient_blocks(model, Js, softmax_fisher(expected))
     assert apart(la.H.to_matrix().double(), torch.block_diag(*blocks)) < tolerance

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.support.models import laplace_keywords, lora_model, ragged_batches
-from tests.support.posteriors import KFAC_APPROX, fitted, make
+from tests.support.models import ragged_batches
+from tests.support.posteriors import KFAC_APPROX, fitted
 
 whole = partial(fitted, rank=100)  # as many columns as there are
 CLOSE = {"rtol": 1e-8, "atol": 1e-10}
@@ -54,17 +54,3 @@ def test_two_runs_are_one_and_refitting_starts_afresh(kfac_approx):
     assert_same_posterior(once, twice)
     twice.fit(batches)
     assert_same_posterior(once, twice)
-
-
-@pytest.mark.parametrize("kind", ["bert", "gpt_neox"])
-@pytest.mark.parametrize("structure", ["diag", "full"])
-def test_batches_of_one_give_the_posterior_of_larger_ones(kind, structure):
-    evidences, predictions = [], []
-    for batch_size in (1, 3):
-        la = make(lora_model(kind), structure, **laplace_keywords(kind))
-        la.fit(ragged_batches(batch_size=batch_size))
-        evidences.append(la.log_marginal_likelihood())
-        batches = ragged_batches(batch_size=batch_size)
-        predictions.append(torch.cat([la(batch) for batch in batches]))
-    torch.testing.assert_close(*evidences, rtol=1e-7, atol=0)
-    torch.testing.assert_close(*predictions, rtol=1e-7, atol=1e-9)

@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from tests.support.dense import (
+    alone,
     as_padded,
     block_diagonal_covariance,
     gradient_blocks,
@@ -37,18 +38,6 @@ def quantized(name: str, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def alone(model: nn.Module, examples: list) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `(N, C)` and Jacobians `(N, C, parameters)`, one at a time: kernels know no vmap."""
-    weights = [p.requires_grad_() for name, p in model.named_parameters() if "lora_" in name]
-    logits = [logits_of(model, example) for example in examples]
-    Js = [
-        [torch.autograd.grad(logit, weights, retain_graph=True) for logit in of_example]
-        for of_example in logits
-    ]
-    rows = [[torch.cat([g.flatten() for g in row]) for row in of_example] for of_example in Js]
-    return torch.stack(logits).detach().double(), torch.stack([*map(torch.stack, rows)]).double()
-
-
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_posterior_of_a_quantized_base(name, dtype):
@@ -57,7 +46,7 @@ def test_posterior_of_a_quantized_base(name, dtype):
     la.fit(batches)
     f_mu, f_var = (part.double() for part in la.predictive_moments(batches[0]))
     examples = [as_padded(b, row) for b in batches for row in range(len(b["labels"]))]
-    logits, Js = alone(model, examples)
+    logits, Js = (part.double() for part in alone(model, logits_of, examples))
     blocks = gradient_blocks(model, Js, softmax_fisher(logits))
     n = len(f_mu)
     expected = block_diagonal_covariance(blocks, Js[:n])

@@ -16,11 +16,7 @@ from tests.support.models import N_CLASSES, lora_model, ragged_batches
 from tests.support.posteriors import fitted
 
 WIDTH = 52
-
-
 LARGE = {WIDTH, 2 * WIDTH, 3 * WIDTH}  # sizes of the large factors, and of nothing else
-
-
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "mv", "dot"}
 
 
@@ -31,6 +27,7 @@ class NewTensors(TorchDispatchMode):
         super().__init__()
         self.shapes: set[tuple[int, ...]] = set()
         self.calls: Counter[str] = Counter()
+        self.backward = 0  # numbers through layer norms: in proportion to the vectors at once
         self.operands: set[tuple[int, ...]] = set()  # of products, the model's weights left out
         self._weights = {p.untyped_storage().data_ptr() for p in weights}
 
@@ -40,8 +37,11 @@ class NewTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
-        self.calls[func.overloadpacket.__name__] += 1
-        if func.overloadpacket.__name__ in PRODUCTS:
+        name = func.overloadpacket.__name__
+        self.calls[name] += 1
+        if name == "native_layer_norm_backward":
+            self.backward += args[0].numel()
+        if name in PRODUCTS:
             self.operands |= {
                 tuple(a.shape)
                 for a in args
@@ -71,19 +71,6 @@ def bare_loop(la, batch, seeds):
     return made
 
 
-class BackwardPasses(TorchDispatchMode):
-    """How many numbers go back through layer norms: in proportion to the vectors at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ == "native_layer_norm_backward":
-            self.numbers += args[0].numel()
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("n_classes", [2, 3, 5])
 def test_links_of_differences_take_a_backward_pass_a_contrast(n_classes):
     la = fitted(
@@ -92,13 +79,11 @@ def test_links_of_differences_take_a_backward_pass_a_contrast(n_classes):
     batch = ragged_batches()[0]
 
     def n_passes(predict) -> float:
-        with BackwardPasses() as counted:
+        with NewTensors() as made:
             predict()
-        return counted.numbers / one
+        return made.backward / one
 
-    with BackwardPasses() as counted:
-        bare_loop(la, batch, torch.eye(n_classes)[:1])
-    one = counted.numbers
+    one = bare_loop(la, batch, torch.eye(n_classes)[:1]).backward
     for link in ("mean_field", "mc"):
         assert n_passes(lambda link=link: la(batch, link_approx=link)) == n_classes - 1
         assert n_passes(lambda link=link: la.predict(batch, link)) == n_classes - 1

@@ -78,19 +78,6 @@ def test_the_weights_of_the_posterior_are_a_copy():
     assert torch.equal(la.mean, mean)
 
 
-def test_dropout_is_off_in_fit_and_predictions():
-    batches = pairs(3)
-    evidences, predictions = [], []
-    for train in (True, False):
-        model = plain_model(lora_dropout=0.5).train(train)
-        la = make(model)
-        la.fit(batches)
-        evidences.append(la.log_marginal_likelihood())
-        predictions.append(la(batches[0][0]))
-    assert torch.equal(*evidences)
-    assert torch.equal(*predictions)
-
-
 @pytest.mark.parametrize(
     "use",
     [

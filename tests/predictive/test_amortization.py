@@ -19,7 +19,6 @@ from tests.support.posteriors import (
     plain_regression,
     some_precision,
 )
-from tests.support.ranks import on_ranks, strided_loader
 from tests.support.snapshots import Snapshot, half_trained
 from tests.support.texts import fitted_text
 
@@ -222,16 +221,3 @@ def test_it_follows_the_model_into_another_precision():
     after = la(ragged_batches()[0], **AMORTIZED)
     assert after.dtype == torch.float64
     torch.testing.assert_close(after.float(), before, rtol=1e-4, atol=1e-5)
-
-
-def test_ranks_learn_as_one_process_does():
-    def job(_):
-        la = fitted(batches=strided_loader(), rank=100)
-        learnt = la.amortize(strided_loader(), None)
-        return learnt.offset, learnt.n_examples, la(ragged_batches()[0], **AMORTIZED)
-
-    results, expected = on_ranks(job, 2), job(0)
-    for result in results:
-        assert not isinstance(result, Exception), result
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)

@@ -8,7 +8,7 @@ import torch
 
 from laplace_lora_ext import Moments
 from laplace_lora_ext.predictive.decisions import Prediction
-from laplace_lora_ext.predictive.links import mean_field, softmax_samples
+from laplace_lora_ext.predictive.links import mean_field, own_links, softmax_samples
 from tests.support.models import plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, make, plain_regression
 
@@ -45,8 +45,12 @@ def test_two_classes_against_numerical_integration():
 def test_probabilities_are_those_of_the_link(structure, link):
     la, batch = fitted(structure=structure), ragged_batches()[0]
     found = la.predict(batch, link_approx=link, n_samples=50, generator=generator())
+    moments = la.predictive_moments(batch)
     expected = la(batch, link_approx=link, n_samples=50, generator=generator())
     assert torch.equal(found.probabilities, expected)
+    of_moments = la(moments, link_approx=link, n_samples=50, generator=generator())
+    for same in (of_moments, own_links(50, generator())[link](*moments).exp()):
+        torch.testing.assert_close(same, expected)
     assert torch.equal(found.labels, expected.argmax(-1))
     assert all(torch.isfinite(values).all() for values in found)
     assert (found.epistemic_entropy > 0).all()
@@ -59,6 +63,8 @@ def test_probabilities_are_those_of_the_link(structure, link):
         assert not torch.equal(found.epistemic_entropy, other.epistemic_entropy)
         with pytest.raises(ValueError, match="link_approx 'bridge' is none of"):
             la.predict(batch, link_approx="bridge")
+        with pytest.raises(ValueError, match=link):
+            la(batch, pred_type="nn", link_approx=link)
 
 
 def test_probabilities_for_scikit_learn_are_an_array_and_no_single_draw():

@@ -9,6 +9,7 @@ import torch
 from laplace.baselaplace import ParametricLaplace
 
 from laplace_lora_ext import Moments
+from tests.support.dense import jacobians
 from tests.support.models import ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
 
@@ -23,16 +24,19 @@ def la(batches):
     return fitted(batches=batches)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("n_outputs", [1, 2])
-def test_joint_regression_covariance(n_outputs):
-    la, X = plain_regression(n_outputs)
+def test_mean_and_joint_covariance_of_a_regression(n_outputs, structure):
+    la, X = plain_regression(n_outputs, structure)
     f_mu, covariance = la(X[:4], joint=True)
-    Js, _ = la.backend.jacobians(X[:4])
+    Js = jacobians(la.model.model, X[:4])
+    P = la.posterior_precision
+    P = P.to_matrix() if hasattr(P, "to_matrix") else P.diag() if P.ndim == 1 else P
     flat = Js.flatten(0, 1)
-    expected = flat @ torch.linalg.inv(la.posterior_precision.to_matrix()) @ flat.T
+    expected = flat @ torch.linalg.inv(P) @ flat.T
     torch.testing.assert_close(covariance, expected)
     torch.testing.assert_close(la.functional_covariance(Js), expected)
-    assert f_mu.shape == (4 * n_outputs,)
+    torch.testing.assert_close(f_mu, la.model.model(X[:4]).detach().flatten())
     _, f_var = la(X[:4])
     for i in range(4):
         here = slice(i * n_outputs, (i + 1) * n_outputs)

@@ -15,8 +15,7 @@ from laplace_lora_ext.predictive.links import (
     shared_noise,
 )
 from laplace_lora_ext.predictive.moments import gaussian_samples, square_root
-from tests.support.models import ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, generator
+from tests.support.posteriors import generator
 
 
 def some_moments(n_classes, scale=1.0, n=40):
@@ -113,22 +112,6 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     f_var[:, [0, 1], [1, 0]] += 16
     f_var[1, [0, 2], [2, 0]] += 1024
     torch.testing.assert_close(mean_field(f_mu, f_var).exp(), f_mu.softmax(-1))
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", ["mean_field", "probit", "mc"])
-def test_every_structure_predicts_with_them(structure, name):
-    la, batch = fitted(structure=structure), ragged_batches(seed=5)[0]
-    moments = la.predictive_moments(batch)
-    expected = own_links(7, generator())[name](*moments).exp()
-    for x in (batch, moments):
-        found = la(x, link_approx=name, n_samples=7, generator=generator())
-        torch.testing.assert_close(found, expected)
-    found = la.predict(batch, name, n_samples=7, generator=generator())
-    torch.testing.assert_close(found.probabilities, expected)
-    if name == "mean_field":
-        with pytest.raises(ValueError, match=name):
-            la(batch, pred_type="nn", link_approx=name)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 4])

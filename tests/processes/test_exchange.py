@@ -1,7 +1,5 @@
 """Values and errors that ranks tell each other."""
 
-import time
-
 import pytest
 import torch
 
@@ -72,15 +70,3 @@ def test_ranks_that_fail_at_once_have_their_own_errors_and_talk_again():
         return exchange.gathered(rank)
 
     assert on_ranks(job, 2) == [[0, 1]] * 2
-
-
-def test_no_rank_waits_longer_than_the_time_limit_for_another():
-    def job(rank):
-        with exchange.together():
-            if rank == 1:
-                time.sleep(4)
-            exchange.gathered(rank)
-
-    started = time.perf_counter()
-    assert failures(on_ranks(job, 2, time_limit=1))
-    assert time.perf_counter() - started < 30

@@ -7,7 +7,7 @@ of all weights that are inverted as they stand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,21 @@ def jacobians(model: nn.Module, inputs: Any) -> torch.Tensor:
 def jacobian(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """`(C, parameters)` of one example."""
     return jacobians(model, inputs)[0]
+
+
+def alone(
+    model: nn.Module, logits_of: Callable[[nn.Module, Any], torch.Tensor], examples: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `(N, C)` and Jacobians `(N, C, parameters)`, without vmap, which kernels may lack."""
+    weights = [p.requires_grad_() for name, p in model.named_parameters() if "lora_" in name]
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    logits, Js = [], []
+    for example in examples:
+        of_example = logits_of(model, example)
+        rows = [torch.autograd.grad(logit, weights, **options) for logit in of_example]
+        logits.append(of_example.detach())
+        Js.append(torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]))
+    return torch.stack(logits), torch.stack(Js)
 
 
 def inputs_and_gradients(

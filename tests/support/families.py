@@ -17,18 +17,15 @@ from torch import nn
 from tests.support.family_examples import (
     IMAGE_TOKEN,
     Example,
-    of_frames,
     of_images,
     of_images_and_prompts,
     of_images_in_texts,
-    of_large_images,
-    of_larger_images,
     of_patches_in_texts,
     of_spectra,
     of_texts,
     of_waves,
 )
-from tests.support.models import VOCABULARY
+from tests.support.models import VOCABULARY, OfBatches
 
 EXACT = "exact"
 OWN_PADDING = "the model's own dependence on padding"
@@ -50,8 +47,9 @@ _WIDTH = {
 }
 _TEXT = {**_TOKENS, **_WIDTH, "max_position_embeddings": 32}
 _GROUPED = {**_TEXT, "num_key_value_heads": 1, "head_dim": 4}
-_GPT = {**_TOKENS, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 32}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 6, "num_experts": 3}
+_FOUR_STATES = dict.fromkeys(("mamba_d_state", "mamba_n_heads", "n_mamba_heads", "mamba_d_head"), 4)
+_FOUR_STATES |= dict.fromkeys(("mamba_headdim", "mamba_chunk_size", "chunk_size"), 4)
 _DEBERTA = {
     "relative_attention": True,
     "pos_att_type": ["p2c", "c2p"],
@@ -60,53 +58,15 @@ _DEBERTA = {
     "position_biased_input": False,
     "pooler_hidden_size": 8,
 }
+SIDES = {
+    f"{side}_{size}": number
+    for side in ("encoder", "decoder")
+    for size, number in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 12))
+}
+"""Sizes of encoders and decoders alike."""
+_DECODER = {**_GROUPED, "layer_types": ["full_attention"] * 2}
 _IMAGE = {**_WIDTH, "image_size": 8, "patch_size": 4, "num_channels": 3}
-_SWIN = {
-    "image_size": 16,
-    "patch_size": 2,
-    "embed_dim": 8,
-    "depths": [2, 1],
-    "num_heads": [2, 2],
-    "window_size": 4,
-}
-_MOBILE_VIT = {
-    "image_size": 32,
-    "hidden_sizes": [8, 8, 8],
-    "neck_hidden_sizes": [4, 4, 4, 4, 4, 4, 8],
-    "num_attention_heads": 2,
-    "mlp_ratio": 1.0,
-    "num_hidden_layers": 1,
-}
-_WHISPER = {
-    "d_model": 8,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 12,
-    "decoder_layers": 1,
-    "decoder_attention_heads": 2,
-    "decoder_ffn_dim": 12,
-    "num_mel_bins": 4,
-    "max_source_positions": 8,
-    "max_target_positions": 16,
-    "classifier_proj_size": 6,
-}
-_WAV2VEC2 = {
-    **_WIDTH,
-    "conv_dim": (8, 8),
-    "conv_stride": (4, 4),
-    "conv_kernel": (4, 4),
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "classifier_proj_size": 6,
-}
-
 _ROTARY = {"rope_type": "default", "mrope_section": [1, 1, 0]}
-_QWEN_TEXT = {
-    **_TEXT,
-    "num_key_value_heads": 1,
-    "rope_scaling": _ROTARY,
-    "rope_parameters": _ROTARY,
-}
 _QWEN_VISION = {
     "depth": 2,
     "hidden_size": 8,
@@ -119,29 +79,14 @@ _QWEN_VISION = {
     "out_hidden_size": 8,
     "fullatt_block_indexes": [1],
 }
-_QWEN_IMAGES = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": 5, "vision_end_token_id": 6}
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's models are made of, and what is expected of them.
+    """What a family's models are made of, and what is expected of each column, if not "exact".
 
-    Attributes
-    ----------
-    config : str
-        class of its configuration, without "Config"
-    settings : mapping
-        of the configuration
-    classifier, language_model : str or None
-        classes of models
-    outcomes : mapping
-        from a column to what is expected, "exact" if omitted
-    examples : callable
-        makes so many examples, each a batch of one without padding
-    targets : str or list of str
-        modules that get an adapter
-    dtype : torch.dtype
-        float32 where the model's own attention masks overflow in float64
+    Models and configuration are classes of transformers, `config` without "Config". The data type
+    is float32 where the model's own attention masks overflow in float64.
     """
 
     config: str
@@ -176,18 +121,11 @@ class Family:
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.3)
         model = model.to(self.dtype).eval()
-        return ZeroShot(model) if self.examples is of_images_and_prompts else model
-
-
-class ZeroShot(nn.Module):
-    """A user's wrapper, whose classes are texts of the batch."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.model(**batch).logits_per_image
+        return (
+            OfBatches(model, "logits_per_image")
+            if self.examples is of_images_and_prompts
+            else model
+        )
 
 
 def _family(config: str, settings: Mapping[str, Any], *heads: str, **others: Any) -> Family:
@@ -198,30 +136,6 @@ def _family(config: str, settings: Mapping[str, Any], *heads: str, **others: Any
     return Family(config, settings, **kinds, **others)
 
 
-_LATENT = {
-    "kv_lora_rank": 4,
-    "q_lora_rank": 4,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_routed_experts": 3,
-    "first_k_dense_replace": 1,
-}
-_STATE = {"mamba_d_state": 4, "mamba_n_heads": 4, "mamba_d_head": 4, "mamba_chunk_size": 4}
-_SHARED_BLOCK = {
-    "mamba_d_state": 4,
-    "n_mamba_heads": 4,
-    "mamba_headdim": 4,
-    "mamba_ngroups": 1,
-    "chunk_size": 4,
-    "hybrid_layer_ids": [1],
-    "layers_block_type": ["mamba", "hybrid"],
-    "num_mem_blocks": 1,
-    "adapter_rank": 4,
-    "use_mem_rope": False,
-}
 _BOTH = ("ForSequenceClassification", "ForCausalLM")
 _SEQUENCE = "ForSequenceClassification"
 
@@ -241,16 +155,11 @@ FAMILIES = {
     "OLMo 2": _family("Olmo2", _GROUPED, *_BOTH),
     "Granite": _family("Granite", _GROUPED, "ForCausalLM"),
     "Cohere 2": _family("Cohere2", _GROUPED, "ForCausalLM"),
-    "GPT-2": _family("GPT2", _GPT, "ForSequenceClassification", "LMHeadModel"),
+    "GPT-2": _family("GPT2", _TEXT, "ForSequenceClassification", "LMHeadModel"),
     "GPT-NeoX": _family("GPTNeoX", {**_TEXT, "rotary_pct": 1.0}, *_BOTH),
-    "GPT-J": _family("GPTJ", {**_GPT, "rotary_dim": 2}, *_BOTH),
+    "GPT-J": _family("GPTJ", {**_TEXT, "rotary_dim": 2}, *_BOTH),
     "OPT": _family("OPT", {**_TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8}, *_BOTH),
-    "BLOOM": _family(
-        "Bloom",
-        {**_TOKENS, "hidden_size": 8, "n_layer": 2, "n_head": 2},
-        *_BOTH,
-        dtype=torch.float32,
-    ),
+    "BLOOM": _family("Bloom", _TEXT, *_BOTH, dtype=torch.float32),
     "Falcon": _family("Falcon", _TEXT, *_BOTH),
     "Mamba": _family(
         "Mamba",
@@ -261,23 +170,24 @@ FAMILIES = {
     "Bamba": _family(
         "Bamba",
         {
-            **_GROUPED,
-            **_STATE,
-            "mamba_n_groups": 1,
-            "attn_layer_indices": [1],
-            "partial_rotary_factor": 1.0,
+            **{**_GROUPED, **_FOUR_STATES, "mamba_n_groups": 1},
+            **{"attn_layer_indices": [1], "partial_rotary_factor": 1.0},
         },
         "ForCausalLM",
     ),
-    "Zamba 2": _family("Zamba2", {**_TEXT, "num_key_value_heads": 2, **_SHARED_BLOCK}, *_BOTH),
+    "Zamba 2": _family(
+        "Zamba2",
+        {
+            **{**_TEXT, **_FOUR_STATES, "num_key_value_heads": 2, "mamba_ngroups": 1},
+            **{"hybrid_layer_ids": [1], "layers_block_type": ["mamba", "hybrid"]},
+            **{"num_mem_blocks": 1, "adapter_rank": 4, "use_mem_rope": False},
+        },
+        *_BOTH,
+    ),
     "BERT": _family("Bert", _TEXT, _SEQUENCE),
     "RoBERTa": _family("Roberta", _TEXT, _SEQUENCE),
     "RoBERTa as decoder": _family("Roberta", {**_TEXT, "is_decoder": True}, "ForCausalLM"),
-    "DistilBERT": _family(
-        "DistilBert",
-        {**_TOKENS, "dim": 8, "n_layers": 2, "n_heads": 2, "hidden_dim": 12},
-        _SEQUENCE,
-    ),
+    "DistilBERT": _family("DistilBert", {**_TEXT, "hidden_dim": 12}, _SEQUENCE),
     "DeBERTa-v2": _family("DebertaV2", {**_TEXT, **_DEBERTA, "share_att_key": False}, _SEQUENCE),
     "DeBERTa-v3": _family("DebertaV2", {**_TEXT, **_DEBERTA, "share_att_key": True}, _SEQUENCE),
     "ELECTRA": _family("Electra", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
@@ -294,13 +204,8 @@ FAMILIES = {
     "T5": _family(
         "T5",
         {
-            **_TOKENS,
-            "d_model": 8,
-            "d_kv": 4,
-            "d_ff": 12,
-            "num_layers": 1,
-            "num_heads": 2,
-            "decoder_start_token_id": 0,
+            **{**_TOKENS, "d_model": 8, "d_kv": 4, "d_ff": 12},
+            **{"num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
         },
         _SEQUENCE,
         "ForConditionalGeneration",
@@ -308,16 +213,8 @@ FAMILIES = {
     "BART": _family(
         "Bart",
         {
-            **_TOKENS,
-            "d_model": 8,
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 12,
-            "decoder_ffn_dim": 12,
-            "max_position_embeddings": 32,
-            "decoder_start_token_id": 2,
+            **{**_TOKENS, **SIDES, "d_model": 8},
+            **{"max_position_embeddings": 32, "decoder_start_token_id": 2},
         },
         _SEQUENCE,
         "ForConditionalGeneration",
@@ -326,12 +223,8 @@ FAMILIES = {
         "T5Gemma",
         {
             **_TOKENS,
-            "encoder": {**_GROUPED, "layer_types": ["full_attention"] * 2},
-            "decoder": {
-                **_GROUPED,
-                "layer_types": ["full_attention"] * 2,
-                "cross_attention_hidden_size": 8,
-            },
+            "encoder": _DECODER,
+            "decoder": {**_DECODER, "cross_attention_hidden_size": 8},
             "is_encoder_decoder": True,
             "decoder_start_token_id": 1,
         },
@@ -353,43 +246,62 @@ FAMILIES = {
         "Qwen2Moe", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 6}, *_BOTH
     ),
     "Qwen3-MoE": _family(
-        "Qwen3Moe",
-        {**_GROUPED, **_EXPERTS},
-        *_BOTH,
-        outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS),
+        "Qwen3Moe", {**_GROUPED, **_EXPERTS}, *_BOTH, outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS)
     ),
     "DeepSeek-V3": _family(
         "DeepseekV3",
-        {**_TEXT, **_LATENT, **_EXPERTS, "num_key_value_heads": 2, "n_shared_experts": 1},
+        {**_TEXT, **_EXPERTS, "num_key_value_heads": 2, "first_k_dense_replace": 1},
         *_BOTH,
         outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS),
     ),
     "GPT-OSS": _family(
-        "GptOss",
-        {
-            **_GROUPED,
-            "num_local_experts": 3,
-            "num_experts_per_tok": 2,
-            "layer_types": ["full_attention"] * 2,
-        },
-        *_BOTH,
+        "GptOss", {**_DECODER, "num_local_experts": 3, "num_experts_per_tok": 2}, *_BOTH
     ),
     "ViT": _family("ViT", _IMAGE, "ForImageClassification", examples=of_images),
-    "Swin": _family("Swin", _SWIN, "ForImageClassification", examples=of_large_images),
+    "Swin": _family(
+        "Swin",
+        {
+            **{"image_size": 16, "patch_size": 2, "window_size": 4},
+            **{"embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2]},
+        },
+        "ForImageClassification",
+        examples=lambda n: of_images(n, 3, 16, 16),
+    ),
     "MobileViT": _family(
         "MobileViT",
-        _MOBILE_VIT,
+        {
+            **{"image_size": 32, "hidden_sizes": [8] * 3, "neck_hidden_sizes": [4] * 6 + [8]},
+            **{"num_attention_heads": 2, "mlp_ratio": 1.0, "num_hidden_layers": 1},
+        },
         "ForImageClassification",
-        examples=of_larger_images,
+        examples=lambda n: of_images(n, 3, 64, 64),
         targets=["query", "key", "value", "dense"],
     ),
     "TimeSformer": _family(
-        "Timesformer", {**_IMAGE, "num_frames": 2}, "ForVideoClassification", examples=of_frames
+        "Timesformer",
+        {**_IMAGE, "num_frames": 2},
+        "ForVideoClassification",
+        examples=lambda n: of_images(n, 2, 3, 8, 8),
     ),
     "Whisper": _family(
-        "Whisper", {**_WHISPER, **_TOKENS}, "ForAudioClassification", examples=of_spectra
+        "Whisper",
+        {
+            **{**_TOKENS, **SIDES, "d_model": 8, "num_mel_bins": 4, "classifier_proj_size": 6},
+            **{"max_source_positions": 8, "max_target_positions": 16},
+        },
+        "ForAudioClassification",
+        examples=of_spectra,
     ),
-    "Wav2Vec2": _family("Wav2Vec2", _WAV2VEC2, _SEQUENCE, examples=of_waves),
+    "Wav2Vec2": _family(
+        "Wav2Vec2",
+        {
+            **{**_WIDTH, "conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (4, 4)},
+            **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2},
+            "classifier_proj_size": 6,
+        },
+        _SEQUENCE,
+        examples=of_waves,
+    ),
     "CLIP, texts as classes": Family(
         "CLIP",
         {
@@ -413,7 +325,14 @@ FAMILIES = {
     ),
     "Qwen2.5-VL": Family(
         "Qwen2_5_VL",
-        {"text_config": _QWEN_TEXT, "vision_config": _QWEN_VISION, **_QWEN_IMAGES},
+        {
+            "text_config": {
+                **{**_TEXT, "num_key_value_heads": 1},
+                **{"rope_scaling": _ROTARY, "rope_parameters": _ROTARY},
+            },
+            "vision_config": _QWEN_VISION,
+            **{"image_token_id": IMAGE_TOKEN, "vision_start_token_id": 5, "vision_end_token_id": 6},
+        },
         language_model="Qwen2_5_VLForConditionalGeneration",
         examples=of_patches_in_texts,
     ),

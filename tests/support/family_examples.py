@@ -31,20 +31,9 @@ def of_texts(n: int) -> list[Example]:
     return [{"input_ids": _words(_LENGTHS[i], i)} for i in range(n)]
 
 
-def of_images(n: int, size: int = 8) -> list[Example]:
-    return [{"pixel_values": _random(1, 3, size, size, seed=i)} for i in range(n)]
-
-
-def of_large_images(n: int) -> list[Example]:
-    return of_images(n, 16)
-
-
-def of_larger_images(n: int) -> list[Example]:
-    return of_images(n, 64)
-
-
-def of_frames(n: int) -> list[Example]:
-    return [{"pixel_values": _random(1, 2, 3, 8, 8, seed=i)} for i in range(n)]
+def of_images(n: int, *shape: int) -> list[Example]:
+    shape = shape or (3, 8, 8)
+    return [{"pixel_values": _random(1, *shape, seed=i)} for i in range(n)]
 
 
 def of_spectra(n: int) -> list[Example]:

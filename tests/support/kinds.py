@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.models import OfMapping, TwoLinear, lora_model, with_lora
+from tests.support.models import OfBatches, TwoLinear, lora_model, plain_model, with_lora
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -23,89 +23,41 @@ EXACT = "exact"
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, and what is expected of it.
+    """A model, and what is expected of it; `refusal` is a pattern of the error's message.
 
-    Attributes
-    ----------
-    model : callable
-        makes it; raises `ValueError` or `AttributeError` where an older PEFT or torch has no such
-        thing
-    outcome : str
-    refusal : str
-        a pattern of the error's message, where it is refused
-    shape : tuple of int
-        of an input
+    An older PEFT or torch, which has no such thing, raises `ValueError` or `AttributeError`.
     """
 
     model: Callable[[], nn.Module]
     outcome: str = EXACT
     refusal: str = ""
-    shape: tuple[int, ...] = (5,)
 
     def batches(self) -> Batches:
         """As many examples as DoRA's identity of `lora_A` has rows, one, and four."""
         generator = torch.Generator().manual_seed(1)
-
-        inputs = [torch.randn(n, *self.shape, generator=generator).double() for n in (5, 1, 4)]
+        inputs = [torch.randn(n, 5, generator=generator).double() for n in (5, 1, 4)]
         return [(X, torch.arange(len(X)) % 3) for X in inputs]
 
 
 # --- adapters ------------------------------------------------------------------------------------
 
 
-class Layers(nn.Module):
-    """A layer over `(B, ...)` inputs between others, the positions averaged in the end."""
-
-    def __init__(self, layer: nn.Module, width: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.last = nn.Linear(width, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.layer(x).tanh().flatten(1))
+def beside(layer: nn.Module, *targets: str, **lora: Any) -> nn.Module:
+    """A layer, which is refused before it would run, and a linear one."""
+    model = nn.ModuleDict({"layer": layer, "last": nn.Linear(4, 3)})
+    return with_lora(model, *targets, "last", **lora)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.attention(x, x, x)[0].mean(1))
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(9, 4)
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.words(x).tanh().mean(1))
-
-
-class Experts(nn.Module):
+def experts() -> nn.Module:
     """Weights of several experts in one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Module()
-        self.experts.weight = nn.Parameter(torch.zeros(2, 5, 5))
-        self.last = nn.Linear(5, 3)
-
-
-def linear(**lora: Any) -> nn.Module:
-    return with_lora(TwoLinear(), "first", "second", **lora)
-
-
-def around(layer: nn.Module, width: int, **lora: Any) -> nn.Module:
-    return with_lora(Layers(layer, width), "layer", **lora)
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(2, 5, 5))
+    return beside(module, target_parameters=["layer.weight"])
 
 
 def with_dora() -> nn.Module:
     """Its magnitudes are not the norms that they begin with."""
-    model = linear(use_dora=True)
+    model = plain_model(use_dora=True)
     for name, parameter in model.named_parameters():
         if "magnitude" in name:
             parameter.data.mul_(torch.linspace(0.5, 2, len(parameter)).double())
@@ -114,14 +66,14 @@ def with_dora() -> nn.Module:
 
 def with_frozen_a(model: nn.Module | None = None) -> nn.Module:
     """As LoRA-FA trains."""
-    model = linear() if model is None else model
+    model = plain_model() if model is None else model
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     return model
 
 
 def with_bias() -> nn.Module:
-    model = linear(lora_bias=True)
+    model = plain_model(lora_bias=True)
     for name, parameter in model.named_parameters():
         if "lora_B" in name and "bias" in name:
             nn.init.normal_(parameter)
@@ -129,7 +81,7 @@ def with_bias() -> nn.Module:
 
 
 def with_inactive() -> nn.Module:
-    model = linear()
+    model = plain_model()
     inject_adapter_in_model(LoraConfig(r=3, target_modules=["first"]), model, "second")
     for layer in (model.first, model.second):
         layer.set_adapter("default")
@@ -143,68 +95,58 @@ def with_two_active() -> nn.Module:
 
 
 def merged() -> nn.Module:
-    model = linear()
+    model = plain_model()
     model.first.merge()
     return model
 
 
-def other(config: Any) -> nn.Module:
-    return get_peft_model(TwoLinear(), config)
-
-
 _LINEAR_A_AND_B = r"LoRA layers must add B\(A\(x\)\), where A and B are linear"
 _NO_LORA = "No LoRA layer in the model"
-_BOTH = {"target_modules": ["first", "second"]}
+
+
+def _no_linear(layer: str) -> tuple[str, str]:
+    """The outcome of LoRA in such a layer, and its refusal."""
+    return "refused", rf"{_LINEAR_A_AND_B}.*layer \({layer}"
+
+
+def _other(config: Callable[..., Any], refusal: str, **settings: Any) -> Kind:
+    """A method of PEFT that is not LoRA."""
+
+    def model() -> nn.Module:
+        return get_peft_model(TwoLinear(), config(target_modules=["first", "second"], **settings))
+
+    return Kind(model, "refused", refusal)
+
 
 ADAPTERS = {
-    "LoRA": Kind(linear),
-    "rsLoRA": Kind(partial(linear, use_rslora=True)),
+    "LoRA": Kind(plain_model),
+    "rsLoRA": Kind(partial(plain_model, use_rslora=True)),
     "rank and alpha patterns": Kind(
-        partial(linear, rank_pattern={"first": 3}, alpha_pattern={"second": 1})
+        partial(plain_model, rank_pattern={"first": 3}, alpha_pattern={"second": 1})
     ),
-    "PiSSA, OLoRA and other beginnings": Kind(partial(linear, init_lora_weights="olora")),
+    "PiSSA, OLoRA and other beginnings": Kind(partial(plain_model, init_lora_weights="olora")),
     "LoRA with a bias": Kind(with_bias, "exact, the bias held"),
     "LoRA-FA": Kind(with_frozen_a, "exact, over B alone"),
     "DoRA": Kind(with_dora, "exact, the magnitude held"),
     "beside an inactive adapter": Kind(with_inactive),
     "two active adapters": Kind(with_two_active, "refused", "Several adapters are active"),
     "merged": Kind(merged, "refused until unmerged", "first is merged"),
-    "LoRA of fused experts": Kind(
-        lambda: with_lora(Experts(), "last", target_parameters=["experts.weight"]),
-        "refused",
-        rf"{_LINEAR_A_AND_B}.*experts \(ParamWrapper",
-    ),
+    "LoRA of fused experts": Kind(experts, *_no_linear("ParamWrapper")),
     "LoRA of convolutions": Kind(
-        partial(around, nn.Conv1d(2, 4, 3), 16),
-        "refused",
-        rf"{_LINEAR_A_AND_B}.*layer \(Conv1d",
+        lambda: beside(nn.Conv1d(2, 4, 3), "layer"), *_no_linear("Conv1d")
     ),
     "LoRA of an embedding": Kind(
-        lambda: with_lora(Words(), "words", "last"),
-        "refused",
-        rf"{_LINEAR_A_AND_B}.*words \(Embedding",
+        lambda: beside(nn.Embedding(9, 4), "layer"), *_no_linear("Embedding")
     ),
     "LoRA of nn.MultiheadAttention": Kind(
-        lambda: with_lora(Attention(), "attention"),
-        "refused",
-        rf"{_LINEAR_A_AND_B}.*attention \(MultiheadAttention",
+        lambda: beside(nn.MultiheadAttention(4, 2), "layer"), *_no_linear("MultiheadAttention")
     ),
-    "AdaLoRA": Kind(
-        lambda: other(peft.AdaLoraConfig(total_step=10, **_BOTH)), "refused", _LINEAR_A_AND_B
-    ),
-    "VeRA": Kind(lambda: other(peft.VeraConfig(**_BOTH)), "refused", rf"{_NO_LORA}.*VERA"),
-    "LoHa": Kind(lambda: other(peft.LoHaConfig(**_BOTH)), "refused", rf"{_NO_LORA}.*LOHA"),
-    "LoKr": Kind(lambda: other(peft.LoKrConfig(**_BOTH)), "refused", rf"{_NO_LORA}.*LOKR"),
-    "IA3": Kind(
-        lambda: other(peft.IA3Config(feedforward_modules=[], **_BOTH)),
-        "refused",
-        rf"{_NO_LORA}.*IA3",
-    ),
-    "OFT": Kind(
-        lambda: other(peft.OFTConfig(oft_block_size=1, r=0, **_BOTH)),
-        "refused",
-        rf"{_NO_LORA}.*OFT",
-    ),
+    "AdaLoRA": _other(peft.AdaLoraConfig, _LINEAR_A_AND_B, total_step=10),
+    "VeRA": _other(peft.VeraConfig, rf"{_NO_LORA}.*VERA"),
+    "LoHa": _other(peft.LoHaConfig, rf"{_NO_LORA}.*LOHA"),
+    "LoKr": _other(peft.LoKrConfig, rf"{_NO_LORA}.*LOKR"),
+    "IA3": _other(peft.IA3Config, rf"{_NO_LORA}.*IA3", feedforward_modules=[]),
+    "OFT": _other(peft.OFTConfig, rf"{_NO_LORA}.*OFT", oft_block_size=1, r=0),
 }
 
 # --- wrappers, around `lora_model("bert")` -------------------------------------------------------
@@ -257,7 +199,7 @@ def hidden_by_zero3() -> nn.Module:
 
 WRAPPERS = {
     "none": Kind(bert),
-    "a module of the user's": Kind(lambda: OfMapping(KeywordsOf(bert()))),
+    "a module of the user's": Kind(lambda: OfBatches(bert())),
     "DataParallel": Kind(lambda: nn.DataParallel(bert())),
     "DistributedDataParallel": Kind(lambda: DistributedDataParallel(bert())),
     "torch.compile": Kind(compiled, "exact, run eagerly with a warning"),
@@ -270,17 +212,6 @@ WRAPPERS = {
 }
 
 
-class KeywordsOf(nn.Module):
-    """Calls a model with a mapping's keys as keywords."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self.model(**batch).logits
-
-
 # --- precisions ----------------------------------------------------------------------------------
 
 
@@ -288,12 +219,7 @@ class KeywordsOf(nn.Module):
 class Precision:
     """Data types of a model, and how far its covariances may be from those of float64.
 
-    Attributes
-    ----------
-    base, lora : torch.dtype
-    bound : float
-        of the largest difference, relative to the largest number: twice what was measured
-    autocast : torch.dtype or None
+    The bound is relative to the largest number, and twice the largest difference measured.
     """
 
     base: torch.dtype

@@ -194,6 +194,17 @@ class Sorting(Detour):
             return self.used(x) + order
 
 
+class OfBatches(nn.Module):
+    """A user's wrapper, which is given whole batches."""
+
+    def __init__(self, model: nn.Module, output: str = "logits") -> None:
+        super().__init__()
+        self.model, self.output = model, output
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return getattr(self.model(**batch), self.output)
+
+
 class OfMapping(nn.Module):
     """A module of one mapping, which may also be called with the mapping's keys as keywords."""
 

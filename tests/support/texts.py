@@ -7,19 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 import tests.support.dense as dense
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.tuning.method import draw_seed
-from tests.support.models import VOCABULARY, lora_model, ragged_batches
+from tests.support.families import FAMILIES, RIGHT
+from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make, sizes
 
 PROMPT = 2  # tokens of a text that no label is on
@@ -53,26 +47,8 @@ def fitted_text(
 
 
 def encoder_decoder(kind: str) -> nn.Module:
-    """A tiny "t5" or "bart" with an adapter whose `lora_B` is not 0, in float64."""
-    torch.manual_seed(0)
-    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "decoder_start_token_id": 0}
-    if kind == "t5":
-        sizes = {"d_model": 12, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-        base: nn.Module = T5ForConditionalGeneration(T5Config(eos_token_id=1, **sizes, **tokens))
-        targets = ["q", "v"]
-    else:
-        sides = ("encoder", "decoder")
-        sizes = {f"{side}_{size}": n for side in sides for size, n in
-                 (("layers", 1), ("attention_heads", 2), ("ffn_dim", 24))}  # fmt: skip
-        config = BartConfig(d_model=12, max_position_embeddings=64, **sizes, **tokens)
-        base = BartForConditionalGeneration(config)
-        targets = ["q_proj", "v_proj"]
-    config = LoraConfig(task_type="SEQ_2_SEQ_LM", r=2, target_modules=targets)
-    model = get_peft_model(base, config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.3)
-    return model.double().eval()
+    """A tiny "t5" or "bart" with an adapter, in float64."""
+    return FAMILIES[kind.upper()].model(RIGHT)
 
 
 def pairs_of_texts() -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from tests.support.families import FAMILIES, RIGHT
+from tests.support.families import FAMILIES, RIGHT, SIDES
 from tests.support.models import VOCABULARY, lora_model, ragged_batches, with_lora
 from tests.support.posteriors import generator
 from tests.support.snapshots import Snapshot, half_trained
@@ -24,12 +24,8 @@ GREEDY = {"max_new_tokens": N_NEW, "do_sample": False, "eos_token_id": -1, "pad_
 SAMPLING = {"max_new_tokens": N_NEW, "do_sample": True, "temperature": 0.7, "pad_token_id": PAD}
 _SOUNDS = {
     **{"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    **{"decoder_start_token_id": 2, "d_model": 8},
-    **{
-        f"{side}_{size}": n
-        for side in ("encoder", "decoder")
-        for size, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 12))
-    },
+    **{"decoder_start_token_id": 2, "d_model": 8, "input_feat_per_channel": 4},
+    **{"conv_channels": 8, "max_target_positions": 16, **SIDES},
 }
 
 
@@ -41,8 +37,7 @@ def writer(kind):
         return la, {key: batch[key] for key in ("input_ids", "attention_mask")}
     if kind == "sounds":
         torch.manual_seed(0)
-        sizes = {"input_feat_per_channel": 4, "conv_channels": 8, "max_target_positions": 16}
-        model = Speech2TextForConditionalGeneration(Speech2TextConfig(**_SOUNDS, **sizes))
+        model = Speech2TextForConditionalGeneration(Speech2TextConfig(**_SOUNDS))
         model = with_lora(model, "q_proj", "v_proj").double().eval()
         sounds = torch.randn(3, 24, 4, generator=generator()).double()
         mask = (torch.arange(24) < torch.tensor([[24], [20], [12]])).long()
@@ -80,7 +75,8 @@ def test_texts_are_those_of_a_mixture_of_drawn_models(kind, cached):
             expected, log_probs = continued(models, {}, text)
             expected = torch.cat([given["input_ids"][row][~mask], expected])
         else:
-            expected, log_probs = continued(models, {"input_ids": text}, torch.tensor([[0]]))
+            start = torch.tensor([[la.model.model.config.decoder_start_token_id]])
+            expected, log_probs = continued(models, {"input_ids": text}, start)
         assert torch.equal(found.sequences[row], expected)
         of_tokens = found.scores.tokens.log_prob[row][found.scores.labelled[row]]
         exact = {"rtol": 1e-5 if kind == "t5" else 1e-8, "atol": 0}  # T5 normalises in float32
@@ -103,7 +99,7 @@ def test_without_draws_texts_are_the_models_own_row_by_row(kind, options):
     assert found.scores.labelled.sum(1).tolist() == [len(text) - n_read for text in texts]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "t5", "bart", "sounds", "Mamba"])
+@pytest.mark.parametrize("kind", ["sounds", "Mamba"])
 def test_caches_change_no_text(kind):
     la, given = writer(kind)
     texts = []

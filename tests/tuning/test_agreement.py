@@ -6,12 +6,7 @@ from torch.distributions import MultivariateNormal
 from torch.utils.data import DataLoader
 
 from tests.support.models import ragged_batches
-from tests.support.posteriors import (
-    STRUCTURES,
-    fitted,
-    generator,
-    plain_regression,
-)
+from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
 from tests.support.ranks import Texts
 
 METHOD = "agreement"

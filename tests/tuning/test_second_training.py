@@ -99,9 +99,7 @@ def test_the_examples_depend_on_the_generator_alone():
     for seed in (None, None, 3, 3, 4):
         train = Training()
         method = SecondTraining(
-            train=train,
-            train_loader=loader(),
-            generator=None if seed is None else generator(seed),
+            train=train, train_loader=loader(), generator=None if seed is None else generator(seed)
         )
         method(fitted())
         found.append(split(train)[1])
