@@ -1,0 +1,80 @@
+"""Factors against code that is not ours: BackPACK, ASDL and curvlinops."""
+
+import pytest
+import torch
+from laplace.curvature.asdl import AsdlGGN
+from laplace.curvature.backpack import BackPackEF, BackPackGGN
+from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
+from torch import nn
+
+from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
+from laplace_lora_ext.models.weights import Block
+
+CLOSE = {"rtol": 1e-6, "atol": 1e-9}
+
+
+class LinearNet(nn.Module):
+    """The shape of a LoRA layer, down to the rank and up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down = nn.Linear(5, 2, bias=False)
+        self.up = nn.Linear(2, 3, bias=False)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.down(x))
+
+
+def flat_net() -> nn.Sequential:
+    """The same without positions, as a sequence of layers for BackPACK."""
+    net = LinearNet()
+    return nn.Sequential(net.down, net.up)
+
+
+def ours(backend, X, y, likelihood="classification"):
+    net = LinearNet()
+    blocks = [
+        Block("down", "lora_A", "own", net.down),
+        Block("up", "lora_B", "own", net.up),
+    ]
+    curvature = backend(net, likelihood, blocks=blocks, rank=10, kfac_approx="expand")
+    return curvature.kron(X, y, N=len(X))
+
+
+def data(likelihood="classification"):
+    generator = torch.Generator().manual_seed(1)
+    X = torch.randn(8, 5, generator=generator).double()
+    if likelihood == "regression":
+        return X, torch.randn(8, 3, generator=generator).double()
+    return X, torch.randint(0, 3, (8,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("rival", "likelihood"),
+    [
+        (BackPackGGN, "classification"),
+        (BackPackGGN, "regression"),
+        (CurvlinopsGGN, "classification"),
+        (CurvlinopsGGN, "regression"),
+        (AsdlGGN, "classification"),
+    ],
+)
+def test_ggn_of_a_linear_net_without_positions(rival, likelihood):
+    X, y = data(likelihood)
+    loss, H = ours(LowRankKronGGN, X, y, likelihood)
+    their_loss, their_H = rival(flat_net(), likelihood).kron(X, y, N=len(X))
+    torch.testing.assert_close(loss, their_loss, **CLOSE)
+    torch.testing.assert_close(H.decompose().to_matrix(), their_H.to_matrix(), **CLOSE)
+
+
+def test_empirical_fisher_of_a_linear_net():
+    X, y = data()
+    _, H = ours(LowRankKronEF, X, y)
+    _, their_H = CurvlinopsEF(flat_net(), "classification").kron(X, y, N=len(X))
+    torch.testing.assert_close(H.decompose().to_matrix(), their_H.to_matrix(), **CLOSE)
+    # Of one example the Kronecker form is exact, so that its diagonal is BackPACK's.
+    _, H = ours(LowRankKronEF, X[:1], y[:1])
+    _, diagonal = BackPackEF(flat_net(), "classification").diag(X[:1], y[:1])
+    torch.testing.assert_close(H.decompose().diag(), diagonal, **CLOSE)
