@@ -210,10 +210,15 @@ def last_real_position(inputs: Any) -> torch.Tensor:
 
     A text without any is refused.
     """
+    text = _text(inputs)
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None:
-        text = _text(inputs)
         return torch.full((len(text),), text.shape[1] - 1, device=text.device)
+    if mask.shape != text.shape[:2]:
+        raise NotImplementedError(
+            f"An attention_mask of shape {tuple(mask.shape)} does not show where each text ends: "
+            f"pass one of shape {tuple(text.shape[:2])}."
+        )
     mask = mask.bool()
     empty = ~mask.any(-1)
     if empty.any():

@@ -140,7 +140,8 @@ class Positions(NamedTuple):
     n_tokens : int or None
         positions of all rows together, where known
     mask : torch.Tensor or None
-        `(B, n_rows / B * T)` booleans, false at padding; None where nothing is padded
+        `(B, n_rows / B * T)` booleans, false at padding, or one of another shape, which can't be
+        applied; None where nothing is padded
     is_text : bool
         whether the batch has tokens and nothing beside them, one row or as many for each example;
         otherwise contents may say which rows belong to which example, as where texts have images
@@ -169,10 +170,10 @@ class Positions(NamedTuple):
         pooled = n_positions == self.n_rows // self.n_examples
         if self.mask is None or pooled:
             return None
-        if n_positions != self.mask.shape[1]:
+        if self.mask.shape != (self.n_examples, n_positions):
             raise NotImplementedError(
-                f"it sees {n_positions} positions of each example, but the attention_mask has "
-                f'{self.mask.shape[1]}: use kfac_approx="gradient", which needs no mask'
+                f"it sees {n_positions} positions of each example, of which an attention_mask of "
+                f'shape {tuple(self.mask.shape)} does not tell: use kfac_approx="gradient"'
             )
         return self.mask
 
@@ -182,18 +183,15 @@ def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Position
     if isinstance(inputs, torch.Tensor) and inputs.ndim > 1 and not inputs.is_floating_point():
         inputs = {"input_ids": inputs}
     given = inputs if isinstance(inputs, Mapping) else {}
-    mask = given.get("attention_mask")
-    if mask is not None and (mask.ndim > 3 or len(mask) == 1 < n_examples):
-        raise NotImplementedError(
-            f"Pass an attention_mask of shape (texts, positions), not {tuple(mask.shape)}."
-        )
-    rows = given.get("input_ids") if mask is None else mask
-    n_rows = 0 if rows is None else prod(rows.shape[:-1])
-    if rows is None or n_rows % n_examples:  # as of windows, of which texts have other numbers
+    mask, embeds = given.get("attention_mask"), given.get("inputs_embeds")
+    rows = given.get("input_ids", mask if embeds is None else embeds[..., 0])
+    n_rows = 0 if rows is None or rows.ndim > 3 else prod(rows.shape[:-1])
+    if n_rows == 0 or n_rows % n_examples:  # as of windows, of which texts have other numbers
         return Positions(n_examples, n_examples)
     if mask is not None:
-        mask = mask.to(device).bool().reshape(n_examples, -1)
-        mask = None if mask.all() else mask
+        mask = mask.to(device).bool()
+        if mask.shape in (rows.shape, (1, *rows.shape[1:])):  # all texts may share one
+            mask = None if mask.all() else mask.expand_as(rows).reshape(n_examples, -1)
     return Positions(n_examples, n_rows, rows.numel(), mask, _is_text(given, n_examples))
 
 
