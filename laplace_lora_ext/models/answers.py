@@ -28,19 +28,8 @@ class AnswerTokens:
     masked one, and in an encoder-decoder after the decoder's start token, or after the decoder
     input that the batch gives.
 
-    Parameters
-    ----------
-    class_token_ids : sequence of int
-    transformer : PreTrainedModel or None
-        None for any other model that returns logits of a vocabulary
-    mask_token_id : int, optional
-        for a masked language model
-
-    Raises
-    ------
-    ValueError
-        If a token repeats or lies outside the vocabulary, if there are fewer than two, or if
-        `mask_token_id` is missing for a masked language model.
+    There must be two or more distinct tokens of the vocabulary, and for a masked language model a
+    `mask_token_id`. `transformer` is None for any other model that returns logits of a vocabulary.
     """
 
     def __init__(

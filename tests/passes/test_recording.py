@@ -304,6 +304,19 @@ def test_a_mask_of_what_tokens_attend_to_is_exact_or_refused(n_queries):
         make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS).fit([of_queries])
 
 
+@pytest.mark.parametrize("shape", [(1, 4), (3, 4, 4), (3, 1, 4, 4)])
+def test_a_mask_beside_features_counts_no_padding_as_positions(shape):
+    mask = (torch.arange(4) > 0).expand(shape)
+    batch = {"x": sequences(3, 4)[0], "attention_mask": mask, "labels": torch.arange(3)}
+
+    def run(m: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return m.second(m.first(batch["x"]).tanh().mean(1))
+
+    assert matrix(adapted(run), [batch], "gradient").any()
+    with pytest.raises(NotImplementedError, match='use kfac_approx="gradient"'):
+        matrix(adapted(run), [batch], "expand")
+
+
 @pytest.mark.parametrize("run", [LAYOUTS["by example"], shared(3), contrast])
 def test_jacobians_are_differentiable_in_the_inputs(run):
     model, (x, expected) = adapted(run), (sequences(3, 3)[0].requires_grad_() for _ in range(2))
