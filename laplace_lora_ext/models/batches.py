@@ -169,7 +169,7 @@ def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Position
         rows = mask
     n_rows = 0 if rows is None else prod(rows.shape[:-1])
     mask = None if mask is None else mask.to(device).bool()
-    if n_rows == 0 or n_rows % n_examples:  # as of windows, of which texts have other numbers
+    if rows is None or n_rows % n_examples:  # as of windows, of which texts have other numbers
         return Positions(n_examples, n_examples, mask=mask)
     if mask is not None and mask.shape in (rows.shape, (1, *rows.shape[1:])):  # one of all texts
         mask = None if mask.all() else mask.expand_as(rows).reshape(n_examples, -1)

@@ -69,8 +69,8 @@ def find_blocks(
     _check_plain(layers, adapter)
     blocks: list[Block] = []
     for name, layer in layers.items():
-        a, b = layer.lora_A[adapter], layer.lora_B[adapter]
-        both = [Block(name, m, adapter, x, layer) for m, x in (("lora_A", a), ("lora_B", b))]
+        halves: Any = ("lora_A", layer.lora_A[adapter]), ("lora_B", layer.lora_B[adapter])
+        both = [Block(name, matrix, adapter, half, layer) for matrix, half in halves]
         blocks += [block for block in both if block.weight.requires_grad] or both
     if len({id(block.weight) for block in blocks}) < len(blocks):
         raise NotImplementedError("LoRA layers share weights: give each its own parameters.")
