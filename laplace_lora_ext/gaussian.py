@@ -15,7 +15,8 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.numerics import without_autocast
-from laplace_lora_ext.passes import Directions, every_output, jacobians
+from laplace_lora_ext.passes.derivatives import jacobians
+from laplace_lora_ext.passes.recording import Directions, every_output
 from laplace_lora_ext.predictive import amortized, decisions, glm
 from laplace_lora_ext.predictive.amortized import amortized_moments
 from laplace_lora_ext.predictive.glm import moments_for

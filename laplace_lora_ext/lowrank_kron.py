@@ -16,14 +16,11 @@ from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.numerics import without_autocast
-from laplace_lora_ext.passes import Directions, every_output, visit_jacobians
-from laplace_lora_ext.passes.derivatives import in_parts
+from laplace_lora_ext.passes.derivatives import in_parts, visit_jacobians
+from laplace_lora_ext.passes.recording import Directions, every_output
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.moments import Moments
-from laplace_lora_ext.predictive.statistics import (
-    PredictiveStatistics,
-    statistics_of_batch,
-)
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics, statistics_of_batch
 
 
 class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
@@ -167,7 +164,9 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         self._check_H_init()
 
         def of_batch(batch: Any) -> Columns:
-            return self._statistics(self.model.split_if_labelled(batch), device, dtype).columns
+            self.check_model()
+            pair = self.model.split_if_labelled(batch)
+            return statistics_of_batch(self, pair, device, dtype).columns
 
         columns = over_loader(loader, of_batch, "[Predictive statistics]", progress_bar)
         f_mu, projections, inner_products, *targets = (column.to(device) for column in columns)
@@ -197,7 +196,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         if isinstance(x, PredictiveStatistics):
             statistics = self.statistics_of(x, False)
         else:
-            statistics = self._statistics((x, None), self._device, self._dtype)
+            self.check_model()
+            statistics = statistics_of_batch(self, (x, None), self._device, self._dtype)
         variances = statistics.variance_by_block(self.prior_precision)
         total = variances.sum().item()
         shares: dict[str, float] = {}
@@ -213,17 +213,6 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         loader.check_fit(self.H.spectrum)
         # `sigma_noise` and `temperature` may have changed since.
         return replace(loader, scale=self._H_factor.detach())
-
-    def _statistics(
-        self,
-        batch: tuple[Any, torch.Tensor | None],
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> PredictiveStatistics:
-        self.check_model()
-        scale = self._H_factor.detach()
-        fitted = self.model, self.blocks, self.trained_likelihood, self.H, scale, self.n_outputs
-        return statistics_of_batch(*fitted, batch, device, dtype)
 
     def _settings(self) -> dict[str, Any]:
         return super()._settings() | self.backend.settings

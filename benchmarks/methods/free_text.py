@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from benchmarks.methods.method import fit_temperature
 from benchmarks.models import AdaptedModel
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.models.tokens_model import TokensModel
-from laplace_lora_ext.models.weights import LoRAWeights
+from laplace_lora_ext.models.weights import called_with
 from laplace_lora_ext.text.scores import drawn
 
 
@@ -50,8 +50,12 @@ def scaled(la: LanguageModelLaplace, validation: Iterable[Any]) -> Predictor:
 
 def posterior(la: LanguageModelLaplace, draws: int) -> Predictor:
     """The posterior as it is now."""
-    weights, values = LoRAWeights(la.model, la.blocks), list(drawn(la, draws, 0))
-    return Predictor(la, lambda batch: map(partial(weights.run, batch), values), is_posterior=True)
+    values = list(drawn(la, draws, 0))
+
+    def of_draws(batch: Any) -> Iterator[torch.Tensor]:
+        return (called_with(la.model, la.blocks, each, batch) for each in values)
+
+    return Predictor(la, of_draws, is_posterior=True)
 
 
 def training_free(la: LanguageModelLaplace, draws: int, texts: list[Any]) -> Predictor:

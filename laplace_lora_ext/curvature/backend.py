@@ -19,7 +19,8 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.numerics import read
-from laplace_lora_ext.passes import jacobians, record
+from laplace_lora_ext.passes.derivatives import jacobians
+from laplace_lora_ext.passes.recording import record
 
 PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
 """`backend_kwargs` of Yang et al. (ICLR 2024): KFAC-expand, rank 10, no tail."""

@@ -19,19 +19,12 @@ from laplace_lora_ext.curvature.factors import (
 class KroneckerBlock:
     """Curvature of one LoRA weight `(m, n)` in sum form: `F_out ⊗ F_in / normalizer`.
 
-    Parameters
-    ----------
-    output_factor : DenseFactor or LowRankFactor
-        F_out, `(m, m)`, from output gradients
-    input_factor : DenseFactor or LowRankFactor
-        F_in, `(n, n)`, from inputs; exactly one of the two is a `LowRankFactor`
-    normalizer : torch.Tensor
-        `()`, float64: divides the product of the two factors, both of which sum over the data
+    Exactly one of the two is a `LowRankFactor`.
     """
 
-    output_factor: Factor
-    input_factor: Factor
-    normalizer: torch.Tensor
+    output_factor: Factor  # F_out, (m, m), from output gradients
+    input_factor: Factor  # F_in, (n, n), from inputs
+    normalizer: torch.Tensor  # (), float64: both factors sum over the data
 
     @classmethod
     def zeros(
@@ -104,17 +97,11 @@ class DecomposedBlock:
     `λ + l_i δ` on `Q_i ⊗ (complement of U)`, so every power costs `O(r d k)`. This is the
     Woodbury identity of the paper's appendix E with a diagonal inner matrix.
 
-    Parameters
-    ----------
-    small, large : Eigendecomposition
-        of the factor of the LoRA rank's size, and of the other one
-    small_output : bool
-        whether the small factor belongs to the outputs (`lora_A`) or the inputs (`lora_B`)
     """
 
-    small: Eigendecomposition
+    small: Eigendecomposition  # of the factor of the LoRA rank's size
     large: Eigendecomposition
-    small_output: bool
+    small_output: bool  # whether the small factor belongs to outputs (`lora_A`) or inputs
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -20,32 +20,16 @@ _OVERSAMPLING = 10  # directions that subspace iteration carries beyond the ones
 
 
 class Eigendecomposition(NamedTuple):
-    """`vectors diag(values) vectorsᵀ + tail (I - vectors vectorsᵀ)`.
+    """`vectors diag(values) vectorsᵀ + tail (I - vectors vectorsᵀ)`."""
 
-    Attributes
-    ----------
-    vectors : torch.Tensor
-        `(d, k)`, orthonormal columns
-    values : torch.Tensor
-        `(k,)`, not negative
-    tail : torch.Tensor
-        `()`, the eigenvalue of every direction that `vectors` leaves out
-    """
-
-    vectors: torch.Tensor
-    values: torch.Tensor
-    tail: torch.Tensor
+    vectors: torch.Tensor  # (d, k), orthonormal columns
+    values: torch.Tensor  # (k,), not negative
+    tail: torch.Tensor  # (), the eigenvalue of every direction that `vectors` leaves out
 
 
 @dataclass(eq=False)
 class DenseFactor:
-    """A small Kronecker factor, held as a matrix.
-
-    Parameters
-    ----------
-    matrix : torch.Tensor
-        `(d, d)`, symmetric positive semi-definite
-    """
+    """A small Kronecker factor, held as a matrix `(d, d)`."""
 
     matrix: torch.Tensor
 
@@ -84,26 +68,13 @@ class LowRankFactor:
     keeps twice as many columns as the rank, so that it does not lose a direction early that leads
     later. The eigendecomposition then cuts to the rank. No `(d, d)` matrix is ever formed.
 
-    Parameters
-    ----------
-    columns : torch.Tensor
-        `(d, w)` with `w <= min(2 * rank, d)`
-    trace : torch.Tensor
-        `()`, float64, trace of the factor, exact despite the truncation
-    rank : int
-        how many eigenvectors to keep in the end (the paper's `n_kfac`)
-    tail : bool
-        whether the directions beyond the rank keep the mean of their eigenvalues, or none
-
-    References
-    ----------
     Yang et al. (ICLR 2024), algorithm 1, for the update.
     """
 
-    columns: torch.Tensor
-    trace: torch.Tensor
-    rank: int
-    tail: bool = True
+    columns: torch.Tensor  # (d, w) with w <= min(2 * rank, d)
+    trace: torch.Tensor  # (), float64, exact despite the truncation
+    rank: int  # how many eigenvectors to keep in the end (the paper's `n_kfac`)
+    tail: bool = True  # whether directions beyond it keep the mean of their eigenvalues, or none
 
     @classmethod
     def zeros(

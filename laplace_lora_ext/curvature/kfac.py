@@ -8,14 +8,15 @@ for it, since the positions that a layer sees need not be the mask's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import StreamingUpdates
-from laplace_lora_ext.passes import Rows
 from laplace_lora_ext.passes.derivatives import per_sample_gradients
+from laplace_lora_ext.passes.recording import Rows
 
 
 class KfacApprox:
@@ -29,7 +30,7 @@ class KfacApprox:
 
     def add_inputs(self, indices: list[int], rows: Rows) -> None:
         """Sum an input of one or more blocks."""
-        inputs = self._inputs(rows)
+        inputs = self._rows(rows.a[None], rows.valid())
         for index in indices:
             block = self.blocks[index]
             self.updates.add(block.input_factor, inputs)
@@ -37,10 +38,12 @@ class KfacApprox:
 
     def add_gradients(self, rows: Rows) -> None:
         """Sum a batch's gradients of one or more seeds."""
-        raise NotImplementedError
+        g = self._rows(rows.g, rows.valid())
+        # After the last attention, only the positions that the model pools have a gradient.
+        self.updates.add(self.blocks[rows.index].output_factor, g[g.any(dim=1)])
 
-    def _inputs(self, rows: Rows) -> torch.Tensor:
-        """Rows `(N, n)` for F_in, which is divided by their number."""
+    def _rows(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Rows `(N, d)` for a factor, of `(S, B, T, d)`."""
         raise NotImplementedError
 
 
@@ -50,15 +53,8 @@ class Expand(KfacApprox):
     The setting of the paper (section 3), and KFAC-expand of Eschenhagen et al. (2023).
     """
 
-    def _inputs(self, rows: Rows) -> torch.Tensor:
-        mask = rows.valid()
-        return rows.a.flatten(0, 1) if mask is None else rows.a[mask]
-
-    def add_gradients(self, rows: Rows) -> None:
-        mask = rows.valid()
-        g = (rows.g.flatten(1, 2) if mask is None else rows.g[:, mask]).flatten(0, 1)
-        # After the last attention, only the positions that the model pools have a gradient.
-        self.updates.add(self.blocks[rows.index].output_factor, g[g.any(dim=1)])
+    def _rows(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return (x.flatten(1, 2) if mask is None else x[:, mask]).flatten(0, 1)
 
 
 class Reduce(KfacApprox):
@@ -67,16 +63,13 @@ class Reduce(KfacApprox):
     KFAC-reduce of Eschenhagen et al. (2023).
     """
 
-    def _inputs(self, rows: Rows) -> torch.Tensor:
+    def add_inputs(self, indices: list[int], rows: Rows) -> None:
         mask = rows.valid()
-        if mask is None:
-            return rows.a.mean(1)
-        return (rows.a * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        n_valid = rows.a.shape[1] if mask is None else mask.sum(1)[:, None, None]
+        super().add_inputs(indices, replace(rows, a=rows.a / n_valid))
 
-    def add_gradients(self, rows: Rows) -> None:
-        mask = rows.valid()
-        g = rows.g if mask is None else rows.g * mask[..., None]
-        self.updates.add(self.blocks[rows.index].output_factor, g.sum(2).flatten(0, 1))
+    def _rows(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return (x if mask is None else x * mask[..., None]).sum(2).flatten(0, 1)
 
 
 class Gradient(KfacApprox):

@@ -16,12 +16,7 @@ from laplace_lora_ext.curvature.factors import LowRankFactor
 
 
 class LowRankKron:
-    """Sum form of a block-diagonal curvature, with a Kronecker-factored block for each LoRA weight.
-
-    Parameters
-    ----------
-    blocks : sequence of KroneckerBlock
-    """
+    """Sum form of a block-diagonal curvature: a Kronecker-factored block for each LoRA weight."""
 
     def __init__(self, blocks: Sequence[KroneckerBlock]) -> None:
         self.blocks = list(blocks)
@@ -68,26 +63,13 @@ class Spectrum(NamedTuple):
 
     A prior precision only adds to eigenvalues, so these are all that a choice of prior depends on.
 
-    Attributes
-    ----------
-    leading : torch.Tensor
-        `(E,)`, the r x k eigenvalues that each block keeps
-    leading_block : torch.Tensor
-        `(E,)`, index of the block that each belongs to
-    remaining : torch.Tensor
-        `(F,)`, the r eigenvalues of each block on the directions that its rank leaves out
-    remaining_block : torch.Tensor
-        `(F,)`, index of the block that each belongs to
-    multiplicity : torch.Tensor
-        `(F,)`, the number of directions of each
-    n_blocks : int
     """
 
-    leading: torch.Tensor
-    leading_block: torch.Tensor
-    remaining: torch.Tensor
-    remaining_block: torch.Tensor
-    multiplicity: torch.Tensor
+    leading: torch.Tensor  # (E,), the r x k eigenvalues that each block keeps
+    leading_block: torch.Tensor  # (E,), index of the block that each belongs to
+    remaining: torch.Tensor  # (F,), each block's r ones on directions that its rank leaves out
+    remaining_block: torch.Tensor  # (F,), index of the block that each belongs to
+    multiplicity: torch.Tensor  # (F,), the number of directions of each
     n_blocks: int
 
     def shifted(
@@ -95,12 +77,7 @@ class Spectrum(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Leading and remaining eigenvalues of `scale * curvature + deltas * I`.
 
-        Parameters
-        ----------
-        scale : float or torch.Tensor
-            `()`
-        deltas : torch.Tensor
-            `()`, `(1,)`, or `(blocks,)` one for each block; gives the result its dtype
+        `deltas` are `()`, `(1,)` or `(blocks,)`, and give the result its dtype.
         """
         deltas = deltas.expand(self.n_blocks)
         return (
@@ -133,14 +110,10 @@ class LowRankKronDecomposed:
     @torch.inference_mode(False)  # what is kept must not be an inference tensor
     def spectrum(self) -> Spectrum:
         """Eigenvalues of all blocks in float64, without `deltas`."""
-        of_blocks = []
+        of_blocks, zero = [], self.deltas.new_zeros((), dtype=torch.float64)
         for index, block in enumerate(self.blocks):
-            small, large, tail = (
-                numbers.to(self.deltas.device).double()
-                for numbers in (block.small.values, block.large.values, block.large.tail)
-            )
-            leading = torch.outer(small, large).flatten()
-            remaining = (small * tail)[: None if block.n_left_out else 0]
+            leading, remaining = (e.to(zero.device).flatten() for e in block.eigenvalues(zero))
+            remaining = remaining[: None if block.n_left_out else 0]
             indices = [torch.full_like(e, index, dtype=torch.long) for e in (leading, remaining)]
             multiplicity = torch.full_like(remaining, block.n_left_out)
             of_blocks.append((leading, indices[0], remaining, indices[1], multiplicity))

@@ -79,12 +79,8 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
     """Add an untrained adapter of the active one's configuration, and make it the active one.
 
     Torch's random state decides its values. What is frozen in the other one, as `lora_A` in
-    LoRA-FA, is frozen here too.
-
-    Raises
-    ------
-    ValueError
-        If there is an adapter of that name, or another adapter would change the base model.
+    LoRA-FA, is frozen here too. Refused are a name that is taken, and an initialisation that would
+    change the base model.
     """
     if adapter in model.peft_config:
         raise ValueError(

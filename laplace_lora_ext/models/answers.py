@@ -28,19 +28,8 @@ class AnswerTokens:
     masked one, and in an encoder-decoder after the decoder's start token, or after the decoder
     input that the batch gives.
 
-    Parameters
-    ----------
-    class_token_ids : sequence of int
-    transformer : PreTrainedModel or None
-        None for any other model that returns logits of a vocabulary
-    mask_token_id : int, optional
-        for a masked language model
-
-    Raises
-    ------
-    ValueError
-        If a token repeats or lies outside the vocabulary, if there are fewer than two, or if
-        `mask_token_id` is missing for a masked language model.
+    There must be two or more distinct tokens of the vocabulary, and for a masked language model a
+    `mask_token_id`. `transformer` is None for any other model that returns logits of a vocabulary.
     """
 
     def __init__(
@@ -210,10 +199,15 @@ def last_real_position(inputs: Any) -> torch.Tensor:
 
     A text without any is refused.
     """
+    text = _text(inputs)
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None:
-        text = _text(inputs)
         return torch.full((len(text),), text.shape[1] - 1, device=text.device)
+    if mask.shape != text.shape[:2]:
+        raise NotImplementedError(
+            f"An attention_mask of shape {tuple(mask.shape)} does not show where each text ends: "
+            f"pass one of shape {tuple(text.shape[:2])}."
+        )
     mask = mask.bool()
     empty = ~mask.any(-1)
     if empty.any():

@@ -52,15 +52,7 @@ def number_of_rows(x: Any) -> int | None:
 
 
 def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None:
-    """Refuse batches whose texts a transformers model would read in another way than meant.
-
-    Raises
-    ------
-    ValueError
-        If there is padding without a mask.
-    NotImplementedError
-        If several texts are packed into a row.
-    """
+    """Refuse texts that are padded without a mask, or packed several into a row."""
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if _restarts(inputs.get("position_ids"), mask):
         raise NotImplementedError(
@@ -129,30 +121,18 @@ def pad_token(transformer: PreTrainedModel | None) -> int | None:
 
 
 class Positions(NamedTuple):
-    """Examples and positions of a batch.
+    """Examples and positions of a batch."""
 
-    Attributes
-    ----------
-    n_examples : int
-        B, also the number of rows of logits unless `owners_of_logits` says otherwise
-    n_rows : int
-        rows of the model's input: B, or a multiple where an example is several sequences
-    n_tokens : int or None
-        positions of all rows together, where known
-    mask : torch.Tensor or None
-        `(B, n_rows / B * T)` booleans, false at padding; None where nothing is padded
-    is_text : bool
-        whether the batch has tokens and nothing beside them, one row or as many for each example;
-        otherwise contents may say which rows belong to which example, as where texts have images
-    owners_of_logits : torch.Tensor or None
-        `(N,)` index of the example that each row of logits belongs to, where examples have several
-    """
-
-    n_examples: int
-    n_rows: int
-    n_tokens: int | None = None
+    n_examples: int  # B, also the number of rows of logits, unless these have owners
+    n_rows: int  # rows of the model's input: B, or a multiple where an example is several sequences
+    n_tokens: int | None = None  # positions of all rows together, where known
+    # `(B, n_rows / B * T)` booleans, false at padding, or of another shape, which can't be applied;
+    # None where nothing is padded.
     mask: torch.Tensor | None = None
+    # Whether the batch has tokens and nothing beside them, one row or as many for each example.
+    # Otherwise contents may say which rows are whose, as where texts have images.
     is_text: bool = False
+    # `(N,)` index of the example that each row of logits belongs to, where examples have several.
     owners_of_logits: torch.Tensor | None = None
 
     def logits_of(self, examples: torch.Tensor) -> torch.Tensor:
@@ -169,10 +149,10 @@ class Positions(NamedTuple):
         pooled = n_positions == self.n_rows // self.n_examples
         if self.mask is None or pooled:
             return None
-        if n_positions != self.mask.shape[1]:
+        if self.mask.shape != (self.n_examples, n_positions):
             raise NotImplementedError(
-                f"it sees {n_positions} positions of each example, but the attention_mask has "
-                f'{self.mask.shape[1]}: use kfac_approx="gradient", which needs no mask'
+                f"it sees {n_positions} positions of each example, of which an attention_mask of "
+                f'shape {tuple(self.mask.shape)} does not tell: use kfac_approx="gradient"'
             )
         return self.mask
 
@@ -182,18 +162,17 @@ def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Position
     if isinstance(inputs, torch.Tensor) and inputs.ndim > 1 and not inputs.is_floating_point():
         inputs = {"input_ids": inputs}
     given = inputs if isinstance(inputs, Mapping) else {}
-    mask = given.get("attention_mask")
-    if mask is not None and (mask.ndim > 3 or len(mask) == 1 < n_examples):
-        raise NotImplementedError(
-            f"Pass an attention_mask of shape (texts, positions), not {tuple(mask.shape)}."
-        )
-    rows = given.get("input_ids") if mask is None else mask
+    mask, rows = given.get("attention_mask"), given.get("input_ids")
+    if rows is None and given.get("inputs_embeds") is not None:
+        rows = given["inputs_embeds"][..., 0]
+    elif rows is None and mask is not None and mask.ndim == 2:
+        rows = mask
     n_rows = 0 if rows is None else prod(rows.shape[:-1])
+    mask = None if mask is None else mask.to(device).bool()
     if rows is None or n_rows % n_examples:  # as of windows, of which texts have other numbers
-        return Positions(n_examples, n_examples)
-    if mask is not None:
-        mask = mask.to(device).bool().reshape(n_examples, -1)
-        mask = None if mask.all() else mask
+        return Positions(n_examples, n_examples, mask=mask)
+    if mask is not None and mask.shape in (rows.shape, (1, *rows.shape[1:])):  # one of all texts
+        mask = None if mask.all() else mask.expand_as(rows).reshape(n_examples, -1)
     return Positions(n_examples, n_rows, rows.numel(), mask, _is_text(given, n_examples))
 
 

@@ -26,15 +26,19 @@ def logits_and_hidden_states(
     Call it within `model.prepared()`.
     """
     calls: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
+    weights = [(module, getattr(module, "weight", None)) for module in model.modules()]
+    # With a matrix for a weight, and LoRA around them.
+    layers: list[Any] = [m for m, w in weights if isinstance(w, torch.Tensor) and w.ndim == 2]
     output_layer: Any = None
     if model.transformer is not None and model.class_token_ids is not None:
         output_layer = model.transformer.get_output_embeddings()
+        layers = layers if output_layer is None else [output_layer]
 
     def note(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         calls.append((args[0], output))
 
     with ExitStack() as hooks:
-        for layer in _linear_layers(model) if output_layer is None else [output_layer]:
+        for layer in layers:
             hooks.callback(layer.register_forward_hook(note).remove)
         logits = model(batch)
     for inputs, outputs in calls:
@@ -49,9 +53,3 @@ def logits_and_hidden_states(
                 place = is_made.int().argmax(1)[:, None, None].to(read.device)
                 return logits, read.take_along_dim(place, dim=1)[:, 0].to(logits)
     return logits, None
-
-
-def _linear_layers(model: nn.Module) -> list[Any]:
-    """Layers with a matrix for a weight, and LoRA around them."""
-    weights = [(module, getattr(module, "weight", None)) for module in model.modules()]
-    return [m for m, weight in weights if isinstance(weight, torch.Tensor) and weight.ndim == 2]

@@ -207,36 +207,31 @@ class LogitsModel(nn.Module):
         and every parameter's `requires_grad` and `.grad` are as they were.
         """
         active = nullcontext() if self.adapter is None else only_active(self.model, self.adapter)
-        prepared = self._prepared(trainable)
-        with LOCK, cpu_as_default(), active, prepared, running_eagerly(self.model):
-            yield
-
-    @contextmanager
-    def _prepared(self, trainable: Sequence[torch.Tensor]) -> Iterator[None]:
-        modules = list(self.modules())
-        modes = [module.training for module in modules]
-        before: list[tuple[dict[str, Any], str, bool, Any]] = [
-            (module._parameters, name, parameter.requires_grad, parameter.grad)
-            for module in modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        wanted = {id(parameter) for parameter in trainable}
-        try:
-            self.eval()
-            for parameters, name, requires_grad, _ in before:
-                is_wanted = id(parameters[name]) in wanted
-                if requires_grad != is_wanted:
-                    parameters[name].requires_grad_(is_wanted)
-                parameters[name].grad = None
-            yield
-        finally:
-            for module, mode in zip(modules, modes, strict=True):
-                if module.training != mode:
-                    module.training = mode
-            for parameters, name, requires_grad, grad in before:
-                # Hooks that offload weights may have replaced the parameter.
-                parameters[name].requires_grad_(requires_grad).grad = grad
+        with LOCK, cpu_as_default(), active, running_eagerly(self.model):
+            modules = list(self.modules())
+            modes = [module.training for module in modules]
+            before: list[tuple[dict[str, Any], str, bool, Any]] = [
+                (module._parameters, name, parameter.requires_grad, parameter.grad)
+                for module in modules
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+            wanted = {id(parameter) for parameter in trainable}
+            try:
+                self.eval()
+                for parameters, name, requires_grad, _ in before:
+                    is_wanted = id(parameters[name]) in wanted
+                    if requires_grad != is_wanted:
+                        parameters[name].requires_grad_(is_wanted)
+                    parameters[name].grad = None
+                yield
+            finally:
+                for module, mode in zip(modules, modes, strict=True):
+                    if module.training != mode:
+                        module.training = mode
+                for parameters, name, requires_grad, grad in before:
+                    # Hooks that offload weights may have replaced the parameter.
+                    parameters[name].requires_grad_(requires_grad).grad = grad
 
     def _inputs(self, batch: Any) -> Any:
         """The batch without its labels on the model's device, of the same type as before."""

@@ -41,19 +41,7 @@ def find_blocks(
 
     Of a layer that was trained with one of its weights frozen, as LoRA-FA freezes `lora_A`, the
     other one takes part alone. An adapter that was loaded for inference has both frozen, and both
-    take part.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        a `PeftModel`, or any module that holds LoRA layers
-    target_modules, layers_to_transform
-        as in `peft.LoraConfig`: which LoRA layers take part; all if omitted
-
-    Returns
-    -------
-    list of Block
-        `lora_A`, then `lora_B` of each layer, or one of them
+    take part. `target_modules` and `layers_to_transform` select layers as in `peft.LoraConfig`.
 
     Raises
     ------
@@ -61,8 +49,7 @@ def find_blocks(
         If there is no LoRA layer, if the adapter is merged, disabled or not the only active
         one, or if nothing matches the selection.
     NotImplementedError
-        If LoRA layers of the adapter are not two linear maps, or share weights or compute them, as
-        those of embeddings and of fused experts; for FSDP1 and DeepSpeed ZeRO-3.
+        If layers do not add `B(A(x))` with weights of their own; for FSDP1 and DeepSpeed ZeRO-3.
     """
     _check_reachable(model)
     layers: Layers = {
@@ -80,20 +67,18 @@ def find_blocks(
     layers = {name: layer for name, layer in layers.items() if adapter in _adapters_of(layer)}
     layers = _selected(layers, target_modules, layers_to_transform)
     _check_plain(layers, adapter)
-    blocks = [b for name, layer in layers.items() for b in _blocks_of(name, layer, adapter)]
+    blocks: list[Block] = []
+    for name, layer in layers.items():
+        halves: Any = ("lora_A", layer.lora_A[adapter]), ("lora_B", layer.lora_B[adapter])
+        both = [Block(name, matrix, adapter, half, layer) for matrix, half in halves]
+        blocks += [block for block in both if block.weight.requires_grad] or both
     if len({id(block.weight) for block in blocks}) < len(blocks):
         raise NotImplementedError("LoRA layers share weights: give each its own parameters.")
     return blocks
 
 
 def check_known_to_host(blocks: Sequence[Block]) -> None:
-    """Refuse DoRA for the host's backends, which take every call of a layer for an input.
-
-    Raises
-    ------
-    NotImplementedError
-        The message lists the layers.
-    """
+    """Refuse DoRA for the host's backends, which take every call of a layer for an input."""
     with_dora = [b.name for b in blocks if b.owner and _variant(b.owner, b.adapter) == _DORA]
     if with_dora:
         raise NotImplementedError(
@@ -162,13 +147,7 @@ def _check_reachable(model: nn.Module) -> None:
 
 
 def _active_adapter(layers: Layers) -> str:
-    """The one adapter that runs in a forward pass.
-
-    Raises
-    ------
-    ValueError
-        If a layer is merged or disabled, or not just one adapter is active.
-    """
+    """The one adapter that runs in a forward pass; a `ValueError` if it is not the only one."""
     idle = find_idle(layers)
     if idle is not None:
         raise ValueError(idle)
@@ -211,23 +190,8 @@ def _selected(
     return selected
 
 
-def _blocks_of(name: str, layer: Any, adapter: str) -> list[Block]:
-    """`lora_A` and `lora_B`, or the one that requires grad where the other does not."""
-    both = [
-        Block(name, matrix, adapter, getattr(layer, matrix)[adapter], layer)
-        for matrix in ("lora_A", "lora_B")
-    ]
-    return [block for block in both if block.weight.requires_grad] or both
-
-
 def _check_plain(layers: Layers, adapter: str) -> None:
-    """Refuse layers that do not add `B(A(x))` with linear A and B of their own.
-
-    Raises
-    ------
-    NotImplementedError
-        The message lists them.
-    """
+    """Refuse layers that do not add `B(A(x))` with linear A and B of their own."""
     unsupported = [
         f"{name} ({type(layer).__name__} {_variant(layer, adapter)}".strip() + ")"
         for name, layer in layers.items()

@@ -51,28 +51,17 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelState:
-    """All that predictions depend on, except the values of the LoRA weights.
+    """All that predictions depend on, except the values of the LoRA weights."""
 
-    Attributes
-    ----------
-    blocks : dict
-        shape and scaling by the name of the LoRA weight, without the adapter's name
-    class_token_ids, mask_token_id
-        of the `LogitsModel`
-    weights : dict
-        a `Weight` for each floating-point weight of the base model and the head, by name, and for
-        each buffer that is saved with them. Names leave out the adapter's. Left out altogether are
-        other adapters, modules that this one replaces, weights that are not in memory, quantized
-        ones, and all weights of a model that FSDP2 shards
-    scalings : dict
-        of the LoRA layers of the adapter that are not in the posterior, by name
-    """
-
+    # Shape and scaling by the name of the LoRA weight, without the adapter's name.
     blocks: dict[str, tuple[list[int], float | None]]
     class_token_ids: list[int] | None
     mask_token_id: int | None
+    # Of the base model and the head, and of buffers that are saved with them. Names leave out the
+    # adapter's. Left out altogether are other adapters, modules that this one replaces, weights
+    # that are not in memory, quantized ones, and all weights of a model that FSDP2 shards.
     weights: dict[str, Weight]
-    scalings: dict[str, float]
+    scalings: dict[str, float]  # of the adapter's LoRA layers that are not in the posterior
 
     @classmethod
     def of(cls, model: LogitsModel, blocks: Sequence[Block]) -> ModelState:
@@ -163,14 +152,7 @@ def check_same(
 ) -> None:
     """Refuse a model that has changed since a fit, by a `RuntimeError` that names what has.
 
-    Parameters
-    ----------
-    model : LogitsModel
-    blocks : sequence of Block
-    fitted : ModelState
-        at the fit
-    mean : torch.Tensor
-        `(parameters,)`, the LoRA weights of the fit; compared in the weights' present precision
+    `mean`, `(parameters,)`, are the LoRA weights of the fit, compared in their present precision.
     """
     check_runs(model, blocks)
     parts = mean.split([block.weight.numel() for block in blocks])
@@ -188,14 +170,13 @@ def check_same(
 
 def hashes(model: LogitsModel, blocks: Sequence[Block]) -> dict[str, str]:
     """Of what a fit depends on: fits of two processes belong together where these are equal."""
-    weights = flattened(blocks, torch.device("cpu")).double().numpy()
     state = ModelState.of(model, blocks)
-    rest = hashlib.sha256(repr(state._facts()).encode())
-    for name, weight in state.weights.items():
-        rest.update(repr((name, weight.dtype, weight.shape)).encode())
-        rest.update(weight.sample.numpy().tobytes())
-    of_adapter = hashlib.sha256(weights.tobytes())
-    return {"LoRA weights": of_adapter.hexdigest(), "base or head": rest.hexdigest()}
+    samples = [(n, w.dtype, w.shape, w.sample.tolist()) for n, w in state.weights.items()]
+    parts = {
+        "LoRA weights": flattened(blocks, torch.device("cpu")).double().numpy().tobytes(),
+        "base or head": repr((state._facts(), samples)).encode(),
+    }
+    return {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
 
 
 def _other_weights(
@@ -222,15 +203,11 @@ def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
         places.setdefault((weight.device, weight.dtype), []).append(name)
     samples: dict[str, torch.Tensor] = {}
     for names in places.values():
-        few = [_sample(weights[name]) for name in names]
+        flat = [weights[name].detach().flatten() for name in names]
+        few = [w[:: max(1, len(w) // _SAMPLED)][:_SAMPLED] for w in flat]
         numbers = torch.cat(few).cpu().double().split([len(sample) for sample in few])
         samples.update(zip(names, numbers, strict=True))
     return {n: Weight(str(w.dtype), list(w.shape), samples[n]) for n, w in weights.items()}
-
-
-def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """`(n,)`; a view where the weight is contiguous."""
-    return weight.detach().flatten()[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED]
 
 
 @lru_cache(2**16)  # every call of a posterior asks for all of them

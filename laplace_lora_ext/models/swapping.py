@@ -19,12 +19,7 @@ class Swapping:
     Tokens that stand in more than nine tenths of the texts are the prompt's: they stay, as special
     tokens and padding do.
 
-    Parameters
-    ----------
-    texts : iterable of pairs of torch.Tensor
-        token ids `(B, T)`, and the attention mask `(B, T)`, or None where nothing is padded
-    special : collection of int
-        tokens that stay; see `special_tokens`
+    Texts are pairs of token ids `(B, T)` and their attention mask, or None where nothing is padded.
     """
 
     def __init__(

@@ -23,17 +23,8 @@ class TokensModel(LogitsModel):
     `labels`, -100 where there is none. The logits that predict a label are those one token before
     it, or in an encoder-decoder those at its place. The output layer runs for these alone.
 
-    Parameters
-    ----------
-    model, dict_key_y
-        as for `LogitsModel`; a transformers language model
-    class_token_ids, mask_token_id : None
-        not used: each token of the vocabulary is a class
-
-    Raises
-    ------
-    ValueError
-        If the model does not generate text, or `class_token_ids` or `mask_token_id` is given.
+    Parameters are those of `LogitsModel`, without `class_token_ids` and `mask_token_id`. A model
+    that does not generate text is refused.
     """
 
     @property
@@ -47,13 +38,7 @@ class TokensModel(LogitsModel):
         return bool(self.transformer.config.is_encoder_decoder)
 
     def forward(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
-        """Logits `(N, V)` of the labelled tokens, one text after the other, float32 or better.
-
-        Raises
-        ------
-        TypeError, ValueError, NotImplementedError
-            As `targets`.
-        """
+        """Logits `(N, V)` of the labelled tokens, one text after the other, float32 or better."""
         if isinstance(batch, Mapping) and not self.is_encoder_decoder:
             batch = text_first(batch)  # labels too
         labelled, inputs = self.targets(batch) != IGNORED, self._inputs(batch)
@@ -68,14 +53,7 @@ class TokensModel(LogitsModel):
     def targets(self, batch: Any) -> torch.Tensor:
         """Tokens `(B, T)` that the logits at each place predict, -100 where nothing is labelled.
 
-        Raises
-        ------
-        TypeError
-            If the batch is no mapping.
-        ValueError
-            If labels are missing, of another shape or type, at padding, or all -100.
-        NotImplementedError
-            If several texts are packed into a row.
+        A `ValueError` if labels are missing, of another shape or type, at padding, or all -100.
         """
         if not isinstance(batch, Mapping):
             raise TypeError(f"A batch of texts must be a mapping, not {type(batch).__name__}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,25 +17,13 @@ Values = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """One LoRA weight matrix.
+    """One LoRA weight matrix `(m, n)`: that of a linear layer."""
 
-    Attributes
-    ----------
-    lora_layer : str
-        name of the LoRA layer that it is part of, without the prefixes that wrappers add
-    matrix : {"lora_A", "lora_B"}
-    adapter : str
-    layer : torch.nn.Linear
-        its weight `(m, n)` is the block
-    owner : peft.tuners.lora.LoraLayer or None
-        PEFT's layer of that name
-    """
-
-    lora_layer: str
-    matrix: str
+    lora_layer: str  # its name, without the prefixes that wrappers add
+    matrix: str  # "lora_A" or "lora_B"
     adapter: str
     layer: nn.Linear
-    owner: Any = None
+    owner: Any = None  # PEFT's layer of that name
 
     @property
     def name(self) -> str:
@@ -99,15 +87,6 @@ def flattened(blocks: Sequence[Block], device: torch.device) -> torch.Tensor:
     return torch.cat([block.values.flatten().to(device, dtype) for block in blocks])
 
 
-def shaped(vector: torch.Tensor, blocks: Sequence[Block]) -> Values:
-    """`(parameters,)` numbers as one tensor for each LoRA weight, on the weight's device."""
-    parts = vector.split([block.weight.numel() for block in blocks])
-    return [
-        part.reshape(block.weight.shape).to(block.weight.device)
-        for part, block in zip(parts, blocks, strict=True)
-    ]
-
-
 def check_in_place(blocks: Sequence[Block], purpose: str) -> None:
     """Refuse sharded or offloaded LoRA weights where whole ones are needed in memory.
 
@@ -120,35 +99,13 @@ def check_in_place(blocks: Sequence[Block], purpose: str) -> None:
         )
 
 
-class LoRAWeights:
-    """The LoRA weights of a module, and calls of it with others in their place.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        holds the blocks' weights
-    blocks : sequence of Block
-
-    Attributes
-    ----------
-    values : list of torch.Tensor
-        the trained weights
-    """
-
-    def __init__(self, module: nn.Module, blocks: Sequence[Block]) -> None:
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._module = module
-        self._names = [names[id(block.weight)] for block in blocks]
-        self.values: Values = [block.weight.detach() for block in blocks]
-
-    def call(self, values: Values, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What the module returns with these weights; its own stay as they are."""
-        weights = dict(zip(self._names, values, strict=True))
-        return torch.func.functional_call(self._module, weights, args, dict(kwargs))
-
-    def run(self, batch: Any, values: Values) -> Any:
-        """What the module makes of a batch with these weights."""
-        return self.call(values, (batch,), {})
+def called_with(
+    module: nn.Module, blocks: Sequence[Block], values: Values, /, *args: Any, **kwargs: Any
+) -> Any:
+    """What a module returns with other LoRA weights; its own stay as they are."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    weights = {names[id(b.weight)]: value for b, value in zip(blocks, values, strict=True)}
+    return torch.func.functional_call(module, weights, args, kwargs)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -48,10 +48,10 @@ def inspected(
     x: Any,
     check_targets: Callable[[torch.Tensor], object],
 ) -> Iterator[None]:
-    """Check passes that the host makes on a batch `x`.
+    """Check passes that the host makes on a batch `x`; errors are those of `run`.
 
-    What each pass returns goes to `check_targets`. Hooks that the host leaves behind are removed,
-    and where it fails, one more pass names the reason. Errors are those of `run`.
+    What the first one returns goes to `check_targets`. Hooks that the host leaves behind are
+    removed, and where it fails, one more pass names the reason.
     """
     called: set[int] = set()
     differentiable: list[bool] = []

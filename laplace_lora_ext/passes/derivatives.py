@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -100,46 +100,28 @@ def per_sample_gradients(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bti,sbto->sboi", a, g)
 
 
-class Evaluated(Protocol):
-    """What is known of some examples."""
-
-    @property
-    def f_mu(self) -> torch.Tensor: ...  # (N, C)
-
-
-Result = TypeVar("Result", bound=Evaluated)
-
-
 def in_parts(
     model: LogitsModel,
     x: Any,
     n_outputs: int,
-    evaluate: Callable[[Any, slice], Result],
+    evaluate: Callable[[Any, slice], Any],
     n_examples: int | None = None,
-) -> list[Result]:
+) -> list[Any]:
     """What a function makes of each few examples, or of the whole batch where parts differ from it.
 
     Windows of texts, say, lie in rows of their own: parts then have another number of logits than
     of rows. Logits may also depend on the other examples, as where a model normalises a batch.
 
-    Parameters
-    ----------
-    model : LogitsModel
-    x : Mapping or torch.Tensor
-        inputs of a batch
-    n_outputs : int
-        C, how many outputs are back-propagated at once
-    evaluate : callable
-        takes a part, and its place in the batch
-    n_examples : int, optional
-        B, where labels tell; inputs with other rows stay undivided
+    `evaluate` takes a part, and its place in the batch; what it returns has their logits `f_mu`.
+    `n_outputs` vectors are back-propagated at once. Where labels tell `n_examples`, inputs with
+    another number of rows stay undivided.
     """
     n_rows = number_of_rows(x)
     at_once = _ON_CPU if model.device.type == "cpu" else _AT_ONCE
     size = max(1, at_once // max(1, n_outputs * _n_positions(x)))
     if n_rows is None or n_rows <= size or n_examples not in (None, n_rows):
         return [evaluate(x, slice(None))]
-    results: list[Result] = []
+    results: list[Any] = []
     for places in torch.arange(n_rows).tensor_split(-(-n_rows // size)):
         place = slice(int(places[0]), int(places[-1]) + 1)
         results.append(evaluate(part_of(x, place, n_rows), place))

@@ -40,43 +40,17 @@ def check_differentiable(*logits_require_grad: bool) -> None:
 
 
 class Call:
-    """A call of a layer.
-
-    Attributes
-    ----------
-    input : torch.Tensor
-        what the layer was given
-    rows : torch.Size
-        shape of what it returned as rows, without their size m
-    edge : torch.autograd.graph.GradientEdge
-        where gradients of what it returned arrive
-    """
+    """A call of a layer."""
 
     def __init__(self, inputs: torch.Tensor, output: torch.Tensor) -> None:
         self.input = inputs
-        self.rows = output.shape[:-1]
-        self.edge = get_gradient_edge(output)
-        self._version = _version(inputs)
-
-    def check_input(self, layer: str) -> None:
-        """Refuse an input that the model has changed since, as `x += layer(x)` does."""
-        if _version(self.input) != self._version:
-            raise NotImplementedError(
-                f"The model overwrites what LoRA layer {layer} was given: write x = x + y in place "
-                "of x += y, or leave the layer out with target_modules."
-            )
+        self.rows = output.shape[:-1]  # shape of what it returned, without their size m
+        self.edge = get_gradient_edge(output)  # where its gradients arrive
+        self.version = _version(inputs)
 
 
 class Graph:
-    """Logits, and the calls of each layer that they depend on.
-
-    Parameters
-    ----------
-    logits : torch.Tensor
-        `(B, C)`
-    calls : sequence of lists of Call
-        of each layer; those that the logits don't depend on are left out
-    """
+    """Logits `(B, C)`, and the calls of each layer that they depend on."""
 
     def __init__(self, logits: torch.Tensor, calls: Sequence[Sequence[Call]]) -> None:
         nodes = _nodes_behind(logits)
@@ -173,17 +147,7 @@ class _OutsideVmap(torch.autograd.Function):
 
 
 def run(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Graph:
-    """Call a model on a batch, and note the calls of the blocks' layers.
-
-    Raises
-    ------
-    ValueError
-        If a logit is not finite.
-    RuntimeError
-        If the logits carry no gradient to the layers that were called.
-    NotImplementedError
-        If the model overwrites what a layer was given.
-    """
+    """Call a model on a batch, and note the calls of the blocks' layers; errors as of `record`."""
     calls: list[list[Call]] = [[] for _ in blocks]
     called: set[int] = set()
 
@@ -207,8 +171,11 @@ def run(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Graph:
     if called:
         check_differentiable(logits.requires_grad)
     for block, of_layer in zip(blocks, calls, strict=True):
-        for call in of_layer:
-            call.check_input(block.name)
+        if any(_version(call.input) != call.version for call in of_layer):
+            raise NotImplementedError(
+                f"The model overwrites what LoRA layer {block.name} was given: write x = x + y in "
+                "place of x += y, or leave the layer out with target_modules."
+            )
     return Graph(logits, calls)
 
 

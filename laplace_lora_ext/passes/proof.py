@@ -37,21 +37,8 @@ def is_proven(
     examples, and if a gradient comes to a layer that had none. Sizes don't tell what rows other
     batches have, such as those of images: each of them is proven.
 
-    Parameters
-    ----------
-    graph : Graph
-        of the pass
-    blocks : sequence of Block
-        one for each layer of the graph
-    positions : Positions
-    known : dict
-        from sites of earlier passes to the size of the largest batch that proved them, 0 if none
-        did; this one adds its own
-
-    Raises
-    ------
-    ValueError
-        If a gradient is not finite.
+    `known` maps sites of earlier passes to the size of the largest batch that proved them, 0 if
+    none did; this one adds its own. A gradient that is not finite is a `ValueError`.
     """
     n_examples = positions.n_examples
     if n_examples == 1:

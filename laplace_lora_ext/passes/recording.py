@@ -35,29 +35,14 @@ class Rows:
     """Inputs of one layer and gradients of its outputs, by example, in the statistics' dtype.
 
     The examples are those of the batch, or one of them where they come one at a time.
-
-    Attributes
-    ----------
-    index : int
-        of the block
-    a : torch.Tensor
-        inputs, `(B, T, n)`; T counts the positions of all calls of the layer
-    g : torch.Tensor
-        gradients of the outputs, `(S, B, T, m)`; without any where inputs are visited alone
-    lengths : sequence of int
-        positions of each call
-    positions : Positions or None
-        None where rows of other examples are among them
-    example : int or None
-        its number, where they come one at a time
     """
 
-    index: int
-    a: torch.Tensor
-    g: torch.Tensor
-    lengths: Sequence[int]
-    positions: Positions | None
-    example: int | None = None
+    index: int  # of the block
+    a: torch.Tensor  # inputs `(B, T, n)`; T counts the positions of all calls of the layer
+    g: torch.Tensor  # gradients of outputs `(S, B, T, m)`; none where inputs are visited alone
+    lengths: Sequence[int]  # positions of each call
+    positions: Positions | None  # None where rows of other examples are among them
+    example: int | None = None  # its number, where they come one at a time
 
     def valid(self) -> torch.Tensor | None:
         """`(B, T)` booleans, false at padding; None where nothing is padded.
@@ -79,23 +64,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Part:
-    """Examples that are back-propagated together: those of the batch, or one of them.
-
-    Attributes
-    ----------
-    graph : Graph
-    positions : Positions or None
-        of the graph's batch; None if that has other examples, and all rows count for the one
-    example : int or None
-        its number in the batch; None if the part is the batch
-    logits : torch.Tensor or None
-        `(N,)` booleans: the example's own among those of the batch
-    """
+    """Examples that are back-propagated together: those of the batch, or one of them."""
 
     graph: Graph
-    positions: Positions | None
-    example: int | None = None
-    logits: torch.Tensor | None = None
+    positions: Positions | None  # None if the graph is of other examples too, and all rows count
+    example: int | None = None  # its number in the batch, if it is one
+    logits: torch.Tensor | None = None  # `(N,)` booleans: the example's own among the batch's
 
     def vectors(self, of_batch: torch.Tensor) -> torch.Tensor:
         """`(S, N, C)` vectors for the logits of the graph."""
@@ -117,17 +91,12 @@ class Recording:
     No parameter needs to require grad: the outputs of the first layers are the leaves of the
     graph. Nothing is added to any `.grad`. Where examples come one at a time, all layers are
     visited for one of them before the next one is recorded.
-
-    Attributes
-    ----------
-    logits : torch.Tensor
-        `(B, C)`
     """
 
     def __init__(
         self, logits: torch.Tensor, blocks: Sequence[Block], parts: Callable[[], Iterable[_Part]]
     ) -> None:
-        self.logits = logits
+        self.logits = logits  # (B, C)
         self._blocks = blocks
         self._parts = parts
 
@@ -141,23 +110,12 @@ class Recording:
         at_once: int | None = None,
         create_graph: bool = False,
     ) -> None:
-        """Back-propagate vectors from the logits, and visit each layer with scaled gradients.
+        """Back-propagate `Seeds`, and visit each layer with its inputs and scaled gradients.
 
-        Parameters
-        ----------
-        vectors, weights
-            of `Seeds`; without weights, gradients are not scaled
-        visit : callable
-            takes the inputs and gradients of one layer
-        visit_inputs : callable, optional
-            is called before, with the inputs of each call of the layers of some blocks. Blocks
-            whose layers were given the same tensors, as `lora_A` of query, key and value
-            projections are, come together
-        at_once : int, optional
-            S, how many vectors a pass takes; by default one, unless so few rows go through the
-            layers that more make it faster
-        create_graph : bool
-            whether gradients are differentiable
+        Without weights, gradients are not scaled. `visit_inputs` is called before, with the inputs
+        of each call of the layers of some blocks: those whose layers were given the same tensors,
+        as `lora_A` of query, key and value projections are, come together. A pass takes `at_once`
+        vectors, by default one, unless so few rows go through the layers that more are faster.
         """
         for part in self._parts():
             if visit_inputs is not None:
@@ -176,8 +134,7 @@ class Recording:
         sharing: dict[tuple[Any, ...], list[int]] = {}
         for index, block in enumerate(self._blocks):
             inputs = (id(call.input) for call in part.graph.calls[index])
-            rows = block.statistics_dtype, *inputs
-            sharing.setdefault(rows, []).append(index)
+            sharing.setdefault((block.statistics_dtype, *inputs), []).append(index)
         for indices in sharing.values():
             for call in part.graph.calls[indices[0]]:
                 with self._mathematics(indices[0], call.input.device):

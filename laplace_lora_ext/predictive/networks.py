@@ -9,15 +9,16 @@ import torch
 
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.weights import LoRAWeights, Values, check_in_place, shaped
+from laplace_lora_ext.models.weights import Values, called_with, check_in_place
 from laplace_lora_ext.predictive.moments import Moments
 
 
 def drawn_weights(la: Posterior, generator: torch.Generator | None) -> Values:
     """One draw of the LoRA weights."""
     check_in_place(la.blocks, "A draw of the weights")
-    drawn = shaped(la.sample(1, generator)[0], la.blocks)
-    return [part.to(block.weight.dtype) for part, block in zip(drawn, la.blocks, strict=True)]
+    weights = [block.weight for block in la.blocks]
+    parts = la.sample(1, generator)[0].split([weight.numel() for weight in weights])
+    return [part.reshape(w.shape).to(w) for part, w in zip(parts, weights, strict=True)]
 
 
 def functional_samples(
@@ -59,7 +60,6 @@ def _logits(
     la.check_model()
     for _ in range(n_samples):
         drawn = drawn_weights(la, generator)
-        weights = LoRAWeights(la.model, la.blocks)
         with la.model.prepared(), torch.set_grad_enabled(la.enable_backprop):
-            logits = weights.call(drawn, (X,), model_kwargs)
+            logits = called_with(la.model, la.blocks, drawn, X, **model_kwargs)
         yield logits

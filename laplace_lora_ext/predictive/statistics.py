@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed, Spectrum
-from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.curvature.matrix import Spectrum
 from laplace_lora_ext.models.locks import as_tensor, cpu_as_default
-from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.numerics import without_autocast
-from laplace_lora_ext.passes import visit_jacobians
-from laplace_lora_ext.passes.derivatives import in_parts
+from laplace_lora_ext.passes.derivatives import in_parts, visit_jacobians
 from laplace_lora_ext.predictive.data_sets import Columns
 from laplace_lora_ext.predictive.moments import MixtureMoments, Moments
 from laplace_lora_ext.processes.shards import stacked
@@ -192,43 +187,36 @@ class MixtureStatistics:
 
 
 def statistics_of_batch(
-    model: LogitsModel,
-    blocks: Sequence[Block],
-    likelihood: Likelihood,
-    H: LowRankKronDecomposed,
-    scale: torch.Tensor,
-    n_outputs: int,
+    la: Any,
     batch: tuple[Any, torch.Tensor | None],
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> PredictiveStatistics:
-    """Pass over a batch of inputs, perhaps with targets.
-
-    `H` is the curvature without a prior, and `scale`, `()`, its factor.
-    """
+    """Pass over inputs, and targets if any, with a fitted `LowRankKronLoRALaplace`."""
     X, y = batch
 
     def of_part(part: Any, place: slice) -> PredictiveStatistics:
         projected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by block, in any order
 
         def project(index: int, jacobian: torch.Tensor) -> None:
-            block = H.blocks[index]
+            block = la.H.blocks[index]
             leading, remainder = block.project(jacobian)
             remainder = remainder.transpose(1, 2)[:, : None if block.n_left_out else 0]
             projected[index] = leading.flatten(2), remainder @ remainder.mT
 
-        with torch.autocast(blocks[0].device.type, enabled=False):
-            f_mu = visit_jacobians(model, blocks, part, project)
+        with torch.autocast(la.blocks[0].device.type, enabled=False):
+            f_mu = visit_jacobians(la.model, la.blocks, part, project)
         # All blocks together: each copy from an accelerator waits for the work there.
-        in_order = zip(*(projected[index] for index in range(len(blocks))), strict=True)
+        in_order = zip(*(projected[index] for index in range(len(la.blocks))), strict=True)
         leading, products = (
             torch.cat([each.to(f_mu.device) for each in of_blocks], dim=dim).to(device, dtype)
             for of_blocks, dim in zip(in_order, (2, 1), strict=True)
         )
-        targets = None if y is None else likelihood.check_targets(y[place], f_mu).to(device)
-        logits = f_mu.to(device, dtype)
-        return PredictiveStatistics(logits, leading, products, H.spectrum, scale, targets)
+        check = la.trained_likelihood.check_targets
+        targets = None if y is None else check(y[place], f_mu).to(device)
+        fit = la.H.spectrum, la.curvature_scale.detach()
+        return PredictiveStatistics(f_mu.to(device, dtype), leading, products, *fit, targets)
 
     n_examples = None if y is None else len(y)
-    parts = in_parts(model, X, n_outputs, of_part, n_examples)
+    parts = in_parts(la.model, X, la.n_outputs, of_part, n_examples)
     return parts[0].of(stacked([part.columns for part in parts]))

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.adapters import only_active
 from laplace_lora_ext.models.locks import as_tensor, exclusive
-from laplace_lora_ext.models.weights import LoRAWeights, Values
+from laplace_lora_ext.models.weights import Values, called_with
 from laplace_lora_ext.text.scores import TextScores, draws_of, members_of, scores_under
 
 Inputs = dict[str, torch.Tensor]
@@ -99,7 +99,7 @@ def generate_texts(
         raise ValueError("Members that write together must be adapters of one model.")
     used = draws = list(draws_of(la, n_samples, generator))
     if not draws and len(members) > 1:
-        used = [(member, LoRAWeights(transformer, member.blocks).values) for member in members]
+        used = [(member, [b.weight.detach() for b in member.blocks]) for member in members]
     with model.prepared():
         sequences, batch, outputs = _written(transformer, used, model.device, generation_kwargs)
     return GeneratedText(sequences, scores_under(la, batch, draws), outputs)
@@ -257,7 +257,7 @@ def _logits(
         own |= {} if "encoded" in kept else text
     member, values = draw
     with only_active(transformer, member.blocks[0].adapter):
-        output = LoRAWeights(transformer, member.blocks).call(values, args, kwargs | own)
+        output = called_with(transformer, member.blocks, values, *args, **kwargs | own)
     kept["cache"] = getattr(output, name, None) if name in kwargs else None
     keeps = kwargs.get("use_cache") and kept["cache"] is None
     if keeps or any(kwargs.get(state) is not None for state in _STATES):

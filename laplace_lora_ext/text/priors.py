@@ -15,7 +15,7 @@ import torch
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.weights import LoRAWeights
+from laplace_lora_ext.models.weights import called_with
 from laplace_lora_ext.processes.exchange import gathered, of_first
 from laplace_lora_ext.processes.shards import total_size
 from laplace_lora_ext.text.scores import drawn
@@ -77,7 +77,6 @@ class TokenAgreement(TuningMethod):
         start = self._start(la)
         seed = of_first(draw_seed(self.generator))
         stride = max(1, total_size(self.train_loader, la.n_data) // self.max_examples)
-        weights = LoRAWeights(la.model, la.blocks)
 
         def change(prior_precision: torch.Tensor) -> tuple[float, int]:
             la.prior_precision = prior_precision
@@ -85,7 +84,7 @@ class TokenAgreement(TuningMethod):
 
             def of_batch(batch: Any) -> torch.Tensor:
                 own = la.model(batch).softmax(-1)
-                parts = (weights.run(batch, values).softmax(-1) for values in draws)
+                parts = (called_with(la.model, la.blocks, v, batch).softmax(-1) for v in draws)
                 return torch.stack([(p - own).abs().sum(-1) / 2 for p in parts]).mean(0)
 
             batches = islice(self.train_loader, 0, None, stride)

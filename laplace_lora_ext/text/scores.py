@@ -10,7 +10,7 @@ import torch
 
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.weights import LoRAWeights, Values
+from laplace_lora_ext.models.weights import Values, called_with
 from laplace_lora_ext.predictive.networks import drawn_weights
 from laplace_lora_ext.tuning.method import draw_seed
 
@@ -142,7 +142,7 @@ def scores_under(
     def logits() -> Iterator[torch.Tensor]:
         for member, values in draws:
             with member.model.prepared():
-                yield LoRAWeights(member.model, member.blocks).run(batch, values)
+                yield called_with(member.model, member.blocks, values, batch)
 
     return score(f, logits(), tokens, la.model.labelled(batch).to(f.device))
 

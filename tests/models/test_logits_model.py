@@ -84,16 +84,6 @@ def test_split_refuses_what_is_neither_a_mapping_nor_a_pair(batch):
         LogitsModel(Spy()).split(batch)
 
 
-# --- masks ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(4, 1, 6, 6), (1, 6)])
-def test_masks_that_are_not_of_each_text_are_refused_where_rows_are_counted(bert, shape):
-    (batch,) = ragged_batches((4, 4, 4, 4), padded_to=6, batch_size=4)
-    with pytest.raises(NotImplementedError, match=r"shape \(texts, positions\), not"):
-        LogitsModel(bert).positions(batch | {"attention_mask": torch.ones(shape)}, 4)
-
-
 # --- outputs -------------------------------------------------------------------------------------
 
 LOGITS = torch.arange(6.0).reshape(3, 2)

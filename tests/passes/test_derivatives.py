@@ -8,7 +8,7 @@ from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.passes import jacobians as library_jacobians
+from laplace_lora_ext.passes.derivatives import jacobians as library_jacobians
 from tests.support.dense import assert_exact, jacobians
 from tests.support.models import Detour, Sorting, TwoLinear, pairs, ragged_batches, with_lora
 from tests.support.posteriors import count_forward_passes, fitted, generator, make

@@ -8,7 +8,7 @@ from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.passes import jacobians
+from laplace_lora_ext.passes.derivatives import jacobians
 from tests.support.dense import jacobians as dense_jacobians
 from tests.support.models import pairs, with_lora
 

@@ -11,7 +11,15 @@ from torch import nn
 from torch.nn.functional import one_hot
 
 from tests.support.dense import assert_exact, jacobians
-from tests.support.models import VOCABULARY, OfMapping, ragged_batches, sequences, with_lora
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    VOCABULARY,
+    OfMapping,
+    lora_model,
+    ragged_batches,
+    sequences,
+    with_lora,
+)
 from tests.support.posteriors import KFAC_APPROX, count_forward_passes, make
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -269,6 +277,44 @@ def test_padding_does_not_count_and_a_mask_of_other_positions_is_refused(kfac_ap
         matrix(adapted(padded(2)), ragged_batches(padded_to=8), kfac_approx)
     with pytest.raises(NotImplementedError, match=r'rows of others: use kfac_approx="gradient"'):
         matrix(adapted(contrast), [sequences(4, 3)], kfac_approx)
+
+
+@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
+def test_one_mask_of_all_texts_is_that_of_each(kfac_approx):
+    (batch,) = ragged_batches(lengths=(5, 5, 5), padded_to=7)
+    shared_by_all = batch | {"attention_mask": batch["attention_mask"][:1]}
+    torch.testing.assert_close(
+        *(matrix(adapted(padded(1)), [some], kfac_approx) for some in (shared_by_all, batch)),
+        **EXACT,
+    )
+
+
+@pytest.mark.parametrize("n_queries", [1, 7])
+def test_a_mask_of_what_tokens_attend_to_is_exact_or_refused(n_queries):
+    (batch,) = ragged_batches(lengths=(4, 7, 5))
+    is_padding = batch["attention_mask"][:, None, None].expand(3, 1, n_queries, 7) == 0
+    of_queries = batch | {"attention_mask": is_padding.double() * torch.finfo(torch.float64).min}
+    torch.testing.assert_close(
+        *(matrix(lora_model("bert"), [some], "gradient") for some in (of_queries, batch)), **EXACT
+    )
+    for kfac_approx in ("expand", "reduce"):
+        with pytest.raises(NotImplementedError, match=r"1, \d, 7\) does not tell: use kfac_approx"):
+            matrix(lora_model("bert"), [of_queries], kfac_approx)
+    with pytest.raises(NotImplementedError, match=r"does not show .* pass one of shape \(3, 7\)"):
+        make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS).fit([of_queries])
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 4, 4), (3, 1, 4, 4)])
+def test_a_mask_beside_features_counts_no_padding_as_positions(shape):
+    mask = (torch.arange(4) > 0).expand(shape)
+    batch = {"x": sequences(3, 4)[0], "attention_mask": mask, "labels": torch.arange(3)}
+
+    def run(m: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return m.second(m.first(batch["x"]).tanh().mean(1))
+
+    assert matrix(adapted(run), [batch], "gradient").any()
+    with pytest.raises(NotImplementedError, match='use kfac_approx="gradient"'):
+        matrix(adapted(run), [batch], "expand")
 
 
 @pytest.mark.parametrize("run", [LAYOUTS["by example"], shared(3), contrast])
