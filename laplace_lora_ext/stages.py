@@ -41,12 +41,6 @@ from laplace_lora_ext.tuning.method import TuningHistory
 SECOND_STAGE = 0.25
 """Steps of the second stage, relative to a training on all texts."""
 
-CAUTION = 0.5
-"""Standard errors by which the held-out loss may exceed its minimum for a broader posterior.
-
-The second stage learns the held-out examples too, and makes the model surer of itself.
-"""
-
 Train = Callable[[nn.Module, Dataset, float], object]
 """Trains a model's active adapter on examples, for a share of the steps of a whole training."""
 
@@ -236,7 +230,7 @@ def _in_stages(
             firsts.append(fitted(rest))
         choice: Any = firsts[0] if members == 1 else LaplaceMixture(firsts)
         is_text = choice.likelihood == "language_modeling"  # has neither classes nor links
-        how: Any = {} if is_text else {"link_approx": "mean_field", "caution": CAUTION}
+        how: Any = {} if is_text else {"link_approx": "mean_field"}
         history = choice.optimize_prior_precision(
             method="gridsearch", val_loader=validation, progress_bar=progress_bar, **how
         )

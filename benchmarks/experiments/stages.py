@@ -27,7 +27,7 @@ from laplace_lora_ext.metrics import negative_log_likelihood
 from laplace_lora_ext.models.adapters import active_again, add_fresh_adapter
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import divided
-from laplace_lora_ext.stages import CAUTION, SECOND_STAGE
+from laplace_lora_ext.stages import SECOND_STAGE
 from laplace_lora_ext.training.students import STEPS
 
 HELD_OUT = 0.2
@@ -290,8 +290,7 @@ class Trial:
             choice = LaplaceMixture([member.la for member in firsts])
             members = choice.members
             held = MixtureStatistics(tuple(held), ())
-        how: Any = {"val_loader": held, "link_approx": LINK, "caution": CAUTION}
-        choice.optimize_prior_precision(method="gridsearch", **how)
+        choice.optimize_prior_precision(method="gridsearch", val_loader=held, link_approx=LINK)
         return [la.prior_precision.clone() for la in members]
 
     def _temperature(self, members: Sequence[Member]) -> float:

@@ -44,21 +44,12 @@ class GridSearch(TuningMethod):
         the negative log-likelihood
     log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
         the grid
-    caution : float, default=0.0
-        in standard errors: choose the smallest prior precision whose mean loss is within so many
-        of the lowest one. Above 0 it suits few examples, and models that will learn more; a `loss`
-        of one's own must then return one number an example
 
     Raises
     ------
     ValueError
         If the data are empty, have no labels or are statistics of another fit, or the loss is not
         a number.
-
-    References
-    ----------
-    Breiman, Friedman, Olshen & Stone, "Classification and regression trees" (1984), section 3.4.3,
-    have the rule of one standard error.
     """
 
     val_loader: Iterable[Any] | PredictiveStatistics
@@ -70,7 +61,6 @@ class GridSearch(TuningMethod):
     log_prior_prec_max: float = 4
     grid_size: int = 100
     log_prior_prec_base: float = 10.0
-    caution: float = 0.0
 
     def _search(self, la: Posterior) -> TuningHistory:
         limits = self.log_prior_prec_min, self.log_prior_prec_max
@@ -78,37 +68,23 @@ class GridSearch(TuningMethod):
         grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, base)
         predictions = self._predictions(la)
 
-        losses = []
-
         def score(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
             try:
                 *outputs, targets = (column.to(la.model.device) for column in predictions())
-                losses.append(self._losses(la, outputs, targets).detach().double().cpu().view(-1))
+                if self.loss is not None:
+                    return _evaluated(self.loss, outputs, targets)
+                if la.trained_likelihood.is_gaussian:
+                    predicted = [output.double() for output in outputs]
+                else:
+                    predicted = [outputs[0].double().log()]
+                return la.trained_likelihood.nll(predicted, targets, la.sigma_noise).mean().item()
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-                # As the host does, for a matrix that is not a covariance.
-                losses.append(torch.tensor([math.inf], dtype=torch.float64))
-            return losses[-1].mean().item()
+                return math.inf  # as the host does, for a matrix that is not a covariance
 
         history = search_grid(score, grid, self.progress_bar)
-        chosen = cautious(torch.stack(torch.broadcast_tensors(*losses)), self.caution)
-        la.prior_precision = history.prior_precision[chosen]
+        la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
-
-    def _losses(
-        self, la: Posterior, outputs: Sequence[torch.Tensor], targets: torch.Tensor
-    ) -> torch.Tensor:
-        """The loss of each example, `(N,)`, or one number for all."""
-        if isinstance(self.loss, torchmetrics.Metric):
-            self.loss.reset()
-            self.loss.update(*outputs, targets)
-            return self.loss.compute().sum()
-        if self.loss is not None:
-            return self.loss(*outputs, targets)
-        predicted = [output.double() for output in outputs]
-        if not la.trained_likelihood.is_gaussian:
-            predicted = [predicted[0].log()]
-        return la.trained_likelihood.nll(predicted, targets, la.sigma_noise)
 
     def _predictions(self, la: Posterior) -> Callable[[], Columns]:
         """Outputs and targets of all validation data at the present prior precision."""
@@ -142,25 +118,12 @@ class GridSearch(TuningMethod):
         return of_moments
 
 
-def cautious(losses: torch.Tensor, caution: float) -> int:
-    """The first of neighbours whose mean loss is within some standard errors of the lowest.
-
-    Parameters
-    ----------
-    losses : torch.Tensor
-        `(T, N)` losses of N examples at growing prior precisions
-    caution : float
-        how many standard errors of the mean difference from the lowest mean loss
-
-    Returns
-    -------
-    int
-        0 to T - 1
-    """
-    best = int(losses.mean(1).argmin())
-    excess = losses[: best + 1] - losses[best]
-    is_clear = ~(excess.mean(1) <= caution * excess.std(1, correction=0) / losses.shape[1] ** 0.5)
-    return int(is_clear.nonzero().max()) + 1 if is_clear.any() else 0
+def _evaluated(loss: Any, outputs: Sequence[torch.Tensor], targets: torch.Tensor) -> float:
+    if not isinstance(loss, torchmetrics.Metric):
+        return loss(*outputs, targets).item()
+    loss.reset()
+    loss.update(*outputs, targets)
+    return loss.compute().sum().item()
 
 
 def grid_of_priors(
