@@ -113,11 +113,8 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
             "la.score(batch) for given texts and la.generate(**inputs) for new ones."
         )
 
-    def predictive_statistics(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused, as `moments`."""
-        self.moments(None, False)
-
-    variance_by_layer = predictive_statistics
+    def _statistics(self, batch: Any, *_: Any) -> NoReturn:
+        self.moments(batch, False)
 
     def __call__(self, x: Any, pred_type: str = "glm", **options: Any) -> NoReturn:
         """Refused, whatever `pred_type` and `**options`: `score` and `generate` predict texts."""

@@ -166,7 +166,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         def of_batch(batch: Any) -> Columns:
             self.check_model()
             pair = self.model.split_if_labelled(batch)
-            return statistics_of_batch(self, pair, device, dtype).columns
+            return self._statistics(pair, device, dtype).columns
 
         columns = over_loader(loader, of_batch, "[Predictive statistics]", progress_bar)
         f_mu, projections, inner_products, *targets = (column.to(device) for column in columns)
@@ -197,7 +197,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             statistics = self.statistics_of(x, False)
         else:
             self.check_model()
-            statistics = statistics_of_batch(self, (x, None), self._device, self._dtype)
+            statistics = self._statistics((x, None), self._device, self._dtype)
         variances = statistics.variance_by_block(self.prior_precision)
         total = variances.sum().item()
         shares: dict[str, float] = {}
@@ -205,6 +205,14 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             layer = block.transformer_layer
             shares[layer] = shares.get(layer, 0.0) + variance / total
         return shares
+
+    def _statistics(
+        self,
+        batch: tuple[Any, torch.Tensor | None],
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> PredictiveStatistics:
+        return statistics_of_batch(self, batch, device, dtype)
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics:
         if not isinstance(loader, PredictiveStatistics):
