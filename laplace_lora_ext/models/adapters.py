@@ -141,10 +141,10 @@ def write_adapter(
     `weights` maps the `id` of a parameter to the values to save in its place. The model itself
     does not change.
     """
-    # PEFT gives any adapter but "default" a folder of its own.
     state = model.state_dict()
     for name, parameter in model.named_parameters():
         if id(parameter) in weights:
             state[name] = weights[id(parameter)]
     model.save_pretrained(str(directory), selected_adapters=[adapter], state_dict=state, **kwargs)
+    # PEFT gives any adapter but "default" a folder of its own.
     return directory if adapter == "default" else directory / adapter

@@ -31,7 +31,7 @@ def predictive_distribution(
     la: Posterior, X: Any, joint: bool = False, diagonal_output: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the host asks for: mean and covariance, or variances, of a batch or of `Moments`."""
-    f_mu, f_var = _checked(la, X, joint)
+    f_mu, f_var = _moments(la, X, joint)
     if joint:
         f_mu = f_mu.flatten()
     elif diagonal_output:
@@ -61,13 +61,13 @@ def _of_contrasts(la: Posterior, X: Any) -> Moments:
     def contrasts(logits: torch.Tensor) -> torch.Tensor:
         return ranked(logits)[1:] - ranked(logits)[:1]
 
-    f_mu, f_var = _checked(la, X, directions=contrasts)
+    f_mu, f_var = _moments(la, X, directions=contrasts)
     others = ranked(f_mu.detach())[1:].transpose(0, 1).to(f_var)  # (B, C - 1, C)
     with torch.autocast(f_var.device.type, enabled=False):
         return Moments(f_mu, others.mT @ f_var @ others)
 
 
-def _checked(
+def _moments(
     la: Posterior, X: Any, joint: bool = False, directions: Directions = every_output
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(X, Moments):
