@@ -18,14 +18,8 @@ from laplace_lora_ext.stages import in_stages, train_in_stages
 from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
-from laplace_lora_ext.tuning import (
-    Agreement,
-    GridSearch,
-    Marglik,
-    SecondTraining,
-    TuningHistory,
-    ValGD,
-)
+from laplace_lora_ext.tuning import Agreement, GridSearch, Marglik, SecondTraining, ValGD
+from laplace_lora_ext.tuning.method import TuningHistory
 
 __all__ = [
     "PAPER_SETTINGS",

@@ -16,7 +16,8 @@ from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.processes.shards import in_order
 from laplace_lora_ext.training.trainers import same_random_states
-from laplace_lora_ext.tuning import TuningHistory, required_data
+from laplace_lora_ext.tuning import required_data
+from laplace_lora_ext.tuning.method import TuningHistory
 
 _TRAINS = "second_training"
 

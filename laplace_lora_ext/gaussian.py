@@ -24,7 +24,8 @@ from laplace_lora_ext.predictive.links import own_links
 from laplace_lora_ext.predictive.moments import semidefinite, uncorrelated
 from laplace_lora_ext.predictive.networks import functional_samples, mean_probabilities
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.tuning import METHODS, TuningHistory, TuningMethod, build
+from laplace_lora_ext.tuning import METHODS, build
+from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
 
 class LoRAGaussian(ParametricLaplace):
@@ -266,7 +267,6 @@ class LoRAGaussian(ParametricLaplace):
     amortize = amortized.amortize
     predict = decisions.predict
     predict_proba = decisions.predict_proba
-    lower_bound = decisions.lower_bound
     predictive_moments = glm.predictive_moments
     _glm_predictive_distribution: Any = glm.predictive_distribution
     _glm_functional_samples: Any = glm.functional_samples

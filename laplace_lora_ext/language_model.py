@@ -19,7 +19,8 @@ from laplace_lora_ext.passes.recording import Directions, every_output
 from laplace_lora_ext.text.generation import generate_texts
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch, TokenSecondTraining
 from laplace_lora_ext.text.scores import score_texts
-from laplace_lora_ext.tuning import Marglik, TuningMethod
+from laplace_lora_ext.tuning.marglik import Marglik
+from laplace_lora_ext.tuning.method import TuningMethod
 
 _NAME = "language_modeling"
 

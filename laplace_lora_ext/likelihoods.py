@@ -104,15 +104,8 @@ class Classification:
     def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Targets as the losses take them, on the logits' device.
 
-        Raises
-        ------
-        ValueError
-            If their shape, type or range is wrong, or there is only one class.
-
-        Warns
-        -----
-        UserWarning
-            If the logits look like probabilities.
+        A `ValueError` if their shape, type or range is wrong; a warning if the logits look like
+        probabilities.
         """
         n_outputs = logits.shape[-1]
         if n_outputs < 2:
@@ -215,13 +208,7 @@ class LanguageModeling(Classification):
         return y[y != IGNORED].long()
 
     def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The labelled tokens, `(N,)`, on the logits' device.
-
-        Raises
-        ------
-        ValueError
-            If a label is outside the vocabulary.
-        """
+        """The labelled tokens, `(N,)`, on the logits' device; all must be of the vocabulary."""
         tokens = self.as_targets(y.to(logits.device), logits.dtype)
         vocabulary = logits.shape[-1]
         if tokens.min() < 0 or tokens.max() >= vocabulary:

@@ -255,15 +255,7 @@ class LoRALaplace(LoRAGaussian):
         self._posterior_scale = self.learnt_variance = None
 
     def check_model(self) -> None:
-        """Move the posterior to where its model is now.
-
-        Raises
-        ------
-        AttributeError
-            Without a fit.
-        RuntimeError
-            If the model has changed since the fit. The message says what.
-        """
+        """Move the posterior to where its model is; refuse one that has changed since the fit."""
         super()._check_H_init()
         if self._fitted is not None:
             check_same(self.model, self.blocks, self._fitted, self.mean)

@@ -174,37 +174,29 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         return PredictiveStatistics(f_mu, projections, inner_products, *fit, *targets)
 
     @exclusive
-    def variance_by_layer(self, x: Any) -> dict[str, float]:
-        """Where the uncertainty comes from: each layer's share of the logits' variance.
+    def summary(self) -> str:
+        """A table of the LoRA weights and their priors: `print(la.summary())`.
 
-        The curvature is block-diagonal. A posterior over only some layers (the paper's table 15,
-        `layers_to_transform` here) therefore loses exactly the shares of the others.
-
-        Parameters
-        ----------
-        x : Mapping, torch.Tensor or PredictiveStatistics
-            a batch of inputs, or the statistics of a data set
-
-        Returns
-        -------
-        dict of str to float
-            for each transformer layer, such as "model.layers.3", and each module outside the
-            layers, such as "lm_head"; they sum to 1. `PredictiveStatistics.variance_by_block` has
-            the variances of each LoRA weight
+        The last column says how many of a weight's parameters the data determine rather than the
+        prior: the sum of e / (e + λ) over the eigenvalues e of its curvature, with the prior
+        precision λ (MacKay, "Bayesian interpolation", Neural Computation 4, 1992).
         """
         self._check_H_init()
-        if isinstance(x, PredictiveStatistics):
-            statistics = self.statistics_of(x, False)
-        else:
-            self.check_model()
-            statistics = self._statistics((x, None), self._device, self._dtype)
-        variances = statistics.variance_by_block(self.prior_precision)
-        total = variances.sum().item()
-        shares: dict[str, float] = {}
-        for block, variance in zip(self.blocks, variances.sum(0).tolist(), strict=True):
-            layer = block.transformer_layer
-            shares[layer] = shares.get(layer, 0.0) + variance / total
-        return shares
+        spectrum, priors = self.H.spectrum, self.prior_precision.double().expand(len(self.blocks))
+        determined = torch.zeros_like(priors)
+        for values, block, number in zip(
+            spectrum.shifted(self._H_factor, priors),
+            (spectrum.leading_block, spectrum.remaining_block),
+            (1, spectrum.multiplicity),
+            strict=True,
+        ):
+            determined = determined.index_add(0, block, number * (1 - priors[block] / values))
+        names = [block.name.removeprefix("base_model.model.") for block in self.blocks]
+        width = max(map(len, names))
+        rows = [f"{'LoRA weight':{width}}  parameters  prior precision  determined"]
+        for name, *numbers in zip(names, self._sizes, priors, determined, strict=True):
+            rows.append("{:{}}  {:10,}  {:15.4g}  {:10.1f}".format(name, width, *numbers))
+        return "\n".join(rows)
 
     def _statistics(
         self,

@@ -16,13 +16,7 @@ _OURS = ("laplace_lora_ext", "laplace", "torch", "contextlib")
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Begin the message of any error raised within with the place where it happened.
-
-    Parameters
-    ----------
-    where : str
-        such as "batch 3" or "LoRA layer encoder.layer.0"
-    """
+    """Begin the message of any error raised within with a place, such as "batch 3"."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:

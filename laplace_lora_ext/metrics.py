@@ -115,11 +115,6 @@ def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -
     return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()
 
 
-def entropy(probabilities: torch.Tensor) -> torch.Tensor:
-    """Entropy of each prediction in nats, `(N,)`."""
-    return torch.special.entr(checked(probabilities)).sum(-1)
-
-
 def risk_coverage(
     uncertainty: torch.Tensor, is_right: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +123,7 @@ def risk_coverage(
     Parameters
     ----------
     uncertainty : torch.Tensor
-        `(N,)`, such as `entropy`
+        `(N,)`, such as an entropy
     is_right : torch.Tensor
         `(N,)` booleans
 

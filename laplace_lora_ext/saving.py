@@ -49,15 +49,7 @@ def save_pretrained(la: Posterior, folder: str | Path) -> None:
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """The state of a posterior that `save_pretrained` wrote.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the file is missing.
-    ValueError
-        If it is damaged, holds something else, or is of another version of the format.
-    """
+    """The state of a posterior that `save_pretrained` wrote; damaged or other files are refused."""
     path = Path(folder, FILE)
     try:
         with safetensors.safe_open(path, "pt") as file:

@@ -19,23 +19,12 @@ from laplace_lora_ext.processes.shards import Share, refuse_copies
 
 
 class Sums(NamedTuple):
-    """The sums over a data set.
+    """The sums over a data set."""
 
-    Attributes
-    ----------
-    H : Any
-        the curvature, as the posterior sums it
-    loss : torch.Tensor
-        `()`, float64
-    n_data : int
-    called : frozenset of int
-        indices of the blocks whose layers any batch called
-    """
-
-    H: Any
-    loss: torch.Tensor
+    H: Any  # the curvature, as the posterior sums it
+    loss: torch.Tensor  # (), float64
     n_data: int
-    called: frozenset[int] = frozenset()
+    called: frozenset[int] = frozenset()  # indices of the blocks whose layers any batch called
 
     def plus(self, H: Any, loss: torch.Tensor, n_data: int) -> Sums:
         """The sums over these data and others."""
@@ -45,12 +34,8 @@ class Sums(NamedTuple):
 def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool) -> Sums:
     """Sum the batches of a loader, and of all ranks' loaders, counting each example once.
 
-    `la` is a `LoRALaplace`, whose structure says what is summed.
-
-    Raises
-    ------
-    ValueError
-        If there are no data, ranks differ in weights or settings, or two have the same data.
+    `la` is a `LoRALaplace`, whose structure says what is summed. A `ValueError` if there are no
+    data, ranks differ in weights or settings, or two have the same data.
     """
     share = Share(loader)
     zero = torch.zeros((), device=la.model.device, dtype=torch.float64)

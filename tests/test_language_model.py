@@ -104,7 +104,6 @@ def test_what_needs_jacobians_of_the_vocabulary_is_refused():
         lambda: la(batch, pred_type="nn"),
         lambda: la.predictive_moments(batch),
         lambda: la.predictive_statistics([batch]),
-        lambda: la.variance_by_layer(batch),
     ):
         with pytest.raises(NotImplementedError, match=r"la\.score"):
             refused()

@@ -7,7 +7,7 @@ import torch
 
 from laplace_lora_ext.curvature.factors import LowRankFactor
 from tests.support.models import ragged_batches
-from tests.support.posteriors import fitted, generator
+from tests.support.posteriors import fitted, generator, sizes
 
 
 def test_the_sums_that_are_kept_and_saved_have_no_more_columns_than_the_rank():
@@ -39,8 +39,6 @@ def test_statistics_of_another_fit_are_refused():
     statistics = la.predictive_statistics(ragged_batches())
     la.fit(ragged_batches(seed=9))
     with pytest.raises(ValueError, match="another fit"):
-        la.variance_by_layer(statistics)
-    with pytest.raises(ValueError, match="another fit"):
         la.optimize_prior_precision(method="gridsearch", val_loader=statistics)
 
 
@@ -56,3 +54,20 @@ def test_statistics_of_another_temperature_choose_as_the_data_do(method):
         la.optimize_prior_precision(method=method, **{name: given}, **options)
         chosen[kind] = la.prior_precision
     torch.testing.assert_close(chosen["statistics"], chosen["batches"], rtol=1e-6, atol=0)
+
+
+def test_a_summary_counts_the_parameters_that_the_data_determine():
+    la = fitted("gpt2")
+    la.temperature, la.prior_precision = 0.01, torch.linspace(0.5, 3.0, len(la.blocks))
+    rows = [line.split() for line in la.summary().splitlines()[1:]]
+    precision = la.prior_precision.double().repeat_interleave(torch.tensor(sizes(la)))
+    H = 100 * la.H.to_matrix()
+    shares = (H @ torch.linalg.inv(H + precision.diag())).diagonal().split(sizes(la))
+    assert [int(row[1]) for row in rows] == sizes(la)
+    torch.testing.assert_close(
+        torch.tensor([[float(row[2]), float(row[3])] for row in rows]),
+        torch.stack([la.prior_precision, torch.stack([s.sum() for s in shares])], 1).float(),
+        rtol=1e-3,
+        atol=0.05,
+    )
+    assert rows[-1][0] == "transformer.h.1.mlp.c_proj.lora_B.default.weight"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from laplace_lora_ext.metrics import compare, entropy, quality, reliability, risk_coverage
+from laplace_lora_ext.metrics import compare, quality, reliability, risk_coverage
 from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted, plain_regression
 
@@ -21,7 +21,6 @@ def test_figures_of_known_predictions():
     assert wrong["ece"] == 1
     even = torch.full((4, 2), 0.5)
     assert quality(even, labels)["nll"] == pytest.approx(0.6931, abs=1e-4)
-    assert entropy(even) == pytest.approx([0.6931] * 4, abs=1e-4)
     assert quality(0.3 * sure + 0.7 * even, labels)["ece"] == pytest.approx(0.35, abs=1e-6)
     with pytest.raises(ValueError, match="not finite"):
         quality(even / 0, labels)

@@ -43,7 +43,7 @@ class LowRankKronInterface(CurvatureInterface):
         the LoRA weights that take part; by default all of the active adapter
     rank : int, default=10
         how many eigenvectors to keep of a large factor (the paper's `n_kfac`)
-    kfac_approx : {"gradient", "expand", "reduce"}
+    kfac_approx : {"gradient", "expand"}
         which statistics to sum; see `laplace_lora_ext.curvature.kfac`
     tail : bool, default=True
         whether the directions beyond the rank keep the mean of their eigenvalues, so that the full
@@ -101,17 +101,9 @@ class LowRankKronInterface(CurvatureInterface):
     def accumulate(self, H: LowRankKron, x: Any, y: torch.Tensor) -> torch.Tensor:
         """Add the curvature of a batch to `H`, and return the batch's negative log-likelihood.
 
-        An error leaves sums that are of no use.
-
-        Raises
-        ------
-        ValueError
-            If a label does not fit the logits, or an activation, gradient or logit is not
-            finite. The message names the layer.
-        NotImplementedError
-            If `kfac_approx` needs a mask of a layer's rows that the batch does not determine.
-        RuntimeError
-            If no gradient of the logits reaches the layers that were called.
+        An error leaves sums that are of no use. Refused are labels that don't fit the logits, and
+        numbers that are not finite (`ValueError`), a mask that "expand" can't apply to a layer's
+        rows (`NotImplementedError`), and what `record` refuses.
         """
         with record(self.model, self.blocks, x) as recording:
             logits = recording.logits.detach()
@@ -121,7 +113,7 @@ class LowRankKronInterface(CurvatureInterface):
             recording.backward(
                 *self.seeds(logits, y),
                 statistics.add_gradients,
-                visit_inputs=statistics.add_inputs if statistics.uses_inputs else None,
+                visit_inputs=statistics.add_inputs,
             )
             with torch.autocast(logits.device.type, enabled=False):
                 updates.finish()
@@ -138,13 +130,7 @@ class LowRankKronInterface(CurvatureInterface):
     def kron(
         self, x: Any, y: torch.Tensor, N: int | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, LowRankKron]:
-        """Curvature of one batch; sums normalise themselves, so `N` is not used.
-
-        Returns
-        -------
-        loss : torch.Tensor
-        H : LowRankKron
-        """
+        """Loss and curvature of one batch; sums normalise themselves, so `N` is not used."""
         H = self.zeros()
         return self.accumulate(H, x, y), H
 

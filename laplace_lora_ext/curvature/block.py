@@ -182,9 +182,3 @@ class DecomposedBlock:
         if self.n_left_out:
             diagonal = diagonal + torch.outer(small @ on_remainder, 1 - large.sum(1))
         return self.small_side_first(diagonal).flatten()
-
-    def to_matrix(self, delta: torch.Tensor, exponent: float) -> torch.Tensor:
-        """Dense `(m * n, m * n)` matrix of `(block + delta I) ** exponent`. For tests."""
-        identity = torch.eye(self.n_params).to(self.small.vectors).unflatten(1, self.shape)
-        product = self.bmm(self.small_side_first(identity), delta, exponent)
-        return self.small_side_first(product).flatten(1)

@@ -136,20 +136,7 @@ class LowRankKronDecomposed:
         return self.spectrum.logdet(1, self.deltas)
 
     def bmm(self, W: torch.Tensor, exponent: float = -1) -> torch.Tensor:
-        """`self ** exponent` times each row of `W`.
-
-        Parameters
-        ----------
-        W : torch.Tensor
-            `(..., parameters)`
-        exponent : float
-            any; a negative one needs positive eigenvalues
-
-        Returns
-        -------
-        torch.Tensor
-            of the shape of `W`
-        """
+        """`self ** exponent` times each row of `W`, `(..., parameters)`."""
         products = [
             block.small_side_first(block.bmm(part, delta, exponent)).flatten(-2).to(W.device)
             for block, delta, part in self._split(W)
@@ -157,13 +144,7 @@ class LowRankKronDecomposed:
         return torch.cat(products, dim=-1)
 
     def inv_square_form(self, W: torch.Tensor) -> torch.Tensor:
-        """`W self⁻¹ Wᵀ` for `W` of shape `(batch, outputs, parameters)`.
-
-        Returns
-        -------
-        torch.Tensor
-            `(batch, outputs, outputs)`
-        """
+        """`W self⁻¹ Wᵀ`, `(B, C, C)`, for `W` of shape `(B, C, parameters)`."""
         forms = [
             block.inv_square_form(part, delta).to(W.device) for block, delta, part in self._split(W)
         ]
@@ -177,8 +158,8 @@ class LowRankKronDecomposed:
 
     def to_matrix(self, exponent: float = 1) -> torch.Tensor:
         """Dense matrix of `self ** exponent`. For tests."""
-        pairs = zip(self.blocks, self.deltas, strict=True)
-        return torch.block_diag(*(block.to_matrix(delta, exponent) for block, delta in pairs))
+        n_params = sum(block.n_params for block in self.blocks)
+        return self.bmm(torch.eye(n_params).to(self.deltas), exponent)
 
     def _split(self, W: torch.Tensor) -> list[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
         """Each block with its delta and its part of `W`, `(..., r, d)`, on the block's device."""

@@ -34,39 +34,17 @@ _ROUNDING_OF_HALF, _ROUNDING = 0.05, 1e-3
 class LogitsModel(nn.Module):
     """A model that maps a batch to the logits of its classes, `(B, C)`, in float32 or better.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        A transformers model, bare or within PEFT's, DistributedDataParallel's or torch.compile's
-        wrapper, is called with a batch's keys as keyword arguments. Any other module is called
-        with the batch itself, a mapping or a tensor, as laplace-torch does.
-    class_token_ids : sequence of int, optional
-        For a language model: tokens of the answers. The logits are those of these tokens where
-        the answer is read; see `AnswerTokens`.
-    dict_key_y : str, default="labels"
-        Key of the labels in a mapping; never passed on to the model.
-    mask_token_id : int, optional
-        For a masked language model: the token at which the answer is read.
+    A transformers model, bare or within PEFT's, DistributedDataParallel's or torch.compile's
+    wrapper, is called with a batch's keys as keyword arguments. Any other module is called with the
+    batch itself, a mapping or a tensor, as laplace-torch does. Compiled ones run eagerly here.
 
-    Attributes
-    ----------
-    adapter : str or None
-        the adapter that is active in prepared passes, whichever is otherwise; None for any
-    output_size : int
-        C; 0 before the first forward pass
-    layouts : dict
-        what recorded passes have learnt about the rows of the model's layers
-
-    Raises
-    ------
-    ValueError
-        If `class_token_ids` is missing for a language model, or doesn't suit it.
-
-    Warns
-    -----
-    UserWarning
-        If the model is compiled: it runs eagerly here.
+    Of a language model the logits are those of `class_token_ids`, which it needs, where the answer
+    is read; see `AnswerTokens`. Labels, `dict_key_y` in a mapping, are never passed on to it.
     """
+
+    adapter: str | None  # which is active in prepared passes, whichever is otherwise; None for any
+    output_size: int  # C; 0 before the first forward pass
+    layouts: dict[Any, Any]  # what recorded passes have learnt about the rows of the model's layers
 
     def __init__(
         self,
@@ -82,13 +60,13 @@ class LogitsModel(nn.Module):
                 "does not call LoRA layers as modules."
             )
         self.model = model
-        self.adapter: str | None = None
+        self.adapter = None
         self.dict_key_y = dict_key_y
         self.output_size = 0
         transformer = find_transformer(model)
         self._transformer = (transformer,)  # a tuple, so that it is no child module
         self._answers = self._find_answers(class_token_ids, mask_token_id)
-        self.layouts: dict[Any, Any] = {}
+        self.layouts = {}
 
     @property
     def transformer(self) -> PreTrainedModel | None:
@@ -106,15 +84,8 @@ class LogitsModel(nn.Module):
     def forward(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
         """Logits `(B, C)` of a batch, without its labels, both on the model's device.
 
-        Raises
-        ------
-        TypeError
-            If the model returns no logits.
-        ValueError
-            If the logits are not `(B, C)`, or the batch is not fit for the model; see
-            `check_texts` and `AnswerTokens`.
-        NotImplementedError
-            If several texts are packed into a row.
+        Models without such logits are refused, as are batches that `check_texts` or `AnswerTokens`
+        refuse.
         """
         inputs = self._inputs(batch)
         if self._answers is not None:
@@ -137,15 +108,7 @@ class LogitsModel(nn.Module):
         return self._answers.log_probs(self._answers.logits(self._inputs(batch), self._call))
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """Inputs and a copy of the labels of a training batch, a mapping or a pair `(X, y)`.
-
-        Raises
-        ------
-        TypeError
-            If the batch is neither a mapping nor a pair.
-        ValueError
-            If a mapping has no labels.
-        """
+        """Inputs and a copy of the labels of a training batch, a mapping or a pair `(X, y)`."""
         if isinstance(batch, Mapping):
             if self.dict_key_y not in batch:
                 raise ValueError(

@@ -43,13 +43,9 @@ def find_blocks(
     other one takes part alone. An adapter that was loaded for inference has both frozen, and both
     take part. `target_modules` and `layers_to_transform` select layers as in `peft.LoraConfig`.
 
-    Raises
-    ------
-    ValueError
-        If there is no LoRA layer, if the adapter is merged, disabled or not the only active
-        one, or if nothing matches the selection.
-    NotImplementedError
-        If layers do not add `B(A(x))` with weights of their own; for FSDP1 and DeepSpeed ZeRO-3.
+    A `ValueError` if there is no LoRA layer, if the adapter is merged, disabled or not the only
+    active one, or if nothing matches the selection. A `NotImplementedError` if layers do not add
+    `B(A(x))` with weights of their own, and for FSDP1 and DeepSpeed ZeRO-3.
     """
     _check_reachable(model)
     layers: Layers = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,13 +57,6 @@ class Block:
     def device(self) -> torch.device:
         """Where the layer computes."""
         return device_of(self.layer)
-
-    @property
-    def transformer_layer(self) -> str:
-        """Name up to the layer's number, such as "model.layers.3", or else the module's name."""
-        name = self.lora_layer.removeprefix("base_model.model.")
-        numbered = re.match(r".*?\.\d+(?=\.|$)", name)
-        return numbered.group() if numbered else name
 
     def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
         """`(..., m, n)` weights as `(..., r, d)`, and back."""

@@ -33,12 +33,12 @@ def is_proven(
 ) -> bool:
     """Whether the rows of a pass are each example's own.
 
-    Texts are proven in the first batch, in the first one of two, four, eight and so on or more
-    examples, and if a gradient comes to a layer that had none. Sizes don't tell what rows other
-    batches have, such as those of images: each of them is proven.
+    Texts are proven in the first batch, and in the first one of two, four, eight and so on or more
+    examples. Sizes don't tell what rows other batches have, such as those of images: each of them
+    is proven, as is each as long as some layer has had no gradient.
 
-    `known` maps sites of earlier passes to the size of the largest batch that proved them, 0 if
-    none did; this one adds its own. A gradient that is not finite is a `ValueError`.
+    `known` maps sites of earlier passes to the size of the largest batch that proved them; this one
+    adds its own. A gradient that is not finite is a `ValueError`.
     """
     n_examples = positions.n_examples
     if n_examples == 1:
@@ -55,17 +55,11 @@ def is_proven(
     unproven = {site for site in shapes if site not in lasting or known.get(site, 0) < size}
     if not unproven:
         return True
-    if all(site in lasting and known.get(site) == 0 for site in unproven):  # had no gradient
-        of_all = torch.ones(1, n_examples, dtype=torch.bool)
-        reached = _reached(graph, blocks, positions, of_all)
-        if not any(read([reached[site].any() for site in unproven & reached.keys()])):
-            return True
     words = codewords(n_examples)
     reached = _reached(graph, blocks, positions, words)
     if any(read([(rows.any(-1) & ~words.to(rows.device)).any() for rows in reached.values()])):
         return False
-    for site in lasting:
-        known[site] = size if known.get(site) or _is_conclusive(reached.get(site)) else 0
+    known |= {site: size for site in lasting if _is_conclusive(reached.get(site))}
     return True
 
 

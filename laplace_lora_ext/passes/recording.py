@@ -196,14 +196,9 @@ def record(
     them, examples are recorded one at a time. One whose logits are others than in the batch is
     back-propagated through the batch.
 
-    Within the `with` block the model is in evaluation mode, and no parameter requires grad.
-
-    Raises
-    ------
-    RuntimeError
-        If the logits carry no gradient to the layers that were called.
-    ValueError
-        If an activation, a logit or a gradient is not finite.
+    Within the `with` block the model is in evaluation mode, and no parameter requires grad. A
+    `RuntimeError` if the logits carry no gradient to the layers that were called; a `ValueError` if
+    a number is not finite.
     """
     with model.prepared(), torch.inference_mode(False), torch.enable_grad():
         part = _whole(model, blocks, x)

@@ -15,7 +15,7 @@ from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.swapping import Swapping, special_tokens
+from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.glm import predictive_distribution
 from laplace_lora_ext.predictive.moments import Moments
@@ -225,7 +225,12 @@ def amortize(
     if la.predicted_likelihood is not la.trained_likelihood:
         raise ValueError(f"Variances are learnt of classes or numbers, not for {la.likelihood}.")
     la.check_model()
-    swapping = _swapping(la, loader) if unlabelled == _SWAPPED else None
+    texts = []
+    if unlabelled == _SWAPPED:
+        batches = (la.model.text(batch) for _, batch in named_batches(loader))
+        texts = [text for text in batches if text is not None]
+    generator = generator or torch.Generator()
+    swapped = Swapping(texts, la.model.transformer, generator) if texts else None
 
     def learnt_from(batch: Any) -> Columns:
         inputs = la.model.inputs(batch)
@@ -234,12 +239,10 @@ def amortize(
 
     def with_copy(batch: Any) -> Columns:
         text = la.model.text(batch)
-        if swapping is None or text is None:
+        if swapped is None or text is None:
             return learnt_from(batch)
-        swapped = swapping(text["input_ids"], text.get("attention_mask"), generator)
-        return *learnt_from(batch), *learnt_from({**text, "input_ids": swapped})
+        return *learnt_from(batch), *learnt_from(swapped(text))
 
-    generator = torch.Generator() if generator is None else generator
     columns = over_loader(loader, with_copy, "[Variances]", progress_bar)
     if unlabelled not in (None, _SWAPPED):
         more: Any = unlabelled
@@ -276,13 +279,3 @@ def _features(la: Posterior, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     outputs = logits if la.predicted_likelihood.is_gaussian else logits.log_softmax(-1)
     features = outputs if hidden is None else torch.cat([hidden, outputs], dim=-1)
     return logits, features.to(la.blocks[0].statistics_dtype)
-
-
-def _swapping(la: Posterior, loader: Iterable[Any]) -> Swapping | None:
-    """What swaps tokens of a data set's texts; None if there are no texts."""
-    batches = (batch for _, batch in named_batches(loader))
-    texts = [text for batch in batches if (text := la.model.text(batch)) is not None]
-    if not texts:
-        return None
-    special = set() if la.model.transformer is None else special_tokens(la.model.transformer)
-    return Swapping(((t["input_ids"], t.get("attention_mask")) for t in texts), special)

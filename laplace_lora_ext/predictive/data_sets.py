@@ -27,21 +27,9 @@ def over_loader(
 ) -> Columns:
     """What a function makes of each batch, in the data's order and each example once.
 
-    Parameters
-    ----------
-    loader : iterable of batches
-        each rank's own part of the data
-    evaluate : callable
-        takes a batch
-    description, progress_bar
-        as for `named_batches`
-    alone : bool, default=False
-        whether to leave out the other ranks; else all ranks must call this, and get the same
-
-    Raises
-    ------
-    ValueError
-        If there are no data, or only some batches have labels; an error of a batch names it.
+    All ranks must call this, each with its own part of the data, and get the same, unless a rank is
+    to be `alone`. Loaders without data, and with labels in some batches only, are refused by a
+    `ValueError`; an error of a batch names it.
     """
     share = Share(loader)
     parts, found = [], [torch.empty(0, dtype=torch.long)]

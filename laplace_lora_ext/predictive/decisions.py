@@ -12,7 +12,7 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.amortized import amortized_moments
 from laplace_lora_ext.predictive.data_sets import Columns, over_data_set, over_loader
-from laplace_lora_ext.predictive.glm import moments_for, predictive_distribution
+from laplace_lora_ext.predictive.glm import moments_for
 from laplace_lora_ext.predictive.links import own_links, shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes.shards import Share
@@ -140,16 +140,10 @@ def predict_proba(
 
     Parameters and errors are those of `predict`; nothing is drawn but for the link "mc".
     """
-
-    def of_batch(batch: Any) -> tuple[torch.Tensor]:
-        found = []
-        for moments in _moments_of_members(la, batch, link_approx, pred_type):
-            with torch.autocast(la.model.device.type, enabled=False):
-                found.append(own_links(1000, torch.Generator())[link_approx](*moments).exp())
-        return (torch.stack(found).mean(0),)
-
-    (probabilities,) = _over(la, x, of_batch, link_approx, collate_fn, batch_size, progress_bar)
-    return probabilities.detach().cpu().numpy()
+    draws = 1000 if link_approx == "mc" else 1, torch.Generator()
+    how: dict[str, Any] = {"pred_type": pred_type, "collate_fn": collate_fn}
+    how |= {"batch_size": batch_size, "progress_bar": progress_bar}
+    return predict(la, x, link_approx, *draws, **how).probabilities.detach().cpu().numpy()
 
 
 def _over(
@@ -187,21 +181,3 @@ def _moments_of_members(la: Any, x: Any, link_approx: str, pred_type: str) -> It
     for member, part in la.each(x) if hasattr(la, "each") else [(la, x)]:
         part = amortized_moments(member, part) if pred_type == "amortized" else part
         yield moments_for(member, part, link_approx)
-
-
-@exclusive
-def lower_bound(la: Posterior, x: Any, k: float = 1.0) -> torch.Tensor:
-    """Mean less `k` standard deviations of each output, `(B, C)`.
-
-    A policy that is trained on the mean reward seeks out texts that the reward model knows little
-    about; this bound rates them low.
-
-    Raises
-    ------
-    ValueError
-        For classification.
-    """
-    if not la.predicted_likelihood.is_gaussian:
-        raise ValueError("Classes have no lower bound; rewards and regressions do.")
-    f_mu, f_var = predictive_distribution(la, x)
-    return f_mu - k * f_var.diagonal(dim1=-2, dim2=-1).sqrt()

@@ -98,18 +98,7 @@ class _SymmetricRoot(torch.autograd.Function):
 
 
 def square_root(covariance: torch.Tensor) -> torch.Tensor:
-    """Symmetric square root, once differentiable even where the covariance is singular.
-
-    Parameters
-    ----------
-    covariance : torch.Tensor
-        `(..., C, C)`, symmetric positive semi-definite up to rounding
-
-    Returns
-    -------
-    torch.Tensor
-        `(..., C, C)`
-    """
+    """Symmetric square roots `(..., C, C)`, once differentiable even where some are singular."""
     return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]
 
 

@@ -110,7 +110,9 @@ class PredictiveStatistics:
         Moments
             f_mu, `(N, C)`, and f_var, `(N, C, C)`
         """
-        leading, remaining = self._variances(prior_precision)
+        deltas = as_tensor(prior_precision).to(self.spectrum.leading)
+        eigenvalues = self.spectrum.shifted(self.scale, deltas)
+        leading, remaining = (values.reciprocal().to(self.f_mu) for values in eigenvalues)
         covariances = []
         for z, R in zip(
             self.projections.split(_AT_ONCE), self.inner_products.split(_AT_ONCE), strict=True
@@ -119,31 +121,6 @@ class PredictiveStatistics:
             of_remainders = torch.einsum("nfab,f->nab", R, remaining)
             covariances.append(weighted @ weighted.mT + of_remainders)
         return Moments(self.f_mu, torch.cat(covariances))
-
-    @cpu_as_default()
-    @without_autocast
-    def variance_by_block(self, prior_precision: float | torch.Tensor) -> torch.Tensor:
-        """What each block adds to the trace of an example's covariance, `(N, blocks)`.
-
-        `prior_precision` is as for `moments`.
-        """
-        leading, remaining = self._variances(prior_precision)
-        traces = self.inner_products.diagonal(dim1=-2, dim2=-1).sum(-1)
-        result = self.f_mu.new_zeros(len(self), self.spectrum.n_blocks)
-        for block, values in (
-            (self.spectrum.leading_block, self.projections.square().sum(1) * leading),
-            (self.spectrum.remaining_block, traces * remaining),
-        ):
-            result = result.index_add(1, block.to(result.device), values)
-        return result
-
-    def _variances(
-        self, prior_precision: float | torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Posterior variances `(E,)` and `(F,)`: the inverses of the eigenvalues."""
-        deltas = as_tensor(prior_precision).to(self.spectrum.leading)
-        leading, remaining = self.spectrum.shifted(self.scale, deltas)
-        return leading.reciprocal().to(self.f_mu), remaining.reciprocal().to(self.f_mu)
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.swapping import Swapping, special_tokens
+from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored, train
 
 STEPS = 0.3
@@ -135,14 +135,9 @@ def _texts(
     yield from batches
     if isinstance(unlabelled, str):
         texts = [text for batch in batches if (text := model.text(batch)) is not None]
-        if not texts or model.transformer is None:
-            return  # what has no tokens
-        pairs = ((text["input_ids"], text.get("attention_mask")) for text in texts)
-        swap = Swapping(pairs, special_tokens(model.transformer))
-        generator = generator or torch.Generator().manual_seed(0)
-        for text in texts:
-            ids = swap(text["input_ids"], text.get("attention_mask"), generator)
-            yield {**text, "input_ids": ids}
+        if texts and model.transformer is not None:
+            generator = generator or torch.Generator().manual_seed(0)
+            yield from map(Swapping(texts, model.transformer, generator), texts)
     elif unlabelled is not None:
         for _, batch in named_batches(loader_of(trainer, unlabelled)):
             yield model.inputs(batch)

@@ -9,22 +9,9 @@ from typing import Any
 from laplace_lora_ext.tuning.agreement import Agreement
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.marglik import Marglik
-from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
+from laplace_lora_ext.tuning.method import TuningMethod
 from laplace_lora_ext.tuning.second_training import SecondTraining
 from laplace_lora_ext.tuning.val_gd import ValGD
-
-__all__ = [
-    "METHODS",
-    "Agreement",
-    "GridSearch",
-    "Marglik",
-    "SecondTraining",
-    "TuningHistory",
-    "TuningMethod",
-    "ValGD",
-    "build",
-    "required_data",
-]
 
 METHODS: dict[str, type[TuningMethod]] = {
     "agreement": Agreement,
@@ -40,21 +27,9 @@ def build(
     options: Mapping[str, Any],
     methods: Mapping[str, type[TuningMethod]] = METHODS,
 ) -> TuningMethod:
-    """Make the object of a method.
+    """The object of a method: a key of `methods` with the object's fields, or the object itself.
 
-    Parameters
-    ----------
-    method : str or TuningMethod
-        a key of `methods`, or an object, which is returned as it is
-    options : mapping of str to Any
-        the object's fields
-    methods : mapping of str to type of TuningMethod, optional
-        the methods to choose from
-
-    Raises
-    ------
-    ValueError
-        If there is no such method, the method lacks an option, or its data are missing.
+    Unknown methods and options, and missing ones, are refused by a `ValueError`.
     """
     if isinstance(method, TuningMethod):
         if options:

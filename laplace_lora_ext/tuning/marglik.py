@@ -35,7 +35,7 @@ class Marglik(TuningMethod):
     Warns
     -----
     UserWarning
-        If the evidence has not converged, or has no maximum in some prior precision.
+        If the evidence has not converged.
 
     Notes
     -----
@@ -58,7 +58,6 @@ class Marglik(TuningMethod):
         if self.optimize_sigma_noise:
             logarithms.append(la.sigma_noise.detach().log().requires_grad_())
         history = self._climb(la, logarithms)
-        _warn_of_unbounded(la, logarithms[0])
         la.prior_precision = logarithms[0].detach().exp()
         if self.optimize_sigma_noise:
             la.sigma_noise = of_first(logarithms[1].detach().exp()).to(la.model.device)
@@ -92,23 +91,3 @@ class Marglik(TuningMethod):
                     f"{spread:.3g} nats over the last ten. Raise n_steps or lr."
                 )
         return recorder.history()
-
-
-def _warn_of_unbounded(la: Posterior, logarithm: torch.Tensor) -> None:
-    """Warn if the evidence has no maximum in reach, so that the prior precision ran away."""
-    logarithm = logarithm.detach().requires_grad_()
-    evidence = la.log_marginal_likelihood(logarithm.exp())
-    (slope,) = torch.autograd.grad(evidence, logarithm, retain_graph=True)
-    (scatter,) = torch.autograd.grad(la.scatter, logarithm)
-    # In a maximum, the weights' distance from the prior mean pulls down as hard as the number of
-    # parameters that the data determine pushes up.
-    pull = scatter / 2
-    push = slope + pull
-    balance = 0.01 * torch.maximum(push, pull)
-    runaway = torch.minimum(push, pull) < balance.clamp_min(1e-6)
-    if runaway.any():
-        warn(
-            f"The evidence has no maximum in reach in {int(runaway.sum())} of {len(runaway)} prior "
-            f"precisions: one ended at {logarithm[runaway][0].exp().item():.3g}. Is the adapter "
-            "untrained, or the prior mean at its weights? A scalar prior precision is safer."
-        )

@@ -140,11 +140,7 @@ def descent(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Follow the gradient of a loss, whose leaves `logarithms` change in place.
 
-    Yields
-    ------
-    step : int
-    loss : torch.Tensor
-        before the step, which the next iteration takes
+    Yields each step's number, and the loss before it; the next iteration takes the step.
     """
     for step in tqdm.trange(n_steps, desc=description, disable=not progress_bar):
         optimizer.zero_grad()

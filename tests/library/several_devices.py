@@ -99,8 +99,6 @@ def outcomes(model: nn.Module, structure: str) -> dict[str, torch.Tensor]:
         precision, rows = la.posterior_precision, torch.ones(1, 2, la.n_params).to(la.mean)
         found |= {"statistics": moments.f_var, "diagonal": precision.diag()}
         found["form"] = precision.inv_square_form(rows)
-        shares = la.variance_by_layer(loader[0][0])
-        found["shares"] = torch.tensor(list(shares.values()))
     return found
 
 

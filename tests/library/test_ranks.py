@@ -113,7 +113,6 @@ def test_predictions_and_variances_are_each_ranks_own():
         la(ragged_batches()[0])
         if rank == 0:
             la(ragged_batches()[1], pred_type="nn", link_approx="mc", n_samples=2)
-            la.variance_by_layer(ragged_batches()[1])
             la.sample(3)
         return len(la.predictive_statistics(strided_loader()))
 

@@ -9,8 +9,8 @@ import torch
 from laplace_lora_ext import Moments
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.links import mean_field, own_links, softmax_samples
-from tests.support.models import plain_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, generator, make, plain_regression
+from tests.support.models import ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
 
 
 def test_two_classes_against_numerical_integration():
@@ -80,12 +80,7 @@ def test_probabilities_for_scikit_learn_are_an_array_and_no_single_draw():
     np.testing.assert_allclose(found, many.numpy(), atol=0.05)
 
 
-def test_regression_has_bounds_and_no_classes():
+def test_regression_has_no_classes():
     la, X = plain_regression()
     with pytest.raises(ValueError, match="regression predicts numbers"):
         la.predict(X)
-    mean, covariance = la.predictive_moments(X)
-    spread = torch.stack([covariance[:, i, i] for i in range(2)], dim=1).sqrt()
-    torch.testing.assert_close(la.lower_bound(X, k=2), mean - 2 * spread)
-    with pytest.raises(ValueError, match="Classes have no lower bound"):
-        make(plain_model()).lower_bound(torch.zeros(1, 5).double())

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
-from tests.support.models import Detour, ragged_batches, with_lora
-from tests.support.posteriors import PRIORS, fitted, make, some_precision
+from tests.support.models import ragged_batches
+from tests.support.posteriors import PRIORS, fitted, some_precision
 
 
 def test_an_infinite_prior_precision_leaves_layers_out():
@@ -60,31 +60,15 @@ def test_members_of_a_mixture_must_have_the_same_order():
         MixtureStatistics((statistics, statistics[torch.arange(8).flip(0)]), ())
 
 
-@pytest.mark.parametrize("prior", PRIORS)
-def test_variances_of_the_blocks_add_up_to_the_trace(prior):
+def test_blocks_with_an_infinite_precision_stay_at_their_map_values():
     la = fitted("gpt2")
-    la.prior_precision = some_precision(la, prior)
-    batches = ragged_batches()
-    statistics = la.predictive_statistics(batches, dtype=torch.float64)
-    variances = statistics.variance_by_block(la.prior_precision)
-    trace = statistics.moments(la.prior_precision).f_var.diagonal(dim1=1, dim2=2).sum(-1)
-    torch.testing.assert_close(variances.sum(1), trace)
-    for index in range(len(la.blocks)):
-        alone = torch.full((len(la.blocks),), torch.inf).double()
-        alone[index] = la.prior_precision.expand(len(la.blocks))[index]
-        expected = statistics.moments(alone).f_var.diagonal(dim1=1, dim2=2).sum(-1)
-        torch.testing.assert_close(variances[:, index], expected)
-
-    first = torch.tensor([".h.0." in block.name for block in la.blocks])
-    share = (variances[:, first].sum() / variances.sum()).item()
-    expected = {"transformer.h.0": share, "transformer.h.1": 1 - share}
-    assert la.variance_by_layer(statistics) == pytest.approx(expected)
-    one = la.predictive_statistics(batches[:1], dtype=torch.float64)
-    assert la.variance_by_layer(batches[0]) == pytest.approx(la.variance_by_layer(one))
-
-
-def test_layers_that_the_logits_do_not_depend_on_have_no_share():
-    la = make(with_lora(Detour(), "used", "unused"))
-    X = torch.randn(6, 5).double()
-    la.fit([(X, torch.arange(6) % 3)])
-    assert la.variance_by_layer(X) == {"used": pytest.approx(1), "unused": 0}
+    n_blocks = len(la.blocks)
+    statistics = la.predictive_statistics(ragged_batches(), dtype=torch.float64)
+    of_blocks = []
+    for index in range(n_blocks):
+        alone = torch.full((n_blocks,), torch.inf).double()
+        alone[index] = la.prior_precision
+        of_blocks.append(statistics.moments(alone).f_var)
+    of_all = statistics.moments(la.prior_precision).f_var
+    torch.testing.assert_close(torch.stack(of_blocks).sum(0), of_all)
+    assert not statistics.moments(torch.full((n_blocks,), torch.inf).double()).f_var.any()

@@ -177,8 +177,6 @@ def blocks(model, examples, kfac_approx: str) -> list[torch.Tensor]:
         root = vectors * values.clamp_min(0).sqrt()  # (C, C), another factor than the library's
         for total, (a, g) in zip(sums, inputs_and_gradients(model, inputs), strict=True):
             a, g = a[valid], torch.einsum("cs,ctm->stm", root, g)[:, valid]
-            if kfac_approx == "reduce":
-                a, g = a.mean(0, keepdim=True), g.sum(1, keepdim=True)
             total[0] = total[0] + torch.einsum("stm,stk->mk", g, g)
             total[1] = total[1] + a.T @ a
             total[2] = total[2] + len(a)

@@ -16,7 +16,7 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import laplace_keywords, lora_model, plain_model, ragged_batches
 
 STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
-KFAC_APPROX = ["gradient", "expand", "reduce"]
+KFAC_APPROX = ["gradient", "expand"]
 PRIORS = ["scalar", "layerwise"]
 GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 7}
 

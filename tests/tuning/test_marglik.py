@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from tests.support.posteriors import PRIORS, fitted, plain_regression, sizes
+from tests.support.posteriors import fitted, plain_regression, sizes
 
 
 def test_the_noise_of_a_regression_is_tuned_with_the_prior():
@@ -49,15 +49,6 @@ def test_the_evidence_converges(dtype, tail, prior):
     if prior == "scalar":
         grid = torch.logspace(-4, 4, 81)
         assert max(la.log_marginal_likelihood(point).item() for point in grid) <= final + 1e-3
-
-
-@pytest.mark.parametrize("prior", PRIORS)
-def test_an_evidence_without_a_maximum_is_said(prior):
-    la = fitted()
-    la.prior_mean = la.mean
-    with pytest.warns(UserWarning, match="no maximum"):
-        la.optimize_prior_precision(prior_structure=prior, n_steps=200, lr=1.0)
-    assert torch.isfinite(la.prior_precision).all()
 
 
 def test_an_evidence_that_still_changes_is_said():
