@@ -53,7 +53,10 @@ def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool) -> Sums:
                     la._add_batch(la._zeros(), X, y)
             bar.update(n_new)
     if share.size not in (None, sums.n_data):
-        warn(f"The loader gave {sums.n_data} examples, but its data set has {share.size}.")
+        warn(
+            f"The loader gave {sums.n_data} examples, but its data set has {share.size}: is "
+            "drop_last set, or does a sampler repeat some or leave some out?"
+        )
     reports = gathered(_Report(la, sums))
     n_data = sum(report.n_data for report in reports)
     if not n_data:

@@ -152,8 +152,8 @@ def reading_at(
         if logits.shape[1] != n_positions:
             raise ValueError(
                 f"The model returns logits at {logits.shape[1]} positions for texts of "
-                f"{n_positions}, as where images come before the text: which are a token's can't "
-                "be known. Let its forward pass return those of the texts' tokens alone."
+                f"{n_positions}, as where images come before the text, so it is unknown which are "
+                "whose. Let its forward pass return those of the texts' tokens alone."
             )
         return logits.take_along_dim(index.to(logits.device)[..., None], dim=1)
 

@@ -198,7 +198,7 @@ def stacked(parts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ..
     """Join batches' columns; batches of which only some have labels are refused."""
     parts = list(parts)
     if len({len(columns) for columns in parts}) > 1:
-        raise ValueError("Some batches have labels and others have none.")
+        raise ValueError("Some batches have labels and others have none: give all or none labels.")
     return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 

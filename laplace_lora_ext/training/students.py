@@ -88,7 +88,7 @@ def distill(
     if la.likelihood != "classification":
         raise ValueError(f"A student learns class probabilities, and {la.likelihood} has none.")
     if find_peft_model(trainer.model) is not peft_model:
-        raise ValueError("The trainer has trained another model than that of the posterior.")
+        raise ValueError("Pass the trainer of the posterior's model: this one has another.")
     folder = Path(trainer.args.output_dir)
     with restored(trainer), own_adapter_back(peft_model):
         teacher = getattr(la, "members", [la])[0].blocks[0].adapter

@@ -89,7 +89,8 @@ class Agreement(TuningMethod):
     def _search(self, la: Posterior) -> TuningHistory:
         if la.trained_likelihood.is_gaussian:
             raise ValueError(
-                'method="agreement" compares class probabilities: regression has none.'
+                'method="agreement" compares class probabilities, and regression has none: use '
+                '"marglik", or "gridsearch" with validation data.'
             )
         start = self._start(la)
         seed = of_first(0 if self.generator is None else draw_seed(self.generator))

@@ -166,7 +166,7 @@ class SecondTraining(TuningMethod):
     def _from_trainer(self, la: Posterior, part: Dataset, number: int) -> nn.Module:
         model, adapter = find_peft_model(la.model), _NAME.format(number)
         if find_peft_model(self.trainer.model) is not model:
-            raise ValueError("The trainer has trained another model than that of the posterior.")
+            raise ValueError("Pass the trainer of the posterior's model: this one has another.")
         with restored(self.trainer):
             set_seed(self.trainer.args.seed + 1 + number)
             if model.active_adapter != la.blocks[0].adapter:

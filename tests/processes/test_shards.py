@@ -173,7 +173,10 @@ def test_a_rank_without_data_or_labels():
     assert on_ranks(lambda _: joined(torch.empty(0).long(), None), 2) == [None, None]
     numbers = torch.arange(2.0)
     some = on_ranks(lambda r: joined(torch.arange(2) + 2 * r, (numbers + r,) * (1 + r)), 2)
-    assert failures(some) == ["Some batches have labels and others have none."] * 2
+    assert (
+        failures(some)
+        == ["Some batches have labels and others have none: give all or none labels."] * 2
+    )
 
 
 @pytest.mark.parametrize(

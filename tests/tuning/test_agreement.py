@@ -74,7 +74,7 @@ def test_no_more_than_what_is_drawn_passes_through_the_model():
 
 def test_what_can_not_agree_is_said():
     la, X = plain_regression()
-    with pytest.raises(ValueError, match="compares class probabilities: regression has none"):
+    with pytest.raises(ValueError, match="regression has none: use"):
         la.optimize_prior_precision(method=METHOD, train_loader=[X])
     options = {"train_loader": ragged_batches(), "init_prior_prec": 1e20, "n_samples": 5}
     with pytest.warns(UserWarning, match="Is the adapter untrained"):
