@@ -1,7 +1,5 @@
 """The package's layout: imports run one way, and functions are short."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path

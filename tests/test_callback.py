@@ -1,7 +1,5 @@
 """A posterior at the end of a trainer's run, which is as without it."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A fit is taken over whole or not at all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Laplace-LoRA of language models that write: the fit, and what the class offers and refuses."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -15,12 +13,7 @@ from laplace_lora_ext.curvature.backend import LowRankKronEF
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from tests.support.models import VOCABULARY, lora_model
 from tests.support.posteriors import count_forward_passes, generator, make
-from tests.support.texts import (
-    drawn_models,
-    fitted_text,
-    text_batches,
-    token_jacobians,
-)
+from tests.support.texts import drawn_models, fitted_text, text_batches, token_jacobians
 
 FULL_RANK = 60
 

@@ -1,7 +1,5 @@
 """Seeds against the Fisher's formula, also for very confident samples; losses and targets."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

@@ -1,7 +1,5 @@
 """The host's API on top of a posterior over LoRA weights."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What low-rank factors add to the host's API."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

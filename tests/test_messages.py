@@ -1,7 +1,5 @@
 """Errors that name a place, and warnings that point at the user's own line."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Figures of predictions whose quality is known."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

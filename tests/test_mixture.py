@@ -1,7 +1,5 @@
 """A mean of several posteriors' predictions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import load_peft_weights

@@ -1,7 +1,5 @@
 """A posterior follows its model to other devices and into other precisions."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

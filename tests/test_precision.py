@@ -1,7 +1,5 @@
 """Half-precision models and autocast: what must be in float32 or better, and how close it comes."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Posteriors in files and on the hub: the same after a round trip, or refused."""
 
-from __future__ import annotations
-
 import pytest
 import safetensors
 import safetensors.torch

@@ -1,7 +1,5 @@
 """Training in stages: held-out texts choose the prior, and are learnt in the end."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """The host's structures over LoRA weights."""
 
-from __future__ import annotations
-
 import laplace.curvature as host_backends
 import pytest
 import torch

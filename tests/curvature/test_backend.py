@@ -1,7 +1,5 @@
 """The host's curvature interface: how many passes, which curvature, which settings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -3,8 +3,6 @@
 It takes a process of its own: PyTorch knows the pretended accelerator from then on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Kinds of adapters beside plain LoRA: what they do to factors, files and batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from laplace.curvature.curvlinops import CurvlinopsGGN

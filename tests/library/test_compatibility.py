@@ -1,7 +1,5 @@
 """Curvature and covariances of many families of models, by each example alone."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What must not matter: batch size, padding, the order of modules, one run or two."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

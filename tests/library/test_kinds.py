@@ -1,7 +1,5 @@
 """Kinds of adapters, precisions and wrappers have the outcomes of the tables."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import nullcontext

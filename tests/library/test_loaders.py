@@ -1,7 +1,5 @@
 """Loaders that are empty, cut short, or of something else than batches."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Quantized bases: curvature and covariances are those of the quantized model's own gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model

@@ -1,7 +1,5 @@
 """A model whose layers are on several devices predicts and tunes as on one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nothing but the posterior changes: not the model, not torch's state, also after an exception."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

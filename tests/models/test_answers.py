@@ -1,7 +1,5 @@
 """Logits of a language model's answers, wherever the padding is."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import (

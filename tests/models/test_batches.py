@@ -1,7 +1,5 @@
 """Batches as people have them."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Mapping
 from types import MappingProxyType

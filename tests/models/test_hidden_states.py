@@ -1,7 +1,5 @@
 """The layer that makes the logits, found by what it returns."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Threads that share a model take turns; compiled code stays outside."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """A batch in, logits of its classes out: labels, outputs, and a model that is left as it was."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -12,11 +10,7 @@ import torch
 from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
-from tests.support.models import (
-    lora_model,
-    ragged_batches,
-    record_calls,
-)
+from tests.support.models import lora_model, ragged_batches, record_calls
 from tests.support.posteriors import STRUCTURES, make
 
 

@@ -1,7 +1,5 @@
 """Which LoRA weights are found, selected and refused."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

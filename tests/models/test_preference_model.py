@@ -1,7 +1,5 @@
 """Reward models: pairs of texts in, a reward each out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A posterior is used with the model that it was fitted to, and with no other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model

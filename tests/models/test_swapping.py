@@ -1,7 +1,5 @@
 """Copies of texts with swapped tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,14 +1,9 @@
 """Logits of labelled tokens, whatever the padding, and what batches are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import (
-    FSMTConfig,
-    FSMTForConditionalGeneration,
-)
+from transformers import FSMTConfig, FSMTForConditionalGeneration
 
 import tests.support.dense as dense
 from laplace_lora_ext.models.tokens_model import TokensModel

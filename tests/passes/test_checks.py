@@ -1,7 +1,5 @@
 """Numbers that are not finite, layers that are not called, logits without a gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,14 +11,7 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.checks import inspected
 from tests.support.dense import assert_exact
-from tests.support.models import (
-    OfMapping,
-    Sorting,
-    TwoLinear,
-    pairs,
-    plain_model,
-    with_lora,
-)
+from tests.support.models import OfMapping, Sorting, TwoLinear, pairs, plain_model, with_lora
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, count_forward_passes, make
 
 WAYS = [*(("lowrank_kron", name) for name in KFAC_APPROX), ("kron", ""), ("diag", ""), ("full", "")]

@@ -1,7 +1,5 @@
 """Jacobians of the logits against torch's own, and parts of batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

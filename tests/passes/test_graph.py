@@ -1,7 +1,5 @@
 """Models that overwrite or hook what their layers see."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

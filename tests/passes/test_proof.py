@@ -1,7 +1,5 @@
 """When it is proven whose rows are whose, and what is remembered of it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Each example's rows are found, however a model lays them out, mixes, routes or shares them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

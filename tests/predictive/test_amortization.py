@@ -1,7 +1,5 @@
 """Predictions from one forward pass, against exact ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

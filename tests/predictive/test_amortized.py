@@ -1,7 +1,5 @@
 """The regression behind learnt variances, against brute force and against covariances."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

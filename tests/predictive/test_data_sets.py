@@ -1,7 +1,5 @@
 """Predictions of whole data sets, against those of each example alone."""
 
-from __future__ import annotations
-
 import datasets
 import pytest
 import torch

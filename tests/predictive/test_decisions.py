@@ -1,7 +1,5 @@
 """Entropies and variances against formulas of their own, and against the link's probabilities."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The linearised predictive and its samples, for all structures, and networks of drawn weights."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

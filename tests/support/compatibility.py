@@ -3,8 +3,6 @@
 That is `benchmarks/results/compatibility.md`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

@@ -5,8 +5,6 @@ gradients by perturbing a layer's output, the Fisher at the logits from its form
 of all weights that are inverted as they stand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 `tests/library/test_compatibility.py` proves what `python -m tests.support.compatibility` prints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

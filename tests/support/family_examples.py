@@ -1,7 +1,5 @@
 """Examples of every kind, each a batch of one without padding, and batches of several of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Kinds of adapters, precisions and wrappers, and what the library makes of each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

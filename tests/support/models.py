@@ -1,7 +1,5 @@
 """Small models with trained-looking LoRA adapters, and batches of ragged lengths for them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Posteriors of the small models, and what many tests ask of them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Ways to quantize a linear layer, each skipped where its package is missing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Jobs that run in several processes of one gloo group."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Rows with eigenvalues that decay, as those of activations and gradients do."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Everything of a model and of torch that a user could see changed."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Batches of texts as collators of supervised fine-tuning make them, and what they come to."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any

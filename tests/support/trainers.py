@@ -1,7 +1,5 @@
 """Trainers of the small models, and callbacks that watch or stop them."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

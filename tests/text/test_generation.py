@@ -1,7 +1,5 @@
 """Generated texts, against a loop over drawn models without caches, and the models' own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence

@@ -1,7 +1,5 @@
 """A student: an ordinary adapter that has learnt a posterior's probabilities."""
 
-from __future__ import annotations
-
 import warnings
 from typing import ClassVar
 

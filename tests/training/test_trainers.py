@@ -1,7 +1,5 @@
 """The user's own trainer trains again, and is as before."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from laplace_lora_ext.predictive.links import mean_field, probit, sampled
-from tests.support.posteriors import (
-    fitted,
-    generator,
-    overconfident,
-    plain_regression,
-)
+from tests.support.posteriors import fitted, generator, overconfident, plain_regression
 
 
 def test_val_gd_of_a_layerwise_prior_beats_the_best_scalar():
