@@ -13,20 +13,21 @@ from laplace_lora_ext.curvature.backend import LowRankKronEF
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from tests.support.models import VOCABULARY, lora_model
 from tests.support.posteriors import count_forward_passes, generator, make
-from tests.support.texts import drawn_models, fitted_text, text_batches, token_jacobians
+from tests.support.texts import (
+    drawn_models,
+    fitted_text,
+    text_batches,
+    token_jacobians,
+    token_logits,
+)
 
 FULL_RANK = 60
 
 
-def exact_curvature(model):
-    """`kfac_approx="gradient"` of every labelled token's exact Fisher."""
-    J, logits, _ = token_jacobians(model, text_batches())
-    return dense.gradient_curvature(model, J, dense.softmax_fisher(logits))
-
-
 def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_draws():
     model = lora_model("gpt2").eval()
-    exact = exact_curvature(model)
+    J, logits, _ = token_jacobians(model, text_batches())
+    exact = dense.gradient_curvature(model, J, dense.softmax_fisher(logits))
     numbers, errors = (32, 512), []
     for number in numbers:
         of_seeds = [
@@ -41,12 +42,8 @@ def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_d
 
 def test_the_empirical_fisher_has_a_texts_whole_gradient():
     model = lora_model("gpt2").eval()
-    la = make(
-        model,
-        likelihood="language_modeling",
-        backend=LowRankKronEF,
-        backend_kwargs={"rank": FULL_RANK},
-    )
+    settings = {"backend": LowRankKronEF, "backend_kwargs": {"rank": FULL_RANK}}
+    la = make(model, likelihood="language_modeling", **settings)
     la.fit(text_batches())
     J, logits, labels = token_jacobians(model, text_batches())
     slopes = logits.softmax(-1) - torch.nn.functional.one_hot(labels, VOCABULARY)
@@ -66,12 +63,6 @@ def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens():
     assert la.n_data == 6
     expected = dense.evidence(la.H.to_matrix(), -loss, la.mean, torch.full_like(la.mean, 2.0))
     torch.testing.assert_close(la.log_marginal_likelihood(torch.tensor([2.0])), expected)
-
-
-def test_draws_are_seeded_by_torch():
-    first, again, other = (fitted_text(seed=seed).H.to_matrix() for seed in (0, 0, 1))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_a_posterior_on_disk_is_that_of_texts_again_and_of_no_classifier(tmp_path):
@@ -111,23 +102,13 @@ def scored(la, n_samples=4, **ragged):
     } | {"text": torch.cat([one.log_prob for one in found])}
 
 
-def probabilities(model):
-    """Of every labelled token, from each text by itself, `(N, V)`, and the labels, `(N,)`."""
-    rows, labels = [], []
-    for batch in text_batches(batch_size=1):
-        inputs = dense.unpadded(batch, 0)
-        target = batch["labels"][0, 1 : inputs["input_ids"].shape[1]]
-        with torch.no_grad():
-            rows.append(model(**inputs).logits[0, :-1][target != -100].softmax(-1))
-        labels.append(target[target != -100])
-    return torch.cat(rows), torch.cat(labels)
-
-
 def test_scores_are_those_of_a_mixture_of_drawn_models():
     la = fitted_text(prior_precision=3.0)
     found = scored(la)
-    own, labels = probabilities(la.model.model)
-    p = torch.stack([probabilities(model)[0] for model in drawn_models(la, 4, generator())])
+    with torch.no_grad():
+        logits, labels = token_logits(la.model.model, text_batches())
+        drawn = [token_logits(m, text_batches())[0] for m in drawn_models(la, 4, generator())]
+    own, p = logits.softmax(-1), torch.stack(drawn).softmax(-1)
     of_label = p[:, torch.arange(len(labels)), labels]
     expected = {  # `tests/text/test_scores.py` has the others
         "log_prob": of_label.mean(0).log(),
@@ -148,11 +129,8 @@ PADDINGS = [
 @pytest.mark.parametrize("ragged", PADDINGS)
 def test_batch_size_and_padding_change_neither_fit_nor_score(ragged):
     model, found = lora_model("gpt2").eval(), []
+    settings = {"backend": LowRankKronEF, "backend_kwargs": {"rank": FULL_RANK}}  # draws nothing
     for each in ({}, ragged):
-        settings = {
-            "backend": LowRankKronEF,
-            "backend_kwargs": {"rank": FULL_RANK},
-        }  # draws nothing
         la = make(model, likelihood="language_modeling", **settings)
         la.fit(text_batches(**each))
         found.append({"H": la.H.to_matrix(), "loss": la.loss, **scored(la, **each)})

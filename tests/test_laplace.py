@@ -61,7 +61,3 @@ def test_refuses_to_guess_a_likelihood():
         laplace_lora_ext.Laplace(TwoLinear(), subset_of_weights="lora")
     with pytest.raises(ValueError, match="class_token_ids"):
         laplace_lora_ext.Laplace(lora_model("gpt2"), subset_of_weights="lora")
-    model = lora_model("bert")
-    model.config.problem_type = "multi_label_classification"
-    with pytest.raises(ValueError, match="multi_label_classification"):
-        laplace_lora_ext.Laplace(model, subset_of_weights="lora")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Classification
-from tests.support.dense import softmax_fisher
+from tests.support.dense import EXACT, softmax_fisher
 from tests.support.models import pairs, plain_model, real_targets
 from tests.support.posteriors import STRUCTURES, generator, make
 
@@ -37,25 +37,6 @@ def test_sampled_seeds_are_unbiased(likelihood):
         softmax_fisher(logits)[0] if likelihood == "classification" else torch.eye(3).double()
     )
     torch.testing.assert_close(estimate, expected, rtol=0, atol=0.03)  # 4 standard errors
-
-
-EXACT = {"rtol": 1e-9, "atol": 1e-12}
-
-
-def targets_of(name, n, n_outputs):
-    return torch.arange(n) % n_outputs if name == "classification" else real_targets(n, n_outputs)
-
-
-ONE_ROW_AN_EXAMPLE = [name for name in LIKELIHOODS if name != "language_modeling"]
-
-
-@pytest.mark.parametrize("name", ONE_ROW_AN_EXAMPLE)
-def test_an_empirical_seed_is_the_gradient_of_the_loss(name):
-    likelihood, y = LIKELIHOODS[name], targets_of(name, 6, 4)
-    logits = torch.randn(6, 4, generator=generator()).double().requires_grad_()
-    (expected,) = torch.autograd.grad(likelihood.loss(logits, y), logits)
-    seeds = likelihood.empirical_seeds(logits.detach(), y).dense()
-    torch.testing.assert_close(seeds[0], expected)
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (4, 1), (4,)])

@@ -37,11 +37,8 @@ KINDS = {
 }
 
 
-def two(kind: str = "classes", **other):
-    """Posteriors around two adapters of one model, the first of which is active; their data."""
-    base, options, data, keywords = KINDS[kind]
-    model, batches = lora_model(base, **options), data()
-    first = fitted(base, batches, model=model, prior_precision=2.0, **keywords)
+def add_second(model, **other):
+    """A second adapter, which is active then, with random weights."""
     if other:
         model.add_adapter("second", type(model.peft_config["default"])(r=2, **other))
         model.set_adapter("second")
@@ -50,6 +47,14 @@ def two(kind: str = "classes", **other):
     for name, weight in model.double().named_parameters():
         if ".second" in name:
             torch.nn.init.normal_(weight, std=0.4)
+
+
+def two(kind: str = "classes", **other):
+    """Posteriors around two adapters of one model, the first of which is active; their data."""
+    base, options, data, keywords = KINDS[kind]
+    model, batches = lora_model(base, **options), data()
+    first = fitted(base, batches, model=model, prior_precision=2.0, **keywords)
+    add_second(model, **other)
     second = fitted(base, batches, model=model, prior_precision=0.5, **keywords)
     model.set_adapter("default")
     return first, second, batches
@@ -193,11 +198,8 @@ def test_adapters_are_drawn_from_each_member(tmp_path):
 def test_members_score_and_write_texts_together():
     model, (batch, *_) = lora_model("gpt2").eval(), text_batches()
     first = fitted_text(model)
-    add_fresh_adapter(model, "second")
-    for name, weight in model.eval().double().named_parameters():
-        if ".second" in name:
-            torch.nn.init.normal_(weight, std=0.4)
-    second = fitted_text(model)
+    add_second(model)
+    second = fitted_text(model.eval())
     mixture, shared = LaplaceMixture([first, second]), generator()
     found = mixture.score(batch, 3, generator()).tokens
     one, other = first.score(batch, 2, shared).tokens, second.score(batch, 1, shared).tokens

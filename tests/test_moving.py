@@ -1,14 +1,13 @@
 """A posterior follows its model to other devices and into other precisions."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, make
+from tests.support.snapshots import tensors_of
 
 USES = {
     "glm": lambda la, batches: la(batches[0]),
@@ -30,22 +29,6 @@ USES = {
     )[1],
     "state": lambda la, batches: la.state_dict()["mean"],
 }
-
-
-def tensors_of(value: Any, seen: set[int]) -> list[torch.Tensor]:
-    """Tensors that can be reached from a value, those of modules left out."""
-    if isinstance(value, (nn.Module, nn.Parameter, str)) or id(value) in seen:
-        return []
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        parts = list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        parts = list(value)
-    else:
-        parts = list(vars(value).values()) if hasattr(value, "__dict__") else []
-    return [tensor for part in parts for tensor in tensors_of(part, seen)]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

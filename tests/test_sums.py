@@ -9,7 +9,7 @@ import torch
 
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, make
-from tests.support.ranks import Texts, failures, on_ranks, strided_loader
+from tests.support.ranks import Texts, assert_alike, failures, on_ranks, strided_loader
 
 EVERYTHING = 100  # a rank above every size, so that nothing is cut
 CLOSE = {"rtol": 1e-8, "atol": 1e-10}
@@ -35,20 +35,12 @@ def fitted_on(loader, *settings):
     return facts(la)
 
 
-def assert_all_equal(results, expected):
-    for result in results:
-        assert not isinstance(result, Exception), result
-        torch.testing.assert_close(result, expected, **CLOSE)
-        for value, first in zip(result, results[0], strict=True):
-            assert torch.equal(value, first)
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_rank_has_the_posterior_of_one_process(structure, world):
     for n in (12, 11, 2):  # two texts leave one of three ranks nothing but a repetition
         results = on_ranks(lambda _, n=n: fitted_on(strided_loader(n), structure), world)
-        assert_all_equal(results, fitted_on(strided_loader(n), structure))
+        assert_alike(results, fitted_on(strided_loader(n), structure), **CLOSE)
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
@@ -57,7 +49,7 @@ def test_shards_of_any_size(kfac_approx):
     shards = [batches[:5], [], batches[5:]]
     settings = "lowrank_kron", kfac_approx
     results = on_ranks(lambda rank: fitted_on(shards[rank], *settings), 3)
-    assert_all_equal(results, fitted_on(batches, *settings))
+    assert_alike(results, fitted_on(batches, *settings), **CLOSE)
 
 
 def test_data_are_added_to_those_of_the_last_fit():
@@ -67,7 +59,7 @@ def test_data_are_added_to_those_of_the_last_fit():
         la.fit(strided_loader(11), override=False)
         return facts(la)
 
-    assert_all_equal(on_ranks(job, 2), job())
+    assert_alike(on_ranks(job, 2), job(), **CLOSE)
 
 
 def test_no_data_on_any_rank():
@@ -136,12 +128,14 @@ def test_the_same_data_on_two_ranks_are_refused():
         assert "Ranks 0 and 1 have the same 8 examples: give each rank its own shard" in message
 
 
-@pytest.mark.parametrize("differing", ["LoRA weights", "settings"])
+@pytest.mark.parametrize("differing", ["LoRA weights", "base or head", "settings"])
 def test_ranks_with_other_models_are_refused(differing):
     def job(rank):
         la = posterior("lowrank_kron", KFAC_APPROX[rank if differing == "settings" else 0])
         if differing == "LoRA weights":
             la.blocks[2].weight.data += rank
+        elif differing == "base or head":
+            la.model.model.base_model.model.bert.pooler.dense.bias.data += rank
         la.fit(strided_loader())
 
     for message in failures(on_ranks(job, 2)):

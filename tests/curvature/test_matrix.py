@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import LowRankFactor, StreamingUpdates
 from laplace_lora_ext.curvature.matrix import LowRankKron
-from tests.support.dense import factor_matrix, matrix_of, power
+from tests.support.dense import matrix_of, power
 from tests.support.posteriors import PRIORS, fitted, some_precision
 
 EXPONENTS = [-1, -0.5, 0.5, 1]
@@ -64,17 +64,6 @@ def test_decomposed_operations_equal_dense_ones(shapes, rank, tail, n_rows, laye
         torch.testing.assert_close(P.diag(exponent), expected.diag(), **TIGHT)
         for w in (W, W[0], W[0, 0]):
             torch.testing.assert_close(P.bmm(w, exponent), w @ expected, **TIGHT)
-
-
-def test_sums_add_factors_and_normalizers():
-    first = random_kron([(2, 5), (3, 4)], rank=9, tail=True, n_rows=6, seed=1)
-    second = random_kron([(2, 5), (3, 4)], rank=9, tail=True, n_rows=4, seed=2)
-    total = first + second
-    for block, a, b in zip(total.blocks, first.blocks, second.blocks, strict=True):
-        for name in ("output_factor", "input_factor"):
-            expected = factor_matrix(getattr(a, name)) + factor_matrix(getattr(b, name))
-            torch.testing.assert_close(factor_matrix(getattr(block, name)), expected)
-        assert block.normalizer == a.normalizer + b.normalizer
 
 
 def test_gradient_in_the_prior_precision_is_that_of_finite_differences():

@@ -12,6 +12,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from laplace.curvature import AsdlGGN
 from torch import nn
 
+from tests.support.dense import EXACT
 from tests.support.devices import NAME, install
 from tests.support.models import CLASS_TOKEN_IDS, lora_model, pairs, ragged_batches, with_lora
 from tests.support.posteriors import generator, make
@@ -23,7 +24,6 @@ PLACES = {
     "there and back": (ALL, (SECOND, CPU, SECOND)),
     "no LoRA weight where batches go": (("second", "third"), (CPU, FIRST, SECOND)),
 }
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,7 +109,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name in found:
         describe = f"{name}: {{}}".format
-        torch.testing.assert_close(found[name].cpu(), expected[name], msg=describe, **CLOSE)
+        torch.testing.assert_close(found[name].cpu(), expected[name], msg=describe, **EXACT)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])

@@ -35,10 +35,7 @@ def flat_net() -> nn.Sequential:
 
 def ours(backend, X, y, likelihood="classification"):
     net = LinearNet()
-    blocks = [
-        Block("down", "lora_A", "own", net.down),
-        Block("up", "lora_B", "own", net.up),
-    ]
+    blocks = [Block("down", "lora_A", "own", net.down), Block("up", "lora_B", "own", net.up)]
     curvature = backend(net, likelihood, blocks=blocks, rank=10, kfac_approx="expand")
     return curvature.kron(X, y, N=len(X))
 

@@ -10,12 +10,11 @@ import torch
 from packaging.version import Version
 from torch import distributed, nn
 
-from tests.support.dense import assert_exact
+from tests.support.dense import EXACT, assert_exact
 from tests.support.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind, Precision
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 RANK = {"backend_kwargs": {"rank": 1000}}
 
 
@@ -70,7 +69,7 @@ def test_each_wrapper(name: str):
         la.fit(batches)
         results.append((la.H.to_matrix(), *la.predictive_moments(batches[0])))
     for found, expected in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(found, expected, **CLOSE)
+        torch.testing.assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -23,7 +23,7 @@ def test_an_empty_loader_is_refused(la, loader):
     ids=lambda b: type(b).__name__,
 )
 def test_a_batch_that_is_neither_a_mapping_nor_a_pair_is_refused(la, batch):
-    with pytest.raises(TypeError, match=r"mapping with labels or a pair \(X, y\)"):
+    with pytest.raises(TypeError, match=rf"a pair \(X, y\), not {type(batch).__name__}"):
         la.fit([batch])
 
 

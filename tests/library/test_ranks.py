@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import GRID, STRUCTURES, generator, make
-from tests.support.ranks import Texts, accelerated, failures, on_ranks, strided_loader
+from tests.support.ranks import Texts, accelerated, assert_alike, failures, on_ranks, strided_loader
 
 CLOSE = {"rtol": 1e-7, "atol": 1e-10}
 WAYS = {
@@ -24,13 +24,6 @@ def fitted(structure: str = "lowrank_kron"):
     la = make(lora_model("bert"), structure, **settings)
     la.fit(strided_loader())
     return la
-
-
-def assert_same(results, expected, **close):
-    for result in results:
-        assert not isinstance(result, Exception), result
-        torch.testing.assert_close(result, expected, **(close or CLOSE))
-        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
 def chosen(method: str, structure: str, options: dict, as_statistics: bool = False):
@@ -53,7 +46,7 @@ def chosen(method: str, structure: str, options: dict, as_statistics: bool = Fal
 def test_every_way_chooses_as_one_process_does(method):
     as_statistics = method in ("agreement", "gridsearch", "val_gd")
     arguments = method, "lowrank_kron", WAYS[method], as_statistics
-    assert_same(on_ranks(lambda _: chosen(*arguments), 3), chosen(*arguments))
+    assert_alike(on_ranks(lambda _: chosen(*arguments), 3), chosen(*arguments), **CLOSE)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -61,7 +54,7 @@ def test_every_way_chooses_as_one_process_does(method):
 def test_every_structure_chooses_as_one_process_does(structure, method):
     arguments = method, structure, WAYS[method]
     close = {"rtol": 1e-4, "atol": 1e-6}  # statistics and the host's metric are in float32
-    assert_same(on_ranks(lambda _: chosen(*arguments), 2), chosen(*arguments), **close)
+    assert_alike(on_ranks(lambda _: chosen(*arguments), 2), chosen(*arguments), **close)
 
 
 def test_without_a_generator_ranks_choose_alike_too():
@@ -93,7 +86,7 @@ def test_fits_and_statistics_are_those_of_one_process_in_the_order_of_the_data(o
 
     expected = facts(strided_loader())
     assert torch.equal(expected[-1], torch.stack([text["labels"] for text in Texts()]))
-    assert_same(on_ranks(job, 2), expected, rtol=1e-5, atol=1e-7)  # learnt in float32
+    assert_alike(on_ranks(job, 2), expected, rtol=1e-5, atol=1e-7)  # learnt in float32
 
 
 def test_losses_of_a_users_own_choose_alike_on_all_ranks():
@@ -104,7 +97,7 @@ def test_losses_of_a_users_own_choose_alike_on_all_ranks():
         losses = metric, lambda p, y: p.square().sum()
         return [la.optimize_prior_precision(loss=loss, **options).objective for loss in losses]
 
-    assert_same(on_ranks(job, 2), job(0))
+    assert_alike(on_ranks(job, 2), job(0), **CLOSE)
 
 
 def test_predictions_and_variances_are_each_ranks_own():

@@ -21,9 +21,11 @@ def test_construction_and_fit_leave_everything(kind, structure):
     before = Snapshot(model)
     la = make(model, structure, **settings)
     before.assert_equal(model)
+    batches = ragged_batches()
     for override in (True, False):
-        la.fit(ragged_batches(), override=override)
+        la.fit(batches, override=override)
         before.assert_equal(model)
+    torch.testing.assert_close(batches, ragged_batches(), rtol=0, atol=0)
 
 
 GRID = {"method": "gridsearch", "grid_size": 3}

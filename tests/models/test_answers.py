@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from laplace_lora_ext.models.logits_model import LogitsModel
+from tests.support.dense import logits_of, unpadded
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
+    OfBatches,
+    built,
     image_first,
     llama,
     llama_with_output_layer,
@@ -21,6 +23,7 @@ from tests.support.models import (
     record_calls,
 )
 from tests.support.posteriors import make
+from tests.support.texts import encoder_decoder
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -32,22 +35,8 @@ def causal_model(kind: str) -> nn.Module:
 
 def alone(model: nn.Module, batch: Mapping, **more: Any) -> torch.Tensor:
     """Brute force: each row alone, without padding, all of the vocabulary at all positions."""
-    rows = []
-    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-        logits = model(input_ids=ids[mask.bool()][None], use_cache=False, **more).logits
-        rows.append(logits[0, -1, CLASS_TOKEN_IDS])
-    return torch.stack(rows)
-
-
-class Decoder(nn.Module):
-    """A user's wrapper that returns logits at all positions."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.inner = model
-
-    def forward(self, batch: Mapping) -> torch.Tensor:
-        return self.inner(**batch).logits
+    rows = range(len(batch["input_ids"]))
+    return torch.stack([logits_of(model, unpadded(batch, row) | more) for row in rows])
 
 
 @pytest.mark.parametrize("padded_to", [7, 12])
@@ -63,7 +52,7 @@ def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(kin
         found = LogitsModel(model, CLASS_TOKEN_IDS)(of_type)
         torch.testing.assert_close(found, expected, **tolerance)
     if kind == "gpt_neox":  # which counts positions from the first real token by itself
-        found = LogitsModel(Decoder(model), CLASS_TOKEN_IDS)(batch)
+        found = LogitsModel(OfBatches(model), CLASS_TOKEN_IDS)(batch)
         torch.testing.assert_close(found, expected, **tolerance)
 
 
@@ -158,16 +147,9 @@ def test_prompts_that_end_in_their_answers_are_warned_of():
 # --- encoder-decoders ----------------------------------------------------------------------------
 
 
-def t5() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=2, **sizes)
-    return T5ForConditionalGeneration(config).double().eval()
-
-
 @pytest.mark.parametrize("given", [None, [0, 9, 4]])
 def test_an_encoder_decoder_answers_after_its_start_token_or_what_the_batch_gives(given):
-    model, (batch,) = t5(), ragged_batches(batch_size=8)
+    model, (batch,) = encoder_decoder("bart"), ragged_batches(batch_size=8)
     expected = alone(model, batch, decoder_input_ids=torch.tensor([given or [2]]))
     if given:
         batch["decoder_input_ids"] = torch.tensor([given]).expand(8, -1)
@@ -180,16 +162,9 @@ def test_an_encoder_decoder_answers_after_its_start_token_or_what_the_batch_give
 MASK = 7
 
 
-def masked_model() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=VOCABULARY, intermediate_size=8, **sizes)
-    return BertForMaskedLM(config).double().eval()
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_masked_language_model_answers_at_its_mask_token(side):
-    model = masked_model()
+    model = built("BertForMaskedLM").double()
     (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3), padding_side=side)
     ids, real = batch["input_ids"], batch["attention_mask"].bool()
     ids[ids == MASK] += 1
@@ -209,6 +184,6 @@ def test_each_text_of_a_masked_language_model_has_one_mask_token(n_masks):
     batch["input_ids"][0, 0] = MASK
     batch["input_ids"][1, :n_masks] = MASK
     with pytest.raises(ValueError, match=rf"one mask token 7, but .* have \[1, {n_masks}\]"):
-        LogitsModel(masked_model(), CLASS_TOKEN_IDS, mask_token_id=MASK)(batch)
+        LogitsModel(built("BertForMaskedLM"), CLASS_TOKEN_IDS, mask_token_id=MASK)(batch)
     with pytest.raises(ValueError, match=r"BertForMaskedLM.*mask_token_id"):
-        LogitsModel(masked_model(), CLASS_TOKEN_IDS)
+        LogitsModel(built("BertForMaskedLM"), CLASS_TOKEN_IDS)

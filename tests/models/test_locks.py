@@ -8,8 +8,6 @@ import torch
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted
 
-# --- threads -------------------------------------------------------------------------------------
-
 
 def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
     la, batches = fitted(), ragged_batches()
@@ -23,9 +21,6 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
     with ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(use) for use in uses * 4]:
             future.result()
-
-
-# --- compiled models -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

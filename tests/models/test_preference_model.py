@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.dense import gradient_curvature, jacobians, softmax_fisher
-from tests.support.models import TwoLinear, lora_model, ragged_batches, with_lora
+from tests.support.dense import EXACT, gradient_curvature, jacobians, softmax_fisher
+from tests.support.models import OfMapping, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, make
 
 
@@ -60,29 +60,15 @@ def test_rewards_are_those_of_the_model():
         torch.testing.assert_close(samples.var(0), variance[..., 0], atol=0, rtol=0.1)
 
 
-EXACT = {"rtol": 1e-9, "atol": 1e-12}
-
-
-class Rewards(nn.Module):
-    """As in the host's example: `(B, 2, d)` pairs to `(B, 2)`, and `(B, d)` to `(B, 1)`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = TwoLinear(n_outputs=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x.flatten(0, -2)).reshape(len(x), -1)
-
-
 def test_rewards_have_the_curvature_of_preferences():
-    model = with_lora(Rewards(), "first", "second")
-    pairs = torch.randn(6, 2, 5, generator=torch.Generator().manual_seed(1)).double()
-    la = make(model, likelihood="reward_modeling")
-    preferred = torch.arange(6) % 2
-    la.fit([(pairs, preferred)])
-    expected = nn.functional.cross_entropy(model(pairs), preferred, reduction="sum").detach()
+    model, pairs = OfMapping(Wrapped()).eval(), preferences()
+    la = make(model, likelihood="reward_modeling", backend_kwargs={"rank": 100})
+    la.fit([pairs])
+    preferred = pairs.pop("labels")
+    rewards = model(pairs).detach()
+    expected = nn.functional.cross_entropy(rewards, preferred, reduction="sum")
     torch.testing.assert_close(la.loss, expected, **EXACT)
-    Js, H = jacobians(model, pairs), softmax_fisher(model(pairs).detach())
+    Js, H = jacobians(model, pairs), softmax_fisher(rewards)
     torch.testing.assert_close(la.H.to_matrix(), gradient_curvature(model, Js, H), **EXACT)
 
 

@@ -6,11 +6,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.dense import EXACT
 from tests.support.models import laplace_keywords, lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, make
-from tests.support.ranks import on_ranks, strided_loader
+from tests.support.ranks import assert_alike, on_ranks, strided_loader
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 REACHABLE = [structure for structure in STRUCTURES if structure != "kron"]
 
 
@@ -46,7 +46,7 @@ def test_offloaded_weights(tmp_path, where, structure, kind):
     assert next(model.parameters()).is_meta
     la = build(model, structure, kind)
     expected = facts(build(lora_model(kind), structure, kind))
-    torch.testing.assert_close(facts(la), expected, **CLOSE)
+    torch.testing.assert_close(facts(la), expected, **EXACT)
     assert settings_of(model) == before
     with pytest.raises(NotImplementedError, match="A draw of the weights needs whole LoRA weights"):
         la(ragged_batches()[0], pred_type="nn", link_approx="mc", n_samples=2)
@@ -65,9 +65,11 @@ def test_weights_that_changed_elsewhere_are_noticed(tmp_path):
 @pytest.mark.parametrize("structure", REACHABLE)
 def test_data_parallel(structure):
     expected = facts(build(lora_model("bert"), structure))
-    wrapped = lambda _: facts(build(DistributedDataParallel(lora_model("bert")), structure))  # noqa: E731
-    for result in on_ranks(wrapped, 2):
-        torch.testing.assert_close(result, expected, **CLOSE)
+
+    def job(_):
+        return facts(build(DistributedDataParallel(lora_model("bert")), structure))
+
+    assert_alike(on_ranks(job, 2), expected, **EXACT)
 
 
 def sharded(structure: str, leave_out: bool = False):
@@ -98,9 +100,7 @@ def test_sharded_weights(structure):
         return result
 
     expected = facts(build(lora_model("bert"), structure))
-    for result in on_ranks(job, 2):
-        assert not isinstance(result, Exception), result
-        torch.testing.assert_close(result, expected, **CLOSE)
+    assert_alike(on_ranks(job, 2), expected, **EXACT)
 
 
 def test_a_sharded_base_with_whole_lora_weights():
@@ -112,6 +112,4 @@ def test_a_sharded_base_with_whole_lora_weights():
         return result
 
     expected = facts(build(lora_model("bert"), "kron"))
-    for result in on_ranks(job, 2):
-        assert not isinstance(result, Exception), result
-        torch.testing.assert_close(result, expected, **CLOSE)
+    assert_alike(on_ranks(job, 2), expected, **EXACT)

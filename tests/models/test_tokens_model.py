@@ -5,21 +5,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import FSMTConfig, FSMTForConditionalGeneration
 
-import tests.support.dense as dense
 from laplace_lora_ext.models.tokens_model import TokensModel
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
-from tests.support.texts import encoder_decoder, pairs_of_texts, text_batches
-
-
-def expected_logits(model, batch):
-    """Brute force: each text alone, without padding, and all of its logits."""
-    rows = []
-    for row in range(len(batch["labels"])):
-        inputs = dense.unpadded(batch, row)
-        labels = batch["labels"][row][batch["attention_mask"][row].bool()]
-        logits = model(**inputs, use_cache=False).logits[0]
-        rows.append(logits[:-1][labels[1:] != -100])
-    return torch.cat(rows)
+from tests.support.texts import encoder_decoder, pairs_of_texts, text_batches, token_logits
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -28,7 +16,8 @@ def test_logits_are_those_that_predict_labels_in_the_texts_alone(kind, side):
     model = lora_model(kind).eval()
     (batch,) = text_batches(batch_size=6, padding_side=side, padded_to=9)
     adapted = TokensModel(model)
-    torch.testing.assert_close(adapted(batch), expected_logits(model, batch), rtol=1e-9, atol=1e-9)
+    expected, _ = token_logits(model, [batch])
+    torch.testing.assert_close(adapted(batch), expected, rtol=1e-9, atol=1e-9)
     targets = adapted.split(batch)[1]
     tokens = targets[targets != -100]
     assert tokens.tolist() == batch["labels"][batch["labels"] != -100].tolist()
@@ -44,7 +33,7 @@ def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(side):
     adapted = TokensModel(model)
     found = adapted(batch)
     assert len(found) == batch["attention_mask"].sum() - 6 == adapted.labelled(batch).sum()
-    torch.testing.assert_close(found, expected_logits(model, batch), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, token_logits(model, [batch])[0], rtol=1e-9, atol=1e-9)
 
 
 def test_a_gap_in_a_text_predicts_what_follows_as_in_training():

@@ -1,7 +1,6 @@
 """Numbers that are not finite, layers that are not called, logits without a gradient."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +13,10 @@ from tests.support.dense import assert_exact
 from tests.support.models import OfMapping, Sorting, TwoLinear, pairs, plain_model, with_lora
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, count_forward_passes, make
 
-WAYS = [*(("lowrank_kron", name) for name in KFAC_APPROX), ("kron", ""), ("diag", ""), ("full", "")]
-
-
-def made(model: nn.Module, way: tuple[str, str]) -> Any:
-    structure, kfac_approx = way
-    return make(
-        model, structure, backend_kwargs={"kfac_approx": kfac_approx} if kfac_approx else None
-    )
+WAYS = [
+    *(("lowrank_kron", {"backend_kwargs": {"kfac_approx": name}}) for name in KFAC_APPROX),
+    *((structure, {}) for structure in STRUCTURES[1:]),
+]
 
 
 class Broken(nn.Module):
@@ -53,10 +48,10 @@ class Broken(nn.Module):
         ("gradient", r"batch 1: LoRA layer inner\.(second\.lora_B|first\.lora_A)\S*: non-finite"),
     ],
 )
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_not_finite_is_named_and_does_no_harm(way, kind, message):
+@pytest.mark.parametrize(("structure", "settings"), WAYS)
+def test_what_is_not_finite_is_named_and_does_no_harm(structure, settings, kind, message):
     model, (X, y) = with_lora(Broken(), "first", "second"), pairs()[0]
-    la = made(model, way)
+    la = make(model, structure, **settings)
 
     def batches():
         for model.kind in ("", kind):
@@ -69,10 +64,11 @@ def test_what_is_not_finite_is_named_and_does_no_harm(way, kind, message):
     calls = count_forward_passes(la)
     la(X)
     assert len(calls) == 1  # examples are still together
-    if way[0] == "lowrank_kron":
+    if structure == "lowrank_kron":
         model.kind = kind
-        with pytest.raises(ValueError, match=message.removeprefix("batch 1: ")):
-            la(X)
+        for use in (lambda: la(X), lambda: la.fit([(X[:1], y[:1])])):  # one needs no proof
+            with pytest.raises(ValueError, match=message.removeprefix("batch 1: ")):
+                use()
 
 
 class HalfFused(nn.Module):

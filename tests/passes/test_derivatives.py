@@ -7,11 +7,9 @@ from torch import nn
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.derivatives import jacobians as library_jacobians
-from tests.support.dense import assert_exact, jacobians
+from tests.support.dense import EXACT, assert_exact, jacobians
 from tests.support.models import Detour, Sorting, TwoLinear, pairs, ragged_batches, with_lora
 from tests.support.posteriors import count_forward_passes, fitted, generator, make
-
-EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
 
 @pytest.mark.parametrize("kind", [Detour, Sorting])
@@ -65,11 +63,7 @@ def small(monkeypatch):
 
 def facts(la, batch):
     statistics = la.predictive_statistics([batch], dtype=torch.float64)
-    return (
-        *la.predictive_moments(batch),
-        *statistics.moments(0.1),
-        statistics.targets,
-    )
+    return (*la.predictive_moments(batch), *statistics.moments(0.1), statistics.targets)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import one_hot
 
-from tests.support.dense import assert_exact, jacobians
+from tests.support.dense import EXACT, assert_exact, jacobians
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     VOCABULARY,
@@ -20,7 +20,6 @@ from tests.support.models import (
 )
 from tests.support.posteriors import KFAC_APPROX, count_forward_passes, make
 
-EXACT = {"rtol": 1e-9, "atol": 1e-12}
 FULL_RANK = {"rank": 100}
 Forward = Callable[[Any, Any], torch.Tensor]
 

@@ -1,41 +1,12 @@
-"""Entropies and variances against formulas of their own, and against the link's probabilities."""
+"""Decisions have the link's probabilities; `tests/test_mixture.py` has entropies and variances."""
 
 import numpy as np
 import pytest
 import torch
 
-from laplace_lora_ext import Moments
-from laplace_lora_ext.predictive.decisions import Prediction
-from laplace_lora_ext.predictive.links import mean_field, own_links, softmax_samples
+from laplace_lora_ext.predictive.links import own_links
 from tests.support.models import ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
-
-
-def test_two_classes_against_numerical_integration():
-    """Only the difference of two logits counts, and its integral is one-dimensional."""
-    mean, variance = 0.8, 2.5
-    moments = Moments(
-        torch.tensor([[mean, 0.0]]).double(),
-        torch.diag(torch.tensor([variance, 0.0]))[None].double(),
-    )
-    noise = torch.randn(200_000, 1, 2, generator=generator()).double()
-    drawn = softmax_samples(*moments, noise).exp()
-    found = Prediction.of_draws(mean_field(*moments).exp(), drawn)
-    grid = torch.linspace(-8, 8, 20_001).double()
-    weight = (-grid.square() / 2).exp()
-    weight = weight / weight.sum()
-    p = torch.sigmoid(mean + variance**0.5 * grid)
-    both = torch.stack([p, 1 - p])
-    aleatoric = (torch.special.entr(both).sum(0) * weight).sum()
-    expected = (p * weight).sum()
-    total = torch.special.entr(torch.stack([expected, 1 - expected])).sum()
-    spread = (p.square() * weight).sum() - expected**2
-    close = {"rtol": 0, "atol": 3e-3}
-    torch.testing.assert_close(found.total_entropy[0], total, **close)
-    torch.testing.assert_close(found.aleatoric_entropy[0], aleatoric, **close)
-    torch.testing.assert_close(found.epistemic_entropy[0], total - aleatoric, **close)
-    torch.testing.assert_close(found.label_variance[0], spread, **close)
-    assert found.labels.tolist() == [0]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

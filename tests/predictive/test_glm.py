@@ -12,16 +12,6 @@ from tests.support.models import ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
 
 
-@pytest.fixture
-def batches():
-    return ragged_batches()
-
-
-@pytest.fixture
-def la(batches):
-    return fitted(batches=batches)
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("n_outputs", [1, 2])
 def test_mean_and_joint_covariance_of_a_regression(n_outputs, structure):
@@ -42,7 +32,8 @@ def test_mean_and_joint_covariance_of_a_regression(n_outputs, structure):
 
 
 @pytest.mark.parametrize("diagonal_output", [False, True])
-def test_functional_samples_have_the_predictive_moments(la, batches, diagonal_output):
+def test_functional_samples_have_the_predictive_moments(diagonal_output):
+    la, batches = fitted(), ragged_batches()
     how = {"n_samples": 50_000, "diagonal_output": diagonal_output, "generator": generator()}
     samples = la.functional_samples(batches[0], **how)
     f_mu, f_var = la.predictive_moments(batches[0])
@@ -102,7 +93,8 @@ def test_moments_take_the_place_of_a_batch(link_approx):
 
 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
-def test_a_generator_seeds_every_prediction(la, batches, pred_type):
+def test_a_generator_seeds_every_prediction(pred_type):
+    la, batches = fitted(), ragged_batches()
     keywords = {"pred_type": pred_type, "n_samples": 5}
     for call in (
         lambda g: la(batches[0], link_approx="mc", generator=g, **keywords),

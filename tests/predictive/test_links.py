@@ -59,13 +59,6 @@ def test_samples_are_shared_by_a_batch_as_the_host_draws_them_or_each_examples_o
     assert torch.equal(noise[:, 0], host.T)
 
 
-def test_two_classes_are_shrunk_as_by_the_probit_approximation():
-    f_mu, f_var = some_moments(2, scale=5.0)
-    variance = f_var[:, 0, 0] + f_var[:, 1, 1] - 2 * f_var[:, 0, 1]
-    shrunk = (f_mu[:, 0] - f_mu[:, 1]) / (1 + math.pi / 8 * variance).sqrt()
-    torch.testing.assert_close(mean_field(f_mu, f_var).exp()[:, 0], torch.sigmoid(shrunk))
-
-
 def test_what_all_logits_share_plays_no_part_and_classes_are_exchangeable():
     f_mu, f_var = some_moments(4)
     expected = mean_field(f_mu, f_var)

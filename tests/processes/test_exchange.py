@@ -1,35 +1,9 @@
 """Values and errors that ranks tell each other."""
 
 import pytest
-import torch
 
 from laplace_lora_ext.processes import exchange
 from tests.support.ranks import failures, on_ranks
-
-
-def test_a_process_alone_notices_nothing():
-    value = object()
-    assert exchange.gathered(value) == [value]
-    assert exchange.of_first(value) is value
-    assert (exchange.count(), exchange.rank()) == (1, 0)
-    with pytest.raises(ValueError, match="as it is"), exchange.together():
-        raise ValueError("as it is")
-
-
-def test_values_come_in_the_order_of_ranks():
-    def job(rank):
-        value = {"tensors": [torch.full((rank,), rank), torch.arange(4)[rank:]], "number": rank}
-        with exchange.together():
-            first = exchange.of_first(rank)
-            return exchange.gathered(value), exchange.count(), exchange.rank(), first
-
-    results = on_ranks(job, 3)
-    for rank, (values, count, own, first) in enumerate(results):
-        assert (count, own, first) == (3, rank, 0)
-        assert [value["number"] for value in values] == [0, 1, 2]
-        for number, value in enumerate(values):
-            assert torch.equal(value["tensors"][0], torch.full((number,), number))
-            assert torch.equal(value["tensors"][1], torch.arange(4)[number:])
 
 
 def fail_at(place: str, rank: int) -> None:

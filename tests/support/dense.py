@@ -15,6 +15,9 @@ from laplace_lora_ext.curvature.factors import DenseFactor, Factor
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from tests.support.models import CLASS_TOKEN_IDS
 
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
+"""How close float64 comes."""
+
 # --- models --------------------------------------------------------------------------------------
 
 
@@ -255,4 +258,4 @@ def assert_exact(la: Any, model: nn.Module, inputs: Sequence[Any]) -> None:
     moments = [la.predictive_moments(X) for X in inputs]
     means, covariances = (torch.cat(parts) for parts in zip(*moments, strict=True))
     for one, expected in ((found, H), (means, f_mu), (covariances, covariance)):
-        torch.testing.assert_close(one, expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(one, expected, **EXACT)

@@ -104,7 +104,7 @@ _NO_LORA = "No LoRA layer in the model"
 
 def _no_linear(layer: str) -> tuple[str, str]:
     """The outcome of LoRA in such a layer, and its refusal."""
-    return "refused", rf"{_LINEAR_A_AND_B}.*layer \({layer}"
+    return "refused", rf"{_LINEAR_A_AND_B}.*not: layer \({layer}\w*\)\. Leave"
 
 
 def _other(config: Callable[..., Any], refusal: str, **settings: Any) -> Kind:
@@ -127,8 +127,8 @@ ADAPTERS = {
     "LoRA-FA": Kind(with_frozen_a, "exact, over B alone"),
     "DoRA": Kind(with_dora, "exact, the magnitude held"),
     "beside an inactive adapter": Kind(with_inactive),
-    "two active adapters": Kind(with_two_active, "refused", "Several adapters are active"),
-    "merged": Kind(merged, "refused until unmerged", "first is merged"),
+    "two active adapters": Kind(with_two_active, "refused", "default, second.*set_adapter"),
+    "merged": Kind(merged, "refused until unmerged", "first is merged .*unmerge_adapter"),
     "LoRA of fused experts": Kind(experts, *_no_linear("ParamWrapper")),
     "LoRA of convolutions": Kind(
         lambda: beside(nn.Conv1d(2, 4, 3), "layer"), *_no_linear("Conv1d")
@@ -139,7 +139,7 @@ ADAPTERS = {
     "LoRA of nn.MultiheadAttention": Kind(
         lambda: beside(nn.MultiheadAttention(4, 2), "layer"), *_no_linear("MultiheadAttention")
     ),
-    "AdaLoRA": _other(peft.AdaLoraConfig, _LINEAR_A_AND_B, total_step=10),
+    "AdaLoRA": _other(peft.AdaLoraConfig, rf"{_LINEAR_A_AND_B}.*first.*second", total_step=10),
     "VeRA": _other(peft.VeraConfig, rf"{_NO_LORA}.*VERA"),
     "LoHa": _other(peft.LoHaConfig, rf"{_NO_LORA}.*LOHA"),
     "LoKr": _other(peft.LoKrConfig, rf"{_NO_LORA}.*LOKR"),

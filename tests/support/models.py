@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import (
@@ -54,6 +55,21 @@ def base_model(kind: str, n_labels: int = N_CLASSES, hidden_size: int = 12) -> n
     return GPTNeoXForCausalLM(
         GPTNeoXConfig(max_position_embeddings=64, rotary_pct=1.0, **encoder, **shared)
     )
+
+
+def built(name: str) -> nn.Module:
+    """A randomly initialised model of one layer, of a class of transformers."""
+    torch.manual_seed(0)
+    config = getattr(transformers, name.partition("For")[0] + "Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        num_labels=N_CLASSES,
+        pad_token_id=0,
+    )
+    return getattr(transformers, name)(config).eval()
 
 
 def lora_model(

@@ -40,6 +40,14 @@ def on_ranks(
         return [_result(Path(folder) / f"{rank}.pt") for rank in range(world)]
 
 
+def assert_alike(results: Sequence[Any], expected: Any, **close: float) -> None:
+    """No rank has failed, all have the same to the bit, and it is close to what is expected."""
+    for result in results:
+        assert not isinstance(result, Exception), result
+        torch.testing.assert_close(result, expected, **close)
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
 def failures(results: Sequence[Any]) -> list[str]:
     """Messages of the ranks' errors; fails where a rank has none."""
     assert all(isinstance(result, Exception) for result in results), results

@@ -1,5 +1,7 @@
 """Everything of a model and of torch that a user could see changed."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -39,11 +41,8 @@ class Snapshot:
 
     def assert_equal(self, model: nn.Module, random_state: bool = True) -> None:
         now = Snapshot(model)
-        assert now.torch == self.torch
-        assert now.training == self.training
-        assert now.hooks == self.hooks
-        assert now.attributes == self.attributes
-        assert now.config == self.config
+        for part in ("torch", "training", "hooks", "attributes", "config"):
+            assert getattr(now, part) == getattr(self, part), part
         assert list(now.parameters) == list(self.parameters)
         for name, (parameter, value, requires_grad, grad) in self.parameters.items():
             assert now.parameters[name][0] is parameter, name
@@ -75,3 +74,19 @@ def half_trained(model: nn.Module) -> nn.Module:
         if index % 5 == 0:
             parameter.requires_grad_(not parameter.requires_grad)
     return model
+
+
+def tensors_of(value: Any, seen: set[int]) -> list[torch.Tensor]:
+    """Tensors that can be reached from a value, those of modules left out."""
+    if isinstance(value, (nn.Module, nn.Parameter, str)) or id(value) in seen:
+        return []
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        parts = list(value)
+    else:
+        parts = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    return [tensor for part in parts for tensor in tensors_of(part, seen)]

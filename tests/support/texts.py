@@ -1,7 +1,7 @@
 """Batches of texts as collators of supervised fine-tuning make them, and what they come to."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,30 +72,32 @@ def drawn_models(la: Any, n_samples: int, seed: torch.Generator) -> list[nn.Modu
     return models
 
 
+def token_logits(
+    model: Callable[..., Any], batches: Sequence[Mapping[str, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `(N, V)` that predict labelled tokens, and these, `(N,)`: each text by itself."""
+    logits, labels = [], []
+    for batch in batches:
+        for row, mask in enumerate(batch["attention_mask"].bool()):
+            following = batch["labels"][row][mask][1:]
+            places = (following != -100).nonzero()[:, 0]
+            of_text = model(**dense.unpadded(batch, row), use_cache=False).logits[0]
+            logits.append(of_text[places])
+            labels.append(following[places])
+    return torch.cat(logits), torch.cat(labels)
+
+
 def token_jacobians(
     model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every labelled token: Jacobian `(N, V, parameters)`, logits `(N, V)`, label `(N,)`.
+    """Of every labelled token: Jacobian `(N, V, parameters)`, logits `(N, V)`, label `(N,)`."""
 
-    Each text by itself, without padding.
-    """
-    rows = []
-    for batch in batches:
-        for row in range(len(batch["labels"])):
-            inputs = dense.unpadded(batch, row)
-            labels = batch["labels"][row][batch["attention_mask"][row].bool()]
-            rows.append(_of_text(model, inputs, labels))
-    J, logits, labels = (torch.cat(part) for part in zip(*rows, strict=True))
-    return J, logits, labels
+    def forward(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        def of_weights(**inputs: Any) -> Any:
+            return torch.func.functional_call(model, weights, (), inputs)
 
+        return token_logits(of_weights, batches)[0]
 
-def _of_text(model, inputs, labels):
-    weights = dense.lora_weights(model)
-
-    def forward(weights):
-        return torch.func.functional_call(model, weights, (), dict(inputs)).logits[0]
-
-    J = torch.func.jacrev(forward)(weights)
-    J = torch.cat([part.flatten(2) for part in J.values()], dim=2)
-    places = (labels[1:] != -100).nonzero()[:, 0]
-    return J[places], forward(weights).detach()[places], labels[places + 1]
+    Js = torch.func.jacrev(forward)(dense.lora_weights(model))
+    logits, labels = token_logits(model, batches)
+    return torch.cat([J.flatten(2) for J in Js.values()], dim=2), logits.detach(), labels

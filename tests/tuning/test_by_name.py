@@ -156,8 +156,8 @@ def test_a_search_starts_where_it_is_told_to(structure):
 
 
 def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
-    la = fitted()
     capfd.readouterr()
+    la = fitted()
     grid = {"method": "gridsearch", "val_loader": validation, "grid_size": 2}
     descent = {"method": "val_gd", "val_loader": validation, "n_steps": 3}
     with warnings.catch_warnings():
