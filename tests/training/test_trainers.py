@@ -70,7 +70,7 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
     trainer.model.delete_adapter("second_training_0")
     (again,) = la.optimize_prior_precision(method="second_training", trainer=trainer).posteriors
     assert torch.equal(again.mean, other.mean)  # whatever was drawn since
-    with pytest.raises(ValueError, match="another model than that of the posterior"):
+    with pytest.raises(ValueError, match="this one has another"):
         fitted().optimize_prior_precision(method="second_training", trainer=trainer)
     assert trainer.model.active_adapter == "default"
 
