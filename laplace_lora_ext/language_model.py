@@ -114,8 +114,9 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
             "la.score(batch) for given texts and la.generate(**inputs) for new ones."
         )
 
-    def _statistics(self, batch: Any, *_: Any) -> NoReturn:
-        self.moments(batch, False)
+    def predictive_statistics(self, loader: Any, **options: Any) -> NoReturn:
+        """Refused, whatever `**options`: they need moments of logits."""
+        self.moments(loader, False)
 
     def __call__(self, x: Any, pred_type: str = "glm", **options: Any) -> NoReturn:
         """Refused, whatever `pred_type` and `**options`: `score` and `generate` predict texts."""

@@ -166,7 +166,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         def of_batch(batch: Any) -> Columns:
             self.check_model()
             pair = self.model.split_if_labelled(batch)
-            return self._statistics(pair, device, dtype).columns
+            return statistics_of_batch(self, pair, device, dtype).columns
 
         columns = over_loader(loader, of_batch, "[Predictive statistics]", progress_bar)
         f_mu, projections, inner_products, *targets = (column.to(device) for column in columns)
@@ -198,19 +198,12 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             rows.append("{:{}}  {:10,}  {:15.4g}  {:10.1f}".format(name, width, *numbers))
         return "\n".join(rows)
 
-    def _statistics(
-        self,
-        batch: tuple[Any, torch.Tensor | None],
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> PredictiveStatistics:
-        return statistics_of_batch(self, batch, device, dtype)
-
     def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics:
         if not isinstance(loader, PredictiveStatistics):
             return self.predictive_statistics(loader, progress_bar)
         self._check_H_init()
-        loader.check_fit(self.H.spectrum)
+        if not torch.equal(loader.spectrum.leading, self.H.spectrum.leading):
+            raise ValueError("The statistics belong to another fit: compute them again.")
         # `sigma_noise` and `temperature` may have changed since.
         return replace(loader, scale=self._H_factor.detach())
 

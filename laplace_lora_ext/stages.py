@@ -62,7 +62,8 @@ def train_in_stages(
 
     The first stage trains without a share of the texts, which then choose the prior precision; the
     second trains the same adapter on all texts for a quarter of the steps, with an optimizer and a
-    schedule of its own, and keeps the prior precision. No label is lost.
+    schedule of its own, and keeps the prior precision. No label is lost. With few texts the first
+    stage may leave a poor model that the second does not mend: compare the accuracy once.
 
     Callbacks, logs, evaluations and checkpoints of the trainer work in both stages. The adapter and
     the posterior end in its `output_dir`, checkpoints of the first stage in "stage_1" there, and

@@ -48,7 +48,11 @@ def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool) -> Sums:
                 X, y = la.model.split(batch)
                 n_new = len(share.places(len(y)))
                 if n_new:
-                    sums = _plus(la, sums, X, y)
+                    called = set(sums.called)
+                    with noting_calls(la.blocks, called):
+                        loss, H = la._add_batch(sums.H, X, y)
+                    loss, n_data = sums.loss + loss.to(sums.loss), sums.n_data + len(y)
+                    sums = Sums(H, loss, n_data, frozenset(called))
                 else:  # a pass that other ranks wait for
                     la._add_batch(la._zeros(), X, y)
             bar.update(n_new)
@@ -68,13 +72,6 @@ def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool) -> Sums:
         H = reduce(add, map(la._unpacked, gathered(la._packed(H))))
     loss = torch.tensor([report.loss for report in reports], dtype=torch.float64).sum()
     return Sums(H, loss.to(sums.loss), n_data, frozenset[int]().union(*(r.called for r in reports)))
-
-
-def _plus(la: Any, sums: Sums, X: Any, y: torch.Tensor) -> Sums:
-    called = set(sums.called)
-    with noting_calls(la.blocks, called):
-        loss, H = la._add_batch(sums.H, X, y)
-    return Sums(H, sums.loss + loss.to(sums.loss), sums.n_data + len(y), frozenset(called))
 
 
 class _Report:

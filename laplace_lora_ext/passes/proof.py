@@ -33,9 +33,9 @@ def is_proven(
 ) -> bool:
     """Whether the rows of a pass are each example's own.
 
-    Texts are proven in the first batch, and in the first one of two, four, eight and so on or more
-    examples. Sizes don't tell what rows other batches have, such as those of images: each of them
-    is proven, as is each as long as some layer has had no gradient.
+    Texts are proven in the first batch, in the first one of two, four, eight and so on or more
+    examples, and in each until every layer has had a gradient. Sizes don't tell what rows other
+    batches have, such as those of images: each of them is proven.
 
     `known` maps sites of earlier passes to the size of the largest batch that proved them; this one
     adds its own. A gradient that is not finite is a `ValueError`.

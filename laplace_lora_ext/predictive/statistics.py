@@ -72,11 +72,6 @@ class PredictiveStatistics:
         fit = self.spectrum, self.scale
         return PredictiveStatistics(f_mu, projections, inner_products, *fit, *targets)
 
-    def check_fit(self, spectrum: Spectrum) -> None:
-        """Refuse the statistics of another fit, by its eigenvalues."""
-        if not torch.equal(self.spectrum.leading, spectrum.leading):
-            raise ValueError("The statistics belong to another fit: compute them again.")
-
     def required_targets(self) -> torch.Tensor:
         """The targets; an error if the data had none."""
         if self.targets is None:
