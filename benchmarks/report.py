@@ -154,8 +154,15 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
     lines = math.ceil(len(rows) / columns)
     figure = Figure(figsize=(3.4 * columns, 3.7 * lines), layout="constrained")
     panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
+    width = 1 / N_BINS
+    edges = [i * width for i in range(N_BINS)]
+    inner = {"align": "edge", "color": "tab:blue", "alpha": 0.8, "label": "accuracy"}
     for panel, row in zip(panels, rows, strict=False):
-        draw_bins(row["reliability"], panel)
+        share, accuracy = row["reliability"]["share"], row["reliability"]["accuracy"]
+        panel.bar(edges, share, width, align="edge", color="0.85", label="share of texts")
+        panel.bar([edge + 0.15 * width for edge in edges], accuracy, 0.7 * width, **inner)
+        panel.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="calibrated")
+        panel.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
         title = textwrap.fill(label(row), TITLE_WIDTH)
         panel.set_title(f"{title}\nECE {row['ece']:.3f}", fontsize=10)
     for panel in panels[len(rows) :]:
@@ -163,18 +170,6 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
     figure.supxlabel(f"Confidence in {N_BINS} bins")
     figure.supylabel("Accuracy, share of texts")
     save(figure, path, panels[0], columns=3)
-
-
-def draw_bins(bins: list[dict[str, float | None]], ax: Any) -> None:
-    """Draw what `reliability` found on a matplotlib panel."""
-    width = 1 / len(bins)
-    edges = [i * width for i in range(len(bins))]
-    shares, accuracies = ([bin_[key] or 0.0 for bin_ in bins] for key in ("share", "accuracy"))
-    ax.bar(edges, shares, width, align="edge", color="0.85", label="share of texts")
-    inner = {"align": "edge", "color": "tab:blue", "alpha": 0.8, "label": "accuracy"}
-    ax.bar([edge + 0.15 * width for edge in edges], accuracies, 0.7 * width, **inner)
-    ax.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="calibrated")
-    ax.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
 
 
 def lines(rows: Sequence[Row], x: str, y: str, by: str = "name") -> Lines:

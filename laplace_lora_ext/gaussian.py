@@ -72,17 +72,6 @@ class LoRAGaussian(ParametricLaplace):
         host.prior_precision.fset(self, value)
 
     @property
-    def sigma_noise(self) -> torch.Tensor:
-        """Standard deviation of a regression's noise, `()`; positive and finite."""
-        return self._sigma_noise
-
-    @sigma_noise.setter
-    def sigma_noise(self, value: float | torch.Tensor) -> None:
-        check_positive("sigma_noise", value)
-        host: Any = super(LoRAGaussian, type(self))
-        host.sigma_noise.fset(self, value)
-
-    @property
     def temperature(self) -> float | torch.Tensor:
         """What the curvature is divided by; positive and finite."""
         return self._temperature

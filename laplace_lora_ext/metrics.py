@@ -1,4 +1,4 @@
-"""How good class probabilities `(N, C)` are: calibration and selection."""
+"""How good class probabilities `(N, C)` are."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def quality(
     ValueError
         If a probability is not finite.
     """
-    p, n_classes = checked(probabilities), probabilities.shape[1]
+    if not torch.isfinite(probabilities).all():
+        raise ValueError("Probabilities are not finite.")
+    # torchmetrics takes anything outside [0, 1] for logits, even a rounding error.
+    p, n_classes = probabilities.double().clamp(0, 1), probabilities.shape[1]
     error = multiclass_calibration_error(p, labels, n_classes, n_bins=n_bins, norm="l1")
     return {
         "accuracy": multiclass_accuracy(p, labels, n_classes, average="micro").item(),
@@ -113,53 +116,3 @@ def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -
     """Mean in nats; a probability of 0 counts as the smallest positive number."""
     smallest = torch.finfo(probabilities.dtype).tiny
     return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()
-
-
-def risk_coverage(
-    uncertainty: torch.Tensor, is_right: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Share of wrong predictions among the k least uncertain ones, for every k.
-
-    Parameters
-    ----------
-    uncertainty : torch.Tensor
-        `(N,)`, such as an entropy
-    is_right : torch.Tensor
-        `(N,)` booleans
-
-    Returns
-    -------
-    coverage, risk : torch.Tensor
-        `(N,)` each, in float64; the mean risk is the area under the curve (AURC)
-    """
-    wrong = (~is_right.bool())[uncertainty.argsort(stable=True)].double()
-    counts = torch.arange(1, len(wrong) + 1).to(wrong)
-    return counts / len(wrong), wrong.cumsum(0) / counts
-
-
-def reliability(
-    probabilities: torch.Tensor, labels: torch.Tensor, n_bins: int = N_BINS
-) -> list[dict[str, float | None]]:
-    """Share of texts, mean confidence and accuracy in bins of confidence; None for empty bins."""
-    confidence, found = checked(probabilities).max(-1)
-    # As in torchmetrics, a bin includes its lower edge, and the last one both edges.
-    place = (confidence * n_bins).long().clamp_max(n_bins - 1)
-    counts = place.bincount(minlength=n_bins)
-    confidences = place.bincount(confidence, minlength=n_bins) / counts
-    accuracies = place.bincount((found == labels).double(), minlength=n_bins) / counts
-    return [
-        {
-            "confidence": confidences[i].item() if count else None,
-            "accuracy": accuracies[i].item() if count else None,
-            "share": count / len(place),
-        }
-        for i, count in enumerate(counts.tolist())
-    ]
-
-
-def checked(probabilities: torch.Tensor) -> torch.Tensor:
-    """Probabilities in float64, clamped to between 0 and 1; an error if one is not finite."""
-    if not torch.isfinite(probabilities).all():
-        raise ValueError("Probabilities are not finite.")
-    # torchmetrics takes anything outside [0, 1] for logits, even a rounding error.
-    return probabilities.double().clamp(0, 1)

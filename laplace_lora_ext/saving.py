@@ -20,7 +20,7 @@ from laplace_lora_ext.models.weights import Block, flattened
 from laplace_lora_ext.predictive.networks import drawn_weights
 
 FILE = "laplace_posterior.safetensors"
-_VERSION = "2"
+_VERSION = "3"
 
 
 @exclusive
@@ -36,10 +36,12 @@ def save_pretrained(la: Posterior, folder: str | Path) -> None:
         made if it does not exist
     """
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
-    metadata = {
-        "laplace_lora_ext": _VERSION,
-        "state": json.dumps(_without_tensors(la.state_dict(), "", tensors)),
-    }
+
+    def named(tensor: torch.Tensor) -> dict[str, str]:
+        return {"tensor": tensors.setdefault(id(tensor), (str(len(tensors)), tensor))[0]}
+
+    state = la.state_dict()
+    metadata = {"laplace_lora_ext": _VERSION, "state": json.dumps(state, default=named)}
     Path(folder).mkdir(parents=True, exist_ok=True)
     copies = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -63,30 +65,11 @@ def read_state(folder: str | Path) -> dict[str, Any]:
             f"{path} holds no posterior that this release reads (version {_VERSION} of the format, "
             f"not {version}): fit and save it again, or install the release that wrote it."
         )
-    return _with_tensors(json.loads(metadata["state"]), tensors)
 
+    def with_tensor(node: dict[str, Any]) -> Any:
+        return tensors[node["tensor"]] if node.keys() == {"tensor"} else node
 
-def _without_tensors(node: Any, name: str, found: dict[int, tuple[str, torch.Tensor]]) -> Any:
-    """A tree for JSON: a tensor becomes its name, the same one wherever it occurs."""
-    if isinstance(node, torch.Tensor):
-        return {"tensor": found.setdefault(id(node), (name, node))[0]}
-    if isinstance(node, Mapping):
-        items = {key: _without_tensors(v, f"{name}/{key}", found) for key, v in node.items()}
-        return {"items": items}
-    if isinstance(node, list | tuple):
-        return [_without_tensors(v, f"{name}/{i}", found) for i, v in enumerate(node)]
-    return node
-
-
-def _with_tensors(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Put together what `_without_tensors` took apart."""
-    if isinstance(node, list):
-        return [_with_tensors(value, tensors) for value in node]
-    if not isinstance(node, dict):
-        return node
-    if "tensor" in node:
-        return tensors[node["tensor"]]
-    return {key: _with_tensors(value, tensors) for key, value in node["items"].items()}
+    return json.loads(metadata["state"], object_hook=with_tensor)
 
 
 def check_state(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from laplace_lora_ext.metrics import compare, quality, reliability, risk_coverage
+from laplace_lora_ext.metrics import compare, quality
 from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted, plain_regression
 
@@ -22,24 +22,6 @@ def test_figures_of_known_predictions():
     assert quality(0.3 * sure + 0.7 * even, labels)["ece"] == pytest.approx(0.35, abs=1e-6)
     with pytest.raises(ValueError, match="not finite"):
         quality(even / 0, labels)
-
-
-def test_bins_are_those_of_the_calibration_error():
-    draws = torch.Generator().manual_seed(0)
-    p = torch.rand(500, 3, generator=draws).double().softmax(-1)
-    labels = torch.randint(0, 3, (500,), generator=draws)
-    for n_bins in (7, 15):
-        filled = [bin_ for bin_ in reliability(p, labels, n_bins) if bin_["share"]]
-        gaps = [b["share"] * abs(b["accuracy"] - b["confidence"]) for b in filled]
-        assert quality(p, labels, n_bins)["ece"] == pytest.approx(sum(gaps), abs=1e-6)
-
-
-def test_risk_of_the_least_uncertain():
-    coverage, risk = risk_coverage(
-        torch.tensor([0.3, 0.1, 0.2, 0.4]), torch.tensor([False, True, True, False])
-    )
-    assert coverage.tolist() == [0.25, 0.5, 0.75, 1]
-    assert risk.tolist() == pytest.approx([0, 0, 1 / 3, 0.5])
 
 
 def test_the_trained_model_beside_its_posterior():

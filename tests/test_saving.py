@@ -47,7 +47,7 @@ def test_a_file_that_holds_no_posterior_is_refused(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"{FILE} is damaged"):
             from_pretrained(la.model.model, tmp_path)
-    for metadata in (None, {"laplace_lora_ext": "3"}):
+    for metadata in (None, {"laplace_lora_ext": "2"}):
         safetensors.torch.save_file({"a": torch.ones(2)}, path, metadata)
         with pytest.raises(ValueError, match=rf"{FILE} holds no posterior that this release"):
             from_pretrained(la.model.model, tmp_path)

@@ -15,7 +15,7 @@ from benchmarks.methods.method import PointMethod, Posterior, Probabilities, lab
 from benchmarks.methods.priors import NO_PRIOR, Prior
 from benchmarks.options import Calibration
 from benchmarks.report import Figures, Result, Row, say
-from laplace_lora_ext.metrics import quality, reliability
+from laplace_lora_ext.metrics import quality
 
 CONTESTANTS = (
     *("map", "mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon"),
@@ -107,7 +107,7 @@ class Tests:
             **{"prior": prior.key, "chosen_by": prior.title, "link": link},
             **{"chosen": None, "regret": None, **figures},
             **quality(test, labels),
-            "reliability": reliability(test, labels),
+            "reliability": metrics.reliability(test, labels),
             "shifted": {},
         }
         for name in (name for name in probabilities if name != TEST):
