@@ -16,7 +16,7 @@ from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.stages import in_stages, train_in_stages
 from laplace_lora_ext.text.generation import GeneratedText
-from laplace_lora_ext.text.priors import TokenGridSearch
+from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
 from laplace_lora_ext.tuning import Agreement, GridSearch, Marglik, SecondTraining, ValGD
 from laplace_lora_ext.tuning.method import TuningHistory
@@ -38,6 +38,7 @@ __all__ = [
     "PredictiveStatistics",
     "SecondTraining",
     "TextScores",
+    "TokenAgreement",
     "TokenGridSearch",
     "TuningHistory",
     "ValGD",

@@ -37,8 +37,7 @@ class LaplaceCallback(TrainerCallback):
         as for `laplace_lora_ext.Laplace`
     method : {"agreement", "marglik", "gridsearch", "val_gd", "second_training"}, optional
         as for `optimize_prior_precision`; "agreement" if omitted, and for a regression "marglik".
-        Free text needs "gridsearch" or "second_training". "gridsearch" and "val_gd" need evaluation
-        data, "second_training" the trainer
+        "gridsearch" and "val_gd" need evaluation data, "second_training" the trainer
     trainer : transformers.Trainer, optional
         to report the figures with its `log`, and to train again:
         `trainer.add_callback(LaplaceCallback(trainer=trainer))`
@@ -75,12 +74,7 @@ class LaplaceCallback(TrainerCallback):
         """Refuse what could not be fitted in the end."""
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fit will warn
-            la = Laplace(kwargs["model"], **self._options)
-        if self._method is None and la.likelihood == "language_modeling":
-            raise ValueError(
-                "Of free text, only held-out texts can choose the prior precision: pass "
-                'method="gridsearch", and give the trainer an eval_dataset and an eval_strategy.'
-            )
+            Laplace(kwargs["model"], **self._options)
         if not isinstance(kwargs["train_dataloader"].dataset, Sized):
             raise ValueError("A posterior is fitted to all training data: give these a length.")
         if "val_loader" in self._needed and not args.do_eval:

@@ -17,7 +17,7 @@ from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.passes.recording import Directions, every_output
 from laplace_lora_ext.text.generation import generate_texts
-from laplace_lora_ext.text.priors import TokenGridSearch, TokenSecondTraining
+from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch, TokenSecondTraining
 from laplace_lora_ext.text.scores import score_texts
 from laplace_lora_ext.tuning.marglik import Marglik
 from laplace_lora_ext.tuning.method import TuningMethod
@@ -34,9 +34,9 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     is a Monte-Carlo estimate: it draws a token from the model wherever there is a label, and
     back-propagates the loss of a whole text at once.
 
-    Methods of `optimize_prior_precision`: "gridsearch" needs validation texts
-    (`TokenGridSearch`), "second_training" a trainer or a function that trains (`SecondTraining`);
-    "marglik" needs no data, and is far too broad.
+    Methods of `optimize_prior_precision`: "marglik" needs no data, "agreement" training texts
+    (`TokenAgreement`), "gridsearch" validation texts (`TokenGridSearch`), and "second_training" a
+    function that trains (`SecondTraining`).
 
     Parameters
     ----------
@@ -59,6 +59,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
 
     _key = ("lora", "lowrank_kron", _NAME)
     _methods: ClassVar[Mapping[str, type[TuningMethod]]] = {
+        "agreement": TokenAgreement,
         "marglik": Marglik,
         "gridsearch": TokenGridSearch,
         "second_training": TokenSecondTraining,

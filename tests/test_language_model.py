@@ -167,9 +167,10 @@ def test_settings_that_do_not_fit_are_refused():
     "use",
     [
         lambda la, texts: la.score(texts[0], n_samples=2),
+        lambda la, texts: la.optimize_prior_precision(method="agreement", train_loader=texts),
         lambda la, texts: la.optimize_prior_precision(method="gridsearch", val_loader=texts),
     ],
-    ids=["score", "gridsearch"],
+    ids=["score", "agreement", "gridsearch"],
 )
 def test_a_model_that_has_changed_is_refused(use):
     la = fitted_text()

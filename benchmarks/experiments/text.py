@@ -139,6 +139,9 @@ def methods(
     la.optimize_prior_precision(method="marglik")
     yield "Posterior", "evidence", lambda: posterior(la, draws)
     how["generator"] = torch.Generator().manual_seed(seed)
+    la.optimize_prior_precision(method="agreement", train_loader=train, **how)
+    yield "Posterior", "agreement", lambda: posterior(la, draws)
+    how["generator"].manual_seed(seed)
     grid = {**GRID, "grid_size": options.grid_size}
     la.optimize_prior_precision(method="gridsearch", val_loader=validation, **grid, **how)
     yield "Posterior", "validation", lambda: posterior(la, draws)

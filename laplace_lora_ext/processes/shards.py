@@ -86,6 +86,12 @@ def data_size(loader: Any) -> int | None:
     return len(data_set) if isinstance(data_set, Sized) and not has_batches else None
 
 
+def total_size(loader: Any, otherwise: int) -> int:
+    """Number of all ranks' examples, or another number if a loader does not tell."""
+    sizes = gathered(Share(loader).size)
+    return otherwise if None in sizes else sum(size or 0 for size in sizes)
+
+
 def examples_of(loader: Any) -> torch.Tensor:
     """`(N,)` indices of the examples that a loader gives, in their order in the data set.
 

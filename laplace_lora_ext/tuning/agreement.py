@@ -84,8 +84,7 @@ class Agreement(TuningMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.max_change < 1:
-            raise ValueError(f"max_change must be between 0 and 1, not {self.max_change}.")
+        check_max_change(self.max_change)
 
     def _search(self, la: Posterior) -> TuningHistory:
         if la.trained_likelihood.is_gaussian:
@@ -109,7 +108,7 @@ class Agreement(TuningMethod):
                 total += distance.double().mean(0).sum().item()
             return total / n_examples, n_examples
 
-        return _broadest(la, start, self.max_change, change, self.progress_bar)
+        return broadest(la, start, self.max_change, change, self.progress_bar)
 
     def _data(self, seed: int) -> Any:
         """The loader, or one of as many examples as there may be, drawn at random."""
@@ -125,7 +124,13 @@ class Agreement(TuningMethod):
         return in_order_like(loader, chosen(loader.dataset, some))
 
 
-def _broadest(
+def check_max_change(max_change: float) -> None:
+    """Refuse a change that is no distance between distributions, or the largest."""
+    if not 0 < max_change < 1:
+        raise ValueError(f"max_change must be between 0 and 1, not {max_change}.")
+
+
+def broadest(
     la: Posterior,
     start: torch.Tensor,
     max_change: float,

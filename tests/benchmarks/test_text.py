@@ -38,6 +38,7 @@ def test_a_run_measures_every_method(capsys, tmp_path, tiny_models):
         ("Temperature scaling", "validation"),
         ("TFB", "training texts"),
         ("Posterior", "evidence"),
+        ("Posterior", "agreement"),
         ("Posterior", "validation"),
     ]
     assert all(math.isfinite(row["nll"]) and 0 <= row["ece"] <= 1 for row in figures["methods"])

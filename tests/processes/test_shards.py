@@ -13,7 +13,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from laplace_lora_ext.processes.shards import Share, examples_of, in_order, joined
+from laplace_lora_ext.processes.shards import Share, examples_of, in_order, joined, total_size
 from tests.support.ranks import accelerated, failures, on_ranks
 
 SIZES = [1, 2, 5, 8, 9, 11, 12, 13]
@@ -106,12 +106,13 @@ def test_other_loaders_give_a_rank_its_own():
             places = torch.cat([share.places(len(batch)) for batch in share.loader])
             values = torch.cat(list(share.loader)) + 10 * rank
             found.append((share.is_dealt, share.size, joined(places, (values,))[0].tolist()))
-        return found
+        return found, total_size(loaders["loader"], 7), total_size(loaders["list"], 7)
 
-    for found in on_ranks(job, 2):
+    for found, total, unknown in on_ranks(job, 2):
         assert [result[:2] for result in found] == [(False, None), (False, 5), (False, 5)]
         assert found[0][2] == [0, 1, 2, 0, 1, 10, 11, 12, 10, 11]
         assert found[1][2] == found[2][2] == [*range(5), *range(10, 15)]
+        assert (total, unknown) == (10, 7)
     assert not Share(strided(0, 1, 5, num_replicas=2, rank=0)).is_dealt  # one process alone
 
 
