@@ -154,12 +154,11 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
     lines = math.ceil(len(rows) / columns)
     figure = Figure(figsize=(3.4 * columns, 3.7 * lines), layout="constrained")
     panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
-    edges, width = [i / N_BINS for i in range(N_BINS)], 1 / N_BINS
-    inner = {"align": "edge", "color": "tab:blue", "alpha": 0.8, "label": "accuracy"}
+    centres, width = [(i + 0.5) / N_BINS for i in range(N_BINS)], 1 / N_BINS
     for panel, row in zip(panels, rows, strict=False):
         bins = row["reliability"]
-        panel.bar(edges, bins["share"], width, align="edge", color="0.85", label="share of texts")
-        panel.bar([edge + 0.15 * width for edge in edges], bins["accuracy"], 0.7 * width, **inner)
+        panel.bar(centres, bins["share"], width, color="0.85", label="share of texts")
+        panel.bar(centres, bins["accuracy"], 0.7 * width, alpha=0.8, label="accuracy")
         panel.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="calibrated")
         panel.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
         title = textwrap.fill(label(row), TITLE_WIDTH)
