@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,10 +10,9 @@ from laplace.baselaplace import ParametricLaplace
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_positive
-from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.locks import exclusive, without_autocast
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.numerics import without_autocast
 from laplace_lora_ext.passes.derivatives import jacobians
 from laplace_lora_ext.passes.recording import Directions, every_output
 from laplace_lora_ext.predictive import amortized, decisions, glm
@@ -168,16 +166,6 @@ class LoRAGaussian(ParametricLaplace):
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
         return history
-
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        """Try prior precisions: an error restores the old one."""
-        before = self.prior_precision, self.sigma_noise
-        try:
-            yield
-        except BaseException:
-            self.prior_precision, self.sigma_noise = before
-            raise
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics | None:
         """Statistics of a data set, or the given ones; None for a structure without any."""

@@ -14,6 +14,8 @@ from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
+from laplace_lora_ext.models.adapters import own_adapter_back
+from laplace_lora_ext.models.locks import LOCK
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.saving import read_state
@@ -118,7 +120,8 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
         "backend_kwargs": settings,
     }
     cls = _named(state["cls_name"], _CLASSES)
-    with fitted.taking_part(model):
+    with LOCK, own_adapter_back(model):
+        fitted.set_trained(model)
         la = cls(model, **options | kwargs)
     la.load_state_dict(state)
     return la

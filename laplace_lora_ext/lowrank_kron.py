@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.models.locks import exclusive
-from laplace_lora_ext.numerics import without_autocast
+from laplace_lora_ext.models.locks import exclusive, without_autocast
 from laplace_lora_ext.passes.derivatives import in_parts, visit_jacobians
 from laplace_lora_ext.passes.recording import Directions, every_output
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader

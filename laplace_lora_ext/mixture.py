@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -246,16 +245,6 @@ class LaplaceMixture:
         pairs = zip(self.members, parts, strict=True)
         found: Any = tuple(member.statistics_of(part, progress_bar) for member, part in pairs)
         return None if None in found else MixtureStatistics(found, self._priors)
-
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        """Try factors: an error restores the old one."""
-        before = self._factor
-        try:
-            yield
-        except BaseException:
-            self.prior_precision = before
-            raise
 
     def check_model(self) -> None:
         for member in self.members:

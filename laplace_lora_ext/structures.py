@@ -12,8 +12,8 @@ from laplace.utils.matrix import Kron, KronDecomposed
 
 from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.models.locks import without_autocast
 from laplace_lora_ext.models.weights import check_in_place
-from laplace_lora_ext.numerics import without_autocast
 
 
 class KronLoRALaplace(LoRALaplace, KronLaplace):

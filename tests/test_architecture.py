@@ -10,7 +10,7 @@ FOLDERS = [
     *("predictive", "training", "tuning", "text"),
 ]
 FLOORS = [
-    {"messages", "numerics", "likelihoods"},
+    {"messages", "likelihoods"},
     *({folder} for folder in FOLDERS),
     {"saving", "sums", "metrics"},
     {"gaussian"},

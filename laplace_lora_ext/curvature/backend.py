@@ -17,8 +17,7 @@ from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Seeds
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.numerics import read
+from laplace_lora_ext.models.weights import Block, read
 from laplace_lora_ext.passes.derivatives import jacobians
 from laplace_lora_ext.passes.recording import record
 

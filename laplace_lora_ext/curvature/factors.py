@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
-
-from laplace_lora_ext.numerics import read
 
 _CHUNK = 256  # rows in one step of the streaming update, which holds their Gram matrix
 _OVERSAMPLING = 10  # directions that subspace iteration carries beyond the ones it returns
@@ -150,8 +147,6 @@ class StreamingUpdates:
     def finish(self) -> None:
         """Add all waiting rows."""
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
-        if not all(map(isfinite, read([factor.trace for factor in waiting]))):
-            return
         alike: dict[tuple[Any, ...], list[tuple[LowRankFactor, torch.Tensor]]] = {}
         for factor, parts in waiting.items():
             rows, columns = torch.cat(parts), factor.columns
@@ -159,6 +154,8 @@ class StreamingUpdates:
             alike.setdefault(shapes, []).append((factor, rows))
         for group in alike.values():
             factors, parts = zip(*group, strict=True)
+            if not torch.stack([factor.trace for factor in factors]).isfinite().all():
+                continue
             columns = torch.stack([factor.columns for factor in factors])
             for chunk in torch.stack(parts).split(_CHUNK, dim=1):
                 columns = _leading(torch.cat([columns, chunk.mT], dim=-1), factors[0].width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -158,12 +158,9 @@ def reading_at(
         return logits.take_along_dim(index.to(logits.device)[..., None], dim=1)
 
     layer = None if transformer is None else transformer.get_output_embeddings()
-    handle = layer.register_forward_pre_hook(select) if isinstance(layer, nn.Module) else None
-    try:
+    is_there = isinstance(layer, nn.Module)
+    with layer.register_forward_pre_hook(select) if is_there else nullcontext():
         yield read_off
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
 def logits_of(output: Any) -> torch.Tensor:

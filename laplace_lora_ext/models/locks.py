@@ -1,4 +1,4 @@
-"""One thread at a time runs models: eagerly, and with the CPU as the default device."""
+"""One thread at a time runs models: eagerly, in full precision, with the CPU as default device."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ def exclusive(method: Method) -> Method:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with LOCK, cpu_as_default():
             return method(*args, **kwargs)
+
+    return wrapped  # pyright: ignore[reportReturnType]
+
+
+def without_autocast(method: Method) -> Method:
+    """Shield a method of an object with a `_device` from the user's `torch.autocast`."""
+
+    @wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self._device.type, enabled=False):
+            return method(self, *args, **kwargs)
 
     return wrapped  # pyright: ignore[reportReturnType]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -51,8 +50,6 @@ class Posterior(Protocol):
     ) -> torch.Tensor: ...
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> Any: ...
-
-    def trying(self) -> AbstractContextManager[None]: ...
 
     def for_model(self, model: nn.Module) -> Any: ...
 

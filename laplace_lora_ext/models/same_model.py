@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,11 +14,9 @@ from peft.tuners import lora
 from torch import nn
 
 from laplace_lora_ext.messages import listed
-from laplace_lora_ext.models.locks import LOCK
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_idle, strip_wrappers
-from laplace_lora_ext.models.weights import Block, flattened
-from laplace_lora_ext.numerics import read
+from laplace_lora_ext.models.weights import Block, flattened, read
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _ROUNDING = 2**-6  # between two precisions of which one is bfloat16
@@ -92,23 +89,15 @@ class ModelState:
         """Names, numbers and tensors, ready for `torch.save`."""
         return vars(self) | {"weights": {name: tuple(w) for name, w in self.weights.items()}}
 
-    @contextmanager
-    def taking_part(self, model: nn.Module) -> Iterator[None]:
-        """Within, only the LoRA weights of the fit require grad, so that `find_blocks` finds them.
+    def set_trained(self, model: nn.Module) -> None:
+        """Let only the LoRA weights of the fit require grad, so that `find_blocks` finds them.
 
         A loaded adapter does not say which of its weights were frozen in training.
         """
-        with LOCK:
-            weights = {n: w for n, w in model.named_parameters() if ".lora_" in n}
-            before = {name: weight.requires_grad for name, weight in weights.items()}
-            try:
-                for name, weight in weights.items():
-                    bare = _OF_ADAPTER.sub(r".\1", strip_wrappers(name))
-                    weight.requires_grad_(bare in self.blocks)
-                yield
-            finally:
-                for name, weight in weights.items():
-                    weight.requires_grad_(before[name])
+        for name, weight in model.named_parameters():
+            if ".lora_" in name:
+                bare = _OF_ADAPTER.sub(r".\1", strip_wrappers(name))
+                weight.requires_grad_(bare in self.blocks)
 
     def difference(self, now: ModelState) -> str | None:
         """What has changed, as a sentence without its full stop; None if nothing has."""

@@ -100,6 +100,15 @@ def called_with(
     return torch.func.functional_call(module, weights, args, kwargs)
 
 
+def read(numbers: Sequence[torch.Tensor]) -> list[float]:
+    """Numbers `()` on any devices as Python's own.
+
+    They are read together, since each reading from an accelerator waits for all work there.
+    """
+    alike = [number.detach().to(numbers[0].device) for number in numbers]
+    return torch.stack(alike).tolist() if alike else []
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Where a module computes: where its first parameter is, or is fetched to."""
     device = next(module.parameters()).device

@@ -10,8 +10,7 @@ import torch
 
 from laplace_lora_ext.models.batches import number_of_rows, part_of
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.numerics import read
+from laplace_lora_ext.models.weights import Block, read
 from laplace_lora_ext.passes.proof import ONE_AT_A_TIME
 from laplace_lora_ext.passes.recording import Directions, Rows, every_output, record
 

@@ -108,21 +108,16 @@ class Graph:
             torch.autograd.grad(self.logits, self._leaves, vector, allow_unused=True, **options)
             return vector.new_zeros(())
 
-        handles = [
-            call.edge.node.register_prehook(partial(hook, index, place))
-            for index, calls in enumerate(self.calls)
-            for place, call in enumerate(calls)
-        ]
-        try:
-            with warnings.catch_warnings():
-                # Where an operation has no batching rule, vmap runs it once a seed: as good.
-                warnings.filterwarnings("ignore", "There is a performance drop")
-                grad(vectors[0]) if len(vectors) == 1 else torch.func.vmap(grad)(vectors)
+        with ExitStack() as hooks, warnings.catch_warnings():
+            # Where an operation has no batching rule, vmap runs it once a seed: as good.
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            for index, calls in enumerate(self.calls):
+                for place, call in enumerate(calls):
+                    handle = call.edge.node.register_prehook(partial(hook, index, place))
+                    hooks.callback(handle.remove)
+            grad(vectors[0]) if len(vectors) == 1 else torch.func.vmap(grad)(vectors)
             for index in sorted(waiting):  # not all of the layer's calls had a gradient
                 deliver(index, waiting[index])
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class _OutsideVmap(torch.autograd.Function):

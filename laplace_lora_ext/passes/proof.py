@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.models.batches import Positions
-from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.numerics import read
+from laplace_lora_ext.models.weights import Block, read
 from laplace_lora_ext.passes.graph import Graph
 
 ONE_AT_A_TIME = "one example at a time"

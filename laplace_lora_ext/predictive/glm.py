@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch.nn.functional import one_hot
 
-from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.locks import exclusive, without_autocast
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.numerics import without_autocast
 from laplace_lora_ext.passes.recording import Directions, every_output
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES, shared_noise
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, uncorrelated

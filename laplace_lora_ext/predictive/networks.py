@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,37 +28,18 @@ def functional_samples(
     **model_kwargs: Any,
 ) -> torch.Tensor:
     """Logits `(S, B, C)` under draws of the weights."""
-    return torch.stack(list(_logits(la, X, n_samples, generator, model_kwargs)))
-
-
-def mean_probabilities(
-    la: Posterior,
-    X: Any,
-    n_samples: int = 100,
-    generator: torch.Generator | None = None,
-    **model_kwargs: Any,
-) -> torch.Tensor:
-    """Mean over draws of the weights of the softmax probabilities, `(B, C)`."""
-    probs = torch.zeros(())
-    for logits in _logits(la, X, n_samples, generator, model_kwargs):
-        probs = probs + logits.softmax(-1) / n_samples
-    return probs
-
-
-def _logits(
-    la: Posterior,
-    X: Any,
-    n_samples: int,
-    generator: torch.Generator | None,
-    model_kwargs: Mapping[str, Any],
-) -> Iterator[torch.Tensor]:
-    """Logits `(B, C)` of one draw at a time."""
     if isinstance(X, Moments):
         raise ValueError('Moments hold no inputs: pass these for pred_type="nn".')
     check_counts(n_samples=n_samples)
     la.check_model()
+    found = []
     for _ in range(n_samples):
         drawn = drawn_weights(la, generator)
         with la.model.prepared(), torch.set_grad_enabled(la.enable_backprop):
-            logits = called_with(la.model, la.blocks, drawn, X, **model_kwargs)
-        yield logits
+            found.append(called_with(la.model, la.blocks, drawn, X, **model_kwargs))
+    return torch.stack(found)
+
+
+def mean_probabilities(la: Posterior, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Mean over draws of the weights of the softmax probabilities, `(B, C)`."""
+    return functional_samples(la, *args, **kwargs).softmax(-1).mean(0)

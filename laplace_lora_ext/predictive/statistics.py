@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.curvature.matrix import Spectrum
-from laplace_lora_ext.models.locks import as_tensor, cpu_as_default
-from laplace_lora_ext.numerics import without_autocast
+from laplace_lora_ext.models.locks import as_tensor, cpu_as_default, without_autocast
 from laplace_lora_ext.passes.derivatives import in_parts, visit_jacobians
 from laplace_lora_ext.predictive.data_sets import Columns
 from laplace_lora_ext.predictive.moments import MixtureMoments, Moments

@@ -221,15 +221,9 @@ def _predictive(
         if not repeating:
             output.logits = log_p
 
-    hooks = (
-        transformer.register_forward_pre_hook(before, with_kwargs=True),
-        (transformer.register_forward_hook(after)),
-    )
-    try:
+    first = transformer.register_forward_pre_hook(before, with_kwargs=True)
+    with first, transformer.register_forward_hook(after):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _logits(

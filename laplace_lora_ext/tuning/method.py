@@ -52,8 +52,8 @@ class Recorder:
     """Gathers a history."""
 
     def __init__(self) -> None:
-        self._steps: list[int] = []
         self.objectives: list[float] = []
+        self._steps: list[int] = []
         self._rows: list[torch.Tensor] = []
 
     def add(self, step: int, objective: float, prior_precision: torch.Tensor) -> None:
@@ -62,17 +62,14 @@ class Recorder:
         if math.isnan(objective):
             span = f"from {row.min().item():.3g} to {row.max().item():.3g}"
             raise ValueError(f"The objective is not a number at prior precisions {span}.")
-        self._steps.append(step)
         self.objectives.append(objective)
+        self._steps.append(step)
         self._rows.append(row)
 
     def history(self, n_examples: int | None = None) -> TuningHistory:
-        return TuningHistory(
-            torch.tensor(self._steps),
-            torch.tensor(self.objectives, dtype=torch.float64),
-            torch.stack(self._rows),
-            n_examples,
-        )
+        objectives = torch.tensor(self.objectives, dtype=torch.float64)
+        rows = torch.stack(self._rows)
+        return TuningHistory(torch.tensor(self._steps), objectives, rows, n_examples)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,13 +97,22 @@ class TuningMethod:
     def __call__(self, la: Posterior) -> TuningHistory:
         """Choose the prior precision of a fitted `LoRALaplace`; an error restores the old one."""
         method = self if rank() == 0 else replace(self, progress_bar=False)
-        with la.trying(), together():
-            history = method._search(la)
-            if count() > 1:  # ranks may differ in the last digit
-                la.prior_precision = of_first(la.prior_precision).to(la.model.device)
-                tried = history.step, history.objective, history.prior_precision
-                history = TuningHistory(*of_first(tried), history.n_examples, history.posteriors)
-            return history
+        before = la.prior_precision, la.sigma_noise
+        try:
+            with together():
+                history = method._search(la)
+                if count() > 1:  # ranks may differ in the last digit
+                    la.prior_precision = of_first(la.prior_precision).to(la.model.device)
+                    tried = history.step, history.objective, history.prior_precision
+                    history = TuningHistory(
+                        *of_first(tried), history.n_examples, history.posteriors
+                    )
+                return history
+        except BaseException:
+            la.prior_precision = before[0]
+            if la.sigma_noise is not before[1]:
+                la.sigma_noise = before[1]
+            raise
 
     def _search(self, la: Posterior) -> TuningHistory:
         raise NotImplementedError
