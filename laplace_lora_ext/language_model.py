@@ -25,7 +25,7 @@ from laplace_lora_ext.tuning.method import TuningMethod
 _NAME = "language_modeling"
 
 
-class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
+class LanguageModelLaplace(LowRankKronLoRALaplace):
     """Laplace-LoRA over all tokens of a text, for a language model that writes.
 
     `laplace.Laplace` makes it for the likelihood "language_modeling" and
@@ -121,3 +121,6 @@ class LanguageModelLaplace(LowRankKronLoRALaplace, likelihood=_NAME):
     def __call__(self, x: Any, pred_type: str = "glm", **options: Any) -> NoReturn:
         """Refused, whatever `pred_type` and `**options`: `score` and `generate` predict texts."""
         self.moments(x, False)
+
+
+LowRankKronLoRALaplace.of_likelihood[_NAME] = LanguageModelLaplace

@@ -14,7 +14,6 @@ from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.models.weights import Block, flattened
 from laplace_lora_ext.predictive.networks import drawn_weights
@@ -24,7 +23,7 @@ _VERSION = "3"
 
 
 @exclusive
-def save_pretrained(la: Posterior, folder: str | Path) -> None:
+def save_pretrained(la: Any, folder: str | Path) -> None:
     """Write the posterior into a folder, such as that of the adapter.
 
     `laplace_lora_ext.from_pretrained(model, folder)` reads it. It is one file,

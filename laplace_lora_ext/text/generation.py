@@ -19,7 +19,7 @@ from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.adapters import only_active
 from laplace_lora_ext.models.locks import as_tensor, exclusive
 from laplace_lora_ext.models.weights import Values, called_with
-from laplace_lora_ext.text.scores import TextScores, draws_of, members_of, scores_under
+from laplace_lora_ext.text.scores import TextScores, draws_of, scores_under
 
 Inputs = dict[str, torch.Tensor]
 
@@ -93,7 +93,7 @@ def generate_texts(
     ValueError
         If there are no prompts, or if they are padded on the wrong side.
     """
-    members, model = members_of(la), la.model
+    members, model = getattr(la, "members", [la]), la.model
     transformer = model.transformer
     if any(member.model.transformer is not transformer for member in members):
         raise ValueError("Members that write together must be adapters of one model.")

@@ -45,8 +45,7 @@ class TokenAgreement(TuningMethod):
     n_samples : int, default=10
         how many draws
     max_examples : int, default=100
-        with more texts, take only every second, third... batch. The history says how many texts
-        there were
+        with more texts, take only every second, third... batch
     generator : torch.Generator, optional
         for the draws
 
@@ -78,7 +77,7 @@ class TokenAgreement(TuningMethod):
         seed = of_first(draw_seed(self.generator))
         stride = max(1, total_size(self.train_loader, la.n_data) // self.max_examples)
 
-        def change(prior_precision: torch.Tensor) -> tuple[float, int]:
+        def change(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
             draws = list(drawn(la, self.n_samples, seed))
 
@@ -144,7 +143,7 @@ class TokenGridSearch(TuningMethod):
                 scores = la.score(batch, self.n_samples, draws)
                 return -scores.tokens.log_prob[scores.labelled]
 
-            return _mean_over_tokens(la, self.val_loader, of_batch)[0]
+            return _mean_over_tokens(la, self.val_loader, of_batch)
 
         history = search_grid(loss, grid, self.progress_bar)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
@@ -160,17 +159,15 @@ class TokenSecondTraining(SecondTraining):
 
 def _mean_over_tokens(
     la: Posterior, batches: Iterable[Any], numbers_of: Callable[[Any], torch.Tensor]
-) -> tuple[float, int]:
-    """The mean of batches' numbers `(N,)` over all tokens and processes, and how many texts."""
-    total, n_tokens, n_texts = 0.0, 0, 0
+) -> float:
+    """The mean of batches' numbers `(N,)` over all tokens and processes."""
+    total, n_tokens = 0.0, 0
     for name, batch in named_batches(batches):
         with naming(name), la.model.prepared():
             numbers = numbers_of(batch)
         total += numbers.double().sum().item()
         n_tokens += len(numbers)
-        n_texts += len(batch[la.model.dict_key_y])
-    of_ranks = gathered((total, n_tokens, n_texts))
-    total, n_tokens, n_texts = (sum(numbers) for numbers in zip(*of_ranks, strict=True))
+    total, n_tokens = map(sum, zip(*gathered((total, n_tokens)), strict=True))
     if not n_tokens:
         raise ValueError("The loader has no data.")
-    return total / n_tokens, n_texts
+    return total / n_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -112,18 +112,13 @@ def drawn(la: Posterior, n_samples: int, seed: int) -> Iterator[Values]:
     return (drawn_weights(la, generator) for _ in range(n_samples))
 
 
-def members_of(la: Any) -> Sequence[Any]:
-    """A mixture's members, or a posterior alone."""
-    return getattr(la, "members", [la])
-
-
 def draws_of(
     la: Any, n_samples: int, generator: torch.Generator | None
 ) -> Iterator[tuple[Any, Values]]:
     """Draws, each with the posterior that it is from; of a mixture, divided among the members."""
     if n_samples < 0:
         raise ValueError(f"n_samples must be 0 or more, not {n_samples}.")
-    members = members_of(la)
+    members = getattr(la, "members", [la])
     for place, member in enumerate(members):
         own = (n_samples + len(members) - 1 - place) // len(members)
         if own:
@@ -134,7 +129,7 @@ def scores_under(
     la: Any, batch: Mapping[str, Any], draws: Iterable[tuple[Any, Values]]
 ) -> TextScores:
     """Scores of texts under given draws."""
-    found = [member.tokens(batch) for member in members_of(la)]
+    found = [member.tokens(batch) for member in getattr(la, "members", [la])]
     f, tokens = found[0]
     if len(found) > 1:  # logits of the mixture of the trained models
         f = torch.stack([f.log_softmax(-1) for f, _ in found]).logsumexp(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 import tqdm
+from peft import PeftModel
+from scipy.optimize import minimize_scalar
 from torch import nn
 from torch.nn.functional import kl_div
 from torch.nn.utils.rnn import pad_sequence
@@ -47,8 +50,10 @@ def distill(
     The student begins as a copy of the posterior's adapter, on the same base model. The trainer
     trains it on the posterior's probabilities (link "mean_field") of the training texts and of
     texts without labels, by the Kullback-Leibler divergence, for 30 % of the training's steps and
-    without dropout, which would blur what is smooth already. What comes of it is a LoRA adapter
-    like any other, to be merged, quantised and served without this library:
+    without dropout, which would blur what is smooth already. Where the adapter has a head of its
+    own, as classifiers do, the copy's is divided by the best temperature, and stays: a student that
+    begins far surer than its teacher forgets on its way what both know. What comes of it is a LoRA
+    adapter like any other, to be merged, quantised and served without this library:
     `model.set_adapter(name)`.
 
     With `class_token_ids`, the answers' tokens share the probability that the trained model gives
@@ -100,16 +105,39 @@ def distill(
             source = weights.get(name.replace(f".{adapter_name}", f".{teacher}"))
             if f".{adapter_name}" in name and source is not None:
                 weight.data.copy_(source.data)
-        records = []
+        records, logits = [], []
         batches = _texts(la.model, trainer, unlabelled, generator)
         for batch in tqdm.tqdm(batches, "[Teacher's probabilities]", disable=not progress_bar):
             records += _taught(la, batch)
+            with la.model.prepared(), torch.no_grad():
+                logits.append(la.model(batch).cpu())
         _prepare(trainer, la.model)
+        if head := _head(peft_model, adapter_name, la.n_outputs):
+            scale = _best_scale(torch.cat(logits), torch.stack([r[_TEACHER] for r in records]))
+            for weight in head:
+                weight.requires_grad_(False).mul_(scale)
         with _without_dropout(peft_model):
             train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             write_adapter(peft_model, adapter_name, {}, folder)
     return adapter_name
+
+
+def _head(model: PeftModel, adapter: str, n_outputs: int) -> list[nn.Parameter]:
+    """An adapter's own weights of the layer that makes the logits, if it has any."""
+    own, size = f".modules_to_save.{adapter}.", (n_outputs,)
+    return [w for name, w in model.named_parameters() if own in name and w.shape[:1] == size]
+
+
+def _best_scale(logits: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """The number of which times logits `(N, C)` are nearest to probabilities `(N, C)`."""
+
+    def divergence(logarithm: float) -> float:
+        log_p = (logits * math.exp(logarithm)).log_softmax(-1)
+        return kl_div(log_p, probabilities, reduction="batchmean").item()
+
+    found: Any = minimize_scalar(divergence, bounds=(-math.log(1e3), math.log(10)))
+    return math.exp(found.x)
 
 
 @contextmanager

@@ -35,16 +35,13 @@ def build(
         if options:
             raise ValueError(f"Pass {', '.join(options)} to {type(method).__name__} itself.")
         return method
-    missing = [name for name in required_data(method, methods) if name not in options]
+    needed = required_data(method, methods)
     known = [field.name for field in fields(methods[method])]
-    foreign = [name for name in options if name not in known]
-    if foreign:
+    if not set(needed) <= options.keys() <= set(known):
         raise ValueError(
-            f'method="{method}" has no option {", ".join(foreign)}; its options are '
-            f"{', '.join(known)}."
+            f'method="{method}" needs {", ".join(needed) or "no data"}, not '
+            f"{', '.join(options) or 'nothing'}; its options are {', '.join(known)}."
         )
-    if missing:
-        raise ValueError(f'method="{method}" needs more: pass {", ".join(missing)}.')
     return methods[method](**options)
 
 

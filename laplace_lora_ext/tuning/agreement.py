@@ -54,7 +54,7 @@ class Agreement(TuningMethod):
     max_examples : int, default=2000
         from a loader of a larger data set this many are drawn at random, and only they pass through
         the model; all of an iterable do. The distance is an average, so its error falls with the
-        square root of their number. The history says how many there were
+        square root of their number
     generator : torch.Generator, optional
         for the draws and the examples; if omitted, every call uses the same
 
@@ -96,7 +96,7 @@ class Agreement(TuningMethod):
         seed = of_first(0 if self.generator is None else draw_seed(self.generator))
         moments = _moments_along(la, self._data(seed), self.progress_bar)
 
-        def change(prior_precision: torch.Tensor) -> tuple[float, int]:
+        def change(prior_precision: torch.Tensor) -> float:
             draws = torch.Generator().manual_seed(seed)
             of_all = moments(prior_precision).to("cpu")
             n_examples, n_outputs = of_all.f_mu.shape
@@ -106,7 +106,7 @@ class Agreement(TuningMethod):
                 drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
                 distance = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2  # total variation
                 total += distance.double().mean(0).sum().item()
-            return total / n_examples, n_examples
+            return total / n_examples
 
         return broadest(la, start, self.max_change, change, self.progress_bar)
 
@@ -134,24 +134,22 @@ def broadest(
     la: Posterior,
     start: torch.Tensor,
     max_change: float,
-    change: Callable[[torch.Tensor], tuple[float, int]],
+    change: Callable[[torch.Tensor], float],
     progress_bar: bool,
 ) -> TuningHistory:
     """Choose the factor of a prior precision at which draws change predictions as is allowed.
 
-    `change` is the mean distance under a prior precision, and the number of examples that it
-    averages.
+    `change` is the mean distance under a prior precision.
     """
-    recorder, sizes = Recorder(), []
+    recorder = Recorder()
     name = "[Comparing draws with the model]"
     with tqdm.tqdm(desc=name, disable=not progress_bar) as bar:
 
         @cache
         def excess(log_factor: float) -> float:
             prior_precision = math.exp(log_factor) * start
-            mean, n_examples = change(prior_precision)
-            recorder.add(len(sizes), mean, prior_precision)
-            sizes.append(n_examples)
+            mean = change(prior_precision)
+            recorder.add(len(recorder.objectives), mean, prior_precision)
             bar.update()
             return mean - max_change
 
@@ -163,7 +161,7 @@ def broadest(
             f"{max_change:g} on average: at {la.prior_precision.mean().item():.3g} it is "
             f"{recorder.objectives[-1]:.3g}. Is the adapter untrained?"
         )
-    return recorder.history(sizes[-1])
+    return recorder.history()
 
 
 def _falling_root(excess: Callable[[float], float]) -> float:

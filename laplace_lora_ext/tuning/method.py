@@ -35,8 +35,6 @@ class TuningHistory:
         `(T,)`, float64: the loss, or the log marginal likelihood
     prior_precision : torch.Tensor
         `(T, 1)`, `(T, blocks)` or `(T, parameters)`, where the objective was evaluated
-    n_examples : int or None
-        how many examples the objective averages, if the method chose them
     posteriors : tuple of LoRALaplace
         those that the method has fitted to other trainings
     """
@@ -44,7 +42,6 @@ class TuningHistory:
     step: torch.Tensor
     objective: torch.Tensor
     prior_precision: torch.Tensor
-    n_examples: int | None = None
     posteriors: tuple[Any, ...] = ()
 
 
@@ -66,10 +63,9 @@ class Recorder:
         self._steps.append(step)
         self._rows.append(row)
 
-    def history(self, n_examples: int | None = None) -> TuningHistory:
+    def history(self) -> TuningHistory:
         objectives = torch.tensor(self.objectives, dtype=torch.float64)
-        rows = torch.stack(self._rows)
-        return TuningHistory(torch.tensor(self._steps), objectives, rows, n_examples)
+        return TuningHistory(torch.tensor(self._steps), objectives, torch.stack(self._rows))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,9 +100,7 @@ class TuningMethod:
                 if count() > 1:  # ranks may differ in the last digit
                     la.prior_precision = of_first(la.prior_precision).to(la.model.device)
                     tried = history.step, history.objective, history.prior_precision
-                    history = TuningHistory(
-                        *of_first(tried), history.n_examples, history.posteriors
-                    )
+                    history = TuningHistory(*of_first(tried), history.posteriors)
                 return history
         except BaseException:
             la.prior_precision = before[0]

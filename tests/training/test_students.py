@@ -123,6 +123,32 @@ def test_it_learns_from_training_texts_and_copies_with_swapped_tokens(tmp_path):
     assert any(not torch.equal(r["input_ids"], t) for r, t in zip(swapped[16:], own, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_head_of_its_own_has_the_best_temperature(tmp_path, kind):
+    begun = {}
+
+    class Watching(TrainerCallback):  # whose own attributes distill restores
+        def on_train_begin(self, *_, model, **__):
+            begun["student"] = [w.clone() for n, w in model.named_parameters() if ".student." in n]
+
+    la, trainer = case(tmp_path, kind, Watching())
+    default = [w.clone() for n, w in trainer.model.named_parameters() if ".default." in n]
+    trainer.args.max_steps = 4
+    la.distill(trainer, None, "student")
+    pairs = zip(begun["student"], default, strict=True)
+    scales = sorted((own.norm() / of_teacher.norm()).item() for own, of_teacher in pairs)
+    if kind == "gpt2":
+        assert set(scales) == {1.0}
+        return
+    targets, logits = la(texts(), link_approx="mean_field"), log_probs(trainer.model, texts())
+    grid = torch.logspace(-2, 1, 3001)
+    losses = [divergence(targets, (s * logits).log_softmax(-1)) for s in grid.tolist()]
+    best = grid[int(torch.tensor(losses).argmin())].item()
+    assert best < 0.8
+    assert scales[:2] == pytest.approx([best] * 2, rel=2e-3)  # weight and bias of the head
+    assert set(scales[2:]) == {1.0}
+
+
 def test_it_learns_without_dropout(tmp_path):
     class Rates(TrainerCallback):
         found: ClassVar[set[float]] = set()
