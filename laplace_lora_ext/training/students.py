@@ -112,7 +112,7 @@ def distill(
             with la.model.prepared(), torch.no_grad():
                 logits.append(la.model(batch).cpu())
         _prepare(trainer, la.model)
-        if head := _head(peft_model, adapter_name, la.n_outputs):
+        if head := _head(peft_model, adapter_name, la.model.output_size):
             scale = _best_scale(torch.cat(logits), torch.stack([r[_TEACHER] for r in records]))
             for weight in head:
                 weight.requires_grad_(False).mul_(scale)

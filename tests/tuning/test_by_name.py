@@ -105,7 +105,7 @@ BAD = [
     ({"method": "val_gd", "val_loader": "batches", "link_approx": "bridge"}, "links"),
     (
         {"method": "val_gd", "val_loader": "batches", "pred_type": "nn"},
-        "val_loader, link_approx, pred_type; its",
+        "val_loader, pred_type; its options",
     ),
     ({"method": "val_gd", "val_loader": "unlabelled"}, "need labels"),
     ({"method": "gridsearch", "val_loader": "unlabelled"}, "need labels"),
