@@ -123,4 +123,4 @@ class LanguageModelLaplace(LowRankKronLoRALaplace):
         self.moments(x, False)
 
 
-LowRankKronLoRALaplace.of_likelihood[_NAME] = LanguageModelLaplace
+LowRankKronLoRALaplace._of_likelihood[_NAME] = LanguageModelLaplace

@@ -49,14 +49,14 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     _key = ("lora", "lowrank_kron")
     _default_backend = LowRankKronGGN
     # Classes for one likelihood, which share the host's key.
-    of_likelihood: ClassVar[dict[str, type[LowRankKronLoRALaplace]]] = {}
+    _of_likelihood: ClassVar[dict[str, type[LowRankKronLoRALaplace]]] = {}
     H_facs: Any
 
     def __new__(
         cls, model: Any = None, likelihood: str = "", *args: Any, **kwargs: Any
     ) -> LowRankKronLoRALaplace:
         own = cls is LowRankKronLoRALaplace
-        return super().__new__(cls.of_likelihood.get(likelihood, cls) if own else cls)
+        return super().__new__(cls._of_likelihood.get(likelihood, cls) if own else cls)
 
     def _check_backend(self, backend: type[CurvatureInterface]) -> None:
         if not issubclass(backend, LowRankKronInterface):
