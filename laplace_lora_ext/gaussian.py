@@ -15,12 +15,15 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.derivatives import jacobians
 from laplace_lora_ext.passes.recording import Directions, every_output
-from laplace_lora_ext.predictive import amortized, decisions, glm
+from laplace_lora_ext.predictive import amortized, decisions, distributions
 from laplace_lora_ext.predictive.amortized import amortized_moments
-from laplace_lora_ext.predictive.glm import moments_for
+from laplace_lora_ext.predictive.distributions import (
+    mean_probabilities,
+    moments_for,
+    network_samples,
+)
 from laplace_lora_ext.predictive.links import own_links
 from laplace_lora_ext.predictive.moments import semidefinite, uncorrelated
-from laplace_lora_ext.predictive.networks import functional_samples, mean_probabilities
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning import METHODS, build
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
@@ -223,7 +226,7 @@ class LoRAGaussian(ParametricLaplace):
         if pred_type == "nn" and generator is not None:
             if not likelihood.is_gaussian:
                 return mean_probabilities(la, x, n_samples, generator, **model_kwargs)
-            samples = functional_samples(la, x, n_samples, generator, **model_kwargs)
+            samples = network_samples(la, x, n_samples, generator, **model_kwargs)
             return samples.mean(0), samples.var(0)
         links = own_links(n_samples, generator)
         if pred_type == "amortized":
@@ -244,9 +247,9 @@ class LoRAGaussian(ParametricLaplace):
     amortize = amortized.amortize
     predict = decisions.predict
     predict_proba = decisions.predict_proba
-    predictive_moments = glm.predictive_moments
-    _glm_predictive_distribution: Any = glm.predictive_distribution
-    _glm_functional_samples: Any = glm.functional_samples
+    predictive_moments = distributions.predictive_moments
+    _glm_predictive_distribution: Any = distributions.predictive_distribution
+    _glm_functional_samples: Any = distributions.functional_samples
 
     def moments(
         self, X: Any, joint: bool, directions: Directions = every_output
@@ -285,5 +288,5 @@ class LoRAGaussian(ParametricLaplace):
             return self._glm_functional_samples(f_mu, *args, **kwargs)
         return super()._glm_predictive_samples(f_mu, *args, **kwargs)
 
-    _nn_functional_samples: Any = functional_samples
+    _nn_functional_samples: Any = network_samples
     _nn_predictive_classification: Any = mean_probabilities

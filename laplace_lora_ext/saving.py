@@ -16,7 +16,7 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.models.weights import Block, flattened
-from laplace_lora_ext.predictive.networks import drawn_weights
+from laplace_lora_ext.predictive.distributions import drawn_weights
 
 FILE = "laplace_posterior.safetensors"
 _VERSION = "3"

@@ -12,12 +12,12 @@ from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
 from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.logits_model import logits_and_hidden_states
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
-from laplace_lora_ext.predictive.glm import predictive_distribution
+from laplace_lora_ext.predictive.distributions import predictive_distribution
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes.exchange import together
 

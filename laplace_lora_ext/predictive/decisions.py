@@ -12,7 +12,7 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.amortized import amortized_moments
 from laplace_lora_ext.predictive.data_sets import Columns, over_data_set, over_loader
-from laplace_lora_ext.predictive.glm import moments_for
+from laplace_lora_ext.predictive.distributions import moments_for
 from laplace_lora_ext.predictive.links import own_links, shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes.shards import Share

@@ -11,7 +11,7 @@ import torch
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import Values, called_with
-from laplace_lora_ext.predictive.networks import drawn_weights
+from laplace_lora_ext.predictive.distributions import drawn_weights
 from laplace_lora_ext.tuning.method import draw_seed
 
 

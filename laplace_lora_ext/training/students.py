@@ -106,13 +106,15 @@ def distill(
             if f".{adapter_name}" in name and source is not None:
                 weight.data.copy_(source.data)
         records, logits = [], []
+        head = _head(peft_model, adapter_name, la.model.output_size)
         batches = _texts(la.model, trainer, unlabelled, generator)
         for batch in tqdm.tqdm(batches, "[Teacher's probabilities]", disable=not progress_bar):
             records += _taught(la, batch)
-            with la.model.prepared(), torch.no_grad():
-                logits.append(la.model(batch).cpu())
+            if head:
+                with la.model.prepared(), torch.no_grad():
+                    logits.append(la.model(batch).cpu())
         _prepare(trainer, la.model)
-        if head := _head(peft_model, adapter_name, la.model.output_size):
+        if head:
             scale = _best_scale(torch.cat(logits), torch.stack([r[_TEACHER] for r in records]))
             for weight in head:
                 weight.requires_grad_(False).mul_(scale)

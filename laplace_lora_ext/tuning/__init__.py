@@ -39,7 +39,7 @@ def build(
     known = [field.name for field in fields(methods[method])]
     if not set(needed) <= options.keys() <= set(known):
         raise ValueError(
-            f'method="{method}" needs {", ".join(needed) or "no data"}, not '
+            f'method="{method}" needs {", ".join(needed) or "no data"}, and got '
             f"{', '.join(options) or 'nothing'}; its options are {', '.join(known)}."
         )
     return methods[method](**options)

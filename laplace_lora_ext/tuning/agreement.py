@@ -15,7 +15,7 @@ from scipy.optimize import brentq
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.data_sets import over_loader
-from laplace_lora_ext.predictive.glm import predictive_distribution
+from laplace_lora_ext.predictive.distributions import predictive_distribution
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, of_first

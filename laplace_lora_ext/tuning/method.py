@@ -93,7 +93,7 @@ class TuningMethod:
     def __call__(self, la: Posterior) -> TuningHistory:
         """Choose the prior precision of a fitted `LoRALaplace`; an error restores the old one."""
         method = self if rank() == 0 else replace(self, progress_bar=False)
-        before = la.prior_precision, la.sigma_noise
+        before = la.prior_precision
         try:
             with together():
                 history = method._search(la)
@@ -103,9 +103,7 @@ class TuningMethod:
                     history = TuningHistory(*of_first(tried), history.posteriors)
                 return history
         except BaseException:
-            la.prior_precision = before[0]
-            if la.sigma_noise is not before[1]:
-                la.sigma_noise = before[1]
+            la.prior_precision = before
             raise
 
     def _search(self, la: Posterior) -> TuningHistory:

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_lora_ext.models.hidden_states import logits_and_hidden_states
-from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel, logits_and_hidden_states
 from tests.support.models import (
     CLASS_TOKEN_IDS,
     TwoLinear,

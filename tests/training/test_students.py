@@ -147,6 +147,9 @@ def test_a_head_of_its_own_has_the_best_temperature(tmp_path, kind):
     assert best < 0.8
     assert scales[:2] == pytest.approx([best] * 2, rel=2e-3)  # weight and bias of the head
     assert set(scales[2:]) == {1.0}
+    after = [w for n, w in trainer.model.named_parameters() if ".student." in n]
+    stay = [torch.equal(*pair) for pair in zip(begun["student"], after, strict=True)]
+    assert sum(stay) == 2  # the head; a step has changed all LoRA weights
 
 
 def test_it_learns_without_dropout(tmp_path):

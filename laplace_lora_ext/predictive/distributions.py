@@ -1,4 +1,4 @@
-"""The linearised predictive: Gaussian logits of a batch, and draws of them."""
+"""Both predictives: Gaussian logits of the linearised model, and the network with drawn weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch.nn.functional import one_hot
 
+from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.locks import exclusive, without_autocast
 from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.weights import Values, called_with, check_in_place
 from laplace_lora_ext.passes.recording import Directions, every_output
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES, shared_noise
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, uncorrelated
@@ -96,3 +98,36 @@ def functional_samples(
         f_var = uncorrelated(f_var)
     # Unlike the host's Cholesky factor, a symmetric root of a singular covariance exists.
     return gaussian_samples(f_mu, f_var, shared_noise(f_mu, n_samples, generator))
+
+
+def drawn_weights(la: Posterior, generator: torch.Generator | None) -> Values:
+    """One draw of the LoRA weights."""
+    check_in_place(la.blocks, "A draw of the weights")
+    weights = [block.weight for block in la.blocks]
+    parts = la.sample(1, generator)[0].split([weight.numel() for weight in weights])
+    return [part.reshape(w.shape).to(w) for part, w in zip(parts, weights, strict=True)]
+
+
+def network_samples(
+    la: Posterior,
+    X: Any,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor:
+    """Logits `(S, B, C)` under draws of the weights."""
+    if isinstance(X, Moments):
+        raise ValueError('Moments hold no inputs: pass these for pred_type="nn".')
+    check_counts(n_samples=n_samples)
+    la.check_model()
+    found = []
+    for _ in range(n_samples):
+        drawn = drawn_weights(la, generator)
+        with la.model.prepared(), torch.set_grad_enabled(la.enable_backprop):
+            found.append(called_with(la.model, la.blocks, drawn, X, **model_kwargs))
+    return torch.stack(found)
+
+
+def mean_probabilities(la: Posterior, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Mean over draws of the weights of the softmax probabilities, `(B, C)`."""
+    return network_samples(la, *args, **kwargs).softmax(-1).mean(0)
