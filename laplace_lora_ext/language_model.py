@@ -18,7 +18,7 @@ from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.passes.recording import Directions, every_output
 from laplace_lora_ext.text.generation import generate_texts
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch, TokenSecondTraining
-from laplace_lora_ext.text.scores import score_texts
+from laplace_lora_ext.text.scores import draw_logits, score_texts
 from laplace_lora_ext.tuning.marglik import Marglik
 from laplace_lora_ext.tuning.method import TuningMethod
 
@@ -97,6 +97,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace):
         return TokensModel
 
     score = score_texts
+    draw_logits = draw_logits
     generate = generate_texts
 
     def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

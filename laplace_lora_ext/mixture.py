@@ -23,7 +23,7 @@ from laplace_lora_ext.predictive.moments import MixtureMoments, mixed
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.text.generation import generate_texts
 from laplace_lora_ext.text.priors import TokenGridSearch
-from laplace_lora_ext.text.scores import score_texts
+from laplace_lora_ext.text.scores import draw_logits, score_texts
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
@@ -138,6 +138,7 @@ class LaplaceMixture:
 
     distill = students.distill
     score = score_texts
+    draw_logits = draw_logits
     generate = generate_texts
 
     # --- prior ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.amortized import amortized_moments
-from laplace_lora_ext.predictive.data_sets import Columns, over_data_set, over_loader
+from laplace_lora_ext.predictive.data_sets import over_data_set, over_loader
 from laplace_lora_ext.predictive.distributions import moments_for
 from laplace_lora_ext.predictive.links import own_links, shared_noise, softmax_samples
 from laplace_lora_ext.predictive.moments import Moments
@@ -109,6 +109,11 @@ def predict(
         For a likelihood without classes, another link, data without examples, or "amortized" if
         nothing was learnt for this fit and prior. An error of a loader's batch names it.
     """
+    if la.predicted_likelihood.is_gaussian:
+        raise ValueError(f"{la.likelihood} predicts numbers: use la(x), for mean and variance.")
+    links = own_links(n_samples, generator)
+    if link_approx not in links:
+        raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
     state = None if generator is None else generator.get_state()
 
     def of_batch(batch: Any) -> Prediction:
@@ -117,12 +122,23 @@ def predict(
         found, draws = [], []
         for moments in _moments_of_members(la, batch, link_approx, pred_type):
             with torch.autocast(la.model.device.type, enabled=False):
-                found.append(own_links(n_samples, generator)[link_approx](*moments).exp())
+                found.append(links[link_approx](*moments).exp())
                 noise = shared_noise(moments.f_mu, n_samples, generator)
                 draws.append(softmax_samples(*moments, noise).exp())
         return Prediction.of_draws(torch.stack(found).mean(0), torch.cat(draws))
 
-    return Prediction(*_over(la, x, of_batch, link_approx, collate_fn, batch_size, progress_bar))
+    def of_inputs(batch: Any) -> Prediction:
+        return of_batch(la.model.inputs(batch))
+
+    if isinstance(x, Mapping | torch.Tensor | np.ndarray | tuple) and collate_fn is None:
+        return of_batch(x)
+    is_data_set = hasattr(x, "__getitem__") and hasattr(x, "__len__") and not isinstance(x, list)
+    title = "[Predictions]"
+    if is_data_set or collate_fn is not None:
+        found = over_data_set(x, of_inputs, collate_fn, batch_size, title, progress_bar)
+    else:
+        found = over_loader(x, of_inputs, title, progress_bar, not Share(x).is_dealt)
+    return Prediction(*found)
 
 
 @exclusive
@@ -144,34 +160,6 @@ def predict_proba(
     how: dict[str, Any] = {"pred_type": pred_type, "collate_fn": collate_fn}
     how |= {"batch_size": batch_size, "progress_bar": progress_bar}
     return predict(la, x, link_approx, *draws, **how).probabilities.detach().cpu().numpy()
-
-
-def _over(
-    la: Posterior,
-    x: Any,
-    of_batch: Callable[[Any], Columns],
-    link_approx: str,
-    collate_fn: Callable[[Any], Any] | None,
-    batch_size: int,
-    progress_bar: bool,
-) -> Columns:
-    """What a function of inputs makes of a batch, or of all batches of a data set."""
-    if la.predicted_likelihood.is_gaussian:
-        raise ValueError(f"{la.likelihood} predicts numbers: use la(x), for mean and variance.")
-    links = own_links(1, None)
-    if link_approx not in links:
-        raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
-    if isinstance(x, Mapping | torch.Tensor | np.ndarray | tuple) and collate_fn is None:
-        return of_batch(x)
-
-    def of_inputs(batch: Any) -> Columns:
-        return of_batch(la.model.inputs(batch))
-
-    is_data_set = hasattr(x, "__getitem__") and hasattr(x, "__len__") and not isinstance(x, list)
-    if is_data_set or collate_fn is not None:
-        how = collate_fn, batch_size, "[Predictions]", progress_bar
-        return over_data_set(x, of_inputs, *how)
-    return over_loader(x, of_inputs, "[Predictions]", progress_bar, not Share(x).is_dealt)
 
 
 def _moments_of_members(la: Any, x: Any, link_approx: str, pred_type: str) -> Iterator[Moments]:

@@ -105,6 +105,24 @@ def score_texts(
     return scores_under(la, batch, draws_of(la, n_samples, generator))
 
 
+@exclusive
+@torch.inference_mode(False)
+@torch.no_grad()
+def draw_logits(
+    la: Any,
+    batch: Mapping[str, Any],
+    n_samples: int = 10,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Logits `(S, N, V)` of S draws at the N labelled tokens, for measures that `score` lacks.
+
+    Parameters and errors are those of `score`. Without draws they are the trained model's.
+    """
+    logits = list(_of_draws(batch, draws_of(la, n_samples, generator)))
+    members = getattr(la, "members", [la])
+    return torch.stack(logits or [member.tokens(batch)[0] for member in members])
+
+
 def drawn(la: Posterior, n_samples: int, seed: int) -> Iterator[Values]:
     """LoRA weights of each draw, under any prior precision from the noise of the same seed."""
     la.check_model()
@@ -134,12 +152,16 @@ def scores_under(
     if len(found) > 1:  # logits of the mixture of the trained models
         f = torch.stack([f.log_softmax(-1) for f, _ in found]).logsumexp(0)
 
-    def logits() -> Iterator[torch.Tensor]:
-        for member, values in draws:
-            with member.model.prepared():
-                yield called_with(member.model, member.blocks, values, batch)
+    return score(f, _of_draws(batch, draws), tokens, la.model.labelled(batch).to(f.device))
 
-    return score(f, logits(), tokens, la.model.labelled(batch).to(f.device))
+
+def _of_draws(
+    batch: Mapping[str, Any], draws: Iterable[tuple[Any, Values]]
+) -> Iterator[torch.Tensor]:
+    """Logits `(N, V)` of each draw at the labelled tokens."""
+    for member, values in draws:
+        with member.model.prepared():
+            yield called_with(member.model, member.blocks, values, batch)
 
 
 def score(

@@ -21,6 +21,9 @@ METHODS: dict[str, type[TuningMethod]] = {
     "second_training": SecondTraining,
 }
 
+PREDICTIONS = {"pred_type", "link_approx", "n_samples"}
+"""How predictions are made: "marglik" needs none, and ignores these options as the host does."""
+
 
 def build(
     method: str | TuningMethod,
@@ -35,6 +38,8 @@ def build(
         if options:
             raise ValueError(f"Pass {', '.join(options)} to {type(method).__name__} itself.")
         return method
+    if method == "marglik":
+        options = {key: options[key] for key in options.keys() - PREDICTIONS}
     needed = required_data(method, methods)
     known = [field.name for field in fields(methods[method])]
     if not set(needed) <= options.keys() <= set(known):
