@@ -36,7 +36,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace):
 
     Methods of `optimize_prior_precision`: "marglik" needs no data, "agreement" training texts
     (`TokenAgreement`), "gridsearch" validation texts (`TokenGridSearch`), and "second_training" a
-    function that trains (`SecondTraining`).
+    trainer or a function that trains (`SecondTraining`).
 
     Parameters
     ----------

@@ -167,9 +167,9 @@ class Regression:
     def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         targets = self.as_targets(y.to(logits.device), logits.dtype)
         if targets.shape != logits.shape:
-            raise ValueError(f"targets {tuple(y.shape)} for outputs {tuple(logits.shape)}")
+            raise ValueError(f"targets must be {tuple(logits.shape)}, not {tuple(y.shape)}")
         if not torch.isfinite(targets).all():
-            raise ValueError("non-finite targets")
+            raise ValueError("non-finite targets: leave such examples out")
         return targets
 
 

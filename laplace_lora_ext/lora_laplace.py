@@ -39,7 +39,7 @@ class LoRALaplace(LoRAGaussian):
     """What all Laplace approximations over LoRA weights share.
 
     The posterior is over the `lora_A` and `lora_B` weights of the active adapter. Everything else
-    in the model, even a trainable head, stays at its MAP value. No method changes the model.
+    in the model, even a trainable head, stays at its MAP value. No method changes these weights.
 
     Parameters
     ----------

@@ -90,8 +90,8 @@ class LaplaceMixture:
             same = {name for name in common if first[name].equals(other[name])}
             if differing := sorted((first.keys() | other.keys()) - same):
                 raise ValueError(
-                    f"Members 0 and {number} have other base models, as {differing[0]} shows: mix "
-                    "adapters of one base model."
+                    f"Members 0 and {number} have different base models ({differing[0]} differs): "
+                    "mix adapters of one base model."
                 )
         self._priors = tuple(member.prior_precision.detach() for member in self.members)
         self._factor = torch.ones(1)
@@ -178,7 +178,7 @@ class LaplaceMixture:
         elif method == "gridsearch":
             method = GridSearch(**{"link_approx": "mean_field", **options})
         elif options or not isinstance(method, GridSearch | TokenGridSearch):
-            raise ValueError(f'A mixture chooses by "gridsearch" alone, not by {method!r}.')
+            raise ValueError(f'A mixture takes "gridsearch" or a GridSearch(...), not {method!r}.')
         return method(mixture)
 
     # --- files ---------------------------------------------------------------------------------

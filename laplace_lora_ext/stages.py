@@ -63,7 +63,7 @@ def train_in_stages(
     The first stage trains without a share of the texts, which then choose the prior precision; the
     second trains the same adapter on all texts for a quarter of the steps, with an optimizer and a
     schedule of its own, and keeps the prior precision. No label is lost. With few texts the first
-    stage may leave a poor model that the second does not mend: compare the accuracy once.
+    stage may leave a poor model that the second does not mend: compare its accuracy once.
 
     Callbacks, logs, evaluations and checkpoints of the trainer work in both stages. The adapter and
     the posterior end in its `output_dir`, checkpoints of the first stage in "stage_1" there, and
@@ -73,7 +73,7 @@ def train_in_stages(
     Parameters
     ----------
     trainer : transformers.Trainer
-        or an heir, such as TRL's `SFTTrainer` and `RewardTrainer`, with a PEFT model and a
+        or a subclass, such as TRL's `SFTTrainer` and `RewardTrainer`, with a PEFT model and a
         `train_dataset` that has a length
     held_out : float, default=0.2
         the share of the texts that the first stage holds out, between 0 and 1
@@ -161,8 +161,8 @@ def in_stages(
     Parameters
     ----------
     train : callable
-        takes the model, with the adapter to train active, a data set, and a share of the steps of a
-        whole training, and trains with an optimizer and a schedule made anew. The data set is a
+        `train(model, data_set, share)` trains the active adapter on the data set, for that share of
+        a whole training's steps, with a new optimizer and schedule. The data set is a
         `torch.utils.data.Subset`, or what the `select` of a `datasets.Dataset` returns
     model : torch.nn.Module
         with an adapter to be trained; for several members a `PeftModel`
@@ -255,8 +255,8 @@ def _check_classes(la: Any, first: DataLoader, validation: DataLoader) -> None:
         in_first, in_held = (set().union(*gathered(labels)) for labels in found)
     if lost := sorted(in_held - in_first):
         raise ValueError(
-            f"The first stage would train without any example of the classes {lost}, which are all "
-            "held out: hold out a smaller share, or others with another seed."
+            f"All examples of the classes {lost} are held out, so the first stage would never see "
+            "them: lower held_out, or change the seed."
         )
 
 

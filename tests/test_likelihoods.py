@@ -66,7 +66,7 @@ REFUSED = [
         for shape in ((3,), (5,), (4, 1), (4, 3), (2, 2))
     ),
     *(
-        ("regression", torch.zeros(shape), f"targets {shape} for outputs (4, 2)")
+        ("regression", torch.zeros(shape), f"targets must be (4, 2), not {shape}")
         for shape in ((3, 2), (4,), (4, 1), (4, 2, 1))
     ),
     *(("regression", changed(NUMBERS, n), "non-finite targets") for n in (torch.nan, torch.inf)),

@@ -84,15 +84,15 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
     """
     if adapter in model.peft_config:
         raise ValueError(
-            f"The model has an adapter {adapter!r} already: remove it with model.delete_adapter, "
-            "or rename it."
+            f"The model has an adapter {adapter!r} already: remove it with "
+            f"model.delete_adapter({adapter!r})."
         )
     like: Any = model.active_adapter
     initialisation = getattr(model.peft_config[like], "init_lora_weights", True)
     if str(initialisation).startswith(_CHANGE_BASE):
         raise ValueError(
-            f"init_lora_weights={initialisation!r} changes the base model, so that it can't hold "
-            "another adapter: choose another initialisation, or train with models of their own."
+            f"init_lora_weights={initialisation!r} changes the base model, which then can't "
+            "take a second adapter: choose another initialisation, or train each on its own model."
         )
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     model.add_adapter(adapter, deepcopy(model.peft_config[like]))
@@ -114,7 +114,7 @@ def find_peft_model(model: nn.Module) -> PeftModel:
         if isinstance(module, PeftModel):
             return module
     raise ValueError(
-        "Adapters are saved from a PeftModel, which this model neither is nor holds: make it with "
+        "This model is no PeftModel and holds none, which adapters of their own need: make it with "
         "peft.get_peft_model."
     )
 

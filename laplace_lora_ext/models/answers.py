@@ -152,8 +152,8 @@ def reading_at(
         if logits.shape[1] != n_positions:
             raise ValueError(
                 f"The model returns logits at {logits.shape[1]} positions for texts of "
-                f"{n_positions}, as where images come before the text, so it is unknown which are "
-                "whose. Let its forward pass return those of the texts' tokens alone."
+                f"{n_positions} tokens, perhaps because images come first. Let its forward pass "
+                "return only the logits of the texts' tokens."
             )
         return logits.take_along_dim(index.to(logits.device)[..., None], dim=1)
 

@@ -151,8 +151,8 @@ class Positions(NamedTuple):
             return None
         if self.mask.shape != (self.n_examples, n_positions):
             raise NotImplementedError(
-                f"it sees {n_positions} positions of each example, of which an attention_mask of "
-                f'shape {tuple(self.mask.shape)} does not tell: use kfac_approx="gradient"'
+                f"the layer sees {n_positions} positions of each example, but attention_mask has "
+                f'shape {tuple(self.mask.shape)}: use kfac_approx="gradient"'
             )
         return self.mask
 

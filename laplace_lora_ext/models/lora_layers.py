@@ -78,9 +78,9 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
     with_dora = [b.name for b in blocks if b.owner and _variant(b.owner, b.adapter) == _DORA]
     if with_dora:
         raise NotImplementedError(
-            "The host's backends don't support DoRA, which calls LoRA layers with more than their "
-            f'inputs: {listed(with_dora)}. Use the structures "lowrank_kron", "diag" or "full", '
-            "without `backend`."
+            "laplace-torch's backends don't support DoRA, which calls LoRA layers with more than "
+            f'their inputs: {listed(with_dora)}. Use the structures "lowrank_kron", "diag" or '
+            '"full", without `backend`.'
         )
 
 

@@ -131,8 +131,8 @@ def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
     gone = [block.name for block in blocks if id(block.weight) not in present]
     if gone:
         raise RuntimeError(
-            f"LoRA weights that the posterior is over are no longer in the model: {listed(gone)}. "
-            "Make a new posterior of the model as it is now."
+            f"The model has lost LoRA weights of the posterior: {listed(gone)}. Make a new "
+            "posterior, and fit it."
         )
 
 

@@ -197,8 +197,8 @@ def amortize(
 
     A ridge regression finds the logarithms of the variances, at the present prior precision, in
     what the output layer reads and in the log-probabilities (outputs, where they are numbers). No
-    label goes in. Then `la(batch, pred_type="amortized")`, `la.predict(...)` and
-    `la.predict_proba(...)` predict with these variances, with every link. They are saved with the
+    label goes in. With `pred_type="amortized"`, `la(batch)`, `la.predict(...)` and
+    `la.predict_proba(...)` then use these variances, with every link. They are saved with the
     posterior, and refused when its fit or its prior precision changes.
 
     Parameters
@@ -223,7 +223,7 @@ def amortize(
         If there are fewer than three examples, or the likelihood is "reward_modeling".
     """
     if la.predicted_likelihood is not la.trained_likelihood:
-        raise ValueError(f"Variances are learnt of classes or numbers, not for {la.likelihood}.")
+        raise ValueError(f"amortize is for classification and regression, not {la.likelihood}.")
     la.check_model()
     texts = []
     if unlabelled == _SWAPPED:
@@ -259,7 +259,7 @@ def amortized_moments(la: Posterior, x: Any) -> Moments:
     A `ValueError` if nothing was learnt, or the fit or the prior precision has changed since.
     """
     if isinstance(x, Moments):
-        raise ValueError('Moments hold no inputs: pass these for pred_type="amortized".')
+        raise ValueError('Moments hold no inputs: pass a batch for pred_type="amortized".')
     la.check_model()
     learnt = la.learnt_variance
     if learnt is None:

@@ -110,7 +110,7 @@ def predict(
         nothing was learnt for this fit and prior. An error of a loader's batch names it.
     """
     if la.predicted_likelihood.is_gaussian:
-        raise ValueError(f"{la.likelihood} predicts numbers: use la(x), for mean and variance.")
+        raise ValueError(f"{la.likelihood} predicts numbers: use la(x) for mean and covariance.")
     links = own_links(n_samples, generator)
     if link_approx not in links:
         raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")

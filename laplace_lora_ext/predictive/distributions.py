@@ -117,7 +117,7 @@ def network_samples(
 ) -> torch.Tensor:
     """Logits `(S, B, C)` under draws of the weights."""
     if isinstance(X, Moments):
-        raise ValueError('Moments hold no inputs: pass these for pred_type="nn".')
+        raise ValueError('Moments hold no inputs: pass a batch for pred_type="nn".')
     check_counts(n_samples=n_samples)
     la.check_model()
     found = []

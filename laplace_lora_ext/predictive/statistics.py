@@ -140,8 +140,7 @@ class MixtureStatistics:
         targets = [member.targets for member in self.members if member.targets is not None]
         if any(not torch.equal(targets[0], other) for other in targets):
             raise ValueError(
-                "Each member passes over the data, and got them in another order: pass a loader "
-                "that does not shuffle."
+                "The members read the data in other orders: pass a loader that does not shuffle."
             )
 
     def moments(self, factor: float | torch.Tensor) -> MixtureMoments:

@@ -71,7 +71,7 @@ class Share:
         if len(part) not in (0, n_examples):
             raise ValueError(
                 f"The collator made {n_examples} examples of {len(part)}: with several processes, "
-                "it must keep their number."
+                "it must return one for each."
             )
         return part
 
@@ -104,8 +104,8 @@ def examples_of(loader: Any) -> torch.Tensor:
         if not type(sampler).__module__.startswith(_GIVES_ALL):
             if count() > 1:
                 raise ValueError(
-                    "With several processes, what a sampler of your own gives to all of them can't "
-                    "be known: pass a loader of a torch.utils.data.Subset."
+                    "With several processes, a sampler of your own hides which examples are used: "
+                    "pass a DataLoader of a torch.utils.data.Subset."
                 )
             places = {int(place) for each in copy(sampler) for place in np.atleast_1d(each)}
             return torch.tensor(sorted(places), dtype=torch.long)
@@ -228,9 +228,9 @@ def _is_divided(loader: Any) -> bool:
     streams = isinstance(getattr(loader, "dataset", None), IterableDatasetShard)
     if streams or isinstance(loader, DataLoaderDispatcher):
         raise ValueError(
-            "Accelerate repeats examples of an iterable data set, and those that it dispatches, "
-            "which would count twice: give each rank a loader of its own examples, which is not "
-            "prepared."
+            "Accelerate repeats examples where it shards an iterable data set or dispatches "
+            "batches, and they would count twice: give each rank a loader of its own, without "
+            "accelerator.prepare."
         )
     for sampler in _samplers(loader):  # torch's and Accelerate's names
         number = getattr(sampler, "num_replicas", getattr(sampler, "num_processes", None))

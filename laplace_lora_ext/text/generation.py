@@ -66,7 +66,7 @@ def generate_texts(
     generator: torch.Generator | None = None,
     **generation_kwargs: Any,
 ) -> GeneratedText:
-    """Write texts, drawing each next token from the posterior predictive.
+    """Write texts, choosing each next token by the posterior predictive.
 
     This runs transformers' own `generate`, greedy or sampling, with its stopping, its logits
     processors and its caches, for one text after the other. A whole text keeps the same draws, so
@@ -181,8 +181,8 @@ def _inputs(
     others = sorted(inputs.keys() - {main, "attention_mask"})
     if others:
         raise NotImplementedError(
-            f"generate continues texts, and does not know how {', '.join(others)} go on: leave "
-            "them out, or let the model write, and score what it wrote with la.score(batch)."
+            f"generate continues plain texts, without {', '.join(others)}: leave these out, or let "
+            "the model write, and score what it wrote with la.score(batch)."
         )
     return inputs
 
@@ -241,8 +241,8 @@ def _logits(
         kept["cache"] = copy.deepcopy(cache)
     if _size(cache) != _size(kept["cache"]):
         raise NotImplementedError(
-            "Something in generate reads another text in turn, or changes the model's cache, "
-            "which draws can't follow: leave it out, or pass use_cache=False."
+            "An option of generate reads other texts in turn or changes the cache, which draws "
+            "can't follow: leave that option out, or pass use_cache=False."
         )
     own: dict[str, Any] = {name: kept["cache"]} if name in kwargs else {}
     if kwargs.get("encoder_outputs") is not None:
@@ -256,8 +256,7 @@ def _logits(
     keeps = kwargs.get("use_cache") and kept["cache"] is None
     if keeps or any(kwargs.get(state) is not None for state in _STATES):
         raise NotImplementedError(
-            "The model keeps what it has read in no cache, which draws need for themselves: "
-            "pass use_cache=False."
+            "The model returns no cache, and each draw needs one of its own: pass use_cache=False."
         )
     if "encoder_outputs" in own:
         kept["encoded"] = BaseModelOutput(output.encoder_last_hidden_state)

@@ -51,10 +51,9 @@ def distill(
     trains it on the posterior's probabilities (link "mean_field") of the training texts and of
     texts without labels, by the Kullback-Leibler divergence, for 30 % of the training's steps and
     without dropout, which would blur what is smooth already. Where the adapter has a head of its
-    own, as classifiers do, the copy's is divided by the best temperature, and stays: a student that
-    begins far surer than its teacher forgets on its way what both know. What comes of it is a LoRA
-    adapter like any other, to be merged, quantised and served without this library:
-    `model.set_adapter(name)`.
+    own, as classifiers do, the student's is divided by the best temperature and frozen: a student
+    that starts much more confident than its teacher loses accuracy. The result is an ordinary LoRA
+    adapter, to be merged, quantised and served without this library: `model.set_adapter(name)`.
 
     With `class_token_ids`, the answers' tokens share the probability that the trained model gives
     them all together, so that greedy decoding still answers.

@@ -20,7 +20,7 @@ from laplace_lora_ext.processes.shards import in_order
 def check_trainer(trainer: Any) -> None:
     """Refuse a trainer that can't train again as it has trained, by a `ValueError`."""
     if trainer.model_init is not None:
-        raise ValueError("The trainer's model_init makes a new model in each training: pass model.")
+        raise ValueError("model_init makes a new model in each training: give the trainer a model.")
     if trainer.optimizer is not None and not trainer.state.global_step:
         raise ValueError(
             "The trainer was given an optimizer, but each training needs one of its own: choose it "

@@ -36,7 +36,7 @@ class Agreement(TuningMethod):
     Each draw from the posterior has class probabilities of its own. Their mean total variation
     distance from the model's, `½ Σ_c |p_c - p*_c|`, measures how much a draw changes predictions
     on the training data. The method takes the smallest prior precision at which it is `max_change`.
-    Labels are not used, so a model that has memorised them can't mislead the choice.
+    Labels are not used, so memorised noise goes unnoticed, and leaves the posterior too narrow.
     `benchmarks/README.md` has the figures.
 
     Parameters
@@ -158,8 +158,8 @@ def broadest(
     if abs(log_factor) > 0.99 * _FARTHEST:
         warn(
             f"No prior precision within a factor of 1e8 changes the predictions by "
-            f"{max_change:g} on average: at {la.prior_precision.mean().item():.3g} it is "
-            f"{recorder.objectives[-1]:.3g}. Is the adapter untrained?"
+            f"{max_change:g} on average: at {la.prior_precision.mean().item():.3g} the "
+            f"change is {recorder.objectives[-1]:.3g}. Check that the adapter is trained."
         )
     return recorder.history()
 

@@ -150,7 +150,7 @@ def search_grid(
         points.set_description(f"[Grid search | prior_prec: {middle:.3e}, loss: {result:.3f}]")
         recorder.add(index, result, point)
     if not any(map(math.isfinite, recorder.objectives)):
-        raise ValueError("The validation loss is finite at no point of the grid.")
+        raise ValueError("The validation loss is finite nowhere on the grid: check it.")
     if len(recorder.objectives) > 1 and len(set(recorder.objectives)) == 1:
         warn(
             "The validation loss is the same at every point of the grid. Pass a loss that depends "

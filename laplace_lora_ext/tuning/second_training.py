@@ -41,8 +41,8 @@ class SecondTraining(TuningMethod):
     With few held-out examples the choice is largely chance. Several trainings each hold out other
     examples and choose together: five, with a fifth held out, are a full cross-validation.
 
-    The other posteriors are in the history: `LaplaceMixture([la, *history.posteriors])` predicts
-    better than any of them.
+    The other posteriors are in the history: `LaplaceMixture([la, *history.posteriors])` often has
+    a lower NLL than each alone.
 
     Parameters
     ----------
@@ -94,13 +94,13 @@ class SecondTraining(TuningMethod):
         super().__post_init__()
         if (self.trainer is None) == (self.train is None or self.train_loader is None):
             raise ValueError(
-                "A second training needs the trainer that has trained the model, or else train, a "
-                "function that trains another one, and train_loader."
+                "A second training needs either the trainer that has trained the model, or train, "
+                "a function that trains another model, and train_loader."
             )
         if self.trainings * self.held_out > 1:
             raise ValueError(
-                f"Of {self.trainings} trainings each can't hold out {self.held_out:g} of the "
-                "examples: hold out less, or train less often."
+                f"{self.trainings} trainings can't each hold out another {self.held_out:g} of the "
+                "examples: lower held_out or trainings."
             )
 
     def _search(self, la: Posterior) -> TuningHistory:

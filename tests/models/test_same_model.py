@@ -95,8 +95,8 @@ def replace_weight(model):
     [
         (lambda m: m.merge_adapter(), "query is merged into the base model: call", False),
         (lambda m: m.base_model.disable_adapter_layers(), "query is disabled: call", False),
-        (lambda m: m.unload(), r"no longer in the model: .*query\.lora_A", False),
-        (replace, r"no longer in the model: .*query\.lora_A", False),
+        (lambda m: m.unload(), r"lost LoRA weights of the posterior: .*query\.lora_A", False),
+        (replace, r"lost LoRA weights of the posterior: .*query\.lora_A", False),
         (scale, r"query\.lora_A.*was \(\[2, 12\], 2\.0\) at the fit, and now is .*6\.0", True),
         (replace_weight, r"bert\.pooler\.dense\.weight differs from that of the fit", True),
     ],

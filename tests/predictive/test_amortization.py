@@ -169,8 +169,8 @@ REFUSED = [
     (lambda la, b: la(la.predictive_moments(b[0]), **AMORTIZED), "Moments hold no inputs"),
     (lambda la, b: la.predict(b[0], pred_type="nn"), 'neither "glm" nor "amortized"'),
     (lambda la, b: make(plain_model()).amortize([inputs(4, 1)]), "fit"),
-    (lambda la, b: fitted_text().amortize(b), "not for language_modeling"),
-    (lambda la, b: rewards().amortize(b), "not for reward_modeling"),
+    (lambda la, b: fitted_text().amortize(b), "not language_modeling"),
+    (lambda la, b: rewards().amortize(b), "not reward_modeling"),
 ]
 
 

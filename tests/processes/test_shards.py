@@ -130,17 +130,15 @@ class Own(Sampler):
 
 
 REFUSED = {
-    "repeats examples of an iterable": lambda rank: accelerated(
+    "repeats examples where it shards an iterable": lambda rank: accelerated(
         rank, 2, DataLoader(Stream(), batch_size=2), dispatch_batches=False
     ),
-    "repeats examples of an iterable data set, and": lambda rank: accelerated(
-        rank, 2, numbered(4), dispatch_batches=True
-    ),
+    "or dispatches": lambda rank: accelerated(rank, 2, numbered(4), dispatch_batches=True),
     "among 4 processes, and there are 2": lambda rank: strided(
         rank, 4, 8, num_replicas=4, rank=rank
     ),
     "a sampler of your own": lambda rank: accelerated(rank, 2, numbered(5, sampler=Own())),
-    "must keep their number": lambda rank: DataLoader(
+    "must return one for each": lambda rank: DataLoader(
         torch.arange(4), 2, sampler=DistributedSampler(range(4)), collate_fn=lambda x: x[:1]
     ),
     "have the same 4 examples": lambda rank: numbered(4),

@@ -189,8 +189,12 @@ SEVERAL += [{"guidance_scale": 1.5}]
 REFUSED = [
     *(("gpt2", option, "one text a prompt.*" + next(iter(option))) for option in SEVERAL),
     ("gpt2", {"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 12)}, "Pass input_ids"),
-    ("gpt2", {"token_type_ids": torch.zeros(3, 4)}, "does not know how token_type_ids"),
-    ("t5", {"decoder_input_ids": torch.ones(3, 2).long()}, "does not know how decoder_input_ids"),
+    ("gpt2", {"token_type_ids": torch.zeros(3, 4)}, "plain texts, without token_type_ids"),
+    (
+        "t5",
+        {"decoder_input_ids": torch.ones(3, 2).long()},
+        "plain texts, without decoder_input_ids",
+    ),
     *(
         ("gpt2", ON_THE_RIGHT | padded, "pad on the left")
         for padded in (
@@ -198,7 +202,7 @@ REFUSED = [
             {"attention_mask": None, "pad_token_id": 0, "eos_token_id": 59},
         )
     ),
-    ("gpt2", reading_another_text, "another text in turn"),
+    ("gpt2", reading_another_text, "other texts in turn"),
 ]
 
 

@@ -78,5 +78,5 @@ def test_what_can_not_agree_is_said():
     with pytest.raises(ValueError, match="regression has none: use"):
         la.optimize_prior_precision(method=METHOD, train_loader=[X])
     options = {"train_loader": ragged_batches(), "init_prior_prec": 1e20, "n_samples": 5}
-    with pytest.warns(UserWarning, match="Is the adapter untrained"):
+    with pytest.warns(UserWarning, match="that the adapter is trained"):
         fitted().optimize_prior_precision(method=METHOD, **options)

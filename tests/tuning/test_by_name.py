@@ -102,7 +102,7 @@ BAD = [
     ({"method": "gridsearch"}, "needs val_loader"),
     ({"method": "val_gd"}, "needs val_loader"),
     ({"method": "agreement"}, "needs train_loader"),
-    ({"method": "second_training"}, "needs the trainer"),
+    ({"method": "second_training"}, "needs either the trainer"),
     ({"method": "agreement", "train_loader": [], "init_prior_prec": 7.0}, "no data"),
     ({"method": "val_gd", "val_loader": "batches", "link_approx": "bridge"}, "links"),
     (

@@ -84,7 +84,7 @@ def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outpu
 
 @pytest.mark.parametrize(
     ("losses", "message"),
-    [([1, torch.nan], "not a number at prior precisions"), ([torch.inf] * 2, "finite at no point")],
+    [([1, torch.nan], "not a number at prior precisions"), ([torch.inf] * 2, "finite nowhere")],
 )
 def test_losses_that_choose_nothing_are_refused(validation, losses, message):
     la, each = fitted(prior_precision=0.4), iter(losses)

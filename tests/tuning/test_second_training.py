@@ -146,7 +146,7 @@ def in_place(la):
         ({"held_out": 0.99}, ValueError, "11 examples are too few"),
         ({"held_out": 0.06, "trainings": 2}, ValueError, "11 examples are too few"),
         ({"trainings": 0}, ValueError, "trainings must be at least 1"),
-        ({"trainings": 6}, ValueError, "each can't hold out 0.2"),
+        ({"trainings": 6}, ValueError, "can't each hold out another 0.2"),
         ({"trainings": 2, "search": descent}, ValueError, "use GridSearch"),
         ({"train_loader": [1, 2]}, ValueError, "pass a DataLoader"),
         ({"train": lambda la: lambda _: None}, TypeError, "must return the model"),
