@@ -155,12 +155,6 @@ class LoRAGaussian(ParametricLaplace):
             not a number.
         NotImplementedError
             For "val_gd" with another structure than "lowrank_kron".
-
-        Notes
-        -----
-        "marglik" tends to choose a smaller prior precision, hence a broader posterior, than
-        validation data would. "agreement" comes closer; it needs the training data once more.
-        `benchmarks/README.md` has the figures.
         """
         if pred_type != "glm":
             options["pred_type"] = pred_type
@@ -229,6 +223,8 @@ class LoRAGaussian(ParametricLaplace):
             samples = network_samples(la, x, n_samples, generator, **model_kwargs)
             return samples.mean(0), samples.var(0)
         links = own_links(n_samples, generator)
+        if link_approx not in (known := [*links, "bridge", "bridge_norm"]):
+            raise ValueError(f"link_approx {link_approx!r} is none of {known}.")
         if pred_type == "amortized":
             x, pred_type = amortized_moments(la, x), "glm"
             if likelihood.is_gaussian or link_approx not in links:

@@ -41,14 +41,6 @@ def Laplace(
     model: nn.Module,
     likelihood: str | None = None,
     subset_of_weights: Literal["lora"] = "lora",
-    hessian_structure: Literal["lowrank_kron"] = "lowrank_kron",
-    **options: Any,
-) -> LowRankKronLoRALaplace: ...
-@overload
-def Laplace(
-    model: nn.Module,
-    likelihood: str | None = None,
-    subset_of_weights: Literal["lora"] = "lora",
     hessian_structure: str = "lowrank_kron",
     **options: Any,
 ) -> LoRALaplace: ...

@@ -17,12 +17,13 @@ import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.gaussian import LoRAGaussian
 from laplace_lora_ext.likelihoods import LIKELIHOODS
+from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.locks import LOCK, exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
     check_known_to_host,
     find_blocks,
-    warn_if_untrained,
+    is_untrained,
     warn_of_other_trainable,
 )
 from laplace_lora_ext.models.preference_model import PreferenceModel
@@ -98,7 +99,8 @@ class LoRALaplace(LoRAGaussian):
             self.blocks = find_blocks(model, target_modules, layers_to_transform)
             warn_of_other_trainable(model)
         self.model.adapter = self.blocks[0].adapter
-        warn_if_untrained(self.blocks)
+        if is_untrained(self.blocks):
+            warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self.predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
         self.learnt_variance: LearntVariance | None = None

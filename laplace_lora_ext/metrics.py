@@ -104,9 +104,9 @@ def compare(
         X, y = la.model.split(batch)
         posterior = la(X, link_approx=link_approx, fitting=True).detach()
         with la.model.prepared(), torch.no_grad():
-            trained = la.model(X).softmax(-1)
-        labels = la.trained_likelihood.check_targets(y, posterior)
-        return trained.cpu(), posterior.cpu(), labels.cpu()
+            logits = la.model(X)
+        labels = la.trained_likelihood.check_targets(y, logits)
+        return logits.softmax(-1).cpu(), posterior.cpu(), labels.cpu()
 
     trained, posterior, labels = over_loader(loader, evaluate, "[Comparing]", progress_bar)
     return Comparison(quality(trained, labels), quality(posterior, labels))

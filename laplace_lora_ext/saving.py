@@ -18,6 +18,7 @@ from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.models.weights import Block, flattened
 from laplace_lora_ext.predictive.distributions import drawn_weights
 
+MIXTURE = "laplace_mixture.json"
 FILE = "laplace_posterior.safetensors"
 _VERSION = "3"
 
@@ -52,6 +53,8 @@ def save_pretrained(la: Any, folder: str | Path) -> None:
 def read_state(folder: str | Path) -> dict[str, Any]:
     """The state of a posterior that `save_pretrained` wrote; damaged or other files are refused."""
     path = Path(folder, FILE)
+    if not path.exists() and Path(folder, MIXTURE).exists():
+        raise FileNotFoundError(f"{folder} holds a mixture: use LaplaceMixture.from_pretrained.")
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -115,6 +118,9 @@ def sample_adapters(
     samples and a generator in the same state. LoRA weights outside the posterior, and trained
     modules such as a head, are saved with their MAP values. A mixture divides the draws among its
     members, the first ones getting the rest.
+
+    A prior precision that suits the linearised model is often far too small for drawn weights:
+    choose one for them by `method="gridsearch", pred_type="nn", link_approx="mc"`.
 
     Parameters
     ----------

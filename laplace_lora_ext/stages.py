@@ -16,7 +16,7 @@ from transformers import set_seed
 
 from laplace_lora_ext.callback import eval_figures
 from laplace_lora_ext.laplace import Laplace
-from laplace_lora_ext.messages import check_counts, naming
+from laplace_lora_ext.messages import check_counts, naming, warn
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.adapters import (
     active_again,
@@ -28,6 +28,7 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import find_transformer
+from laplace_lora_ext.models.lora_layers import is_untrained
 from laplace_lora_ext.processes.exchange import gathered, of_first, together
 from laplace_lora_ext.processes.shards import divided, in_order, in_order_like, taken
 from laplace_lora_ext.training.trainers import (
@@ -219,6 +220,11 @@ def _in_stages(
         la.fit(list(islice(batches_of(rest), 1)))
         if not la.trained_likelihood.is_gaussian and la.likelihood != "language_modeling":
             _check_classes(la, batches_of(rest), validation)
+    if not is_untrained(la.blocks):
+        warn(
+            "The adapter looks trained: its lora_B is not 0. If it knows these texts, held-out "
+            "ones are no test, and the prior precision becomes too large. Begin with a new adapter."
+        )
     with own_adapter_back(model):
         actives = [active_again(model)]
         for number in range(1, members):

@@ -64,7 +64,7 @@ def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool) -> Sums:
     reports = gathered(_Report(la, sums))
     n_data = sum(report.n_data for report in reports)
     if not n_data:
-        raise ValueError("The training loader has no data.")
+        raise ValueError("The training loader has no data. (A generator can be read once.)")
     _check_alike(reports)
     la.model.output_size = max(report.n_outputs for report in reports)
     H = sums.H

@@ -1,5 +1,7 @@
 """Figures of predictions whose quality is known."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -27,7 +29,9 @@ def test_figures_of_known_predictions():
 def test_the_trained_model_beside_its_posterior():
     la, batches = fitted(), ragged_batches(seed=7)
     labels = torch.cat([batch["labels"] for batch in batches])
-    found = compare(la, batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = compare(la, batches)
     posterior = torch.cat([la(batch, link_approx="mean_field") for batch in batches])
     assert found.posterior == quality(posterior, labels)
     f_mu = torch.cat([la.predictive_moments(batch).f_mu for batch in batches])

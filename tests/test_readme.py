@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from laplace import Laplace
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
+import laplace_lora_ext
 from tests.support.models import base_model, lora_model, ragged_batches
 
 ROOT = Path(__file__).parent.parent
@@ -80,11 +82,13 @@ def namespace(folder: Path) -> dict[str, object]:
 def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    names = namespace(tmp_path)
+    names = namespace(tmp_path) | {"Laplace": Laplace, "laplace_lora_ext": laplace_lora_ext}
     for number, code in enumerate(BLOCKS):
         for folder in set(re.findall(r'from_pretrained\(\s*"([^"]+)"', code)):
             write_adapter(tmp_path / folder, "gpt2" if "CausalLM" in code else "bert")
+        names["la"] = names["trained"] if "its trainer" in code else names.get("la")
         exec(compile(code, f"README.md, block {number}", "exec"), names)
+        names["trained"] = names["la"] if "trainer" in code else names["trained"]
         probabilities = names["probs"]
         assert probabilities.ndim == 2
         torch.testing.assert_close(probabilities.sum(1), torch.ones(len(probabilities)))

@@ -66,7 +66,8 @@ def test_the_seed_chooses_what_is_held_out_and_the_second_stage_learns_it(tmp_pa
     watch = Watch()
     for seed in (1, 2):
         settings = {"max_steps": 2, "save_strategy": "no"}
-        train_in_stages(trainer_of(tmp_path, watch, data_seed=seed, **settings), 0.25)
+        with pytest.warns(UserWarning, match="looks trained"):
+            train_in_stages(trainer_of(tmp_path, watch, data_seed=seed, **settings), 0.25)
     assert [len(data) for data in watch.data] == [15, N, 15, N]
     assert watch.data[0].indices != watch.data[2].indices
 
@@ -184,6 +185,7 @@ POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3])
     [
         ({"train_dataset": None}, {}, "has a length"),
         ({"train_dataset": Endless()}, {}, "has a length"),
+        ({"model": lora_model("bert").requires_grad_(False)}, {}, "is_trainable=True"),
         ({"model_init": lambda: None}, {}, "model_init makes a new model"),
         ({"optimizer": object()}, {}, "was given an optimizer"),
         ({"get_train_dataloader": lambda: DataLoader(Texts(N))}, {}, "must read self.train_data"),
@@ -208,6 +210,11 @@ def test_what_cannot_work_is_refused_before_any_training(tmp_path, change, optio
     assert watch.steps == []
     assert all(getattr(trainer, n) is value for n, value in zip(names, before, strict=True))
     model.assert_equal(trainer.model)
+
+
+def test_a_trainer_is_wanted():
+    with pytest.raises(ValueError, match=r"Pass a transformers\.Trainer, not list"):
+        train_in_stages([BATCH])
 
 
 def test_a_loop_of_ones_own_trains_on_what_its_loader_gives():

@@ -27,6 +27,7 @@ def named_batches(
 
 def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any:
     """A copy of a batch on a device without some of its keys, a dictionary or a BatchEncoding."""
+    _check_collated(batch)
     inputs = {
         key: value.to(device) if isinstance(value, torch.Tensor) else value
         for key, value in batch.items()
@@ -45,10 +46,19 @@ def part_of(inputs: Any, place: slice, n_examples: int) -> Any:
 
 def number_of_rows(x: Any) -> int | None:
     """Of all tensors of a batch; None where they have none, or unequal numbers of them."""
+    _check_collated(x)
     values = x.values() if isinstance(x, Mapping) else [x]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     lengths = {len(tensor) if tensor.ndim else None for tensor in tensors}
     return lengths.pop() if len(lengths) == 1 else None
+
+
+def _check_collated(batch: Any) -> None:
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), list):
+        raise TypeError(
+            "input_ids are a list: pass batches of tensors, as a DataLoader with a collator makes "
+            "them, or collate_fn where there is one."
+        )
 
 
 def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None:

@@ -124,7 +124,7 @@ class LogitsModel(nn.Module):
             X, y = batch
         else:
             raise TypeError(
-                "A training batch must be a mapping with labels or a pair (X, y), not "
+                "A batch must be a mapping (with labels, to learn from) or a pair (X, y), not "
                 f"{type(batch).__name__}."
             )
         # A copy, since the loader may write its next batch there.

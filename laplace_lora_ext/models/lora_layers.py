@@ -57,7 +57,8 @@ def find_blocks(
         kinds = [c.peft_type for c in getattr(model, "peft_config", {}).values()]
         there_is = listed([str(getattr(kind, "value", kind)) for kind in kinds]) or "no adapter"
         raise ValueError(
-            f"No LoRA layer in the model (found {there_is}). Add one with peft.get_peft_model."
+            f"No LoRA layer in the model (found {there_is}). Add one with peft.get_peft_model, or "
+            "load the adapter again if it was merged."
         )
     adapter = _active_adapter(layers)
     layers = {name: layer for name, layer in layers.items() if adapter in _adapters_of(layer)}
@@ -84,23 +85,17 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
         )
 
 
-def warn_if_untrained(blocks: Sequence[Block]) -> None:
-    """Warn if all `lora_B` are 0, as PEFT initialises them."""
+def is_untrained(blocks: Sequence[Block]) -> bool:
+    """Whether all `lora_B` are 0, as PEFT initialises them."""
     of_b = [block for block in blocks if block.matrix == "lora_B"]
-    if of_b and not any(block.values.any() for block in of_b):
-        warn(
-            "Every lora_B weight is 0, which makes the curvature of every lora_A 0: the adapter "
-            "looks untrained. Train it first."
-        )
+    return bool(of_b) and not any(block.values.any() for block in of_b)
 
 
 def warn_of_other_trainable(model: nn.Module) -> None:
-    """Warn once of trainable parameters that are not LoRA weights, and so stay fixed."""
-    names = [
-        strip_wrappers(name)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not _NAME.fullmatch(strip_wrappers(name))
-    ]
+    """Warn of trainable parameters that are neither LoRA weights nor a head, and so stay fixed."""
+    weights = {strip_wrappers(name): p for name, p in model.named_parameters() if p.requires_grad}
+    bare = [name for name in weights if not _NAME.fullmatch(name)]
+    names = [name for name in bare if ".modules_to_save." not in name]
     if names:
         warn(
             "The posterior is over lora_A and lora_B weights alone. Other trainable weights stay "

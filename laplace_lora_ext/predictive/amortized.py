@@ -30,7 +30,7 @@ _OF_POSTERIOR = {"prior_precision", "curvature_scale"}
 _SWAPPED = "swapped"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LearntVariance:
     """Variances of a posterior's logits as a function of features x `(B, p)`, one forward pass's.
 
@@ -73,6 +73,9 @@ class LearntVariance:
     r_squared: float
     mean_error: float
     n_examples: int
+
+    def __repr__(self) -> str:
+        return f"LearntVariance(r_squared={self.r_squared:.3f}, n_examples={self.n_examples})"
 
     @classmethod
     def of(

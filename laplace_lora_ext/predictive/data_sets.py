@@ -44,7 +44,7 @@ def over_loader(
         own = stacked(parts) if parts else None
         of_all = own if alone else joined(torch.cat(found), own)
     if of_all is None:
-        raise ValueError("The loader has no data.")
+        raise ValueError("The loader has no data. (A generator can be read once.)")
     return of_all
 
 

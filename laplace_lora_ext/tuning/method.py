@@ -23,7 +23,7 @@ _COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples", "t
 _STRUCTURES = ["scalar", "layerwise", "diag"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TuningHistory:
     """What a search for a prior precision tried, ready to plot.
 
@@ -43,6 +43,10 @@ class TuningHistory:
     objective: torch.Tensor
     prior_precision: torch.Tensor
     posteriors: tuple[Any, ...] = ()
+
+    def __repr__(self) -> str:
+        low, high = (value.item() for value in self.prior_precision.aminmax())
+        return f"TuningHistory({len(self.step)} prior precisions from {low:.3g} to {high:.3g})"
 
 
 class Recorder:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.support.models import pairs, plain_model
-from tests.support.posteriors import make
+from tests.support.posteriors import fitted, make
 
 
 @pytest.mark.parametrize("loader", [[], iter(()), DataLoader(TensorDataset(torch.zeros(0, 5)))])
@@ -25,6 +25,13 @@ def test_an_empty_loader_is_refused(la, loader):
 def test_a_batch_that_is_neither_a_mapping_nor_a_pair_is_refused(la, batch):
     with pytest.raises(TypeError, match=rf"a pair \(X, y\), not {type(batch).__name__}"):
         la.fit([batch])
+
+
+def test_lists_of_tokens_want_a_collator():
+    la, rows = fitted(), [{"input_ids": [3, 4], "labels": 1}, {"input_ids": [5], "labels": 0}]
+    for use in (la.fit, la.predict, lambda rows: la(rows[0])):
+        with pytest.raises(TypeError, match="a DataLoader with a collator"):
+            use(rows)
 
 
 class Stream(IterableDataset):
