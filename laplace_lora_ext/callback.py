@@ -76,9 +76,7 @@ class LaplaceCallback(TrainerCallback):
             warnings.simplefilter("ignore")  # the fit will warn
             Laplace(kwargs["model"], **self._options)
         if not isinstance(kwargs["train_dataloader"].dataset, Sized):
-            raise ValueError(
-                "A posterior needs all training data: pass a train_dataset with a length."
-            )
+            raise ValueError("A posterior needs all training data: give these a length.")
         if "val_loader" in self._needed and not args.do_eval:
             raise ValueError(
                 f'method="{self._method}" needs validation data: give the trainer an eval_dataset '

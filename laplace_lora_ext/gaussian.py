@@ -16,12 +16,6 @@ from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.derivatives import jacobians
 from laplace_lora_ext.passes.recording import Directions, every_output
 from laplace_lora_ext.predictive import amortized, decisions, distributions
-from laplace_lora_ext.predictive.amortized import amortized_moments
-from laplace_lora_ext.predictive.distributions import (
-    mean_probabilities,
-    moments_for,
-    network_samples,
-)
 from laplace_lora_ext.predictive.links import own_links
 from laplace_lora_ext.predictive.moments import semidefinite, uncorrelated
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
@@ -219,19 +213,17 @@ class LoRAGaussian(ParametricLaplace):
             link_approx = "probit"  # numbers need no link, and the host must know its name
         if pred_type == "nn" and generator is not None:
             if not likelihood.is_gaussian:
-                return mean_probabilities(la, x, n_samples, generator, **model_kwargs)
-            samples = network_samples(la, x, n_samples, generator, **model_kwargs)
+                return distributions.mean_probabilities(la, x, n_samples, generator, **model_kwargs)
+            samples = distributions.network_samples(la, x, n_samples, generator, **model_kwargs)
             return samples.mean(0), samples.var(0)
         links = own_links(n_samples, generator)
-        if link_approx not in (known := [*links, "bridge", "bridge_norm"]):
-            raise ValueError(f"link_approx {link_approx!r} is none of {known}.")
         if pred_type == "amortized":
-            x, pred_type = amortized_moments(la, x), "glm"
+            x, pred_type = amortized.amortized_moments(la, x), "glm"
             if likelihood.is_gaussian or link_approx not in links:
                 x = x._replace(f_var=semidefinite(x.f_var))
         if pred_type == "glm" and not likelihood.is_gaussian and link_approx in links:
             alone = diagonal_output and link_approx == "mc"
-            f_mu, f_var = moments_for(la, x, "probit" if alone else link_approx)
+            f_mu, f_var = distributions.moments_for(la, x, "probit" if alone else link_approx)
             if alone:  # the variances of all logits
                 f_var = uncorrelated(f_var)
             with torch.autocast(self.model.device.type, enabled=False):
@@ -284,5 +276,5 @@ class LoRAGaussian(ParametricLaplace):
             return self._glm_functional_samples(f_mu, *args, **kwargs)
         return super()._glm_predictive_samples(f_mu, *args, **kwargs)
 
-    _nn_functional_samples: Any = network_samples
-    _nn_predictive_classification: Any = mean_probabilities
+    _nn_functional_samples: Any = distributions.network_samples
+    _nn_predictive_classification: Any = distributions.mean_probabilities

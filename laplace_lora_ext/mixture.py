@@ -28,6 +28,8 @@ from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
+_DESCRIPTION = "laplace_mixture.json"
+
 
 def _of_first(name: str) -> property:
     """What all members have alike."""
@@ -205,7 +207,7 @@ class LaplaceMixture:
             # PEFT gives any adapter but "default" a folder of its own.
             parent = Path(folder, name) if name == "default" else Path(folder)
             member.save_pretrained(write_adapter(models[0], name, {}, parent))
-        Path(folder, saving.MIXTURE).write_text(json.dumps({"members": names}), encoding="utf-8")
+        Path(folder, _DESCRIPTION).write_text(json.dumps({"members": names}), encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, model: nn.Module, folder: str | Path, **kwargs: Any) -> LaplaceMixture:
@@ -227,7 +229,7 @@ class LaplaceMixture:
         ValueError
             If files are damaged, or an adapter or the base model is not that of the fit.
         """
-        names = json.loads(Path(folder, saving.MIXTURE).read_text(encoding="utf-8"))["members"]
+        names = json.loads(Path(folder, _DESCRIPTION).read_text(encoding="utf-8"))["members"]
         if not isinstance(model, PeftModel):
             model = PeftModel.from_pretrained(model, str(Path(folder, names[0])), names[0])  # pyright: ignore[reportArgumentType]
         members = []

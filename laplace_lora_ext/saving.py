@@ -18,7 +18,6 @@ from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.models.weights import Block, flattened
 from laplace_lora_ext.predictive.distributions import drawn_weights
 
-MIXTURE = "laplace_mixture.json"
 FILE = "laplace_posterior.safetensors"
 _VERSION = "3"
 
@@ -53,8 +52,6 @@ def save_pretrained(la: Any, folder: str | Path) -> None:
 def read_state(folder: str | Path) -> dict[str, Any]:
     """The state of a posterior that `save_pretrained` wrote; damaged or other files are refused."""
     path = Path(folder, FILE)
-    if not path.exists() and Path(folder, MIXTURE).exists():
-        raise FileNotFoundError(f"{folder} holds a mixture: use LaplaceMixture.from_pretrained.")
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

@@ -145,18 +145,6 @@ def test_what_makes_no_gaussian_is_refused_and_changes_nothing(name, structure):
     torch.testing.assert_close(la.predictive_moments(batch).f_var, expected.f_var)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_new_temperature_is_that_of_a_posterior_made_with_it(structure):
-    la, (batch, *_) = fitted(structure=structure), ragged_batches()
-    la(batch)
-    la.temperature = 0.3
-    other = fitted(structure=structure, temperature=0.3)
-    torch.testing.assert_close(
-        la.predictive_moments(batch).f_var, other.predictive_moments(batch).f_var
-    )
-    assert la.log_marginal_likelihood() == other.log_marginal_likelihood()
-
-
 def test_it_says_what_it_is_of_and_whether_it_is_fitted():
     la = make(lora_model("bert"))
     size = sum(block.weight.numel() for block in la.blocks)

@@ -1,7 +1,5 @@
 """Figures of predictions whose quality is known."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -26,12 +24,11 @@ def test_figures_of_known_predictions():
         quality(even / 0, labels)
 
 
+@pytest.mark.filterwarnings("error:The model's outputs")
 def test_the_trained_model_beside_its_posterior():
     la, batches = fitted(), ragged_batches(seed=7)
     labels = torch.cat([batch["labels"] for batch in batches])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = compare(la, batches)
+    found = compare(la, batches)
     posterior = torch.cat([la(batch, link_approx="mean_field") for batch in batches])
     assert found.posterior == quality(posterior, labels)
     f_mu = torch.cat([la.predictive_moments(batch).f_mu for batch in batches])

@@ -5,7 +5,7 @@ import torch
 from peft import load_peft_weights
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext import GridSearch, LaplaceMixture, from_pretrained
+from laplace_lora_ext import GridSearch, LaplaceMixture
 from laplace_lora_ext.models.adapters import add_fresh_adapter
 from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
 from tests.support.models import base_model, lora_model, ragged_batches, real_targets
@@ -264,9 +264,6 @@ def test_what_a_mixture_lacks_is_said(tmp_path):
     first, second, batches = two()
     mixture = LaplaceMixture([first, second])
     assert repr(mixture).count("fitted to 8 examples; prior precision") == 2
-    mixture.save_pretrained(tmp_path / "both")
-    with pytest.raises(FileNotFoundError, match=r"use LaplaceMixture\.from_pretrained"):
-        from_pretrained(first.model.model, tmp_path / "both")
     with pytest.raises(ValueError, match=r"gridsearch. or a GridSearch"):
         mixture.optimize_prior_precision("marglik")
     given = mixture.predictive_statistics(batches)

@@ -212,11 +212,6 @@ def test_what_cannot_work_is_refused_before_any_training(tmp_path, change, optio
     model.assert_equal(trainer.model)
 
 
-def test_a_trainer_is_wanted():
-    with pytest.raises(ValueError, match=r"Pass a transformers\.Trainer, not list"):
-        train_in_stages([BATCH])
-
-
 def test_a_loop_of_ones_own_trains_on_what_its_loader_gives():
     model, calls = plain_model(2), []
     X = torch.randn(12, 5, generator=generator()).double()

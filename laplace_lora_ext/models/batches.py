@@ -55,10 +55,7 @@ def number_of_rows(x: Any) -> int | None:
 
 def _check_collated(batch: Any) -> None:
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), list):
-        raise TypeError(
-            "input_ids are a list: pass batches of tensors, as a DataLoader with a collator makes "
-            "them, or collate_fn where there is one."
-        )
+        raise TypeError("input_ids are a list: pass batches of tensors, as collators make them.")
 
 
 def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None:

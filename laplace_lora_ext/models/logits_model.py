@@ -127,8 +127,7 @@ class LogitsModel(nn.Module):
                 "A batch must be a mapping (with labels, to learn from) or a pair (X, y), not "
                 f"{type(batch).__name__}."
             )
-        # A copy, since the loader may write its next batch there.
-        return X, as_tensor(y).to(self.device, copy=True)
+        return X, as_tensor(y).to(self.device)
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
         """As `split`, but a bare tensor or a mapping without labels gives the inputs and None."""

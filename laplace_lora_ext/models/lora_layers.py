@@ -57,8 +57,7 @@ def find_blocks(
         kinds = [c.peft_type for c in getattr(model, "peft_config", {}).values()]
         there_is = listed([str(getattr(kind, "value", kind)) for kind in kinds]) or "no adapter"
         raise ValueError(
-            f"No LoRA layer in the model (found {there_is}). Add one with peft.get_peft_model, or "
-            "load the adapter again if it was merged."
+            f"No LoRA layer in the model (found {there_is}). Add one, or load one not merged."
         )
     adapter = _active_adapter(layers)
     layers = {name: layer for name, layer in layers.items() if adapter in _adapters_of(layer)}

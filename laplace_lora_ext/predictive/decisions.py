@@ -133,11 +133,10 @@ def predict(
     if isinstance(x, Mapping | torch.Tensor | np.ndarray | tuple) and collate_fn is None:
         return of_batch(x)
     is_data_set = hasattr(x, "__getitem__") and hasattr(x, "__len__") and not isinstance(x, list)
-    title = "[Predictions]"
     if is_data_set or collate_fn is not None:
-        found = over_data_set(x, of_inputs, collate_fn, batch_size, title, progress_bar)
+        found = over_data_set(x, of_inputs, collate_fn, batch_size, "[Predictions]", progress_bar)
     else:
-        found = over_loader(x, of_inputs, title, progress_bar, not Share(x).is_dealt)
+        found = over_loader(x, of_inputs, "[Predictions]", progress_bar, not Share(x).is_dealt)
     return Prediction(*found)
 
 

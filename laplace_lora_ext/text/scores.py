@@ -116,7 +116,7 @@ def draw_logits(
 ) -> torch.Tensor:
     """Logits `(S, N, V)` of S draws at the N labelled tokens, for measures that `score` lacks.
 
-    Parameters and errors are those of `score`. Without draws they are the trained model's.
+    Parameters are those of `score`. Without draws they are the trained model's, or each member's.
     """
     logits = list(_of_draws(batch, draws_of(la, n_samples, generator)))
     members = getattr(la, "members", [la])

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer
 
 from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
 from laplace_lora_ext.processes.shards import in_order
@@ -20,10 +19,7 @@ from laplace_lora_ext.processes.shards import in_order
 
 def check_trainer(trainer: Any) -> None:
     """Refuse what can't train again as it has trained, by a `ValueError`."""
-    if not isinstance(trainer, Trainer):
-        raise ValueError(f"Pass a transformers.Trainer, not {type(trainer).__name__}.")
-    model: Any = trainer.model
-    if not any(weight.requires_grad for weight in find_peft_model(model).parameters()):
+    if not any(weight.requires_grad for weight in find_peft_model(trainer.model).parameters()):
         raise ValueError("The trainer's model is frozen: load its adapter with is_trainable=True.")
     if trainer.model_init is not None:
         raise ValueError("model_init makes a new model in each training: give the trainer a model.")

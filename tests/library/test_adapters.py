@@ -3,7 +3,7 @@
 import pytest
 import torch
 from laplace.curvature.curvlinops import CurvlinopsGGN
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from safetensors.torch import load_file
 
 import laplace_lora_ext
@@ -34,14 +34,6 @@ def test_statistics_of_b_are_those_that_it_has_beside_a():
     torch.testing.assert_close(alone.H.to_matrix(), both.H.to_matrix()[of_b][:, of_b])
 
 
-def test_the_hosts_kron_over_b_alone():
-    model = with_frozen_a(lora_model("bert"))
-    both, alone = fitted(structure="kron"), fitted(structure="kron", model=model)
-    for pair, found in zip(both.H_facs.kfacs[1::2], alone.H_facs.kfacs, strict=True):
-        for factor, other in zip(pair, found, strict=True):
-            torch.testing.assert_close(other, factor)
-
-
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_posterior_over_b_alone_is_saved_drawn_from_and_guarded(structure, tmp_path):
     trained = with_frozen_a(lora_model("bert"))
@@ -67,25 +59,3 @@ def test_a_posterior_over_b_alone_is_saved_drawn_from_and_guarded(structure, tmp
         la.blocks[0].owner.lora_A["default"].weight.add_(1e-3)
     with pytest.raises(RuntimeError, match=r"query\.lora_A\.weight differs from that of the fit"):
         la(batch)
-
-
-def test_examples_of_one_batch_may_have_adapters_of_their_own():
-    """What PEFT's `adapter_names` says of each; the posterior is over one of the adapters."""
-    model = lora_model("bert").eval()
-    config = LoraConfig(task_type="SEQ_CLS", r=3, target_modules=["query"])
-    model.add_adapter("second", config)
-    model.set_adapter("default")
-    (batch, *_) = ragged_batches()
-    batch["adapter_names"] = ["default", "second", "__base__"]
-    rows = [
-        {key: value[row : row + 1] for key, value in batch.items()}
-        for row in range(len(batch["labels"]))
-    ]
-    together, apart = (fitted(model=model, batches=data, rank=100) for data in ([batch], rows))
-    torch.testing.assert_close(together.H.to_matrix(), apart.H.to_matrix())
-    f_mu, f_var = together.predictive_moments(batch)
-    alone = [apart.predictive_moments(row) for row in rows]
-    torch.testing.assert_close(f_mu, torch.cat([one.f_mu for one in alone]))
-    torch.testing.assert_close(f_var, torch.cat([one.f_var for one in alone]))
-    assert not f_var[1:].any()
-    assert f_var[0].any()

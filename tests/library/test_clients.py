@@ -32,16 +32,9 @@ def run(section: str, names: dict[str, Any]) -> dict[str, Any]:
 def test_the_ensembles_of_lm_polygraph_are_draws_and_without_any_the_trained_model(tmp_path):
     write_adapter(tmp_path, "gpt2")
     writer = fitted_text(prior_precision=20.0)
-    names = run(
-        "lm-polygraph",
-        {
-            "writer": writer,
-            "model": writer.model.transformer,
-            "tokenizer": AutoTokenizer.from_pretrained(tmp_path, padding_side="left"),
-            "prompts": PROMPTS,
-            "answers": [""] * len(PROMPTS),
-        },
-    )
+    names = {"writer": writer, "model": writer.model.transformer}
+    names["tokenizer"] = AutoTokenizer.from_pretrained(tmp_path, padding_side="left")
+    names = run("lm-polygraph", names | {"prompts": PROMPTS, "answers": [""] * len(PROMPTS)})
     assert {len(found) for found in names["manager"].estimations.values()} == {len(PROMPTS)}
     assert len(names["manager"].estimations) == 5  # it drops estimators that fail
 
@@ -52,12 +45,11 @@ def test_the_ensembles_of_lm_polygraph_are_draws_and_without_any_the_trained_mod
     stats = GreedyProbsCalculator(output_attentions=False)({}, *read)
     stats |= EntropyCalculator()(stats, *read) | names["EnsembleScores"](writer, 0)(stats, *read)
     entropy, likelihood = lm.MeanTokenEntropy()(stats), np.exp(-lm.Perplexity()(stats))
-    expected = {"tu": entropy, "du": entropy, "Stu": -likelihood}
-    for mode in ("EP", "PE"):
-        for measure in ("Ttu", "Tdu", "Tmi", "Trmi", "Tepkl", "Stu", "Srmi"):
+    wanted = {"Ttu": entropy, "Tdu": entropy, "Stu": -likelihood}
+    for measure in ("Ttu", "Tdu", "Tmi", "Trmi", "Tepkl", "Stu", "Srmi"):
+        for mode in ("EP", "PE"):  # in lm-polygraph's float32
             found = getattr(lm, mode + measure)()(stats)
-            wanted = expected.get(measure, expected.get(measure[1:], 0 * entropy))
-            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(found, wanted.get(measure, 0), rtol=1e-6, atol=1e-6)
 
     text, tokens = text_batches()[0]["input_ids"][:1], torch.tensor([5, 6, 7])
     whole = torch.cat([text, tokens[None]], 1)
@@ -108,4 +100,4 @@ def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):
             with torch.no_grad():
                 expected = model(ids).logits[0, -1].log_softmax(-1)
             for token, found in answer.outputs[0].logprobs[0].items():
-                assert found.logprob == pytest.approx(expected[token].item(), abs=1e-4)
+                assert found.logprob == pytest.approx(expected[token].item(), abs=1e-5)

@@ -177,22 +177,6 @@ def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, activ
     la(batches[0])
 
 
-def test_weights_may_have_any_precision_and_be_quantized():
-    assert torch.isfinite(fitted(dtype=torch.bfloat16)(ragged_batches()[0])).all()
-
-    class Quantized(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            if func in (torch.Tensor.flatten, torch.Tensor.as_strided):
-                raise NotImplementedError(func)
-            return super().__torch_function__(func, types, args, kwargs)
-
-    model = lora_model("bert")
-    layer = model.base_model.model.bert.pooler.dense
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantized), requires_grad=False)
-    assert torch.isfinite(fitted(model=model)(ragged_batches()[0])).all()
-
-
 # --- states --------------------------------------------------------------------------------------
 
 
