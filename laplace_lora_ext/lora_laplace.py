@@ -32,7 +32,7 @@ from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.passes.checks import check_called, inspected
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.processes.exchange import together
-from laplace_lora_ext.sums import sums_of
+from laplace_lora_ext.sums import Sums, sums_of
 from laplace_lora_ext.training import students
 
 
@@ -223,7 +223,7 @@ class LoRALaplace(LoRAGaussian):
             of mappings with labels, or of pairs `(X, y)`; read once
         override : bool, default=True
             False adds the data to those of the previous fit, which `save_pretrained` and
-            `from_pretrained` carry over to another process
+            `from_pretrained` carry over to another process. A fit in parts is one fit of all
         progress_bar : bool, default=False
 
         Raises
@@ -244,10 +244,9 @@ class LoRALaplace(LoRAGaussian):
             self._move_with_model()
             fitted = ModelState.of(self.model, self.blocks)
             mean = flattened(self.blocks, self._device)
-            sums = sums_of(self, train_loader, progress_bar)
-            if adds:
-                sums = sums.plus(self.H_facs, self.loss, self.n_data)
-            else:
+            before = Sums(self.H_facs, self.loss, self.n_data) if adds else None
+            sums = sums_of(self, train_loader, progress_bar, before)
+            if not adds:
                 check_called(self.blocks, sums.called)
             curvature = self._decomposed(sums.H, sums.n_data)
         # All that can fail has been done.

@@ -39,7 +39,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     H : LowRankKronDecomposed or None
         the curvature, without a prior; None before `fit`
     H_facs : LowRankKron or None
-        the sums behind it, to which a later fit can add
+        the sums behind it, to which a later fit can add: with twice as many columns as the rank
 
     References
     ----------
@@ -91,8 +91,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     @without_autocast
     def _decomposed(self, H: LowRankKron, n_data: int) -> tuple[LowRankKron, LowRankKronDecomposed]:
-        sums = H.cut()
-        return sums, sums.decompose(self._device)
+        return H, H.decompose(self._device)
 
     def moments(
         self, X: Any, joint: bool, directions: Directions = every_output

@@ -26,20 +26,20 @@ class Sums(NamedTuple):
     n_data: int
     called: frozenset[int] = frozenset()  # indices of the blocks whose layers any batch called
 
-    def plus(self, H: Any, loss: torch.Tensor, n_data: int) -> Sums:
-        """The sums over these data and others."""
-        return self._replace(H=H + self.H, loss=loss + self.loss, n_data=n_data + self.n_data)
 
-
-def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool) -> Sums:
+def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool, before: Sums | None = None) -> Sums:
     """Sum the batches of a loader, and of all ranks' loaders, counting each example once.
 
-    `la` is a `LoRALaplace`, whose structure says what is summed. A `ValueError` if there are no
-    data, ranks differ in weights or settings, or two have the same data.
+    `la` is a `LoRALaplace`, whose structure says what is summed. The sums go on from those that
+    were `before`, which stay as they are: a fit in parts sums as one fit does. A `ValueError` if
+    there are no data, ranks differ in weights or settings, or two have the same data.
     """
     share = Share(loader)
     zero = torch.zeros((), device=la.model.device, dtype=torch.float64)
-    sums = Sums(la._zeros(), zero, 0)
+    H = la._zeros()
+    if before is not None and rank() == 0:  # the other ranks' sums are added to these
+        H = H + before.H
+    sums = Sums(H, zero, 0)
     hidden = not progress_bar or rank() > 0
     options = {"unit": " examples", "total": share.size, "disable": hidden}
     with tqdm.tqdm(desc="[Computing Hessian]", **options) as bar:
@@ -70,8 +70,10 @@ def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool) -> Sums:
     H = sums.H
     if count() > 1:
         H = reduce(add, map(la._unpacked, gathered(la._packed(H))))
-    loss = torch.tensor([report.loss for report in reports], dtype=torch.float64).sum()
-    return Sums(H, loss.to(sums.loss), n_data, frozenset[int]().union(*(r.called for r in reports)))
+    loss = torch.tensor([report.loss for report in reports], dtype=torch.float64).sum().to(zero)
+    if before is not None:
+        loss, n_data = loss + before.loss, n_data + before.n_data
+    return Sums(H, loss, n_data, frozenset[int]().union(*(r.called for r in reports)))
 
 
 class _Report:

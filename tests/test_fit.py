@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models import pairs, plain_model
+from laplace_lora_ext import from_pretrained
+from tests.support.models import lora_model, pairs, plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, make
 from tests.support.snapshots import Snapshot, half_trained
 
@@ -74,3 +75,21 @@ def test_a_failing_refit_leaves_the_fit_before_it(structure, failure, override):
     snapshot.assert_equal(model)
     assert all(vars(la)[name] is value for name, value in before.items() if name != "_backend")
     assert all(torch.equal(*pair) for pair in zip(facts_of(la, X), facts, strict=True))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_fit_in_parts_is_one_fit(structure, saved, tmp_path):
+    """To the last digit, though one column of a large factor is far fewer than all."""
+    options = {"backend_kwargs": {"rank": 1}} if structure == "lowrank_kron" else {}
+    model, texts = lora_model("bert"), ragged_batches(batch_size=1)
+    at_once, in_parts = (make(model, structure, **options) for _ in range(2))
+    at_once.fit(texts)
+    for text in texts:
+        in_parts.fit([text], override=False)
+        if saved:
+            in_parts.save_pretrained(tmp_path)
+            in_parts = from_pretrained(model, tmp_path)
+    assert in_parts.n_data == at_once.n_data == 8
+    assert torch.equal(in_parts.log_marginal_likelihood(), at_once.log_marginal_likelihood())
+    assert torch.equal(in_parts(texts[0]), at_once(texts[0]))

@@ -8,11 +8,13 @@ from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted, generator, sizes
 
 
-def test_the_sums_that_are_kept_and_saved_have_no_more_columns_than_the_rank():
-    blocks = fitted(rank=1).H_facs.blocks
+def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
+    la = fitted(rank=1)
+    blocks = la.H_facs.blocks
     factors = [factor for block in blocks for factor in (block.output_factor, block.input_factor)]
     large = [factor for factor in factors if isinstance(factor, LowRankFactor)]
-    assert [factor.columns.shape[1] for factor in large] == [1] * len(blocks)
+    assert [factor.columns.shape[1] for factor in large] == [2] * len(blocks)
+    assert [block.large.vectors.shape[1] for block in la.H.blocks] == [1] * len(blocks)
 
 
 def test_bad_data_are_refused():

@@ -72,10 +72,6 @@ class KroneckerBlock:
             self.normalizer + other.normalizer,
         )
 
-    def cut(self) -> KroneckerBlock:
-        """The same block with no more columns of the large factor than its rank."""
-        return KroneckerBlock(self.output_factor.cut(), self.input_factor.cut(), self.normalizer)
-
     def decompose(self) -> DecomposedBlock:
         """Eigendecompose both factors."""
         output = self.output_factor.eigendecomposition()

@@ -1,6 +1,6 @@
 """The two kinds of Kronecker factor, a small dense one and a large low-rank one, and their updates.
 
-Both sum outer products of rows that arrive batch by batch, and share a vocabulary: `+`, `cut`,
+Both sum outer products of rows that arrive batch by batch, and share a vocabulary: `+` and
 `eigendecomposition`.
 """
 
@@ -45,10 +45,6 @@ class DenseFactor:
     def __add__(self, other: DenseFactor) -> DenseFactor:
         return DenseFactor(self.matrix + other.matrix)
 
-    def cut(self) -> DenseFactor:
-        """Itself: nothing of a dense factor is cut."""
-        return self
-
     def eigendecomposition(self) -> Eigendecomposition:
         """All eigenvectors; the tail is 0."""
         values, vectors = _eigh(self.matrix)
@@ -61,9 +57,9 @@ class DenseFactor:
 class LowRankFactor:
     """A large Kronecker factor, held as its leading directions and its trace.
 
-    The factor is `columns columnsᵀ`, up to the energy that truncation drops. While rows arrive, it
-    keeps twice as many columns as the rank, so that it does not lose a direction early that leads
-    later. The eigendecomposition then cuts to the rank. No `(d, d)` matrix is ever formed.
+    The factor is `columns columnsᵀ`, up to the energy that truncation drops. It keeps twice as many
+    columns as the rank, between fits and in files too, so that it does not lose a direction early
+    that leads later. The eigendecomposition cuts to the rank. No `(d, d)` matrix is ever formed.
 
     Yang et al. (ICLR 2024), algorithm 1, for the update.
     """
@@ -86,17 +82,12 @@ class LowRankFactor:
 
     @property
     def width(self) -> int:
-        """How many columns to keep while rows arrive."""
+        """How many columns to keep."""
         return min(2 * self.rank, self.size)
 
     def __add__(self, other: LowRankFactor) -> LowRankFactor:
         columns = _leading(torch.cat([self.columns, other.columns], dim=1), self.width)
         return LowRankFactor(columns, self.trace + other.trace, self.rank, self.tail)
-
-    def cut(self) -> LowRankFactor:
-        """The same factor with no more columns than its rank."""
-        columns = _leading(self.columns, min(self.rank, self.size))
-        return LowRankFactor(columns, self.trace, self.rank, self.tail)
 
     def eigendecomposition(self) -> Eigendecomposition:
         """The leading `rank` eigenvectors, and the mean of the other eigenvalues."""

@@ -44,10 +44,6 @@ class LowRankKron:
         """Add factors as if all data had been seen in one run."""
         return LowRankKron([a + b for a, b in zip(self.blocks, other.blocks, strict=True)])
 
-    def cut(self) -> LowRankKron:
-        """The same curvature without columns beyond the rank, which only more data would use."""
-        return LowRankKron([block.cut() for block in self.blocks])
-
     def decompose(self, device: torch.device | None = None) -> LowRankKronDecomposed:
         """Eigendecompose every factor, in float64.
 
