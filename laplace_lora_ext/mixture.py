@@ -21,6 +21,7 @@ from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import MixtureMoments, mixed
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
+from laplace_lora_ext.processes.shards import Share
 from laplace_lora_ext.text.generation import generate_texts
 from laplace_lora_ext.text.priors import TokenGridSearch
 from laplace_lora_ext.text.scores import draw_logits, score_texts
@@ -131,9 +132,13 @@ class LaplaceMixture:
         return [member.amortize(loader, **options) for member in members]
 
     def predictive_statistics(self, loader: Any, **options: Any) -> MixtureStatistics:
-        """Each member's pass over a data set; arguments are those of a posterior's."""
+        """Each member's pass over a data set; arguments are those of a posterior's.
+
+        The loader is read once, so that all members see the same rows.
+        """
         members: list[Any] = self.members
-        found = tuple(member.predictive_statistics(loader, **options) for member in members)
+        data = Share.read_once(loader)
+        found = tuple(member.predictive_statistics(data, **options) for member in members)
         return MixtureStatistics(found, self._priors)
 
     distill = students.distill
@@ -245,10 +250,13 @@ class LaplaceMixture:
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> MixtureStatistics | None:
         """Statistics of a data set, or the given ones; None where a member has none."""
-        parts = loader.members if isinstance(loader, MixtureStatistics) else [loader] * len(self)
-        pairs = zip(self.members, parts, strict=True)
-        found: Any = tuple(member.statistics_of(part, progress_bar) for member, part in pairs)
-        return None if None in found else MixtureStatistics(found, self._priors)
+        if not all(hasattr(member, "predictive_statistics") for member in self.members):
+            return None
+        if not isinstance(loader, MixtureStatistics):
+            return self.predictive_statistics(loader, progress_bar=progress_bar)
+        pairs: Any = zip(self.members, loader.members, strict=True)
+        found = tuple(member.statistics_of(part, progress_bar) for member, part in pairs)
+        return MixtureStatistics(found, self._priors)
 
     def check_model(self) -> None:
         for member in self.members:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ Columns = tuple[torch.Tensor, ...]
 
 
 def over_loader(
-    loader: Iterable[Any],
+    loader: Iterable[Any] | Share,
     evaluate: Callable[[Any], Columns],
     description: str = "",
     progress_bar: bool = False,
@@ -28,10 +29,10 @@ def over_loader(
     """What a function makes of each batch, in the data's order and each example once.
 
     All ranks must call this, each with its own part of the data, and get the same, unless a rank is
-    to be `alone`. Loaders without data, and with labels in some batches only, are refused by a
-    `ValueError`; an error of a batch names it.
+    to be `alone`. A share may be passed over several times. Loaders without data, and with labels
+    in some batches only, are refused by a `ValueError`; an error of a batch names it.
     """
-    share = Share(loader)
+    share = copy(loader) if isinstance(loader, Share) else Share(loader)  # it counts batches
     parts, found = [], [torch.empty(0, dtype=torch.long)]
     with nullcontext() if alone else together():
         for name, batch in named_batches(share.loader, description, progress_bar):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from copy import copy
+from copy import copy, deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -61,6 +61,16 @@ class Share:
                 collate_fn=loader.collate_fn,
             )
 
+    @classmethod
+    def read_once(cls, loader: Any) -> Share:
+        """A share with its batches in memory: each pass sees the same data in the same order.
+
+        Loaders may shuffle, draw examples or make them at random, and a generator ends.
+        """
+        share = cls(loader)
+        share.loader = copied(share.loader)
+        return share
+
     def places(self, n_examples: int) -> torch.Tensor:
         """Places of the next batch's examples in the whole data; none if it is not to count."""
         number, before = self._batches, self._examples
@@ -74,6 +84,11 @@ class Share:
                 "it must return one for each."
             )
         return part
+
+
+def copied(batches: Iterable[Any]) -> list[Any]:
+    """Batches to keep: a tensor as a worker process sends it would hold a file open."""
+    return [deepcopy(batch) for batch in batches]
 
 
 def data_size(loader: Any) -> int | None:

@@ -1,6 +1,6 @@
 """Choices of the prior precision by draws: how far these may change tokens, or how well they fit.
 
-Noise is the same at every prior precision.
+Noise and data are the same at every prior precision: a loader is read once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import called_with
 from laplace_lora_ext.processes.exchange import gathered, of_first
-from laplace_lora_ext.processes.shards import total_size
+from laplace_lora_ext.processes.shards import copied, total_size
 from laplace_lora_ext.text.scores import drawn
 from laplace_lora_ext.tuning.agreement import broadest, check_max_change
 from laplace_lora_ext.tuning.gridsearch import grid_of_priors, search_grid
@@ -76,6 +76,7 @@ class TokenAgreement(TuningMethod):
         start = self._start(la)
         seed = of_first(draw_seed(self.generator))
         stride = max(1, total_size(self.train_loader, la.n_data) // self.max_examples)
+        batches = copied(islice(self.train_loader, 0, None, stride))
 
         def change(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
@@ -86,7 +87,6 @@ class TokenAgreement(TuningMethod):
                 parts = (called_with(la.model, la.blocks, v, batch).softmax(-1) for v in draws)
                 return torch.stack([(p - own).abs().sum(-1) / 2 for p in parts]).mean(0)
 
-            batches = islice(self.train_loader, 0, None, stride)
             return _mean_over_tokens(la, batches, of_batch)
 
         return broadest(la, start, self.max_change, change, self.progress_bar)
@@ -134,6 +134,7 @@ class TokenGridSearch(TuningMethod):
         base = self._start(la) if self._is_base else None
         grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, base)
         seed = of_first(draw_seed(self.generator))
+        batches = copied(self.val_loader)
 
         def loss(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
@@ -143,7 +144,7 @@ class TokenGridSearch(TuningMethod):
                 scores = la.score(batch, self.n_samples, draws)
                 return -scores.tokens.log_prob[scores.labelled]
 
-            return _mean_over_tokens(la, self.val_loader, of_batch)
+            return _mean_over_tokens(la, batches, of_batch)
 
         history = search_grid(loss, grid, self.progress_bar)
         la.prior_precision = history.prior_precision[history.objective.argmin()]

@@ -184,17 +184,19 @@ def _moments_along(
 ) -> Callable[[torch.Tensor], Moments]:
     """A function from a prior precision to the data's moments.
 
-    With "lowrank_kron" the data pass through the model once, or not at all if they are statistics;
-    with other structures at every prior precision, which `la` is left with.
+    The loader is read once. With "lowrank_kron" the data pass through the model once, or not at all
+    if they are statistics; with other structures at every prior precision, which `la` is left with.
     """
     statistics: PredictiveStatistics | None = la.statistics_of(loader, progress_bar)
     if statistics is not None:
         return statistics.moments
 
+    data = Share.read_once(loader)
+
     def of_batches(prior_precision: torch.Tensor) -> Moments:
         la.prior_precision = prior_precision
         return Moments(
-            *over_loader(loader, lambda batch: predictive_distribution(la, la.model.inputs(batch)))
+            *over_loader(data, lambda batch: predictive_distribution(la, la.model.inputs(batch)))
         )
 
     return of_batches

@@ -15,7 +15,7 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.processes.shards import stacked
+from laplace_lora_ext.processes.shards import Share, stacked
 from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod
 
 _ROWS = 256  # examples that are predicted at once from their moments
@@ -108,7 +108,8 @@ class GridSearch(TuningMethod):
         if self.pred_type == "glm":
             statistics = la.statistics_of(self.val_loader, self.progress_bar)
         if statistics is None:
-            return lambda: over_loader(self.val_loader, of_batch)  # pyright: ignore[reportArgumentType]
+            data = Share.read_once(self.val_loader)
+            return lambda: over_loader(data, of_batch)
         targets = statistics.required_targets()
 
         def of_moments() -> Columns:

@@ -13,6 +13,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from laplace_lora_ext.predictive.data_sets import over_loader
 from laplace_lora_ext.processes.shards import Share, examples_of, in_order, joined, total_size
 from tests.support.ranks import accelerated, failures, on_ranks
 
@@ -90,6 +91,19 @@ def test_all_ranks_together_have_each_example_once_and_in_order(kind):
         if kind != "Accelerate, batches of many sizes":
             assert max(largest) <= 2
     assert [len(column) for column, *_ in of_ranks[0]] == SIZES
+
+
+def test_a_share_that_is_read_once_gives_every_pass_the_same():
+    def job(rank):
+        loader = prepared(rank, 2, 5, shuffle=True)
+        share = Share.read_once(loader)
+        return [over_loader(share, lambda batch: (batch,))[0].tolist() for _ in range(2)]
+
+    for passes in on_ranks(job, 2):
+        assert passes == [list(range(5))] * 2
+    shuffled = Share.read_once(DataLoader(torch.arange(40), batch_size=3, shuffle=True))
+    passes = [over_loader(shuffled, lambda batch: (batch,))[0].tolist() for _ in range(2)]
+    assert passes[0] == passes[1] != list(range(40))
 
 
 def test_other_loaders_give_a_rank_its_own():

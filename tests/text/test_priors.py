@@ -111,6 +111,35 @@ def test_ranks_choose_by_the_texts_of_all_of_them(method, data):
     assert_alike(on_ranks(lambda rank: choose(batches[rank::2], generator(rank)), 2), expected)
 
 
+class Drawn(torch.utils.data.IterableDataset):
+    """Each pass gives other texts."""
+
+    def __init__(self):
+        self.passes = []
+
+    def __iter__(self):
+        self.passes.append([])
+        for batch in text_batches(seed=len(self.passes), batch_size=2):
+            self.passes[-1].append(batch)
+            yield batch
+
+
+@pytest.mark.parametrize(
+    ("method", "data", "options"),
+    [(TokenAgreement, "train_loader", FEW), (TokenGridSearch, "val_loader", GRID)],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_prior_precision_is_tried_on_the_same_texts(method, data, options, workers):
+    la, drawn = fitted_text(), Drawn()
+    given = DataLoader(drawn, batch_size=None, num_workers=workers)
+    history = method(generator=generator(), **{data: given}, **options)(la)
+    assert len(drawn.passes) == (workers == 0)
+    texts = list(Drawn())
+    expected = method(generator=generator(), **{data: texts}, **options)(la)
+    assert torch.equal(history.objective, expected.objective)
+    assert len(history.objective) > 3
+
+
 def test_held_out_texts_choose():
     few = {"n_samples": 2, "grid_size": 9}
     texts = [{key: value[0] for key, value in one.items()} for one in text_batches(batch_size=1)]

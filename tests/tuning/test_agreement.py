@@ -80,3 +80,11 @@ def test_what_can_not_agree_is_said():
     options = {"train_loader": ragged_batches(), "init_prior_prec": 1e20, "n_samples": 5}
     with pytest.warns(UserWarning, match="that the adapter is trained"):
         fitted().optimize_prior_precision(method=METHOD, **options)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_data_that_can_be_read_once_are_the_same_at_every_prior_precision(structure):
+    la, found = fitted(structure=structure), []
+    for data in (ragged_batches(), iter(ragged_batches())):
+        found.append(la.optimize_prior_precision(method=METHOD, train_loader=data, n_samples=50))
+    assert torch.equal(found[0].objective, found[1].objective)

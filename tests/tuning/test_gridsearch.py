@@ -121,3 +121,14 @@ def test_a_regression_by_drawn_networks_is_scored_by_its_variances():
     density = torch.distributions.Normal(mean, (variance + 0.25).sqrt())
     expected = -density.log_prob(X[:, :2]).sum(1).mean().item()
     assert history.objective.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("predictions", [{}, {"pred_type": "nn", "n_samples": 2}])
+def test_data_that_can_be_read_once_are_the_same_at_every_point(structure, predictions):
+    la, batches, losses = fitted(structure=structure), ragged_batches(seed=7), []
+    for data in (batches, iter(batches)):
+        torch.manual_seed(0)
+        search = GridSearch(val_loader=data, **predictions, **GRID)
+        losses.append(search(la).objective)
+    assert torch.equal(*losses)
