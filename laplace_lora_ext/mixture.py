@@ -76,16 +76,18 @@ class LaplaceMixture:
     def __init__(self, members: Sequence[LoRALaplace]) -> None:
         if len(members) < 2:
             raise ValueError("A mixture needs two posteriors or more.")
-        self.members, facts = [copy(member) for member in members], []
+        self.members, facts, bases = [copy(member) for member in members], [], []
         for member in self.members:
             member.check_model()
+            assert member._fitted is not None
+            bases.append(member._fitted.base_weights())
             answers = tuple(member.model.class_token_ids or ())
             facts.append((member.likelihood, member.n_outputs, answers))
         if len(set(facts)) > 1:
             raise ValueError(
                 f"The members differ in likelihood, n_outputs or class_token_ids: {facts}."
             )
-        first, *others = map(_base_weights, self.members)
+        first, *others = bases
         for number, other in enumerate(others, 1):
             common = first.keys() & other.keys()
             same = {name for name in common if first[name].equals(other[name])}
@@ -276,8 +278,3 @@ class LaplaceMixture:
         """Each member and what it predicts: the whole batch, or its own moments."""
         parts = x.members if isinstance(x, MixtureMoments) else [x] * len(self)
         return zip(self.members, parts, strict=True)
-
-
-def _base_weights(member: Any) -> dict[str, Any]:
-    weights, adapters = member._fitted.weights.items(), (".lora_", ".modules_to_save")
-    return {name: weight for name, weight in weights if not any(a in name for a in adapters)}

@@ -126,6 +126,22 @@ def test_all_is_in_the_output_folder_and_the_logs(tmp_path, adapter, members):
     assert model.active_adapter == adapter
 
 
+def test_rows_of_embeddings_belong_to_each_member(tmp_path):
+    model = lora_model("bert", torch.float32, trainable_token_indices=[1, 5])
+    with pytest.warns(UserWarning, match=r"Other trainable weights.*trainable_tokens_delta"):
+        la = train_in_stages(trainer_of(tmp_path, model=model), members=2)
+    deltas = [w for name, w in model.named_parameters() if "trainable_tokens_delta" in name]
+    assert not torch.equal(*deltas)
+    torch.manual_seed(0)
+    again = LaplaceMixture.from_pretrained(base_model("bert"), tmp_path)
+    torch.testing.assert_close(again(BATCH), la(BATCH))
+    torch.manual_seed(0)
+    renamed = PeftModel.from_pretrained(base_model("bert"), tmp_path / "member_1", "mine")
+    torch.testing.assert_close(
+        from_pretrained(renamed, tmp_path / "member_1")(BATCH), la.members[1](BATCH)
+    )
+
+
 @pytest.mark.parametrize(("members", "stops"), [(1, (3, 6, 7)), (2, (8,))])
 def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, stops):
     options = {"members": members}

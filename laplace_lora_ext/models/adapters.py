@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -10,11 +11,42 @@ from typing import Any
 
 import torch
 from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
+from laplace_lora_ext.messages import warn
+
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that do
+
+# What PEFT saves with an adapter: LoRA weights, heads, and rows of embeddings. In a weight's name
+# the adapter's own name follows.
+_PARTS = r"lora_\w+|modules_to_save|trainable_tokens_\w+"
+_OF_ADAPTER = re.compile(rf"\.({_PARTS})\.([^.]+)")
+_OF_ANY_ADAPTER = re.compile(rf"\.({_PARTS})(\.|$)")
+
+
+def owner_of(name: str) -> str | None:
+    """The adapter that a weight of this name belongs to; None for the base model's."""
+    found = _OF_ADAPTER.search(name)
+    return None if found is None else found[2]
+
+
+def without_adapter(name: str) -> str:
+    """A weight's name without its adapter's."""
+    return _OF_ADAPTER.sub(r".\1", name)
+
+
+def is_of_base(name: str) -> bool:
+    """Whether a weight is the base model's, by a name that `without_adapter` returned."""
+    return _OF_ANY_ADAPTER.search(name) is None
+
+
+def own_weights(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
+    """An adapter's weights, by names without the adapter's."""
+    return {
+        without_adapter(name): weight
+        for name, weight in model.named_parameters()
+        if owner_of(name) == adapter
+    }
 
 
 @contextmanager
@@ -23,20 +55,24 @@ def only_active(model: nn.Module, adapter: str) -> Iterator[None]:
 
     Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
     """
-    layers: list[Any] = [
+    layers: list[Any] = [  # of LoRA, and what wraps heads and embeddings
         module
         for module in model.modules()
-        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
-        and module._active_adapter not in (adapter, [adapter])
+        if vars(module).get("_active_adapter", adapter) not in (adapter, [adapter])
     ]
     before = [layer._active_adapter for layer in layers]
     try:
         for layer in layers:
-            layer._active_adapter = adapter
+            # Rows of embeddings can't run with an adapter that has none.
+            layer._active_adapter = adapter if _has_weights(layer, adapter) else []
         yield
     finally:
         for layer, active in zip(layers, before, strict=True):
             layer._active_adapter = active
+
+
+def _has_weights(layer: nn.Module, adapter: str) -> bool:
+    return any(owner_of(f".{name}") == adapter for name, _ in layer.named_parameters())
 
 
 def active_again(model: nn.Module) -> Callable[[], None]:
@@ -80,7 +116,7 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
 
     Torch's random state decides its values. What is frozen in the other one, as `lora_A` in
     LoRA-FA, is frozen here too. Refused are a name that is taken, and an initialisation that would
-    change the base model.
+    change the base model; a module's name is warned of.
     """
     if adapter in model.peft_config:
         raise ValueError(
@@ -94,11 +130,17 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
             f"init_lora_weights={initialisation!r} changes the base model, which then can't "
             "take a second adapter: choose another initialisation, or train each on its own model."
         )
-    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    if any(adapter in name.split(".") for name, _ in model.named_parameters()):
+        warn(  # its filter of other adapters' names
+            f"The model has modules that are named {adapter!r} like the new adapter, and PEFT "
+            "saves other adapters without the weights below them: choose another adapter_name."
+        )
+    trained = {name: weight.requires_grad for name, weight in own_weights(model, like).items()}
     model.add_adapter(adapter, deepcopy(model.peft_config[like]))
     model.set_adapter(adapter)
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(name.replace(f".{adapter}", f".{like}") in trained - {name})
+    model.requires_grad_(False)
+    for name, weight in own_weights(model, adapter).items():
+        weight.requires_grad_(trained[name])
 
 
 def read_adapter(model: PeftModel, adapter: str, directory: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +13,7 @@ from peft.tuners import lora
 from torch import nn
 
 from laplace_lora_ext.messages import listed
+from laplace_lora_ext.models.adapters import is_of_base, owner_of, without_adapter
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_idle, strip_wrappers
 from laplace_lora_ext.models.weights import Block, flattened, read
@@ -21,8 +21,6 @@ from laplace_lora_ext.models.weights import Block, flattened, read
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _ROUNDING = 2**-6  # between two precisions of which one is bfloat16
 _MERGING = {str(dtype): 16 * torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
-
-_OF_ADAPTER = re.compile(r"\.(lora_\w+|modules_to_save)\.([^.]+)")
 
 
 class Weight(NamedTuple):
@@ -96,8 +94,11 @@ class ModelState:
         """
         for name, weight in model.named_parameters():
             if ".lora_" in name:
-                bare = _OF_ADAPTER.sub(r".\1", strip_wrappers(name))
-                weight.requires_grad_(bare in self.blocks)
+                weight.requires_grad_(without_adapter(strip_wrappers(name)) in self.blocks)
+
+    def base_weights(self) -> dict[str, Weight]:
+        """Those of `weights` that adapters of one base model share."""
+        return {name: weight for name, weight in self.weights.items() if is_of_base(name)}
 
     def difference(self, now: ModelState) -> str | None:
         """What has changed, as a sentence without its full stop; None if nothing has."""
@@ -202,8 +203,8 @@ def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
 @lru_cache(2**16)  # every call of a posterior asks for all of them
 def _known_as(name: str, adapter: str) -> str | None:
     """None for weights of other adapters, and of modules that this one replaces."""
-    others = {owner for _, owner in _OF_ADAPTER.findall(name)} - {adapter}
-    if others or ".original_module." in name:
+    if owner_of(name) not in (None, adapter) or ".original_module." in name:
         return None
-    # PEFT's "base_layer" is there or not by the layers of another adapter.
-    return _OF_ADAPTER.sub(r".\1", strip_wrappers(name)).replace(".base_layer.", ".")
+    # The names that PEFT puts in between are there or not by the layers of another adapter.
+    bare = without_adapter(strip_wrappers(name))
+    return bare.replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")

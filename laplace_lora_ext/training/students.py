@@ -21,6 +21,7 @@ from laplace_lora_ext.models.adapters import (
     add_fresh_adapter,
     find_peft_model,
     own_adapter_back,
+    own_weights,
     write_adapter,
 )
 from laplace_lora_ext.models.batches import named_batches, pad_token
@@ -99,11 +100,9 @@ def distill(
         if peft_model.active_adapter != teacher:
             peft_model.set_adapter(teacher)
         add_fresh_adapter(peft_model, adapter_name)
-        weights = dict(peft_model.named_parameters())
-        for name, weight in weights.items():
-            source = weights.get(name.replace(f".{adapter_name}", f".{teacher}"))
-            if f".{adapter_name}" in name and source is not None:
-                weight.data.copy_(source.data)
+        of_teacher = own_weights(peft_model, teacher)
+        for name, weight in own_weights(peft_model, adapter_name).items():
+            weight.data.copy_(of_teacher[name].data)
         records, logits = [], []
         head = _head(peft_model, adapter_name, la.model.output_size)
         batches = _texts(la.model, trainer, unlabelled, generator)

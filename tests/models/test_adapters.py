@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 
-from laplace_lora_ext.models.adapters import add_fresh_adapter
+from laplace_lora_ext.models.adapters import add_fresh_adapter, only_active
 from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
 from tests.support.posteriors import fitted, generator
 
@@ -70,26 +70,36 @@ def test_weights_outside_the_posterior_stay_at_their_map_value(tmp_path):
             assert torch.equal(value, expected) != changed, name
 
 
-def test_a_fresh_adapter_trains_what_the_other_one_does():
-    model = lora_model("bert")
+NAMES = ["second", "s", "lora", "q", "weight", "default_2", "lora_A"]
+
+
+@pytest.mark.filterwarnings("ignore:The model has modules that are named 'weight'")
+@pytest.mark.parametrize("adapter", NAMES)
+def test_a_fresh_adapter_trains_what_the_other_one_does(adapter):
+    model = lora_model("bert", trainable_token_indices=[1, 5])
     for name, weight in model.named_parameters():
         weight.requires_grad_(weight.requires_grad and "lora_A" not in name)  # LoRA-FA
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    add_fresh_adapter(model, "second")
+    add_fresh_adapter(model, adapter)
     found = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    assert found == [name.replace(".default", ".second") for name in trained]
-    assert model.active_adapter == "second"
-    with pytest.raises(ValueError, match="'second' already"):
-        add_fresh_adapter(model, "second")
-    model.peft_config["second"].init_lora_weights = "pissa_niter_4"
-    with pytest.raises(ValueError, match="changes the base model"):
-        add_fresh_adapter(model, "third")
-    assert list(model.peft_config) == ["default", "second"]
+    assert found == [name.replace(".default", f".{adapter}") for name in trained]
 
 
-def test_nothing_is_overwritten(tmp_path):
-    la = fitted()
-    (tmp_path / "sample_1").mkdir()
-    with pytest.raises(FileExistsError, match="sample_1"):
-        la.sample_adapters(2, tmp_path)
-    assert not (tmp_path / "sample_0").exists()
+def test_a_name_of_modules_is_warned_of():
+    with pytest.warns(UserWarning, match="modules that are named 'layer'"):
+        add_fresh_adapter(lora_model("bert"), "layer")
+
+
+def test_an_adapter_runs_alone_whatever_another_one_has():
+    model = lora_model("bert", trainable_token_indices=[1, 5]).eval()
+    model.add_adapter("plain", LoraConfig(r=2, target_modules=["key"], init_lora_weights=False))
+    (batch,), found = ragged_batches(batch_size=8), []
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    for adapter, other in (("plain", "default"), ("default", "plain")):
+        model.set_adapter(adapter)
+        expected = model(**inputs).logits
+        model.set_adapter(other)
+        with only_active(model, adapter):
+            assert torch.equal(model(**inputs).logits, expected)
+        found.append(expected)
+    assert not torch.allclose(*found)

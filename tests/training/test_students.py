@@ -86,6 +86,22 @@ def test_its_own_probabilities_are_the_posteriors(tmp_path):
     assert divergence(targets, log_probs(loaded, batch)) < 0.2 * of_map
 
 
+@pytest.mark.filterwarnings("ignore:The model has modules that are named 'layer'")
+@pytest.mark.parametrize("name", ["s", "lora", "layer", "default_"])
+def test_its_name_may_begin_others(tmp_path, name):
+    (la, trainer), (same, other) = case(tmp_path / "one"), case(tmp_path / "other")
+    trainer.args.max_steps = other.args.max_steps = 20
+    la.distill(trainer, adapter_name=name)
+    same.distill(other)
+    found, expected = (
+        PeftModel.from_pretrained(base_model("bert", 3, 12), folder).state_dict()
+        for folder in (tmp_path / "one" / name, tmp_path / "other" / "calibrated")
+    )
+    assert all(torch.equal(found[key], value) for key, value in expected.items() if "lora_" in key)
+    assert torch.equal(la.mean, same.mean)
+    la.check_model()
+
+
 def test_answers_share_the_probability_that_the_model_gives_them(tmp_path):
     la, trainer = case(tmp_path, "gpt2")
     batch, ids = texts(), la.model.class_token_ids
