@@ -133,9 +133,11 @@ def reading_at(
     """
     calls: list[torch.Size] = []
 
-    def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    def select(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not args or not isinstance(args[0], torch.Tensor):
+            return None
         # An output layer that is also the embedding sees tokens as well.
-        if not args or args[0].shape[:-1] != (len(index), n_positions):
+        if args[0].shape[:-1] != (len(index), n_positions):
             return None
         calls.append(args[0].shape)
         return args[0].take_along_dim(index.to(args[0].device)[..., None], dim=1), *args[1:]

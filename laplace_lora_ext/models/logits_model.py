@@ -255,15 +255,19 @@ def logits_and_hidden_states(
         output_layer = model.transformer.get_output_embeddings()
         layers = layers if output_layer is None else [output_layer]
 
-    def note(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        calls.append((args[0], output))
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        # Routers of experts have a matrix for a weight too, and return tuples.
+        if given and isinstance(output, torch.Tensor):
+            calls.append((given[0], output))
 
     with ExitStack() as hooks:
         for layer in layers:
-            hooks.callback(layer.register_forward_hook(note).remove)
+            hooks.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
         logits = model(batch)
     for inputs, outputs in calls:
-        if inputs.shape[:-1] != outputs.shape[:-1] or len(outputs) != len(logits):
+        rows = outputs.shape[:-1]
+        if inputs.shape[:-1] != rows or rows[:1] != logits.shape[:1]:
             continue
         read, made = (rows.reshape(len(logits), -1, rows.shape[-1]) for rows in (inputs, outputs))
         if output_layer is not None and made.shape[1] == 1:  # its logits may be capped or scaled

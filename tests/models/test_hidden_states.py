@@ -1,12 +1,17 @@
 """The layer that makes the logits, found by what it returns."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForSequenceClassification
 
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_and_hidden_states
 from tests.support.models import (
     CLASS_TOKEN_IDS,
+    N_CLASSES,
+    VOCABULARY,
     TwoLinear,
     built,
     llama_with_output_layer,
@@ -21,12 +26,30 @@ def head(model: nn.Module, name: str) -> nn.Module:
     return layer
 
 
+def mixtral() -> nn.Module:
+    """Its routers have a matrix for a weight, and return a tuple."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=16,
+        num_local_experts=3,
+        num_labels=N_CLASSES,
+        pad_token_id=0,
+    )
+    return MixtralForSequenceClassification(config).eval()
+
+
 CLASSIFIERS = {
     "BERT": (lambda: built("BertForSequenceClassification"), "classifier"),
     "RoBERTa": (lambda: built("RobertaForSequenceClassification"), "classifier.out_proj"),
     "head beside the adapter": (lambda: lora_model("bert").eval(), "modules_to_save.default"),
     "Llama": (lambda: built("LlamaForSequenceClassification"), "score"),
     "GPT-NeoX": (lambda: built("GPTNeoXForSequenceClassification"), "score"),
+    "Mixtral": (mixtral, "score"),
 }
 
 
@@ -65,6 +88,40 @@ def test_a_language_models_is_read_where_it_answers(name, padding_side):
             torch.testing.assert_close(logits, model(batch))
             of_all = head(plain, layer)(hidden)
             torch.testing.assert_close(of_all[:, CLASS_TOKEN_IDS], logits)
+
+
+class Router(nn.Module):
+    """A layer with a matrix for a weight that returns more than a tensor, or nothing of a batch."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 6))
+        self.output = output
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.output
+
+
+class ByKeyword(TwoLinear):
+    """Its layers are called with keywords alone, and a router between them."""
+
+    def __init__(self, routed: Any) -> None:
+        super().__init__()
+        self.router = Router(routed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(input=x).tanh()
+        logits = self.second(input=hidden)
+        self.router(hidden=hidden)
+        return logits
+
+
+@pytest.mark.parametrize("routed", [(torch.zeros(4, 3), None), {}, None, torch.zeros(())], ids=str)
+def test_keywords_are_read_and_what_is_no_tensor_of_rows_is_passed_over(routed):
+    plain, X = ByKeyword(routed), torch.randn(4, 5)
+    logits, hidden = logits_and_hidden_states(LogitsModel(plain), X)
+    assert torch.equal(hidden, plain.first(X).tanh())
+    assert torch.equal(logits, plain.second(hidden))
 
 
 def test_without_such_a_layer_there_are_no_hidden_states():
