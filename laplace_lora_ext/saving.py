@@ -14,8 +14,8 @@ from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.same_model import ModelState
-from laplace_lora_ext.models.weights import Block, flattened
+from laplace_lora_ext.models.same_model import ModelState, first_changed
+from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.predictive.distributions import drawn_weights
 
 FILE = "laplace_posterior.safetensors"
@@ -93,8 +93,7 @@ def check_state(
     difference = fitted.difference(ModelState.of(model, blocks))
     if difference is not None:
         raise ValueError(f"The posterior was fitted to another model. {difference}.")
-    weights = flattened(blocks, torch.device("cpu"))
-    if not torch.equal(state["mean"].to(weights), weights):
+    if first_changed(blocks, state["mean"]) is not None:
         raise ValueError(
             "The posterior was fitted around other LoRA weights than the model has now: load "
             "the adapter of the fit."

@@ -20,6 +20,11 @@ from laplace_lora_ext.models.weights import Block, flattened, read
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _ROUNDING = 2**-6  # between two precisions of which one is bfloat16
+# How far rounding moves numbers below the smallest normal one, of which float16's is 6e-5.
+_ROUNDING_OF_SMALL = {
+    str(dtype): torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
 _MERGING = {str(dtype): 16 * torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 
 
@@ -37,7 +42,8 @@ class Weight(NamedTuple):
         if torch.equal(self.sample, other.sample):
             return True
         if self.dtype != other.dtype:
-            tolerance = {"rtol": _ROUNDING, "atol": 0.0}
+            of_small = [_ROUNDING_OF_SMALL.get(dtype, 0.0) for dtype in (self.dtype, other.dtype)]
+            tolerance = {"rtol": _ROUNDING, "atol": max(of_small)}
         else:  # merging an adapter and unmerging it rounds
             rounding = _MERGING.get(self.dtype, 0.0) * self.sample.abs().max().item()
             tolerance = {"rtol": 0.0, "atol": rounding}
@@ -145,17 +151,23 @@ def check_same(
     `mean`, `(parameters,)`, are the LoRA weights of the fit, compared in their present precision.
     """
     check_runs(model, blocks)
-    parts = mean.split([block.weight.numel() for block in blocks])
-    pairs = zip((block.values.flatten() for block in blocks), parts, strict=True)
-    differ = read([(values != part.to(values)).any() for values, part in pairs])
-    if any(differ):
+    changed = first_changed(blocks, mean)
+    if changed is not None:
         raise RuntimeError(
-            f"The weights of LoRA layer {blocks[differ.index(True)].name} have changed since the "
-            "fit: fit again, or load the weights of the fit."
+            f"The weights of LoRA layer {changed.name} have changed since the fit: fit again, or "
+            "load the weights of the fit."
         )
     difference = fitted.difference(ModelState.of(model, blocks))
     if difference is not None:
         raise RuntimeError(f"{difference}: fit again, or undo the change.")
+
+
+def first_changed(blocks: Sequence[Block], mean: torch.Tensor) -> Block | None:
+    """The first LoRA weight whose present values, in their precision, are not those of a fit."""
+    parts = mean.split([block.weight.numel() for block in blocks])
+    pairs = zip((block.values.flatten() for block in blocks), parts, strict=True)
+    differ = read([(values != part.to(values)).any() for values, part in pairs])
+    return blocks[differ.index(True)] if any(differ) else None
 
 
 def hashes(model: LogitsModel, blocks: Sequence[Block]) -> dict[str, str]:

@@ -223,3 +223,20 @@ def test_a_state_is_loaded_under_another_name_of_the_adapter_and_another_precisi
     renamed.base_model.model.bert.embeddings.word_embeddings.weight.data.add_(0.1)
     with pytest.raises(ValueError, match="word_embeddings"):
         other.load_state_dict(la.state_dict())
+
+
+def test_a_base_with_weights_that_are_subnormal_in_float16_is_the_same_there(tmp_path):
+    """Numbers there are 6e-8 apart, so that rounding moves small ones by much of their size."""
+    model = lora_model("bert", torch.float32)
+    embeddings = model.base_model.model.bert.embeddings.word_embeddings.weight
+    embeddings.data[0, :3] = torch.tensor([5.1e-7, -8.7e-8, 2e-8])
+    la = fitted(model=model)
+    la.save_pretrained(tmp_path)
+    for served in (model.base_model.model.bert.embeddings, model):
+        served.half()
+        assert from_pretrained(model, tmp_path).n_data == la.n_data
+        la.check_model()
+    model.base_model.model.bert.embeddings.word_embeddings.weight.data[0, 0] += 1.2e-7
+    for use in (la.check_model, lambda: from_pretrained(model, tmp_path)):
+        with pytest.raises((RuntimeError, ValueError), match=r"word_embeddings\.weight differs"):
+            use()
