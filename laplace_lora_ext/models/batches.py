@@ -93,7 +93,9 @@ def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     Many models would count padding in front as positions. What lies by position moves along with
     its tokens, unless the batch says which positions they have.
     """
-    mask, text = inputs.get("attention_mask"), inputs.get("input_ids", inputs.get("inputs_embeds"))
+    mask, text = inputs.get("attention_mask"), inputs.get("input_ids")
+    if text is None:
+        text = inputs.get("inputs_embeds")
     if mask is None or text is None or inputs.get("position_ids") is not None:
         return inputs
     if mask.shape != text.shape[:2]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from laplace_lora_ext.models.locks import (
 from laplace_lora_ext.models.weights import device_of
 
 _LABEL_KEYS = ("label", "labels")
+_BY_KEYWORD = Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD
 
 # How far rounding may move logits, relative to the largest: in half precision, and in others.
 _ROUNDING_OF_HALF, _ROUNDING = 0.05, 1e-3
@@ -39,8 +41,9 @@ class LogitsModel(nn.Module):
     """A model that maps a batch to the logits of its classes, `(B, C)`, in float32 or better.
 
     A transformers model, bare or within PEFT's, DistributedDataParallel's or torch.compile's
-    wrapper, is called with a batch's keys as keyword arguments. Any other module is called with the
-    batch itself, a mapping or a tensor, as laplace-torch does. Compiled ones run eagerly here.
+    wrapper, is called with a batch's keys as keyword arguments, and so is a module whose forward
+    pass has no place for a mapping, as `forward(self, **inputs)`. Any other module is called with
+    the batch itself, a mapping or a tensor, as laplace-torch does. Compiled ones run eagerly here.
 
     Of a language model the logits are those of `class_token_ids`, which it needs, where the answer
     is read; see `AnswerTokens`. Labels, `dict_key_y` in a mapping, are never passed on to it.
@@ -69,6 +72,10 @@ class LogitsModel(nn.Module):
         self.output_size = 0
         transformer = find_transformer(model)
         self._transformer = (transformer,)  # a tuple, so that it is no child module
+        parameters = list(signature(unwrapped(model).forward).parameters.values())
+        by_position = parameters and parameters[0].kind not in _BY_KEYWORD
+        self._first_place = parameters[0].name if by_position else None
+        self._has_more_places = len(parameters) > 1
         self._answers = self._find_answers(class_token_ids, mask_token_id)
         self.layouts = {}
 
@@ -85,12 +92,17 @@ class LogitsModel(nn.Module):
     def mask_token_id(self) -> int | None:
         return None if self._answers is None else self._answers.mask_token_id
 
-    def forward(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
+    def forward(self, batch: Any = None, **model_kwargs: Any) -> torch.Tensor:
         """Logits `(B, C)` of a batch, without its labels, both on the model's device.
 
-        Models without such logits are refused, as are batches that `check_texts` or `AnswerTokens`
-        refuse.
+        The batch may also come as keyword arguments, as transformers' models take it. Models
+        without such logits are refused, as are batches that `check_texts` or `AnswerTokens` refuse.
         """
+        if batch is None:
+            return self._logits(model_kwargs)
+        return self._logits(batch, **model_kwargs)
+
+    def _logits(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
         inputs = self._inputs(batch)
         if self._answers is not None:
             self._answers.warn_if_answered(inputs)
@@ -113,29 +125,34 @@ class LogitsModel(nn.Module):
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """Inputs and a copy of the labels of a training batch, a mapping or a pair `(X, y)`."""
+        X, y = self.split_if_labelled(batch)
+        if y is not None:
+            return X, y
+        if isinstance(X, Mapping):
+            given = sorted(str(key) for key, value in X.items() if value is not None)
+            raise ValueError(
+                f"No labels {self.dict_key_y!r} in the batch, which has only {given}: pass the key "
+                "of the labels as dict_key_y."
+            )
+        raise TypeError(
+            "A batch to learn from must be a mapping with labels or a pair (X, y), and this one "
+            "has no labels."
+        )
+
+    def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
+        """As `split`, but without labels, or with None in their place, the second is None."""
+        if isinstance(batch, torch.Tensor):
+            return batch, None
         if isinstance(batch, Mapping):
-            if self.dict_key_y not in batch:
-                raise ValueError(
-                    f"No labels {self.dict_key_y!r} in the batch, which has only "
-                    f"{sorted(map(str, batch))}: pass the key of the labels as dict_key_y."
-                )
-            X, y = batch, batch[self.dict_key_y]
+            X, y = batch, batch.get(self.dict_key_y)
         elif isinstance(batch, (tuple, list)) and len(batch) == 2:
             X, y = batch
         else:
             raise TypeError(
-                "A batch must be a mapping (with labels, to learn from) or a pair (X, y), not "
-                f"{type(batch).__name__}."
+                "A batch must be a mapping (with labels, to learn from), a tensor or a pair "
+                f"(X, y), not {type(batch).__name__}."
             )
-        return X, as_tensor(y).to(self.device)
-
-    def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        """As `split`, but a bare tensor or a mapping without labels gives the inputs and None."""
-        if isinstance(batch, torch.Tensor):
-            return batch, None
-        if isinstance(batch, Mapping) and self.dict_key_y not in batch:
-            return batch, None
-        return self.split(batch)
+        return X, None if y is None else as_tensor(y).to(self.device)
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """Sizes and mask of a batch that has `n_examples` examples."""
@@ -205,7 +222,7 @@ class LogitsModel(nn.Module):
         if isinstance(batch, torch.Tensor):
             batch = batch.to(self.device)
             is_tokens = batch.ndim == 2 and not batch.is_floating_point()
-            if transformer is None or not is_tokens:
+            if not is_tokens or not self._takes_keywords({}):
                 return batch
             batch = {"input_ids": batch}
         if not isinstance(batch, Mapping):
@@ -216,9 +233,21 @@ class LogitsModel(nn.Module):
         return inputs if self._answers is None or transformer is None else text_first(inputs)
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
-        if isinstance(inputs, Mapping) and self.transformer is not None:
+        if isinstance(inputs, Mapping) and self._takes_keywords(inputs):
             return self.model(**inputs, **kwargs)
         return self.model(inputs, **kwargs)
+
+    def _takes_keywords(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the model takes a mapping's keys as keyword arguments, rather than the mapping.
+
+        Other modules than transformers' do if their forward pass takes nothing by position, or its
+        first place, of several, is one of the keys', as in `forward(self, input_ids, **others)`.
+        """
+        if self.transformer is not None:
+            return True
+        if self._first_place is None:
+            return True
+        return self._first_place in inputs and self._has_more_places
 
     def _find_answers(
         self, class_token_ids: Sequence[int] | None, mask_token_id: int | None
@@ -281,7 +310,13 @@ def logits_and_hidden_states(
 
 
 def find_transformer(model: nn.Module) -> PreTrainedModel | None:
-    """The transformers model within PEFT's, DistributedDataParallel's or torch.compile's."""
+    """The transformers model that a model is, apart from wrappers, if it is one."""
+    inner = unwrapped(model)
+    return inner if isinstance(inner, PreTrainedModel) else None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What is within PEFT's, DistributedDataParallel's or torch.compile's wrappers."""
     while not isinstance(model, PreTrainedModel):
         if isinstance(model, PeftModel):
             inner = model.get_base_model()
@@ -290,6 +325,6 @@ def find_transformer(model: nn.Module) -> PreTrainedModel | None:
         else:
             inner = extract_model_from_parallel(model)
         if inner is model or not isinstance(inner, nn.Module):
-            return None
+            break
         model = inner
     return model

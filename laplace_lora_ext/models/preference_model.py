@@ -26,15 +26,13 @@ class PreferenceModel(LogitsModel):
     rejected ones.
     """
 
-    def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """As `LogitsModel.split`, but TRL's batches become pairs whose first text is preferred."""
-        if not isinstance(batch, Mapping) or self.dict_key_y in batch:
-            return super().split(batch)
-        pairs = self._pairs(batch)
-        return super().split((pairs, torch.zeros(len(pairs["input_ids"]), dtype=torch.long)))
-
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        return (batch, None) if isinstance(batch, torch.Tensor) else self.split(batch)
+        """As of any model, but TRL's batches become pairs whose first text is preferred."""
+        if not isinstance(batch, Mapping) or batch.get(self.dict_key_y) is not None:
+            return super().split_if_labelled(batch)
+        pairs = self._pairs(batch)
+        first = torch.zeros(len(pairs["input_ids"]), dtype=torch.long, device=self.device)
+        return pairs, first
 
     def _pairs(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""

@@ -37,7 +37,7 @@ class TokensModel(LogitsModel):
     def is_encoder_decoder(self) -> bool:
         return bool(self.transformer.config.is_encoder_decoder)
 
-    def forward(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
+    def _logits(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
         """Logits `(N, V)` of the labelled tokens, one text after the other, float32 or better."""
         if isinstance(batch, Mapping) and not self.is_encoder_decoder:
             batch = text_first(batch)  # labels too

@@ -6,13 +6,16 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BatchEncoding
 
 from laplace_lora_ext.models.batches import named_batches, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
+from tests.support.dense import EXACT
 from tests.support.models import (
     CLASS_TOKEN_IDS,
+    VOCABULARY,
     lora_model,
     plain_model,
     ragged_batches,
@@ -74,6 +77,96 @@ def test_a_users_module_gets_the_mapping_without_labels_as_it_is(mapping):
     LogitsModel(Wrapper())(mapping({"x": x, "labels": labels, "lengths": [3, 4]}))
     assert [type(batch) for batch in taken] == [mapping]
     assert list(taken[0]) == ["x", "lengths"]
+
+
+class Answering(nn.Module):
+    """A user's wrapper, which reads the answers itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def answers(self, **inputs: torch.Tensor) -> torch.Tensor:
+        last = inputs["attention_mask"].sum(-1) - 1
+        logits = self.model(**inputs).logits
+        return logits[torch.arange(len(last)), last][:, CLASS_TOKEN_IDS]
+
+
+class OfKeywords(Answering):
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return self.answers(**inputs)
+
+
+class OfKeywordsAlone(Answering):
+    def forward(self, *, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.answers(input_ids=input_ids, attention_mask=attention_mask)
+
+
+class OfNamedInputs(Answering):
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert attention_mask is not None
+        return self.answers(input_ids=input_ids, attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("wrapper", [OfKeywords, OfKeywordsAlone, OfNamedInputs])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(structure, wrapper):
+    model, batches = lora_model("gpt2").eval(), ragged_batches()
+    expected = make(model, structure, class_token_ids=CLASS_TOKEN_IDS)
+    found = make(wrapper(model), structure)
+    for la in (expected, found):
+        la.fit(batches)
+    torch.testing.assert_close(
+        found.log_marginal_likelihood(), expected.log_marginal_likelihood(), **EXACT
+    )
+    torch.testing.assert_close(found(batches[0]), expected(batches[0]), **EXACT)
+
+
+@pytest.mark.parametrize("labels", [None, torch.tensor([0, 2])])
+def test_keywords_reach_a_wrapper_within_pefts(labels):
+    """And tokens by themselves, which have no other place there."""
+
+    class Pooling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layer = nn.Embedding(VOCABULARY, 5), nn.Linear(5, 3)
+
+        def forward(self, *, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.embedding(input_ids).mean(1))
+
+    plain = Pooling()
+    tokens = torch.tensor([[1, 2], [3, 4]])
+    model = LogitsModel(get_peft_model(plain, LoraConfig(target_modules=["layer"])))
+    expected = plain(input_ids=tokens)
+    assert torch.equal(model({"input_ids": tokens, "labels": labels}), expected)
+    assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_model_may_be_called_as_transformers_models_are(kind):
+    model, (batch, *_) = adapted(kind), ragged_batches()
+    assert torch.equal(model(**batch), model(batch))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_labels_that_are_none_are_no_labels(structure):
+    la, (batch, *_) = fitted(structure=structure), ragged_batches()
+    expected = la.predict_proba(batch)
+    unlabelled = batch | {"labels": None}
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    assert torch.equal(la(unlabelled), la(batch))
+    assert (la.predict_proba(unlabelled) == expected).all()
+    for given in (unlabelled, (inputs, None), [inputs, None]):
+        assert (la.predict_proba([given]) == expected).all()
+        if structure == "lowrank_kron":
+            assert la.predictive_statistics([given]).targets is None
+    for unlearnable in (unlabelled, (inputs, None)):
+        with pytest.raises(ValueError, match=r"batch 1: No labels .*\['attention_mask', 'input_"):
+            la.fit([batch, unlearnable])
+    with pytest.raises(TypeError, match="has no labels"):
+        la.model.split((inputs["input_ids"], None))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

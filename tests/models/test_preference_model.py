@@ -88,6 +88,8 @@ def test_trls_batches_are_taken_as_they_come():
     la.fit([stacked()])
     assert la.n_data == 5
     assert torch.equal(la.log_marginal_likelihood(), evidence)
+    la.fit([stacked() | {"labels": None}])
+    assert torch.equal(la.log_marginal_likelihood(), evidence)
     for method, data in (("agreement", "train_loader"), ("gridsearch", "val_loader")):
         expected = la.optimize_prior_precision(method=method, **{data: [ordered]})
         found = la.optimize_prior_precision(method=method, **{data: [stacked()]})
