@@ -10,8 +10,9 @@ from laplace.baselaplace import ParametricLaplace
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_positive
-from laplace_lora_ext.models.locks import exclusive, without_autocast
+from laplace_lora_ext.models.locks import exclusive, kept, without_autocast
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.derivatives import jacobians
 from laplace_lora_ext.passes.recording import Directions, every_output
@@ -61,10 +62,11 @@ class LoRAGaussian(ParametricLaplace):
         return self._prior_precision
 
     @prior_precision.setter
+    @torch.inference_mode(False)
     def prior_precision(self, value: float | torch.Tensor) -> None:
         check_positive("prior_precision", value)
         host: Any = super(LoRAGaussian, type(self))
-        host.prior_precision.fset(self, value)
+        host.prior_precision.fset(self, kept(value))
 
     @property
     def temperature(self) -> float | torch.Tensor:
@@ -72,12 +74,35 @@ class LoRAGaussian(ParametricLaplace):
         return self._temperature
 
     @temperature.setter
+    @torch.inference_mode(False)
     def temperature(self, value: float | torch.Tensor) -> None:
         check_positive("temperature", value)
         # A tensor may have a graph.
         is_tensor = isinstance(value, torch.Tensor)
-        self._temperature = value.reshape(()) if is_tensor else float(value)
+        self._temperature = kept(value).reshape(()) if is_tensor else float(value)
         self._posterior_scale = None  # that the host has made with the old value
+
+    @property
+    def sigma_noise(self) -> torch.Tensor:
+        """Standard deviation of a regression's noise, `()`; positive and finite."""
+        return self._sigma_noise
+
+    @sigma_noise.setter
+    @torch.inference_mode(False)
+    def sigma_noise(self, value: float | torch.Tensor) -> None:
+        check_positive("sigma_noise", value)
+        host: Any = super(LoRAGaussian, type(self))
+        host.sigma_noise.fset(self, kept(value))
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """What a search may change, to be set again if it fails."""
+        return Hyperparameters(self.prior_precision, self.sigma_noise, self.temperature)
+
+    @hyperparameters.setter
+    def hyperparameters(self, values: Hyperparameters) -> None:
+        for name, value in vars(values).items():
+            setattr(self, name, value)
 
     @property
     def curvature_scale(self) -> torch.Tensor:
@@ -109,9 +134,6 @@ class LoRAGaussian(ParametricLaplace):
             squares = torch.stack([part.sum() for part in squares.split(self._sizes)])
         return (squares * self.prior_precision.double()).sum()
 
-    @exclusive
-    @torch.inference_mode(False)
-    @torch.enable_grad()
     def optimize_prior_precision(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         pred_type: str = "glm",
@@ -120,7 +142,7 @@ class LoRAGaussian(ParametricLaplace):
         verbose: bool = False,
         **options: Any,
     ) -> TuningHistory:
-        """Choose the prior precision; if anything goes wrong, it stays as it was.
+        """Choose the prior precision; if anything goes wrong, it and the noise stay as they were.
 
         Parameters
         ----------

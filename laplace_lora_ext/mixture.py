@@ -16,7 +16,8 @@ import laplace_lora_ext.saving as saving
 from laplace_lora_ext.laplace import from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.adapters import find_peft_model, own_adapter_back, write_adapter
-from laplace_lora_ext.models.locks import as_tensor
+from laplace_lora_ext.models.locks import as_tensor, exclusive, kept
+from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.moments import MixtureMoments, mixed
@@ -73,6 +74,7 @@ class LaplaceMixture:
     deep learning", arXiv:2111.03577 (2021).
     """
 
+    @torch.inference_mode(False)  # what is kept must not be inference tensors
     def __init__(self, members: Sequence[LoRALaplace]) -> None:
         if len(members) < 2:
             raise ValueError("A mixture needs two posteriors or more.")
@@ -104,6 +106,7 @@ class LaplaceMixture:
 
     # --- predictions ---------------------------------------------------------------------------
 
+    @exclusive
     def __call__(self, x: Any, **options: Any) -> Any:
         """The mean of the members' probabilities, `(B, C)`, or moments of their mixture.
 
@@ -128,11 +131,13 @@ class LaplaceMixture:
     predict = decisions.predict
     predict_proba = decisions.predict_proba
 
+    @exclusive
     def amortize(self, loader: Any, **options: Any) -> list[LearntVariance]:
         """Each member learns its variances; arguments are those of a posterior's `amortize`."""
         members: list[Any] = self.members
         return [member.amortize(loader, **options) for member in members]
 
+    @exclusive
     def predictive_statistics(self, loader: Any, **options: Any) -> MixtureStatistics:
         """Each member's pass over a data set; arguments are those of a posterior's.
 
@@ -155,11 +160,25 @@ class LaplaceMixture:
         return self._factor
 
     @prior_precision.setter
+    @exclusive
+    @torch.inference_mode(False)
     def prior_precision(self, factor: float | torch.Tensor) -> None:
-        factor = as_tensor(factor).detach().cpu().float().reshape(1)  # of all members
+        factor = as_tensor(kept(factor)).detach().cpu().float().reshape(1)  # of all members
         for member, prior in zip(self.members, self._priors, strict=True):
             member.prior_precision = factor.to(prior) * prior
         self._factor = factor
+
+    @property
+    def hyperparameters(self) -> tuple[torch.Tensor, list[Hyperparameters]]:
+        """What a search may change: the factor, and what the members have."""
+        return self._factor, [member.hyperparameters for member in self.members]
+
+    @hyperparameters.setter
+    @exclusive
+    def hyperparameters(self, values: tuple[torch.Tensor, list[Hyperparameters]]) -> None:
+        self._factor, of_members = values
+        for member, of_member in zip(self.members, of_members, strict=True):
+            member.hyperparameters = of_member
 
     def optimize_prior_precision(
         self, method: str | TuningMethod = "gridsearch", **options: Any
@@ -195,6 +214,7 @@ class LaplaceMixture:
 
     sample_adapters = saving.sample_adapters
 
+    @exclusive
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the members' adapters and posteriors, each into a folder of its adapter's name.
 

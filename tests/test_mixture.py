@@ -1,5 +1,7 @@
 """A mean of several posteriors' predictions."""
 
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import pytest
 import torch
 from peft import load_peft_weights
@@ -153,10 +155,41 @@ def test_given_posteriors_keep_their_priors_and_the_mixture_its_own():
     first.prior_precision = 7
     first.fit(batches[:1])
     assert mixture.n_data == 8
+    mixture.members[1].prior_precision = 6.0
     with pytest.raises(ZeroDivisionError):
         mixture.optimize_prior_precision(val_loader=batches, loss=lambda *_: 1 / 0)
     assert mixture.prior_precision.item() == 10
-    assert [la.prior_precision.item() for la in mixture.members] == [20, 5]
+    assert [la.prior_precision.item() for la in mixture.members] == [20, 6]
+
+
+def test_a_search_in_inference_mode_keeps_ordinary_numbers():
+    first, second, batches = two()
+    with torch.inference_mode():
+        mixture = LaplaceMixture([first, second])
+        mixture.optimize_prior_precision(val_loader=batches, **GRID)
+        mixture.prior_precision = 2 * mixture.prior_precision
+    kept = [mixture, *mixture.members]
+    assert not any(each.prior_precision.is_inference() for each in kept)
+
+
+def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
+    first, second, (batch, *_) = two()
+    mixture, futures = LaplaceMixture([first, second]), []
+    expected = mixture(batch)
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def change_prior(*_):
+            if not futures:
+                futures.append(pool.submit(setattr, mixture, "prior_precision", 100.0))
+                wait(futures, timeout=1)  # without a lock it would be done by now
+
+        handle = first.model.model.register_forward_hook(change_prior)
+        found = mixture(batch)
+        handle.remove()
+    assert torch.equal(found, expected)
+    assert mixture.prior_precision.item() == 100
+    assert not torch.equal(mixture(batch), expected)
 
 
 def test_entropies_are_those_of_all_members_draws():

@@ -56,6 +56,12 @@ def as_tensor(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
 
 
+def kept(value: Any) -> Any:
+    """A value to keep: a tensor of inference mode, which nothing could change later, as a copy."""
+    is_inference = isinstance(value, torch.Tensor) and value.is_inference()
+    return value.clone() if is_inference else value
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether a module within runs compiled code, which does not call LoRA layers as modules."""
     return any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,15 @@ from torch import nn
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """All that a search may change of a posterior, under the names of its attributes."""
+
+    prior_precision: torch.Tensor
+    sigma_noise: torch.Tensor
+    temperature: float | torch.Tensor
 
 
 class Posterior(Protocol):
@@ -25,6 +35,7 @@ class Posterior(Protocol):
     predicted_likelihood: Likelihood
     prior_precision: Any
     sigma_noise: Any
+    hyperparameters: Any  # what `Hyperparameters` hold, or a mixture's own
     enable_backprop: bool
     n_data: int
     n_outputs: int

@@ -12,7 +12,7 @@ import tqdm
 from laplace.utils import fix_prior_prec_structure
 
 from laplace_lora_ext.messages import check_counts
-from laplace_lora_ext.models.locks import as_tensor
+from laplace_lora_ext.models.locks import as_tensor, exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 
@@ -94,10 +94,13 @@ class TuningMethod:
         if self.prior_structure not in _STRUCTURES:
             raise ValueError(f"prior_structure {self.prior_structure!r} is none of {_STRUCTURES}.")
 
+    @exclusive  # no thread predicts by a prior precision that is only tried
+    @torch.inference_mode(False)  # what is kept must not be inference tensors
+    @torch.enable_grad()
     def __call__(self, la: Posterior) -> TuningHistory:
         """Choose the prior precision of a fitted `LoRALaplace`; an error restores the old one."""
         method = self if rank() == 0 else replace(self, progress_bar=False)
-        before = la.prior_precision
+        before = la.hyperparameters
         try:
             with together():
                 history = method._search(la)
@@ -107,7 +110,7 @@ class TuningMethod:
                     history = TuningHistory(*of_first(tried), history.posteriors)
                 return history
         except BaseException:
-            la.prior_precision = before
+            la.hyperparameters = before
             raise
 
     def _search(self, la: Posterior) -> TuningHistory:

@@ -1,6 +1,7 @@
 """Methods by name and as objects: their options, where they start, and what a failure leaves."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError, fields
 from functools import partial
@@ -13,6 +14,7 @@ from laplace_lora_ext import GridSearch, Marglik, TuningHistory
 from laplace_lora_ext.tuning import METHODS, PREDICTIONS, required_data
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
+    GRID,
     STRUCTURES,
     another_training,
     count_forward_passes,
@@ -193,9 +195,9 @@ def test_an_object_finds_what_its_name_finds_and_gradients_may_be_off(context, n
                 options[data] = la.predictive_statistics(ragged_batches())
             torch.manual_seed(0)
             if found:
-                history = la.optimize_prior_precision(method=name, **options)
-            else:
                 history = METHODS[name](**options)(la)
+            else:
+                history = la.optimize_prior_precision(method=name, **options)
         assert isinstance(history, TuningHistory)
         assert not la.prior_precision.requires_grad
         assert not la.prior_precision.is_inference()
@@ -221,6 +223,55 @@ def test_a_search_that_fails_on_its_way_undoes_everything(structure):
     assert la.prior_precision.tolist() == [0.4]
     for now, then in zip((*la(X), la.sample(2, generator())), expected, strict=True):
         assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_an_interrupted_search_leaves_the_noise_and_the_temperature_as_they_were(structure):
+    la, X = plain_regression(structure=structure)
+    la.temperature = 0.8
+    before, expected, calls = la.hyperparameters, la(X), []
+
+    def interrupted(*precisions):
+        calls.append(evidence(*precisions))
+        la.temperature = 0.9
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    evidence, la.log_marginal_likelihood = la.log_marginal_likelihood, interrupted
+    with pytest.raises(KeyboardInterrupt):
+        la.optimize_prior_precision(optimize_sigma_noise=True)
+    assert la.hyperparameters == before
+    assert la.sigma_noise.item() == 0.5
+    assert not la.sigma_noise.requires_grad
+    for now, then in zip(la(X), expected, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_what_is_set_in_inference_mode_is_ordinary():
+    la, _ = plain_regression()
+    with torch.inference_mode():
+        la.prior_precision, la.sigma_noise = torch.tensor(3.0), 0.4
+        la.temperature = torch.tensor(0.9)
+    assert not any(value.is_inference() for value in vars(la.hyperparameters).values())
+    la.prior_precision.requires_grad_().mul(la.sigma_noise).backward()
+    assert la.prior_precision.grad.item() == pytest.approx(0.4)
+
+
+def test_no_thread_predicts_by_a_prior_precision_that_is_only_tried(validation):
+    la, (batch, *_), futures = fitted(), ragged_batches(), []
+
+    with ThreadPoolExecutor(1) as pool:
+
+        def loss(probs, labels):
+            if not futures:
+                futures.append(pool.submit(la, batch))
+                wait(futures, timeout=1)  # without a lock it would be there by now
+            return la.prior_precision.log().square().sum()
+
+        GridSearch(val_loader=validation, loss=loss, **GRID)(la)
+        assert la.prior_precision.item() == pytest.approx(1)
+        assert torch.equal(futures[0].result(), la(batch))
 
 
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd"])
