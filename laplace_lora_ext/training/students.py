@@ -27,7 +27,13 @@ from laplace_lora_ext.models.adapters import (
 from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.swapping import Swapping
-from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored, train
+from laplace_lora_ext.training.trainers import (
+    check_trainer,
+    loader_of,
+    restored,
+    train,
+    with_attributes,
+)
 
 STEPS = 0.3
 """Steps of a student, relative to the training of its teacher."""
@@ -111,12 +117,11 @@ def distill(
             if head:
                 with la.model.prepared(), torch.no_grad():
                     logits.append(la.model(batch).cpu())
-        _prepare(trainer, la.model)
         if head:
             scale = _best_scale(torch.cat(logits), torch.stack([r[_TEACHER] for r in records]))
             for weight in head:
                 weight.requires_grad_(False).mul_(scale)
-        with _without_dropout(peft_model):
+        with _without_dropout(peft_model), _teaching(trainer, la.model):
             train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             write_adapter(peft_model, adapter_name, {}, folder)
@@ -194,14 +199,18 @@ def _taught(la: Any, batch: Any) -> Iterator[Record]:
         yield record
 
 
-def _prepare(trainer: Any, model: LogitsModel) -> None:
-    """Give a trainer a student's loss, and a collator for taught texts."""
+@contextmanager
+def _teaching(trainer: Any, model: LogitsModel) -> Iterator[None]:
+    """Within, a trainer's steps have a student's loss, and batches of taught texts.
+
+    What its training reads is changed while it makes its loader and in a step alone, so that
+    evaluations between the steps have the user's own loss, collator and columns.
+    """
     padding = pad_token(model.transformer) or 0
     students: dict[int, LogitsModel] = {}
+    make_loader, take_step = trainer.get_train_dataloader, trainer.training_step
 
-    def compute_loss(run: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        if _TEACHER not in inputs:  # of evaluation
-            return type(trainer).compute_loss(trainer, run, inputs, return_outputs, **kwargs)
+    def compute_loss(run: Any, inputs: Any, **kwargs: Any) -> torch.Tensor:
         targets = inputs.pop(_TEACHER)
         if id(run) not in students:  # once: the trainer may have wrapped the model
             answers = model.class_token_ids, model.dict_key_y, model.mask_token_id
@@ -220,7 +229,23 @@ def _prepare(trainer: Any, model: LogitsModel) -> None:
             for key, values in columns.items()
         }
 
-    trainer.compute_loss, trainer.data_collator = compute_loss, collate
-    trainer.model_accepts_loss_kwargs = False  # so that the trainer divides by accumulated steps
-    trainer.args = copy(trainer.args)
-    trainer.args.remove_unused_columns = False
+    def get_train_dataloader() -> Any:
+        args = copy(trainer.args)
+        args.remove_unused_columns = False
+        with with_attributes(trainer, args=args, data_collator=collate):
+            return make_loader()
+
+    def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with with_attributes(
+            trainer,
+            compute_loss=compute_loss,
+            compute_loss_func=None,
+            model_accepts_loss_kwargs=False,
+            loss_is_scaled_for_ga=False,  # the trainer divides by accumulated steps
+        ):
+            return take_step(*args, **kwargs)
+
+    with with_attributes(
+        trainer, get_train_dataloader=get_train_dataloader, training_step=training_step
+    ):
+        yield

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from laplace_lora_ext.models.adapters import find_peft_model, read_adapter
 from laplace_lora_ext.processes.shards import in_order
+
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_COLLECTIONS = (list, set, deque)
 
 
 def check_trainer(trainer: Any) -> None:
@@ -88,25 +95,73 @@ def train(
 
 
 @contextmanager
+def with_attributes(trainer: Any, **values: Any) -> Iterator[None]:
+    """Within, a trainer has some attributes of its own; afterwards those that it had, if any."""
+    before = {name: vars(trainer)[name] for name in values if name in vars(trainer)}
+    vars(trainer).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(trainer)[name]
+        vars(trainer).update(before)
+
+
+@contextmanager
 def restored(trainer: Any) -> Iterator[None]:
     """Afterwards a trainer, its callbacks, its model's mode and all random states are as before.
 
     Within, callbacks that fit posteriors take no part.
     """
     handler = trainer.callback_handler
-    parts = [vars(part) for part in (trainer, trainer.control, handler, *handler.callbacks)]
-    before = [dict(part) for part in parts]
+    before = _Contents(trainer)
     modes = [(module, module.training) for module in trainer.model.modules()]
     handler.callbacks = [c for c in handler.callbacks if not getattr(c, "fits_posteriors", False)]
     try:
         with same_random_states():
             yield
     finally:
-        for part, attributes in zip(parts, before, strict=True):
-            part.clear()
-            part.update(attributes)
+        before.put_back()
         for module, mode in modes:
             module.training = mode
+
+
+class _Contents:
+    """What a trainer holds now, in attributes, dictionaries, lists and sets at any depth.
+
+    Of its state, arguments, callbacks and accelerator, and of other data classes, attributes count;
+    other objects and the data do not.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._mappings: list[tuple[Any, dict[Any, Any]]] = []
+        self._collections: list[tuple[Any, list[Any]]] = []
+        found: list[Any] = [vars(trainer)]
+        seen = {id(trainer.train_dataset), id(trainer.eval_dataset)}
+        while found:
+            value = found.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, TrainerCallback | Accelerator) or is_dataclass(value):
+                found.append(getattr(value, "__dict__", None))
+            elif type(value) in _MAPPINGS:
+                self._mappings.append((value, dict(value)))
+                found += value.values()
+            elif type(value) in _COLLECTIONS:
+                self._collections.append((value, list(value)))
+                found += value
+            elif isinstance(value, tuple):
+                found += value
+
+    def put_back(self) -> None:
+        for mapping, before in self._mappings:
+            mapping.clear()
+            mapping.update(before)
+        for collection, before in self._collections:
+            collection.clear()
+            add_all = collection.update if isinstance(collection, set) else collection.extend
+            add_all(before)
 
 
 @contextmanager

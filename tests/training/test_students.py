@@ -5,7 +5,10 @@ from typing import ClassVar
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import PeftModel
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 from laplace_lora_ext import LaplaceMixture
@@ -182,6 +185,63 @@ def test_it_learns_without_dropout(tmp_path):
     assert max(before) > 0
     assert Rates.found == {0.0}
     assert [m.p for m in own] == before
+
+
+def collate(examples):
+    """A collator that knows rows of lists alone, and a column of its own."""
+    columns = {key: [torch.tensor(e[key]) for e in examples] for key in ("input_ids", "labels")}
+    mask = [torch.ones(len(ids), dtype=torch.long) for ids in columns["input_ids"]]
+    ids, mask = (pad_sequence(rows, batch_first=True) for rows in (columns["input_ids"], mask))
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.stack(columns["labels"])}
+
+
+@pytest.mark.parametrize("of_sets", [False, True])
+def test_evaluations_between_its_steps_are_the_users(tmp_path, of_sets):
+    evaluated = []
+
+    class Evaluated(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            evaluated.append(metrics["eval_loss"])
+
+    def smoothed(outputs, labels, num_items_in_batch=None):
+        return cross_entropy(outputs["logits"], labels, label_smoothing=0.3)
+
+    la, trainer = case(tmp_path, "bert", Evaluated())
+    length = [int(row["attention_mask"].sum()) for row in rows(texts())]
+    listed = [
+        {"input_ids": row["input_ids"][:n].tolist(), "labels": int(row["labels"]), "book": "a"}
+        for row, n in zip(rows(texts()), length, strict=True)
+    ]
+    trainer.train_dataset = trainer.eval_dataset = Dataset.from_list(listed) if of_sets else listed
+    trainer.data_collator, trainer.compute_loss_func = collate, smoothed
+    trainer.args.max_steps, trainer.args.per_device_eval_batch_size = 40, 16
+    trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 4
+    before = dict(vars(trainer))
+    trainer.model.set_adapter(la.distill(trainer))
+    assert vars(trainer) == before
+    with torch.no_grad():
+        log_p = log_probs(trainer.model, collate(listed))
+    expected = smoothed({"logits": log_p}, torch.tensor([text["labels"] for text in listed]))
+    assert len(evaluated) == 3
+    assert evaluated[-1] == pytest.approx(expected.item(), rel=1e-5)
+    assert evaluated[0] != evaluated[-1]
+
+
+def test_accumulated_steps_are_divided_whatever_loss_the_user_has(tmp_path):
+    found = []
+    for accumulated in (1, 2):
+        la, trainer = case(tmp_path / str(accumulated))
+        trainer.args.max_steps, trainer.args.gradient_accumulation_steps = 30, accumulated
+        trainer.args.per_device_train_batch_size = trainer._train_batch_size = 16 // accumulated
+        trainer.compute_loss_func = lambda *args, **kwargs: None
+        trainer.args.optim, trainer.args.max_grad_norm = "sgd", 0.0  # Adam would divide it out
+        trainer.create_accelerator_and_postprocess()
+        la.distill(trainer, None)
+        found.append(
+            [w.detach().clone() for n, w in trainer.model.named_parameters() if ".calibrated." in n]
+        )
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_mixture_teaches_its_mean(tmp_path):

@@ -1,6 +1,9 @@
 """The user's own trainer trains again, and is as before."""
 
 import random
+from collections import defaultdict, deque
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,12 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, ProgressCallback
+from transformers import (
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    ProgressCallback,
+    TrainerCallback,
+)
 
 from laplace_lora_ext import Laplace, train_in_stages
 from laplace_lora_ext.training.trainers import loader_of, restored, train
@@ -41,20 +49,45 @@ def test_batches_are_those_of_training_once_and_in_order(tmp_path, data):
         assert torch.equal(torch.cat([batch[name] for batch in found]), expected)
 
 
+@dataclass
+class Meter:
+    numbers: deque = field(default_factory=deque)
+
+
+class Keeping(TrainerCallback):
+    """Has containers within containers that each step adds to."""
+
+    def __init__(self):
+        self.losses, self.seen = {"all": [], "last": {}}, ({0}, Meter())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.losses["all"].append(state.global_step)
+        self.losses["last"][state.global_step] = "a step"
+        self.seen[0].add(state.global_step)
+        self.seen[1].numbers.append(state.global_step)
+
+
 def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
-    trainer = trainer_of(tmp_path, max_steps=2, disable_tqdm=False)
+    trainer = trainer_of(tmp_path, keeping := Keeping(), max_steps=2, disable_tqdm=False)
     trainer.train()
     (bar,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback))
     bar.training_bar = "of the training that goes on"
+    trainer.own_figures = {"train": defaultdict(list, loss=[1.0])}
     names = "args", "state", "optimizer", "lr_scheduler", "train_dataset", "model_wrapped"
     before, stops = [getattr(trainer, name) for name in names], trainer.control.should_training_stop
+    contents = deepcopy([trainer.state.log_history, trainer.own_figures, vars(keeping)])
+    prepared = list(trainer.accelerator._optimizers)
     with restored(trainer):
         trainer.control.should_training_stop = not stops
+        trainer.own_figures["train"]["loss"].append(2.0)
+        trainer.state.log_history[0]["loss"] = 3.0
         train(trainer, Texts(8), 2.0, Path(tmp_path, "again"))
     assert (tmp_path / "again" / "checkpoint-4").exists()
     assert [getattr(trainer, name) for name in names] == before
     assert trainer.control.should_training_stop == stops
     assert bar.training_bar == "of the training that goes on"
+    assert [trainer.state.log_history, trainer.own_figures, vars(keeping)] == contents
+    assert trainer.accelerator._optimizers == prepared
 
 
 def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
