@@ -65,6 +65,30 @@ def test_backpropagation_to_the_inputs():
     assert torch.autograd.gradcheck(moments, (X,), atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
+def test_backpropagation_through_a_transformers_fused_attention(structure, kind):
+    """The gradient in embeddings against finite differences."""
+    model = lora_model(kind, attention="sdpa").eval()
+    la, (batch, *_) = fitted(model=model, structure=structure, kind=kind), ragged_batches()
+    la.enable_backprop = True
+    tokens = batch["input_ids"]
+    embeddings = model.get_input_embeddings()(tokens).detach().requires_grad_()
+    direction = torch.randn(embeddings.shape, generator=generator(1)).double()
+
+    def confidence(embeddings: torch.Tensor) -> torch.Tensor:
+        inputs = {"inputs_embeds": embeddings, "attention_mask": batch["attention_mask"]}
+        return la(inputs).square().sum()
+
+    (gradient,) = torch.autograd.grad(confidence(embeddings), embeddings)
+    step = 1e-6
+    ahead, behind = (confidence(embeddings + sign * step * direction) for sign in (1, -1))
+    slope = (ahead - behind) / (2 * step)
+    assert slope.abs() > 1e-3
+    torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-6, atol=0)
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_trainable_head_takes_no_part_in_the_posterior(structure):
     """It is trained with the adapter, requires grad, and has the largest gradients of all."""

@@ -74,3 +74,11 @@ def running_eagerly(model: nn.Module) -> AbstractContextManager[object]:
     """Within, compiled modules run their original code; before PyTorch 2.6 passes refuse them."""
     set_stance = getattr(torch.compiler, "set_stance", None)
     return set_stance("force_eager") if set_stance and is_compiled(model) else nullcontext()
+
+
+def unfused_attention() -> AbstractContextManager[object]:
+    """Within, torch's attention runs without fused kernels, which have no second derivatives."""
+    attention: Any = getattr(torch.nn, "attention", None)
+    if hasattr(attention, "sdpa_kernel"):
+        return attention.sdpa_kernel(attention.SDPBackend.MATH)
+    return torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import Positions, number_of_rows, part_of
+from laplace_lora_ext.models.locks import unfused_attention
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.graph import Call, Graph, run
@@ -196,11 +197,15 @@ def record(
     them, examples are recorded one at a time. One whose logits are others than in the batch is
     back-propagated through the batch.
 
+    With `create_graph`, gradients can be differentiated: torch's attention then runs without its
+    fused kernels, which have no second derivatives.
+
     Within the `with` block the model is in evaluation mode, and no parameter requires grad. A
     `RuntimeError` if the logits carry no gradient to the layers that were called; a `ValueError` if
     a number is not finite.
     """
-    with model.prepared(), torch.inference_mode(False), torch.enable_grad():
+    attention = unfused_attention() if create_graph else nullcontext()
+    with model.prepared(), torch.inference_mode(False), torch.enable_grad(), attention:
         part = _whole(model, blocks, x)
         if part is not None:
             yield Recording(part.graph.logits, blocks, lambda: [part])

@@ -32,10 +32,12 @@ TARGET_MODULES = {
 }
 
 
-def base_model(kind: str, n_labels: int = N_CLASSES, hidden_size: int = 12) -> nn.Module:
+def base_model(
+    kind: str, n_labels: int = N_CLASSES, hidden_size: int = 12, attention: str = "eager"
+) -> nn.Module:
     """A randomly initialised two-layer model: "bert" classifies, the others are causal LMs."""
     tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
-    shared = {"attn_implementation": "eager", **tokens}
+    shared = {"attn_implementation": attention, **tokens}
     encoder = {
         "hidden_size": hidden_size,
         "num_hidden_layers": 2,
@@ -77,6 +79,7 @@ def lora_model(
     dtype: torch.dtype = torch.float64,
     n_labels: int = N_CLASSES,
     hidden_size: int = 12,
+    attention: str = "eager",
     **lora_config: object,
 ) -> PeftModel:
     """A PEFT model with a rank-2 adapter whose `lora_B`, or A of an embedding, is not 0."""
@@ -89,7 +92,8 @@ def lora_model(
         "target_modules": TARGET_MODULES[kind],
         "fan_in_fan_out": kind == "gpt2",
     } | lora_config
-    model = get_peft_model(base_model(kind, n_labels, hidden_size), LoraConfig(**settings))
+    base = base_model(kind, n_labels, hidden_size, attention)
+    model = get_peft_model(base, LoraConfig(**settings))
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "lora_embedding_A" in name:
             nn.init.normal_(parameter, std=0.3)
