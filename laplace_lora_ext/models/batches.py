@@ -61,15 +61,16 @@ def _check_collated(batch: Any) -> None:
 def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None:
     """Refuse texts that are padded without a mask, or packed several into a row."""
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    if _restarts(inputs.get("position_ids"), mask):
+    taken = signature(transformer.forward).parameters
+    packing = _packing(inputs, "global_attention_mask" in taken)
+    if packing is not None:
         raise NotImplementedError(
-            "Several texts are packed into one row, as position_ids shows: give each text a row of "
-            "its own."
+            f"Several texts are packed into one row, as {packing} shows: give each text a row of "
+            "its own, with an attention_mask of 0 and 1."
         )
     if tokens is None or mask is not None:
         return
-    takes_mask = "attention_mask" in signature(transformer.forward).parameters
-    padding = pad_token(transformer) if takes_mask else None
+    padding = pad_token(transformer) if "attention_mask" in taken else None
     if padding is not None and (tokens[..., [0, -1]] == padding).any():
         raise ValueError(
             f"The batch has no attention_mask, but the padding token {padding} at ends of its "
@@ -77,13 +78,36 @@ def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None
         )
 
 
-def _restarts(position_ids: Any, mask: torch.Tensor | None) -> bool:
+def _packing(inputs: Mapping[str, Any], may_mark_tokens: bool) -> str | None:
+    """The key of a batch that shows several texts in a row, if one does.
+
+    Models with attention to all tokens, such as Longformer, `may_mark_tokens` by a 2 in the mask.
+    """
+    tensors = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
+    mask, texts = tensors.get("attention_mask"), tensors.get("input_ids")
+    if texts is None and "inputs_embeds" in tensors:
+        texts = tensors["inputs_embeds"][..., 0]
+    if mask is not None and not may_mark_tokens and (mask > 1).any():
+        return "attention_mask"
+    if "position_ids" in tensors:
+        positions = tensors["position_ids"]
+        if texts is not None and positions.ndim > texts.ndim:
+            positions = positions[0]  # those of the text, before those of images in it
+        if _restarts(positions, mask):
+            return "position_ids"
+    numbers = tensors.get("seq_idx")
+    if numbers is not None and ((numbers.diff() > 0) & (numbers[..., :-1] >= 0)).any():
+        return "seq_idx"
+    n_rows = 1 if texts is None else prod(texts.shape[:-1])
+    bounds = (key for key in tensors if key.startswith("cu_seq"))
+    return next((key for key in bounds if tensors[key].numel() - 1 > n_rows), None)
+
+
+def _restarts(positions: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Whether positions fall within a row, as they do where another text begins."""
-    if not isinstance(position_ids, torch.Tensor) or position_ids.ndim != 2:
-        return False
-    falls = position_ids[:, 1:] < position_ids[:, :-1]
-    if mask is not None and mask.shape == position_ids.shape:
-        falls = falls & mask[:, 1:].bool() & mask[:, :-1].bool()
+    falls = positions.diff() < 0
+    if mask is not None and mask.ndim == positions.ndim and mask.shape[-1] == positions.shape[-1]:
+        falls = falls & mask[..., 1:].bool() & mask[..., :-1].bool()
     return bool(falls.any())
 
 

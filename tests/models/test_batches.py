@@ -8,10 +8,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import BatchEncoding
+from transformers import (
+    BatchEncoding,
+    LongformerConfig,
+    LongformerForSequenceClassification,
+)
 
-from laplace_lora_ext.models.batches import named_batches, text_first
+from laplace_lora_ext.models.batches import check_texts, named_batches, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.tokens_model import TokensModel
 from tests.support.dense import EXACT
 from tests.support.models import (
     CLASS_TOKEN_IDS,
@@ -186,6 +191,55 @@ def packed(batch: dict) -> dict:
     return batch | {"position_ids": torch.tensor([0, 1, 2, 3, 0, 1, 2]).expand(3, 7)}
 
 
+RESTARTING = torch.tensor([0, 1, 2, 3, 0, 1, 2])
+PACKED = {
+    "position_ids": RESTARTING.expand(3, 7),
+    "position_ids of all rows": RESTARTING[None],
+    "position_ids of text and images": torch.stack([RESTARTING, *[torch.arange(7)] * 3])[:, None],
+    "position_ids of three axes": RESTARTING.expand(3, 3, 7),
+    "attention_mask": torch.tensor([1, 1, 1, 2, 2, 3, 3]).expand(3, 7),
+    "attention_mask of floats": torch.tensor([1.0, 1, 1, 2, 2, 0, 0]).expand(3, 7),
+    "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 2]]).int(),
+    "cu_seq_lens_q": torch.tensor([0, 3, 7, 14, 21]).int(),
+    "cu_seq_lens_k": torch.tensor([0, 3, 7, 14, 21]).int(),
+}
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize("shown_by", PACKED)
+def test_several_texts_in_a_row_are_refused_by_what_shows_them(shown_by, kind):
+    (batch,) = ragged_batches(lengths=(7, 7, 7))
+    key = shown_by.partition(" ")[0]
+    with pytest.raises(NotImplementedError, match=f"as {key} shows: give each text a row of its"):
+        adapted(kind, pad=None)(batch | {key: PACKED[shown_by]})
+    embedded = {key: value for key, value in batch.items() if key != "input_ids"}
+    embedded["inputs_embeds"] = torch.randn(3, 7, 12).double()
+    with pytest.raises(NotImplementedError, match=f"as {key} shows"):
+        adapted(kind, pad=None)(embedded | {key: PACKED[shown_by]})
+
+
+def test_packed_texts_of_supervised_fine_tuning_are_refused():
+    """As transformers' `DataCollatorWithFlattening` makes them; one text by itself is none."""
+    model, tokens = TokensModel(lora_model("gpt2").eval()), torch.tensor([[1, 2, 3, 4, 5]])
+    of_two = {
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1]]),
+        "seq_idx": torch.tensor([[0, 0, 0, 1, 1]]),
+        "cu_seq_lens_q": torch.tensor([0, 3, 5]),
+        "cu_seq_lens_k": torch.tensor([0, 3, 5]),
+    }
+    of_one = {
+        "position_ids": torch.arange(5)[None],
+        "seq_idx": torch.zeros(1, 5),
+        "cu_seq_lens_q": torch.tensor([0, 5]),
+        "cu_seq_lens_k": torch.tensor([0, 5]),
+    }
+    batch = {"input_ids": tokens, "labels": tokens}
+    for key, numbers in of_two.items():
+        check_texts({"input_ids": tokens, key: of_one[key]}, model.transformer)
+        with pytest.raises(NotImplementedError, match=f"as {key} shows"):
+            model(batch | {key: numbers})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -204,6 +258,15 @@ def test_what_a_model_would_read_in_another_way_is_refused(kind, side, change, m
 def test_what_only_looks_packed_or_padded_is_not_refused():
     model, batch = adapted("gpt2"), padded_batch()
     model(packed(batch) | {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(3, 7)})
+    each_row = {"cu_seq_lens_q": torch.tensor([0, 7, 14, 21]), "seq_idx": torch.zeros(3, 7)}
+    check_texts(batch | each_row, model.transformer)
+    axes = torch.arange(7).repeat(4, 3, 1)
+    axes[2] = torch.tensor([0, 1, 2, 1, 2, 3, 4])  # columns of an image
+    check_texts(batch | {"position_ids": axes}, model.transformer)
+    longformer = LongformerForSequenceClassification(
+        LongformerConfig(vocab_size=60, hidden_size=12, num_hidden_layers=1, num_attention_heads=2)
+    )
+    check_texts(batch | {"attention_mask": torch.tensor([[2, 1, 1, 1, 1, 0, 0]])}, longformer)
     (batch,) = ragged_batches(lengths=(7, 7))
     batch["input_ids"][batch["input_ids"] == PAD] += 1
     batch["input_ids"][0, 2] = PAD  # inside of a text
