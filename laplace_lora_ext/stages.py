@@ -8,11 +8,12 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
 from laplace_lora_ext.callback import eval_figures
 from laplace_lora_ext.laplace import Laplace
@@ -280,7 +281,8 @@ def _trained(
 ) -> list[dict[str, Any]]:
     """Train the active adapter and save it, or load what an interrupted run has saved; its log.
 
-    A mark in the folder holds the number of examples, and once the training has ended its log.
+    A mark in the folder holds the run's name, the number of examples, and once the training has
+    ended its log.
     """
     model = find_peft_model(trainer.model)
     adapter: Any = model.active_adapter
@@ -293,29 +295,53 @@ def _trained(
     if noted is not None and noted["log"] is not None:
         read_adapter(model, adapter, folder)
         return noted["log"]
+    name = of_first(uuid4().hex) if noted is None else noted["run"]
 
     def note(log: list[dict[str, Any]] | None) -> None:
         if trainer.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"n_examples": len(examples), "log": log})
+            text = json.dumps({"run": name, "n_examples": len(examples), "log": log})
             (folder / _MARK).write_text(text, encoding="utf-8")
 
     if noted is None:
         note(None)
-    train(trainer, examples, share, folder, checkpoint)
+    marking = _MarkCheckpoints(name)
+    trainer.add_callback(marking)
+    try:
+        train(trainer, examples, share, folder, checkpoint)
+    finally:
+        trainer.remove_callback(marking)
     if trainer.args.should_save:
         write_adapter(model, adapter, {}, folder)
     note(trainer.state.log_history)
     return trainer.state.log_history
 
 
+class _MarkCheckpoints(TrainerCallback):
+    """Marks each checkpoint with its run's name once it is whole.
+
+    A folder may hold checkpoints of other runs, and may have been copied since.
+    """
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.should_save:
+            checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            mark = {"run": self.run, "step": state.global_step}
+            (checkpoint / _MARK).write_text(json.dumps(mark), encoding="utf-8")
+
+
 def _noted(folder: Path) -> tuple[Any, Path | None]:
     """What a training has noted in its folder, and its last whole checkpoint."""
-    mark = folder / _MARK
-    if not mark.exists():
+    if not (folder / _MARK).exists():
         return None, None
-    states = folder.glob("checkpoint-*/trainer_state.json")  # a trainer writes this file last
-    times = ((state.stat().st_mtime, state.parent) for state in states)
-    last, checkpoint = max(times, default=(0.0, None))
-    is_own = last >= mark.stat().st_mtime  # those before the mark are of another training
-    return json.loads(mark.read_text(encoding="utf-8")), checkpoint if is_own else None
+    noted = _read(folder / _MARK)
+    marks = {path.parent: _read(path) for path in folder.glob(f"checkpoint-*/{_MARK}")}
+    steps = {path: mark["step"] for path, mark in marks.items() if mark["run"] == noted["run"]}
+    return noted, max(steps, key=steps.__getitem__, default=None)
+
+
+def _read(mark: Path) -> dict[str, Any]:
+    return json.loads(mark.read_text(encoding="utf-8"))

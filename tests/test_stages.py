@@ -142,6 +142,16 @@ def test_rows_of_embeddings_belong_to_each_member(tmp_path):
     )
 
 
+def moved(folder, to):
+    """A folder elsewhere, in which every later checkpoint has an earlier time, and marks later."""
+    folder.rename(to)
+    for path in to.rglob("*"):
+        step = path.parent.name.rpartition("-")[2]
+        time = 2e9 - int(step) if step.isdigit() else 2e9
+        os.utime(path, (time, time))
+    return to
+
+
 @pytest.mark.parametrize(("members", "stops"), [(1, (3, 6, 7)), (2, (8,))])
 def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, stops):
     options = {"members": members}
@@ -158,6 +168,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, st
             train_in_stages(trainer, **options)
         assert (trainer.args, trainer.train_dataset, trainer.optimizer) == (args, data, None)
         assert list(trainer.model.peft_config) == ["default"]
+        if at == 3:
+            folder = moved(folder, tmp_path / "moved")
         steps = Watch()
         trainer = trainer_of(folder, steps, max_steps=6)
         la = train_in_stages(trainer, resume_from_checkpoint=True, **options)
