@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import warnings
 
 import pytest
 import torch
@@ -259,6 +261,21 @@ def test_a_loop_of_ones_own_trains_on_what_its_loader_gives():
     assert set(rest) < set(places)
     assert everything == (places, 0.25)
     assert (la.likelihood, la.n_data, la.sigma_noise.item()) == ("regression", 10, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("sigma_noise", "says"), [(0.5, "first.*too small"), (1.3, None), (5.0, "last.*too large")]
+)
+def test_a_choice_at_the_end_of_the_grid_is_said_once(sigma_noise, says):
+    X = torch.randn(12, 5, generator=generator()).double()
+    loader = DataLoader([(x, x[:2] - x[2:4]) for x in X], batch_size=4)
+    settings = {"likelihood": "regression", "sigma_noise": sigma_noise}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        in_stages(lambda *_: None, plain_model(2), loader, 0.3, **settings)
+    found = [str(one.message) for one in said if "of the grid" in str(one.message)]
+    assert len(found) == (says is not None)
+    assert all(re.search(says or "", message) for message in found)
 
 
 def in_ranks(rank, folder):

@@ -20,7 +20,7 @@ from laplace_lora_ext.processes.exchange import gathered, of_first
 from laplace_lora_ext.processes.shards import copied, total_size
 from laplace_lora_ext.text.scores import drawn
 from laplace_lora_ext.tuning.agreement import broadest, check_max_change
-from laplace_lora_ext.tuning.gridsearch import grid_of_priors, search_grid
+from laplace_lora_ext.tuning.gridsearch import grid_of_priors, search_grid, warn_of_ends
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod, draw_seed
 from laplace_lora_ext.tuning.second_training import SecondTraining
 
@@ -118,6 +118,11 @@ class TokenGridSearch(TuningMethod):
     ------
     ValueError
         If the data are empty or without labels, or the loss is not a number.
+
+    Warns
+    -----
+    UserWarning
+        If no prior precision of three or more is better than the first or the last.
     """
 
     val_loader: Iterable[Any]
@@ -149,6 +154,9 @@ class TokenGridSearch(TuningMethod):
         history = search_grid(loss, grid, self.progress_bar)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
+
+    def remark(self, la: Posterior, history: TuningHistory) -> None:
+        warn_of_ends(la, history)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,6 +18,7 @@ from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.shards import Share, stacked
 from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod
 
+_EQUAL = 1e-6  # relative difference of losses that is rounding
 _ROWS = 256  # examples that are predicted at once from their moments
 
 
@@ -50,6 +51,11 @@ class GridSearch(TuningMethod):
     ValueError
         If the data are empty, have no labels or are statistics of another fit, or the loss is not
         a number.
+
+    Warns
+    -----
+    UserWarning
+        If no prior precision of three or more is better than the first or the last.
     """
 
     val_loader: Iterable[Any] | PredictiveStatistics
@@ -85,6 +91,9 @@ class GridSearch(TuningMethod):
         history = search_grid(score, grid, self.progress_bar)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
+
+    def remark(self, la: Posterior, history: TuningHistory) -> None:
+        warn_of_ends(la, history)
 
     def _predictions(self, la: Posterior) -> Callable[[], Columns]:
         """Outputs and targets of all validation data at the present prior precision."""
@@ -158,3 +167,32 @@ def search_grid(
             "on the predictive variance; the mean squared error of the mean, for one, does not."
         )
     return recorder.history()
+
+
+def warn_of_ends(la: Posterior, history: TuningHistory) -> None:
+    """Warn where nothing is better than the first or the last prior precision of a grid."""
+    losses, is_regression = history.objective, la.trained_likelihood.is_gaussian
+    best = losses.min()
+    if len(losses) < 3 or (losses == best).all():
+        return  # a grid without a middle, or one of which `search_grid` has warned
+    is_first, is_last = (
+        torch.isclose(losses[end], best, rtol=_EQUAL, atol=0.0).item() for end in (0, -1)
+    )
+    first, last = (history.prior_precision[end].log().mean().exp().item() for end in (0, -1))
+    if is_last and losses.argmin() > 0:
+        noise = " With regression, sigma_noise may be too large instead." if is_regression else ""
+        warn(
+            f"The best prior precision of the grid is the last, {last:.3g}: there is nothing to "
+            "broaden. Predictions of these data are best without variance of the weights, since "
+            "the model is as sure as it should be, or less, or since it was trained on these data: "
+            f"no posterior makes it surer.{noise} If a larger prior precision may be better still, "
+            "raise log_prior_prec_max."
+        )
+    elif is_first:
+        noise = " With regression, sigma_noise may be too small instead." if is_regression else ""
+        warn(
+            f"The best prior precision of the grid is the first, {first:.3g}: still more variance "
+            "might be better. The model is far too sure of these data, or knows nothing of them: "
+            f"check that it is trained, and with these labels.{noise} If it is, lower "
+            "log_prior_prec_min."
+        )

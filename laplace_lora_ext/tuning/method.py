@@ -99,19 +99,29 @@ class TuningMethod:
     @torch.enable_grad()
     def __call__(self, la: Posterior) -> TuningHistory:
         """Choose the prior precision of a fitted `LoRALaplace`; an error restores the old one."""
-        method = self if rank() == 0 else replace(self, progress_bar=False)
         before = la.hyperparameters
         try:
             with together():
-                history = method._search(la)
-                if count() > 1:  # ranks may differ in the last digit
-                    la.prior_precision = of_first(la.prior_precision).to(la.model.device)
-                    tried = history.step, history.objective, history.prior_precision
-                    history = TuningHistory(*of_first(tried), history.posteriors)
+                history = self.choose(la)
+                if rank() == 0:
+                    self.remark(la, history)
                 return history
         except BaseException:
             la.hyperparameters = before
             raise
+
+    def choose(self, la: Posterior) -> TuningHistory:
+        """Choose without a remark and without undoing errors, for a method that asks this one."""
+        method = self if rank() == 0 else replace(self, progress_bar=False)
+        history = method._search(la)
+        if count() > 1:  # ranks may differ in the last digit
+            la.prior_precision = of_first(la.prior_precision).to(la.model.device)
+            tried = history.step, history.objective, history.prior_precision
+            history = TuningHistory(*of_first(tried), history.posteriors)
+        return history
+
+    def remark(self, la: Posterior, history: TuningHistory) -> None:
+        """Warn of a choice that shows that something is amiss."""
 
     def _search(self, la: Posterior) -> TuningHistory:
         raise NotImplementedError

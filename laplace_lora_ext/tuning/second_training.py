@@ -106,7 +106,7 @@ class SecondTraining(TuningMethod):
     def _search(self, la: Posterior) -> TuningHistory:
         la.check_model()
         loader = self._loader()
-        histories, sizes, others = [], [], []
+        searches, histories, sizes, others = [], [], [], []
         divisions = divided(loader, self.held_out, self.generator, self.trainings)
         with own_adapter_back(la.model) as activate:
             for number, (part, rest) in enumerate(divisions):
@@ -119,7 +119,8 @@ class SecondTraining(TuningMethod):
                     prior_structure=self.prior_structure,
                     progress_bar=self.progress_bar,
                 )
-                histories.append(search(other))
+                searches.append(search)
+                histories.append(search.choose(other))
                 sizes.append(len(rest))
                 others.append(other)
         history = histories[0] if self.trainings == 1 else _mean(histories, sizes)
@@ -128,6 +129,7 @@ class SecondTraining(TuningMethod):
             if self.trainings == 1
             else history.prior_precision[history.objective.argmin()]
         )
+        searches[0].remark(la, history)  # once, on what all trainings have chosen together
         return replace(history, posteriors=tuple(others))
 
     def _loader(self) -> DataLoader:

@@ -1,5 +1,8 @@
 """The best of a grid of prior precisions, by brute force."""
 
+import re
+import warnings
+
 import pytest
 import torch
 from laplace.utils.metrics import RunningNLLMetric
@@ -94,6 +97,57 @@ def test_losses_that_choose_nothing_are_refused(validation, losses, message):
     with pytest.raises(ValueError, match=message):
         search(la)
     assert la.prior_precision.tolist() == [0.4]
+
+
+def warnings_of(losses, la=None, data=None, **grid):
+    """What is said when the points of a grid have these losses."""
+    each = iter(losses)
+    data = ragged_batches(seed=7) if data is None else data
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        GridSearch(
+            val_loader=data,
+            grid_size=len(losses),
+            loss=lambda *_: torch.tensor(next(each), dtype=torch.float64),
+            **grid,
+        )(fitted() if la is None else la)
+    return [str(one.message) for one in said if "prior precision" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "says"),
+    [
+        ([3.0, 2.0, 1.0], r"last, 1e\+04: there is nothing to broaden"),
+        ([3.0, 1 - 1e-9, 1.0], "last"),  # all that rounding tells apart
+        ([torch.inf, 2.0, 2.0, 1.0], "last"),
+        ([1.0, 2.0, 3.0], "first, 0.0001: still more variance"),
+        ([1.0, 2.0, 1.0], "first"),  # which is taken
+        ([2.0, 1.0, 1.5], None),
+        ([2.0, 1.0, 1.001], None),
+        ([1.0, 2.0], None),  # no grid has a middle
+        ([2.0, 1.0], None),
+        ([1.0], None),
+    ],
+)
+def test_a_choice_at_an_end_of_the_grid_is_said_once(losses, says):
+    said = warnings_of(losses)
+    assert len(said) == (says is not None)
+    assert all(re.search(says or "", message) for message in said)
+    assert not any("sigma_noise" in message for message in said)
+
+
+@pytest.mark.parametrize(("losses", "size"), [([3.0, 2, 1], "large"), ([1.0, 2, 3], "small")])
+def test_of_numbers_the_noise_may_be_wrong(losses, size):
+    la, X = plain_regression()
+    (message,) = warnings_of(losses, la, [(X, X[:, :2])])
+    assert f"sigma_noise may be too {size}" in message
+
+
+def test_a_grid_that_multiplies_a_base_has_ends_too():
+    la = fitted()
+    base = some_precision(la, "layerwise")
+    (message,) = warnings_of([3.0, 2.0, 1.0], la, init_prior_prec=base)
+    assert f"the last, {1e4 * base.log().mean().exp().item():.3g}:" in message
 
 
 def test_a_matrix_that_is_no_covariance_is_the_worst(validation):

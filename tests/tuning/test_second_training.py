@@ -94,6 +94,23 @@ def test_several_trainings_ask_every_example_and_choose_together():
     assert la.prior_precision.item() == history.prior_precision[loss.argmin()].item()
 
 
+@pytest.mark.parametrize("trainings", [1, 3])
+def test_a_choice_at_an_end_of_the_grid_is_said_once(trainings):
+    def confidence(probs, labels):
+        return -probs.max(1).values.mean()
+
+    with pytest.warns(UserWarning, match="prior precision of the grid is the last") as said:
+        fitted().optimize_prior_precision(
+            method="second_training",
+            train=lambda _: another_training(),
+            train_loader=loader(),
+            trainings=trainings,
+            search=partial(GridSearch, loss=confidence, grid_size=3),
+        )
+    (found,) = [one for one in said if "of the grid" in str(one.message)]
+    assert found.filename == __file__
+
+
 def test_the_examples_depend_on_the_generator_alone():
     found = []
     for seed in (None, None, 3, 3, 4):
