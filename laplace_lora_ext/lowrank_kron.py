@@ -195,10 +195,10 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         if not isinstance(loader, PredictiveStatistics):
             return self.predictive_statistics(loader, progress_bar)
         self._check_H_init()
-        if not torch.equal(loader.spectrum.leading, self.H.spectrum.leading):
+        if not loader.spectrum.equals(self.H.spectrum):
             raise ValueError("The statistics belong to another fit: compute them again.")
-        # `sigma_noise` and `temperature` may have changed since.
-        return replace(loader, scale=self._H_factor.detach())
+        # `sigma_noise` and `temperature` may have changed since; the posterior may have moved.
+        return replace(loader, scale=self._H_factor.detach().to(loader.scale))
 
     def _settings(self) -> dict[str, Any]:
         return super()._settings() | self.backend.settings

@@ -91,3 +91,52 @@ def test_a_model_may_move_between_the_posterior_and_its_fit(structure):
     la.fit(ragged_batches())
     assert la.prior_precision.dtype is la.prior_mean.dtype is torch.float64
     assert la(ragged_batches()[0]).dtype is torch.float64
+
+
+MOVES = {
+    "double": (torch.float32, lambda model: model.double()),
+    "to": (torch.float32, lambda model: model.to(torch.float64)),
+    "there and back": (torch.float32, lambda model: model.double().float()),
+    "bfloat16": (torch.float32, lambda model: model.bfloat16()),
+    "single": (torch.float64, lambda model: model.float()),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("rank", [0, 3, 100])
+def test_what_was_kept_of_data_serves_the_same_fit_after_a_move(move, rank):
+    dtype, change = MOVES[move]
+    model, (batch, *_) = lora_model("bert", dtype), ragged_batches(batch_size=8)
+    la = fitted(model=model, batches=[batch], rank=rank, temperature=0.3)
+    la.prior_precision = 1 / 3
+    statistics = la.predictive_statistics([batch], dtype=torch.float64)
+    la.amortize([batch])
+    before, learnt = la(batch), la(batch, pred_type="amortized")
+    change(model)
+    given = la.statistics_of(statistics, False)
+    moments = given.moments(la.prior_precision)
+    torch.testing.assert_close(la(moments).double(), before.double(), rtol=2e-5, atol=1e-6)
+    close = {"rtol": 0.05, "atol": 0.05} if move == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
+    found = la(batch, pred_type="amortized")
+    torch.testing.assert_close(found.double(), learnt.double(), **close)
+    la.optimize_prior_precision(method="gridsearch", val_loader=statistics, grid_size=2)
+
+
+OTHERS = {
+    "tail": {"tail": False},
+    "rank": {"rank": 2},
+    "data": {"batches": ragged_batches(seed=8)},
+    "one text less": {"batches": ragged_batches(batch_size=1)[:7]},
+    "statistics": {"kfac_approx": "expand"},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_statistics_of_another_fit_are_refused_before_and_after_a_move(other):
+    batches, model = ragged_batches(), lora_model("bert", torch.float32)
+    of_other = fitted(dtype=torch.float32, **OTHERS[other]).predictive_statistics(batches)
+    la = fitted(model=model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="belong to another fit"):
+            la.statistics_of(of_other, False)
+        model.double()

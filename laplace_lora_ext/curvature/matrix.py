@@ -14,6 +14,8 @@ import torch
 from laplace_lora_ext.curvature.block import DecomposedBlock, KroneckerBlock
 from laplace_lora_ext.curvature.factors import LowRankFactor
 
+_ROUNDING = 1e-6  # relative to the largest eigenvalue: ten times that of single precision
+
 
 class LowRankKron:
     """Sum form of a block-diagonal curvature: a Kronecker-factored block for each LoRA weight."""
@@ -67,6 +69,13 @@ class Spectrum(NamedTuple):
     remaining_block: torch.Tensor  # (F,), index of the block that each belongs to
     multiplicity: torch.Tensor  # (F,), the number of directions of each
     n_blocks: int
+
+    def equals(self, other: Spectrum) -> bool:
+        """Whether both are of one curvature, maybe on other devices or in other precisions."""
+        mine, its = (torch.cat([s.leading, s.remaining]).cpu() for s in (self, other))
+        if mine.shape != its.shape:
+            return False
+        return bool((mine - its).abs().max() <= _ROUNDING * mine.abs().max())
 
     def shifted(
         self, scale: float | torch.Tensor, deltas: torch.Tensor

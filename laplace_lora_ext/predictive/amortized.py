@@ -25,6 +25,7 @@ PENALTIES = torch.logspace(-10, 1, 23, dtype=torch.float64)
 """Penalties to choose from, in units of the largest squared singular value of the features."""
 
 _MARGIN = math.log(2)
+_ROUNDING = 1e-6  # ten times that of single precision
 _COMPONENTS = 64  # all there are up to ten classes
 _OF_POSTERIOR = {"prior_precision", "curvature_scale"}
 _SWAPPED = "swapped"
@@ -118,9 +119,9 @@ class LearntVariance:
 
     def is_of(self, prior_precision: torch.Tensor, curvature_scale: torch.Tensor) -> bool:
         """Whether these are the variances of a posterior with this prior and scale."""
-        now = prior_precision, curvature_scale
-        learnt = self.prior_precision, self.curvature_scale
-        return all(torch.equal(a.detach().to(b), b) for a, b in zip(now, learnt, strict=True))
+        return _alike(prior_precision, self.prior_precision) and _alike(
+            curvature_scale, self.curvature_scale
+        )
 
     def covariance(self, features: torch.Tensor) -> torch.Tensor:
         """Covariances `(B, C, C)` for features `(B, p)`.
@@ -131,6 +132,12 @@ class LearntVariance:
         scores = ((features - self.mean) / self.scale) @ self.weights
         logs = self.offset + scores @ self.components
         return covariances(logs.clamp(self.lowest - _MARGIN, self.highest + _MARGIN).exp())
+
+
+def _alike(now: torch.Tensor, then: torch.Tensor) -> bool:
+    """Whether numbers are the same, but for a model's move into another precision and place."""
+    now, then = now.detach().cpu().double(), then.cpu().double()
+    return now.shape == then.shape and torch.allclose(now, then, rtol=_ROUNDING, atol=0.0)
 
 
 def ridge(X: torch.Tensor, Y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
