@@ -9,7 +9,7 @@ import torch
 from laplace.baselaplace import ParametricLaplace
 
 from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.messages import check_positive
+from laplace_lora_ext.messages import check_positive, check_single
 from laplace_lora_ext.models.locks import exclusive, kept, without_autocast
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.posterior import Hyperparameters
@@ -22,6 +22,13 @@ from laplace_lora_ext.predictive.moments import semidefinite, uncorrelated
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning import METHODS, build
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
+
+
+def check_noise(value: float | torch.Tensor) -> None:
+    """Refuse a regression's noise that is not one positive number for all outputs."""
+    instead = "divide the targets of each output by its own noise, and train on these"
+    check_single("sigma_noise", value, instead)
+    check_positive("sigma_noise", value)
 
 
 class LoRAGaussian(ParametricLaplace):
@@ -76,6 +83,7 @@ class LoRAGaussian(ParametricLaplace):
     @temperature.setter
     @torch.inference_mode(False)
     def temperature(self, value: float | torch.Tensor) -> None:
+        check_single("temperature", value, "it divides the curvature of all outputs alike")
         check_positive("temperature", value)
         # A tensor may have a graph.
         is_tensor = isinstance(value, torch.Tensor)
@@ -90,7 +98,7 @@ class LoRAGaussian(ParametricLaplace):
     @sigma_noise.setter
     @torch.inference_mode(False)
     def sigma_noise(self, value: float | torch.Tensor) -> None:
-        check_positive("sigma_noise", value)
+        check_noise(value)
         host: Any = super(LoRAGaussian, type(self))
         host.sigma_noise.fset(self, kept(value))
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
-from laplace_lora_ext.gaussian import LoRAGaussian
+from laplace_lora_ext.gaussian import LoRAGaussian, check_noise
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.locks import LOCK, exclusive
@@ -91,6 +91,7 @@ class LoRALaplace(LoRAGaussian):
         layers_to_transform: int | Iterable[int] | None = None,
         **kwargs: Any,
     ) -> None:
+        check_noise(kwargs.get("sigma_noise", 1.0))  # the host would ask whether it is 1
         backend = self._default_backend if backend is None else backend
         self._check_backend(backend)
         adapted = self._adapted(likelihood)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 
 _OURS = ("laplace_lora_ext", "laplace", "torch", "contextlib")
@@ -38,6 +39,13 @@ def check_counts(**counts: Any) -> None:
     for name, number in counts.items():
         if not isinstance(number, Integral) or number < 1:
             raise ValueError(f"{name} must be at least 1, and whole, not {number!r}.")
+
+
+def check_single(name: str, value: Any, instead: str) -> None:
+    """Refuse several numbers, or none, where there is to be one; `instead` says what to do."""
+    number = value.numel() if isinstance(value, torch.Tensor) else np.size(value)
+    if number != 1:
+        raise ValueError(f"{name} must be one number, not {number}: {instead}.")
 
 
 def check_positive(name: str, value: Any) -> None:

@@ -10,7 +10,7 @@ import laplace_lora_ext
 from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import lora_model, plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, generator, make, plain_regression
 
 
@@ -158,7 +158,7 @@ IMPOSSIBLE = [0.0, -1, float("nan"), float("inf"), np.float32(-1), torch.tensor(
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", ["prior_precision", "temperature"])
+@pytest.mark.parametrize("name", ["prior_precision", "temperature", "sigma_noise"])
 def test_what_makes_no_gaussian_is_refused_and_changes_nothing(name, structure):
     la, (batch, *_) = fitted(structure=structure), ragged_batches()
     before, expected = getattr(la, name), la.predictive_moments(batch)
@@ -167,6 +167,29 @@ def test_what_makes_no_gaussian_is_refused_and_changes_nothing(name, structure):
             setattr(la, name, value)
     assert getattr(la, name) is before
     torch.testing.assert_close(la.predictive_moments(batch).f_var, expected.f_var)
+
+
+SEVERAL = [torch.tensor([0.1, 0.2]), np.array([0.1, 0.2]), [0.1, 0.2], torch.ones(2, 2)]
+
+
+@pytest.mark.parametrize("several", SEVERAL)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_one_noise_is_of_all_outputs(structure, several):
+    la, X = plain_regression(structure=structure)
+    expected, message = la(X), r"sigma_noise must be one number, not [24]: divide the targets"
+    uses = [
+        lambda: make(plain_model(2), structure, "regression", sigma_noise=several),
+        lambda: make(lora_model("bert"), structure, sigma_noise=several),
+        lambda: setattr(la, "sigma_noise", several),
+        lambda: la.log_marginal_likelihood(sigma_noise=several),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match=message):
+            use()
+    with pytest.raises(ValueError, match="temperature must be one number, not"):
+        la.temperature = several
+    assert la.sigma_noise.item() == 0.5
+    assert all(map(torch.equal, la(X), expected))
 
 
 def test_it_says_what_it_is_of_and_whether_it_is_fitted():
