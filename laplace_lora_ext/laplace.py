@@ -12,6 +12,7 @@ from torch import nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.language_model import LanguageModelLaplace
+from laplace_lora_ext.likelihoods import refuse_multi_label
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.adapters import own_adapter_back
@@ -75,7 +76,8 @@ def Laplace(  # noqa: N802
         If the likelihood can't be read off the model.
     """
     if likelihood is None:
-        likelihood = "classification" if options.get("class_token_ids") else _likelihood_of(model)
+        of_answers = options.get("class_token_ids") is not None
+        likelihood = "classification" if of_answers else _likelihood_of(model)
     return laplace.Laplace(model, likelihood, subset_of_weights, hessian_structure, **options)
 
 
@@ -133,6 +135,8 @@ def _likelihood_of(model: nn.Module) -> str:
     config = transformer.config
     by_number = "regression" if config.num_labels == 1 else "classification"
     problem_type = getattr(config, "problem_type", None) or by_number
+    if problem_type == "multi_label_classification":
+        refuse_multi_label(f"No likelihood fits problem_type {problem_type!r}")
     likelihood = problem_type.removeprefix("single_label_")
     if likelihood not in ("regression", "classification"):
         raise ValueError(f"No likelihood fits problem_type {problem_type!r}: pass one.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch.nn.functional import cross_entropy, nll_loss, one_hot
@@ -109,12 +109,17 @@ class Classification:
         """
         n_outputs = logits.shape[-1]
         if n_outputs < 2:
-            raise ValueError("classification needs at least two outputs, and the model has one")
-        if y.shape != logits.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
             raise ValueError(
-                f"labels must be class indices of shape {tuple(logits.shape[:1])}, not "
-                f"{tuple(y.shape)} of {y.dtype}"
+                "classification needs at least two outputs, and the model has one: wrap it in a "
+                "module that returns torch.stack([torch.zeros_like(f), f], -1).flatten(0, 1) for "
+                "its logits f, whose softmax is the sigmoid of f"
             )
+        if y.shape != logits.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
+            of_shape = f"labels must be class indices of shape {tuple(logits.shape[:1])}"
+            found = f"{of_shape}, not {tuple(y.shape)} of {y.dtype}"
+            if y.shape == logits.shape and ((y == 0) | (y == 1)).all():
+                refuse_multi_label(f"{found}: these look like multi-label ones")
+            raise ValueError(found)
         if len(y) and (y.min() < 0 or y.max() >= n_outputs):
             raise ValueError(f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}")
         if len(y) and (logits >= 0).all() and (logits.sum(-1) - 1).abs().max() < _ROUNDING:
@@ -226,6 +231,21 @@ LIKELIHOODS: dict[str, Likelihood] = {
     "regression": Regression(),
     "language_modeling": LanguageModeling(),
 }
+
+
+def refuse_multi_label(found: str) -> NoReturn:
+    """Refuse several labels for each example, and say how a posterior of them is had.
+
+    What was `found` begins the message of the `ValueError`.
+    """
+    raise ValueError(
+        f"{found}. Several labels for each example have no likelihood of their own yet, and a "
+        "softmax over them would be wrong. Each is a classification into two classes: wrap the "
+        "model in a module that returns torch.stack([torch.zeros_like(f), f], -1).flatten(0, 1) "
+        "for its logits f, and pass batches (X, labels.long().flatten()) to the likelihood "
+        '"classification". (If each example has one label, pass labels.argmax(-1), and set '
+        'config.problem_type to "single_label_classification".)'
+    )
 
 
 def _subtract_one_at(vectors: torch.Tensor, y: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.gaussian import LoRAGaussian, check_noise
-from laplace_lora_ext.likelihoods import LIKELIHOODS
+from laplace_lora_ext.likelihoods import LIKELIHOODS, refuse_multi_label
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.locks import LOCK, exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -96,6 +96,8 @@ class LoRALaplace(LoRAGaussian):
         self._check_backend(backend)
         adapted = self._adapted(likelihood)
         self.model = adapted(model, class_token_ids, dict_key_y, mask_token_id)
+        if likelihood == "classification" and self.model.is_multi_label:
+            refuse_multi_label("No likelihood fits problem_type 'multi_label_classification'")
         with LOCK:  # passes of other threads change what requires grad
             self.blocks = find_blocks(model, target_modules, layers_to_transform)
             warn_of_other_trainable(model)

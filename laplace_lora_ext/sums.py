@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -17,6 +18,47 @@ from laplace_lora_ext.passes.checks import noting_calls
 from laplace_lora_ext.processes.exchange import count, gathered, rank
 from laplace_lora_ext.processes.shards import Share, refuse_copies
 
+_LITTLE = 0.1  # probability of all answers together
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is seen of labels and answers beside the sums, to warn of once all are summed."""
+
+    answered: float = 0.0  # probability of all answers together, summed over texts
+    n_texts: int = 0  # that have answers
+    all_binary: bool = True  # whether every label is 0 or 1
+
+    @classmethod
+    def of(cls, y: torch.Tensor, answered: Sequence[torch.Tensor]) -> Seen:
+        """Of the labels of a batch, and of what `LogitsModel.weighing_answers` gave."""
+        probability = sum(of_pass.sum().item() for of_pass in answered)
+        all_binary = bool(((y == 0) | (y == 1)).all())
+        return cls(probability, sum(map(len, answered)), all_binary)
+
+    def __add__(self, other: Seen) -> Seen:
+        """What is seen of the texts of both."""
+        answered, n_texts = self.answered + other.answered, self.n_texts + other.n_texts
+        return Seen(answered, n_texts, self.all_binary and other.all_binary)
+
+    def warn(self, takes_numbers: bool) -> None:
+        """Warn of answers that the model hardly gives, and of classes taken for numbers."""
+        if self.n_texts and self.answered < _LITTLE * self.n_texts:
+            warn(
+                "The tokens class_token_ids have only "
+                f"{100 * self.answered / self.n_texts:.2g} % of the model's probability together: "
+                "does it write the answers with other tokens, such as those with a space in front? "
+                "(If it was trained on these tokens' logits alone, all is well.)"
+            )
+        if takes_numbers and self.all_binary:
+            warn(
+                'Every target is 0 or 1, but the likelihood "regression" takes them for numbers. '
+                "If they are classes, wrap the model in a module that returns "
+                "torch.stack([torch.zeros_like(f), f], -1).flatten(0, 1) for its logits f, whose "
+                "softmax is the sigmoid of f, and pass batches (X, labels.long().flatten()) to the "
+                'likelihood "classification".'
+            )
+
 
 class Sums(NamedTuple):
     """The sums over a data set."""
@@ -25,6 +67,7 @@ class Sums(NamedTuple):
     loss: torch.Tensor  # (), float64
     n_data: int
     called: frozenset[int] = frozenset()  # indices of the blocks whose layers any batch called
+    seen: Seen = Seen()
 
 
 def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool, before: Sums | None = None) -> Sums:
@@ -49,10 +92,11 @@ def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool, before: Sums | N
                 n_new = len(share.places(len(y)))
                 if n_new:
                     called = set(sums.called)
-                    with noting_calls(la.blocks, called):
+                    with noting_calls(la.blocks, called), la.model.weighing_answers() as answered:
                         loss, H = la._add_batch(sums.H, X, y)
                     loss, n_data = sums.loss + loss.to(sums.loss), sums.n_data + len(y)
-                    sums = Sums(H, loss, n_data, frozenset(called))
+                    seen = sums.seen + Seen.of(y, answered)
+                    sums = Sums(H, loss, n_data, frozenset(called), seen)
                 else:  # a pass that other ranks wait for
                     la._add_batch(la._zeros(), X, y)
             bar.update(n_new)
@@ -66,6 +110,7 @@ def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool, before: Sums | N
     if not n_data:
         raise ValueError("The training loader has no data. (A generator can be read once.)")
     _check_alike(reports)
+    reduce(add, (report.seen for report in reports)).warn(la.trained_likelihood.is_gaussian)
     la.model.output_size = max(report.n_outputs for report in reports)
     H = sums.H
     if count() > 1:
@@ -86,6 +131,7 @@ class _Report:
             self.identity |= hashes(la.model, la.blocks)
         self.n_data, self.loss = sums.n_data, sums.loss.item()
         self.n_outputs, self.called = la.model.output_size, sums.called
+        self.seen = sums.seen
 
 
 def _check_alike(reports: Sequence[_Report]) -> None:

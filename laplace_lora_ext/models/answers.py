@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -39,7 +40,14 @@ class AnswerTokens:
         mask_token_id: int | None = None,
     ) -> None:
         config = None if transformer is None else text_config(transformer)
-        ids = [int(token) for token in class_token_ids]
+        try:
+            ids = [operator.index(token) for token in class_token_ids]
+        except TypeError:
+            raise ValueError(
+                f"class_token_ids must be numbers of tokens, not {class_token_ids!r}. "
+                "tokenizer.convert_tokens_to_ids gives them, and None for what is no token of the "
+                "vocabulary: tokenizer.tokenize shows how answers are written there."
+            ) from None
         known = range(getattr(config, "vocab_size", max(ids, default=0) + 1))
         if len(ids) < 2 or len(set(ids)) < len(ids) or not all(token in known for token in ids):
             raise ValueError(
@@ -55,6 +63,7 @@ class AnswerTokens:
         self.mask_token_id = mask_token_id
         self._transformer = transformer
         self._decodes = transformer is not None and transformer.config.is_encoder_decoder
+        self._weighed: list[torch.Tensor] | None = None  # see `weighing`
 
     def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
         """Logits `(B, V)` of the whole vocabulary where the answers are read.
@@ -69,7 +78,27 @@ class AnswerTokens:
             read = {k.removeprefix("decoder_"): v for k, v in texts if k.startswith("decoder_")}
         index = self._position(inputs, read)[:, None]
         with reading_at(self._transformer, index, _text(read).shape[1]) as read_off:
-            return read_off(call(inputs, **options))[:, 0]
+            logits = read_off(call(inputs, **options))[:, 0]
+        if logits.shape[-1] <= max(self.ids):
+            raise ValueError(
+                f"class_token_ids {self.ids} go beyond the model's output layer, which has only "
+                f"{logits.shape[-1]} tokens: pass the numbers that the answers have in it."
+            )
+        if self._weighed is not None and not self._weighed:
+            self._weighed.append(self.log_probs(logits.detach())[:, :-1].exp().sum(-1))
+        return logits
+
+    @contextmanager
+    def weighing(self) -> Iterator[list[torch.Tensor]]:
+        """Yields where the first pass within puts the probability `(B,)` of all answers together.
+
+        Later passes may be of other examples, or within `torch.func.vmap`.
+        """
+        self._weighed = weighed = []
+        try:
+            yield weighed
+        finally:
+            self._weighed = None
 
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Log-probabilities `(B, C + 1)` of the answers, and of all other tokens together."""

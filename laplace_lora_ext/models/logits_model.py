@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import Parameter, signature
 from typing import Any
 
@@ -85,6 +85,12 @@ class LogitsModel(nn.Module):
         return self._transformer[0]
 
     @property
+    def is_multi_label(self) -> bool:
+        """Whether a transformers classifier was trained on several labels for each example."""
+        problem_type = getattr(getattr(self.transformer, "config", None), "problem_type", None)
+        return self._answers is None and problem_type == "multi_label_classification"
+
+    @property
     def class_token_ids(self) -> list[int] | None:
         return None if self._answers is None else self._answers.ids
 
@@ -109,6 +115,13 @@ class LogitsModel(nn.Module):
             logits = self._answers.logits(inputs, self._call, **model_kwargs)[:, self._answers.ids]
         else:
             logits = logits_of(self._call(inputs, **model_kwargs))
+        if logits.ndim == 3:
+            raise ValueError(
+                "The model must return logits of shape (batch, outputs), not "
+                f"{tuple(logits.shape)}, which may be those of tokens: for token classification, "
+                "wrap it in a module that returns logits[mask], the rows of labelled tokens, and "
+                "pass batches (X, y) with the mask in X and a label for each of these rows in y."
+            )
         if logits.ndim != 2:
             raise ValueError(
                 "The model must return logits of shape (batch, outputs), not "
@@ -122,6 +135,10 @@ class LogitsModel(nn.Module):
         if self._answers is None:
             return self(batch).log_softmax(-1)
         return self._answers.log_probs(self._answers.logits(self._inputs(batch), self._call))
+
+    def weighing_answers(self) -> AbstractContextManager[list[torch.Tensor]]:
+        """As `AnswerTokens.weighing`; without `class_token_ids` nothing is put there."""
+        return nullcontext([]) if self._answers is None else self._answers.weighing()
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """Inputs and a copy of the labels of a training batch, a mapping or a pair `(X, y)`."""

@@ -1,13 +1,16 @@
 """Logits of a language model's answers, wherever the padding is."""
 
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import laplace_lora_ext
 from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.dense import logits_of, unpadded
 from tests.support.models import (
@@ -22,7 +25,7 @@ from tests.support.models import (
     ragged_batches,
     record_calls,
 )
-from tests.support.posteriors import make
+from tests.support.posteriors import STRUCTURES, make
 from tests.support.texts import encoder_decoder
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -121,6 +124,60 @@ def test_logits_at_other_positions_than_the_texts_are_refused():
 def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(ids):
     with pytest.raises(ValueError, match="two or more distinct tokens of the model's vocabulary"):
         LogitsModel(lora_model("gpt2"), ids)
+
+
+WRITTEN = [["A", "B"], "AB", [11, None], [None, None], [[11], [23]], [11.0, 23.0], 11, ["11", "23"]]
+
+
+@pytest.mark.parametrize("ids", WRITTEN, ids=repr)
+def test_what_is_no_number_of_a_token_is_refused_by_what_it_is(ids):
+    message = re.escape(f"must be numbers of tokens, not {ids!r}") + ".*convert_tokens_to_ids"
+    for make_it in (LogitsModel, make_by_likelihood):
+        with pytest.raises(ValueError, match=message):
+            make_it(lora_model("gpt2"), class_token_ids=ids)
+
+
+def make_by_likelihood(model: nn.Module, **options: Any):
+    return laplace_lora_ext.Laplace(model, **options)
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([11, 23]), np.array([11, 23]), (11, 23)], ids=repr)
+def test_numbers_of_tokens_may_be_of_any_kind(ids):
+    la = make_by_likelihood(lora_model("gpt2"), class_token_ids=ids)
+    assert la.model.class_token_ids == [11, 23]
+
+
+def test_tokens_beyond_a_trimmed_output_layer_are_named():
+    model, (batch, *_) = llama().eval(), ragged_batches()
+    kept = model.lm_head.weight.data[:40].clone()
+    model.lm_head = nn.Linear(16, 40, bias=False)
+    model.lm_head.weight.data.copy_(kept)
+    for of_wrapper in (model, OfBatches(model)):
+        with pytest.raises(ValueError, match=r"\[11, 23, 42\] go beyond .* only 40 tokens"):
+            LogitsModel(of_wrapper, CLASS_TOKEN_IDS)(batch)
+        LogitsModel(of_wrapper, [11, 39])(batch)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("batch_size", [3, 8])
+def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(structure, batch_size):
+    model, batches = lora_model("gpt2").eval(), ragged_batches(batch_size=batch_size)
+    la = make(model, structure, class_token_ids=CLASS_TOKEN_IDS)
+    with pytest.warns(UserWarning, match="have only") as caught:
+        la.fit(batches)
+    every = LogitsModel(model, list(range(VOCABULARY)))
+    p = torch.cat([every(batch).softmax(-1)[:, CLASS_TOKEN_IDS].sum(-1) for batch in batches])
+    (message,) = [str(w.message) for w in caught if "have only" in str(w.message)]
+    assert f"have only {100 * p.mean():.2g} % of the model's probability together" in message
+    assert p.mean() < 0.06
+
+
+def test_answers_that_the_model_gives_are_not_warned_of():
+    """Of 60 tokens, all about equally probable, half have about half of the probability."""
+    la = make(lora_model("gpt2"), class_token_ids=list(range(0, VOCABULARY, 2)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*have only")
+        la.fit(ragged_batches())
 
 
 def test_a_causal_language_model_needs_class_tokens_which_may_be_the_first_and_the_last():
