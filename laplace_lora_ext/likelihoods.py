@@ -97,6 +97,10 @@ class Classification:
         """
         return nll_loss(predicted[0], y, reduction="none")
 
+    def groups(self, y: torch.Tensor, share: float) -> torch.Tensor:
+        """`(N,)` whole numbers, alike for targets of which a share is to be held out."""
+        return y.long()
+
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Targets in the shape and type that the losses take, unchecked."""
         return y.long()
@@ -165,6 +169,16 @@ class Regression:
         V = f_var + sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
         density = torch.distributions.MultivariateNormal(f_mu, V, validate_args=False)
         return -density.log_prob(y.to(f_mu))
+
+    def groups(self, y: torch.Tensor, share: float) -> torch.Tensor:
+        """Quantiles, as many as leave one of their targets and hold out another.
+
+        Of several outputs, the mean rank counts.
+        """
+        ranks = y.reshape(len(y), -1).argsort(dim=0, stable=True).argsort(dim=0)
+        rank = ranks.double().mean(1).argsort(stable=True).argsort()
+        n_quantiles = max(1, int(len(y) * min(share, 1 - share)))
+        return rank * n_quantiles // len(y)
 
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return (y[:, None] if y.ndim == 1 else y).to(dtype)

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, set_seed
 
 from laplace_lora_ext.callback import eval_figures
 from laplace_lora_ext.laplace import Laplace
-from laplace_lora_ext.messages import check_counts, naming, warn
+from laplace_lora_ext.messages import check_counts, warn
 from laplace_lora_ext.mixture import LaplaceMixture
 from laplace_lora_ext.models.adapters import (
     active_again,
@@ -27,11 +27,17 @@ from laplace_lora_ext.models.adapters import (
     read_adapter,
     write_adapter,
 )
-from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import is_untrained
-from laplace_lora_ext.processes.exchange import gathered, of_first, together
-from laplace_lora_ext.processes.shards import divided, in_order, in_order_like, taken
+from laplace_lora_ext.processes.exchange import of_first
+from laplace_lora_ext.processes.shards import (
+    check_divisible,
+    divided,
+    in_order,
+    in_order_like,
+    taken,
+)
+from laplace_lora_ext.training.groups import groups_of
 from laplace_lora_ext.training.trainers import (
     check_trainer,
     loader_of,
@@ -78,7 +84,8 @@ def train_in_stages(
         or a subclass, such as TRL's `SFTTrainer` and `RewardTrainer`, with a PEFT model and a
         `train_dataset` that has a length
     held_out : float, default=0.2
-        the share of the texts that the first stage holds out, between 0 and 1
+        the share of the texts that the first stage holds out, between 0 and 1: of each class as
+        of all, but never its last text, and of numbers by quantiles
     members : int, default=1
         how many adapters to train on the same base model. All hold out the same texts, which choose
         the prior of their mixture; each costs as much as the first
@@ -99,8 +106,8 @@ def train_in_stages(
     Raises
     ------
     ValueError
-        Before any training: if the trainer or its data can't be divided, a class would be without
-        texts, or the model or a batch does not suit the likelihood.
+        Before any training: if the trainer's data can't be divided, no class has a second text, or
+        the model or a batch does not suit the likelihood.
     """
     check_trainer(trainer)
     options |= {"likelihood": likelihood or _likelihood(trainer, options)}
@@ -207,25 +214,26 @@ def _in_stages(
 ) -> tuple[Any, TuningHistory]:
     """The posterior of all examples, and the loss of the held-out ones under the priors tried."""
     check_counts(members=members)
-    ((rest, held),) = divided(whole, held_out, generator)
-    everything, validation = taken(whole), batches_of(held)
+    check_divisible(whole, held_out)
+    everything = taken(whole)
+    with same_random_states(), warnings.catch_warnings():  # refuse now what can't be fitted
+        warnings.simplefilter("ignore")
+        la: Any = Laplace(model, **options)
+        la.fit(list(islice(batches_of(everything), 1)))
+        groups = groups_of(la, batches_of(everything), held_out)
+    if not is_untrained(la.blocks):
+        warn(
+            "The adapter looks trained: its lora_B is not 0. If it knows these texts, held-out "
+            "ones are no test, and the prior precision becomes too large. Begin with a new adapter."
+        )
+    ((rest, held),) = divided(whole, held_out, groups, generator)
+    validation = batches_of(held)
 
     def fitted(examples: Any) -> Any:
         la: Any = Laplace(model, **options)
         la.fit(batches_of(examples), progress_bar=progress_bar)
         return la
 
-    with same_random_states(), warnings.catch_warnings():  # refuse now what can't be fitted
-        warnings.simplefilter("ignore")
-        la: Any = Laplace(model, **options)
-        la.fit(list(islice(batches_of(rest), 1)))
-        if not la.trained_likelihood.is_gaussian and la.likelihood != "language_modeling":
-            _check_classes(la, batches_of(rest), validation)
-    if not is_untrained(la.blocks):
-        warn(
-            "The adapter looks trained: its lora_B is not 0. If it knows these texts, held-out "
-            "ones are no test, and the prior precision becomes too large. Begin with a new adapter."
-        )
     with own_adapter_back(model):
         actives = [active_again(model)]
         for number in range(1, members):
@@ -249,22 +257,6 @@ def _in_stages(
             seconds.append(fitted(everything))
             seconds[-1].prior_precision = of_first_stage.prior_precision.detach().clone()
     return seconds[0] if members == 1 else LaplaceMixture(seconds), history
-
-
-def _check_classes(la: Any, first: DataLoader, validation: DataLoader) -> None:
-    """Refuse to hold out all examples of a class."""
-    found: list[set[Any]] = [set(), set()]
-    with together():
-        for labels, loader in zip(found, (first, validation), strict=True):
-            for name, batch in named_batches(loader):
-                with naming(name):
-                    labels.update(la.model.split(batch)[1].flatten().tolist())
-        in_first, in_held = (set().union(*gathered(labels)) for labels in found)
-    if lost := sorted(in_held - in_first):
-        raise ValueError(
-            f"All examples of the classes {lost} are held out, so the first stage would never see "
-            "them: lower held_out, or change the seed."
-        )
 
 
 def _likelihood(trainer: Any, options: dict[str, Any]) -> str | None:

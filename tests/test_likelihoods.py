@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from laplace_lora_ext.likelihoods import LIKELIHOODS, Classification
+from laplace_lora_ext.likelihoods import LIKELIHOODS, Classification, Regression
 from tests.support.dense import EXACT, softmax_fisher
 from tests.support.models import pairs, plain_model, real_targets
 from tests.support.posteriors import STRUCTURES, generator, make
@@ -121,3 +121,12 @@ def test_tokens_outside_the_vocabulary_are_refused():
     assert tokens.check_targets(y, torch.zeros(2, 5)).tolist() == [3, 4]
     with pytest.raises(ValueError, match="tokens from 0 to 3, but range from 3 to 4"):
         tokens.check_targets(y, torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize(("n", "share", "n_groups"), [(20, 0.2, 4), (11, 0.7, 3), (4, 0.1, 1)])
+def test_numbers_are_grouped_by_quantiles(n, share, n_groups):
+    y = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    groups = Regression().groups(y, share)
+    assert groups[y.argsort()].tolist() == [rank * n_groups // n for rank in range(n)]
+    assert torch.equal(Regression().groups(y[:, None], share), groups)
+    assert torch.equal(Regression().groups(torch.stack([y, 9 * y + 5], 1), share), groups)

@@ -21,7 +21,6 @@ from torch.utils.data import (
 
 from laplace_lora_ext import LaplaceMixture, from_pretrained, in_stages, train_in_stages
 from laplace_lora_ext.metrics import quality
-from laplace_lora_ext.processes.shards import divided
 from tests.support.models import base_model, lora_model, plain_model
 from tests.support.posteriors import fitted, generator, validation_loss
 from tests.support.ranks import Texts, on_ranks
@@ -32,11 +31,12 @@ BATCH = Texts(4).batches[0]
 
 
 class Learnable(Texts):
-    """Four texts of five have a label that their first token tells."""
+    """Four texts of five have the label that their tokens tell."""
 
     def __getitem__(self, index):
         text = super().__getitem__(index)
-        return text if index % 5 == 0 else text | {"labels": text["input_ids"][0] % 3}
+        tokens = torch.where(text["attention_mask"].bool(), 10 + index % 3, text["input_ids"])
+        return text | {"input_ids": tokens, "labels": torch.tensor(index * (index % 5 > 0) % 3)}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,15 @@ def test_the_seed_chooses_what_is_held_out_and_the_second_stage_learns_it(tmp_pa
             train_in_stages(trainer_of(tmp_path, watch, data_seed=seed, **settings), 0.25)
     assert [len(data) for data in watch.data] == [15, N, 15, N]
     assert watch.data[0].indices != watch.data[2].indices
+
+
+@pytest.mark.parametrize("place", range(0, N, 4))
+def test_the_last_text_of_a_class_is_never_held_out(place):
+    seen = []
+    loader = DataLoader(of_two_classes(place), batch_size=4)
+    in_stages(lambda *given: seen.append(given[1]), lora_model("bert"), loader, 0.4)
+    first = torch.stack([text["labels"] for text in seen[0]])
+    assert sorted(first.bincount().tolist()) == [1, 5, 6]
 
 
 def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
@@ -197,14 +206,17 @@ class Endless(IterableDataset):
         return iter([])
 
 
-((REST, HELD),) = divided(DataLoader(Texts(N)), 0.2, generator(42))
+def labelled(labels):
+    return [
+        text | {"labels": label} for text, label in zip(Texts(len(labels)), labels, strict=True)
+    ]
 
 
 def of_two_classes(*others):
     """Texts of two classes, but for the given ones."""
     labels = torch.arange(N) % 2
     labels[list(others)] = 2
-    return [text | {"labels": label} for text, label in zip(Texts(N), labels, strict=True)]
+    return labelled(labels)
 
 
 POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3])
@@ -219,7 +231,7 @@ POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3])
         ({"model_init": lambda: None}, {}, "model_init makes a new model"),
         ({"optimizer": object()}, {}, "was given an optimizer"),
         ({"get_train_dataloader": lambda: DataLoader(Texts(N))}, {}, "must read self.train_data"),
-        ({"train_dataset": of_two_classes(HELD.indices[0])}, {}, r"of the classes \[2\]"),
+        ({"train_dataset": labelled(torch.arange(3))}, {"held_out": 0.4}, "No class has examples"),
         ({"train_dataset": [t | {"position_ids": POSITIONS} for t in Texts(N)]}, {}, "packed"),
         ({}, {"held_out": 1.0}, "between 0 and 1"),
         ({}, {"held_out": 0.01}, "too few"),
@@ -290,8 +302,8 @@ def in_ranks(rank, folder):
 
 
 def without_training(rank=0):
-    """One rank holds out a class that the other one learns."""
-    texts = of_two_classes(REST.indices[0], HELD.indices[1])
+    """A text of the rare class is on each rank, and one of them is held out."""
+    texts = of_two_classes(3, 8)
     sampler = DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None
     loader = DataLoader(texts, batch_size=2, sampler=sampler)
     options = {"generator": generator(42), "backend_kwargs": {"rank": 24}}  # exact in any order

@@ -82,7 +82,8 @@ class Trial:
     def __init__(self, pretrained: Pretrained, seed: int) -> None:
         self.pretrained, self.options, self.seed = pretrained, pretrained.options, seed
         self.whole = pretrained.loader("train")
-        ((rest, held),) = divided(self.whole, HELD_OUT)
+        labels = torch.tensor([record["labels"] for record in self.whole.dataset])
+        ((rest, held),) = divided(self.whole, HELD_OUT, labels)
         self.rest, self.held = pretrained.loader(list(rest)), pretrained.loader(list(held))
         self.tests = Tests(pretrained, seed)
         self.loaders = self.tests.loaders

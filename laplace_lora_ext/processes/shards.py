@@ -127,15 +127,8 @@ def examples_of(loader: Any) -> torch.Tensor:
     return torch.arange(len(loader.dataset))
 
 
-def divided(
-    loader: DataLoader, held_out: float, generator: torch.Generator | None = None, parts: int = 1
-) -> Iterator[tuple[Any, Any]]:
-    """Divisions of a loader's examples, each holding out others; all in the data's order.
-
-    Yields pairs of the rest and a share of the examples, both as `chosen` makes them. Examples that
-    the loader's sampler leaves out are not used. Without a generator, every call holds out the
-    same. Shares and data that can't be divided are refused by a `ValueError`.
-    """
+def check_divisible(loader: DataLoader, held_out: float, parts: int = 1) -> None:
+    """Refuse, by a `ValueError`, shares and data of which `divided` can't hold out parts."""
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must be between 0 and 1, not {held_out}.")
     data: Any = getattr(loader, "dataset", None)
@@ -149,15 +142,71 @@ def divided(
             "To hold out examples of all ranks, pass a loader with a DistributedSampler, or "
             "accelerator.prepare(loader)."
         )
-    places = examples_of(loader)
-    ends = [round(n * held_out * len(places)) for n in range(parts + 1)]
-    sizes = [end - start for start, end in pairwise(ends)]
-    if not 0 < min(sizes) <= max(sizes) < len(places):
-        raise ValueError(f"{len(places)} examples are too few to hold out a share of {held_out:g}.")
-    generator = generator or torch.Generator().manual_seed(0)
-    order = of_first(places[torch.randperm(len(places), generator=generator)]).tolist()
-    for start, end in pairwise(ends):
-        yield chosen(data, order[:start] + order[end:]), chosen(data, order[start:end])
+    n_examples = len(examples_of(loader))
+    sizes = _sizes(n_examples, held_out, parts)
+    if not 0 < min(sizes) <= max(sizes) < n_examples:
+        raise ValueError(f"{n_examples} examples are too few to hold out a share of {held_out:g}.")
+
+
+def divided(
+    loader: DataLoader,
+    held_out: float,
+    groups: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
+    parts: int = 1,
+) -> Iterator[tuple[Any, Any]]:
+    """Divisions of a loader's examples, each holding out others; all in the data's order.
+
+    Yields pairs of the rest and a share of the examples, both as `chosen` makes them. Examples that
+    the loader's sampler leaves out are not used. Without a generator, every call holds out the
+    same. Groups `(N,)` of the examples, such as their classes, are each held out in proportion, and
+    never to the last example: with many groups of one example, fewer are held out. Refuses what
+    `check_divisible` does.
+    """
+    check_divisible(loader, held_out, parts)
+    data, places = loader.dataset, examples_of(loader)
+    groups = torch.zeros(len(places), dtype=torch.long) if groups is None else groups
+    _, numbers, sizes = groups.unique(return_inverse=True, return_counts=True)
+    waiting = of_first(_mixed(numbers, generator or torch.Generator().manual_seed(0))).tolist()
+    for size in _sizes(len(places), held_out, parts):
+        left, held, later = sizes.tolist(), [], []
+        for example in waiting:
+            group = int(numbers[example])
+            if len(held) < size and left[group] > 1:
+                left[group] -= 1
+                held.append(example)
+            else:
+                later.append(example)
+        waiting = later
+        if not held:
+            raise ValueError(
+                f"No class has examples enough, among {len(places)}, to hold out one and learn "
+                "from another."
+            )
+        rest = sorted(set(range(len(places))) - set(held))
+        yield chosen(data, places[rest].tolist()), chosen(data, places[held].tolist())
+
+
+def _sizes(n_examples: int, held_out: float, parts: int) -> list[int]:
+    """How many examples each part holds out."""
+    ends = [round(n * held_out * n_examples) for n in range(parts + 1)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def _mixed(groups: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A random order of examples in which every stretch has its share of each group.
+
+    Systematic sampling: a group's k-th of m examples is at (k + u) / m of the order, where u is
+    random and the same for the whole group.
+    """
+    order = torch.randperm(len(groups), generator=generator)
+    groups = groups[order]
+    sizes = groups.bincount()
+    by_group = groups.argsort(stable=True)
+    number = torch.empty_like(groups)
+    number[by_group] = torch.arange(len(groups)) - (sizes.cumsum(0) - sizes)[groups[by_group]]
+    start = torch.rand(len(sizes), generator=generator, dtype=torch.float64)
+    return order[((number + start[groups]) / sizes[groups]).argsort(stable=True)]
 
 
 def taken(loader: DataLoader) -> Any:
@@ -200,8 +249,11 @@ def joined(
     if count() == 1:
         return columns
     of_ranks: Any = gathered((places, columns))
-    squares = (found[0].double().square().sum().item() if found else 0.0 for _, found in of_ranks)
-    refuse_copies([(len(own), total) for (own, _), total in zip(of_ranks, squares, strict=True)])
+    if any((own >= _OWN).any() for own, _ in of_ranks):  # dealt examples are never copies
+        squares = [
+            found[0].double().square().sum().item() if found else 0.0 for _, found in of_ranks
+        ]
+        refuse_copies([(len(own), sq) for (own, _), sq in zip(of_ranks, squares, strict=True)])
     parts = [part for part in of_ranks if part[1] is not None]
     if not parts:
         return None

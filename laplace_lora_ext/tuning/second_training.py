@@ -20,7 +20,14 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import flattened
-from laplace_lora_ext.processes.shards import divided, in_order, in_order_like
+from laplace_lora_ext.processes.shards import (
+    check_divisible,
+    divided,
+    in_order,
+    in_order_like,
+    taken,
+)
+from laplace_lora_ext.training.groups import groups_of
 from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
@@ -59,7 +66,8 @@ class SecondTraining(TuningMethod):
         the data of the fit; by default the trainer's. Examples that its sampler leaves out are not
         used
     held_out : float, default=0.2
-        the share of the examples to hold out, between 0 and 1
+        the share of the examples to hold out, between 0 and 1: of each class as of all, but never
+        its last example, and of numbers by quantiles
     trainings : int, default=1
         how many times to train, each time with other examples held out
     search : callable, optional
@@ -107,7 +115,9 @@ class SecondTraining(TuningMethod):
         la.check_model()
         loader = self._loader()
         searches, histories, sizes, others = [], [], [], []
-        divisions = divided(loader, self.held_out, self.generator, self.trainings)
+        check_divisible(loader, self.held_out, self.trainings)
+        groups = groups_of(la, self._batches(taken(loader), loader), self.held_out)
+        divisions = divided(loader, self.held_out, groups, self.generator, self.trainings)
         with own_adapter_back(la.model) as activate:
             for number, (part, rest) in enumerate(divisions):
                 other = self._other(la, part, number)

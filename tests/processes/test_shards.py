@@ -14,7 +14,14 @@ from torch.utils.data import (
 )
 
 from laplace_lora_ext.predictive.data_sets import over_loader
-from laplace_lora_ext.processes.shards import Share, examples_of, in_order, joined, total_size
+from laplace_lora_ext.processes.shards import (
+    Share,
+    divided,
+    examples_of,
+    in_order,
+    joined,
+    total_size,
+)
 from tests.support.ranks import accelerated, failures, on_ranks
 
 SIZES = [1, 2, 5, 8, 9, 11, 12, 13]
@@ -204,3 +211,44 @@ def test_a_rank_without_data_or_labels():
 )
 def test_examples_that_a_sampler_leaves_out_are_no_part_of_the_data(options, examples):
     assert examples_of(numbered(5, **options)).tolist() == list(examples)
+
+
+def held_out(n, share, groups, seed, parts=1):
+    """Places that each part holds out; the others are its rest."""
+    found = []
+    loader = DataLoader(list(range(n)), 4)
+    for rest, held in divided(loader, share, groups, torch.Generator().manual_seed(seed), parts):
+        assert sorted([*rest.indices, *held.indices]) == list(range(n))
+        found.append(held.indices)
+    return found
+
+
+RARE = torch.cat([torch.arange(90) % 3, torch.arange(3, 13)])  # ten classes of one text each
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_classes_are_held_out_in_proportion_and_never_to_the_last(seed):
+    (held,) = held_out(100, 0.2, RARE, seed)
+    assert len(held) == 20
+    counts = RARE[held].bincount(minlength=13)
+    assert 6 <= counts[:3].min() <= counts[:3].max() <= 7
+    assert not counts[3:].any()
+    pairs = torch.arange(20) % 10  # two of each class
+    (held,) = held_out(20, 0.7, pairs, seed)
+    assert pairs[held].sort().values.tolist() == list(range(10))
+    uneven = torch.tensor([0] * 5 + [1] * 40 + [2] * 55)
+    parts = held_out(100, 0.2, uneven, seed, 5)
+    assert sorted(place for part in parts for place in part) == list(range(100))
+    for part in parts:
+        counts = uneven[part].bincount(minlength=3) - torch.tensor([1, 8, 11])
+        assert counts.abs().max() <= 1
+
+
+def test_each_example_of_a_class_is_as_likely_to_be_held_out():
+    uneven = torch.tensor([0] * 2 + [1] * 7 + [2] * 11)
+    of_all = sum(
+        torch.tensor(held_out(20, 0.25, uneven, seed)[0]).bincount(minlength=20)
+        for seed in range(1000)
+    )
+    assert of_all.sum() == 5000
+    assert (of_all - 250).abs().max() < 5 * (1000 * 0.25 * 0.75) ** 0.5  # standard deviations

@@ -8,7 +8,9 @@ import torch
 from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
 
 from laplace_lora_ext import GridSearch, SecondTraining, ValGD
-from laplace_lora_ext.processes.shards import divided
+from laplace_lora_ext.processes.shards import divided, in_order_like
+from laplace_lora_ext.processes.shards import taken as given_by
+from laplace_lora_ext.training.groups import groups_of
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, another_training, fitted, generator, make
 from tests.support.ranks import Texts, failures, on_ranks, strided_loader
@@ -239,7 +241,8 @@ DATA = {
 def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(kind):
     make_loader, places, share = DATA[kind]
     given, la = make_loader(), fitted()
-    ((part, rest),) = divided(given, share)
+    groups = groups_of(la, in_order_like(given, given_by(given)), share)
+    ((part, rest),) = divided(given, share, groups)
     assert sorted([*part.indices, *rest.indices]) == list(places)
     assert len(rest) == 2 + (len(places) == N)
     assert getattr(given.sampler, "calls", 0) == 0  # a copy was asked
