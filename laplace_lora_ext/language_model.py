@@ -47,7 +47,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace):
         as for `LoRALaplace`, without `class_token_ids`
     backend : type of LowRankKronInterface, default=LowRankKronGGN
     backend_kwargs : dict, optional
-        `rank` (10), `tail` (True), and `num_samples` (1) draws of every text
+        `rank` (10), `tail` (True), and `num_samples` (1) draws of every text by a `seed` (0)
 
     Raises
     ------

@@ -73,9 +73,11 @@ class Classification:
         vectors = shared[:, None] + torch.eye(n_outputs).to(logits)[others]
         return Seeds(vectors.transpose(0, 1), q.gather(-1, others).T)
 
-    def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
-        """Slopes of the loss at targets that torch's global random state draws from the model."""
-        y = torch.distributions.Categorical(logits=logits).sample((num_samples,))
+    def sampled_seeds(
+        self, logits: torch.Tensor, num_samples: int, generator: torch.Generator
+    ) -> Seeds:
+        """Slopes of the loss at targets that are drawn from the model."""
+        y = _drawn(logits.softmax(-1).expand(num_samples, -1, -1), generator)
         vectors, weights = _gradients_at(logits, y)
         return Seeds(vectors, weights / num_samples**0.5)
 
@@ -150,8 +152,15 @@ class Regression:
         vectors = identity[:, None].expand(n_outputs, n_samples, n_outputs)
         return Seeds(vectors, logits.new_ones(n_outputs, n_samples))
 
-    def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
-        vectors = torch.randn(num_samples, *logits.shape, device=logits.device, dtype=logits.dtype)
+    def sampled_seeds(
+        self, logits: torch.Tensor, num_samples: int, generator: torch.Generator
+    ) -> Seeds:
+        vectors = torch.randn(
+            (num_samples, *logits.shape),
+            generator=generator,
+            device=logits.device,
+            dtype=logits.dtype,
+        )
         return Seeds(vectors, logits.new_ones(num_samples, len(logits)) / num_samples**0.5)
 
     def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
@@ -205,7 +214,9 @@ class LanguageModeling(Classification):
             "stochastic=True, and raise num_samples for less noise."
         )
 
-    def sampled_seeds(self, logits: torch.Tensor, num_samples: int) -> Seeds:
+    def sampled_seeds(
+        self, logits: torch.Tensor, num_samples: int, generator: torch.Generator
+    ) -> Seeds:
         """Slopes of the loss at tokens drawn from the model, each given the text's own past.
 
         The slope in a token's logits averages 0 and is independent of every other token's. So the
@@ -213,9 +224,7 @@ class LanguageModeling(Classification):
         exact Fishers, for the price of one backward pass.
         """
         vectors = logits.softmax(-1).repeat(num_samples, 1, 1)
-        # Several draws at once would add up probabilities, and lose the improbable words.
-        y = torch.multinomial(vectors.flatten(0, 1), 1)
-        _subtract_one_at(vectors, y.reshape(num_samples, -1))
+        _subtract_one_at(vectors, _drawn(vectors, generator))
         return Seeds(vectors, logits.new_full((num_samples, 1), num_samples**-0.5))
 
     def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
@@ -260,6 +269,15 @@ def refuse_multi_label(found: str) -> NoReturn:
         '"classification". (If each example has one label, pass labels.argmax(-1), and set '
         'config.problem_type to "single_label_classification".)'
     )
+
+
+def _drawn(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """`(S, N)` labels of `(S, N, V)` probabilities.
+
+    One label a row: several at once would add up probabilities, and lose the improbable words.
+    """
+    y = torch.multinomial(probabilities.flatten(0, 1), 1, generator=generator)
+    return y.reshape(probabilities.shape[:2])
 
 
 def _subtract_one_at(vectors: torch.Tensor, y: torch.Tensor) -> None:

@@ -179,6 +179,11 @@ class LoRALaplace(LoRAGaussian):
                 raise ValueError(f"LoRA layer {block.name}: non-finite curvature")
         return loss, H + of_batch
 
+    def _draw_after(self, n_examples: int) -> None:
+        """Let the next batch's labels be drawn as those that follow so many examples."""
+        if isinstance(self.backend, LowRankKronInterface):
+            self.backend.n_before = n_examples
+
     def _packed(self, H: Any) -> Any:
         """Sums as nested lists and dictionaries of tensors and numbers."""
         return H

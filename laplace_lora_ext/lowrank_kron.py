@@ -32,7 +32,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     backend : type of LowRankKronInterface, default=LowRankKronGGN
     backend_kwargs : dict, optional
         `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (from 20 classes on),
-        `num_samples`; for the paper's settings pass `laplace_lora_ext.PAPER_SETTINGS`
+        `num_samples`, `seed` (0); for the paper's settings pass `laplace_lora_ext.PAPER_SETTINGS`
 
     Attributes
     ----------

@@ -82,12 +82,13 @@ def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool, before: Sums | N
     H = la._zeros()
     if before is not None and rank() == 0:  # the other ranks' sums are added to these
         H = H + before.H
-    sums = Sums(H, zero, 0)
+    sums, n_before = Sums(H, zero, 0), 0 if before is None else before.n_data
     hidden = not progress_bar or rank() > 0
     options = {"unit": " examples", "total": share.size, "disable": hidden}
     with tqdm.tqdm(desc="[Computing Hessian]", **options) as bar:
         for name, batch in named_batches(share.loader):
             with naming(name):
+                la._draw_after(n_before + sums.n_data)
                 X, y = la.model.split(batch)
                 n_new = len(share.places(len(y)))
                 if n_new:

@@ -30,9 +30,8 @@ def test_exact_seeds_keep_float32_accuracy_on_confident_samples(n_classes, scale
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_sampled_seeds_are_unbiased(likelihood):
-    torch.manual_seed(0)
     logits = torch.tensor([[1.0, 0.0, -0.5]])
-    estimate = fisher(LIKELIHOODS[likelihood].sampled_seeds(logits, 40_000))[0]
+    estimate = fisher(LIKELIHOODS[likelihood].sampled_seeds(logits, 40_000, generator()))[0]
     expected = (
         softmax_fisher(logits)[0] if likelihood == "classification" else torch.eye(3).double()
     )
@@ -103,9 +102,9 @@ def test_probabilities_in_place_of_logits_are_warned_of():
 
 
 def test_sampled_slopes_of_tokens_are_unbiased():
-    torch.manual_seed(0)
     logits = torch.tensor([[0.0, 1.0, -1.0, 2.0]]).double()
-    seeds = LIKELIHOODS["language_modeling"].sampled_seeds(logits.expand(3, 4), 20_000)
+    likelihood = LIKELIHOODS["language_modeling"]
+    seeds = likelihood.sampled_seeds(logits.expand(3, 4), 20_000, generator())
     assert seeds.vectors.shape == (20_000, 3, 4)
     columns = seeds.dense()
     assert columns.sum(0).abs().max() / 20_000**0.5 < 0.02

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
+import numpy as np
 import torch
 from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
 from torch import nn
@@ -20,6 +21,7 @@ from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.models.weights import Block, read
 from laplace_lora_ext.passes.derivatives import jacobians
 from laplace_lora_ext.passes.recording import record
+from laplace_lora_ext.processes.exchange import rank
 
 PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
 """`backend_kwargs` of Yang et al. (ICLR 2024): KFAC-expand, rank 10, no tail."""
@@ -47,6 +49,11 @@ class LowRankKronInterface(CurvatureInterface):
     tail : bool, default=True
         whether the directions beyond the rank keep the mean of their eigenvalues, so that the full
         factor's trace is kept too; the paper drops them
+
+    Attributes
+    ----------
+    n_before : int
+        how many examples of the data come before the batch; what is drawn depends on it
 
     Raises
     ------
@@ -78,6 +85,7 @@ class LowRankKronInterface(CurvatureInterface):
         self.model: LogitsModel = model
         self.blocks = find_blocks(model.model) if blocks is None else list(blocks)
         self.rank, self.kfac_approx, self.tail = rank, kfac_approx, tail
+        self.n_before = 0
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -159,6 +167,10 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         20 classes on. `benchmarks/README.md` shows what this saves and costs
     num_samples : int, optional
         how many labels to draw for each example: by default 1 with `stochastic=True`, otherwise 8
+    seed : int, default=0
+        of the labels that are drawn. They depend on it, on the process and on the number of
+        examples before the batch, so that a fit in parts draws the same as one fit. Torch's random
+        state has no part in it
     **kwargs
         as for `LowRankKronInterface`
     """
@@ -170,22 +182,38 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         *,
         stochastic: bool | None = None,
         num_samples: int | None = None,
+        seed: int = 0,
         **kwargs: Any,
     ) -> None:
+        if seed < 0:
+            raise ValueError(f"The seed must not be negative, but is {seed}.")
         super().__init__(model, likelihood, **kwargs)
         self.stochastic: Any = stochastic
         self.num_samples = num_samples or (1 if stochastic else _DRAWS)
+        self.seed = seed
 
     @property
     def settings(self) -> dict[str, Any]:
-        draws = {} if self.stochastic is False else {"num_samples": self.num_samples}
-        return super().settings | {"stochastic": self.stochastic, **draws}
+        settings = super().settings | {"stochastic": self.stochastic}
+        if self.stochastic is not False:
+            settings |= {"num_samples": self.num_samples, "seed": self.seed}
+        return settings
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
         has_many_classes = logits.shape[-1] >= _MANY_CLASSES and not self._likelihood.is_gaussian
         if has_many_classes if self.stochastic is None else self.stochastic:
-            return self._likelihood.sampled_seeds(logits, self.num_samples)
+            return self._sampled_seeds(logits)
         return self._likelihood.exact_seeds(logits)
+
+    def _sampled_seeds(self, logits: torch.Tensor) -> Seeds:
+        entropy = np.random.SeedSequence([self.seed, rank(), self.n_before])
+        generator = torch.Generator(logits.device).manual_seed(int(entropy.generate_state(1)[0]))
+        return self._likelihood.sampled_seeds(logits, self.num_samples, generator)
+
+    def _get_mc_functional_fisher(self, f: torch.Tensor) -> torch.Tensor:
+        """The host's name for the drawn Fisher `(B, C, C)` of the logits, which it draws itself."""
+        columns = self._sampled_seeds(f).dense()
+        return torch.einsum("sbc,sbk->bck", columns, columns)
 
 
 class LowRankKronEF(LowRankKronInterface, EFInterface):

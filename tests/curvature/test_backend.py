@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from tests.support.dense import (
     EXACT,
@@ -24,6 +25,8 @@ from tests.support.models import (
     with_lora,
 )
 from tests.support.posteriors import fitted, make
+from tests.support.ranks import on_ranks
+from tests.support.texts import text_batches
 
 
 def test_regression_has_the_curvature_of_the_squared_error():
@@ -60,16 +63,57 @@ def test_the_exact_fisher_and_the_empirical_fisher_of_one_example():
             start += size
 
 
-def test_monte_carlo_fisher_follows_the_seed_and_approaches_the_exact_one():
-    def sampled(num_samples):
-        torch.manual_seed(0)
-        settings = {"stochastic": True, "num_samples": num_samples}
-        return fitted(rank=100, backend_kwargs=settings).H.to_matrix()
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+def test_monte_carlo_fisher_follows_the_seed_and_approaches_the_exact_one(structure):
+    def curvature(**settings):
+        if structure == "lowrank_kron":
+            settings["rank"] = 100
+        la = make(lora_model("bert"), structure, backend=LowRankKronGGN, backend_kwargs=settings)
+        la.fit(ragged_batches())
+        return la.H.to_matrix() if structure == "lowrank_kron" else la.H
 
-    exact = fitted(rank=100).H.to_matrix()
-    assert torch.equal(sampled(2), sampled(2))
+    def sampled(num_samples, seed=0):
+        return curvature(stochastic=True, num_samples=num_samples, seed=seed)
+
+    exact, state = curvature(), torch.get_rng_state()
+    first = sampled(2)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(7)
+    assert torch.equal(sampled(2), first)
+    assert not torch.equal(sampled(2, seed=1), first)
     errors = [(sampled(n) - exact).norm() / exact.norm() for n in (1, 64)]
     assert errors[1] < errors[0] / 3  # 1 / √64 of it in the mean
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "language_modeling"])
+def test_drawn_labels_of_a_fit_in_parts_are_those_of_one_fit(likelihood, tmp_path):
+    if likelihood == "language_modeling":
+        model, batches = lora_model("gpt2"), text_batches()
+    else:
+        model, batches = lora_model("bert", n_labels=20), ragged_batches(n_classes=20)
+    at_once, in_parts = (make(model, likelihood=likelihood) for _ in range(2))
+    state = torch.get_rng_state()
+    at_once.fit(batches)
+    for batch in batches:
+        in_parts.fit([batch], override=False)
+        in_parts.save_pretrained(tmp_path)
+        in_parts = from_pretrained(model, tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+    for one, other in zip(in_parts.H.blocks, at_once.H.blocks, strict=True):
+        assert torch.equal(one.small.values, other.small.values)
+        assert torch.equal(one.large.vectors, other.large.vectors)
+
+
+def test_each_batch_each_rank_and_each_seed_draw_labels_of_their_own():
+    def drawn(n_before=0, seed=0):
+        backend = LowRankKronGGN(plain_model(20), "classification", seed=seed)
+        backend.n_before = n_before
+        return backend.seeds(torch.zeros(30, 20), torch.zeros(30).long()).vectors
+
+    of_ranks = on_ranks(lambda _: drawn(), 2)
+    assert torch.equal(of_ranks[0], drawn())
+    for other in (of_ranks[1], drawn(n_before=30), drawn(seed=1)):
+        assert not torch.equal(other, drawn())
 
 
 @pytest.mark.parametrize("n_classes", [19, 20])
@@ -91,6 +135,7 @@ def test_labels_of_many_classes_are_drawn_unless_the_user_decides(n_classes):
     [
         ({"kfac_approx": "kfac"}, r"'kfac'.*expand.*gradient"),
         ({"rank": -3}, "rank must not be negative, but is -3"),
+        ({"seed": -1}, "seed must not be negative, but is -1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):

@@ -151,7 +151,6 @@ def texts(model: nn.Module) -> dict[str, torch.Tensor]:
         batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
         for batch in ragged_batches()
     ]
-    torch.manual_seed(0)  # labels are drawn
     la.fit(batches)
     prompt = ragged_batches(padding_side="left")[0] | {"max_new_tokens": 3, "do_sample": False}
     del prompt["labels"]

@@ -37,9 +37,8 @@ def fitted_text(
 ):
     """A posterior of a language model, by default of a tiny GPT-2 in float64."""
     model = lora_model("gpt2").eval() if model is None else model
-    settings = {"num_samples": num_samples, "rank": rank}
+    settings = {"num_samples": num_samples, "rank": rank, "seed": seed}
     la = make(model, likelihood="language_modeling", backend_kwargs=settings, **keywords)
-    torch.manual_seed(seed)
     la.fit(text_batches() if batches is None else batches)
     return la
 
