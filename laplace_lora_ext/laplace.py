@@ -110,9 +110,10 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
         "class_token_ids": fitted.class_token_ids,
         "mask_token_id": fitted.mask_token_id,
         "target_modules": sorted({name.rpartition(".lora_")[0] for name in fitted.blocks}),
-        "backend": _named(settings.pop("backend"), _BACKENDS),
-        "backend_kwargs": settings,
     }
+    backend, options["backend_kwargs"] = settings.pop("backend"), settings
+    if "backend" not in kwargs:
+        options["backend"] = _named(backend, _BACKENDS)
     cls = _named(state["cls_name"], _CLASSES)
     with LOCK, own_adapter_back(model):
         fitted.set_trained(model)
@@ -123,7 +124,13 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
 
 def _named(name: str, classes: Iterable[Any]) -> Any:
     """The class of that name."""
-    return {cls.__name__: cls for cls in classes if isinstance(cls, type)}[name]
+    named = {cls.__name__: cls for cls in classes if isinstance(cls, type)}
+    if name not in named:
+        raise ValueError(
+            f"The posterior was fitted with {name}, which this release does not have: if it is a "
+            f"backend of yours, pass backend={name}."
+        )
+    return named[name]
 
 
 def _likelihood_of(model: nn.Module) -> str:

@@ -234,7 +234,9 @@ class LaplaceMixture:
             # PEFT gives any adapter but "default" a folder of its own.
             parent = Path(folder, name) if name == "default" else Path(folder)
             member.save_pretrained(write_adapter(models[0], name, {}, parent))
-        Path(folder, _DESCRIPTION).write_text(json.dumps({"members": names}), encoding="utf-8")
+        description = {"members": names, saving.CHECKSUM: saving.UNKNOWN}
+        content = json.dumps(description, separators=(",", ":")).encode()
+        saving.write_sealed(Path(folder, _DESCRIPTION), content)
 
     @classmethod
     def from_pretrained(cls, model: nn.Module, folder: str | Path, **kwargs: Any) -> LaplaceMixture:
@@ -256,7 +258,7 @@ class LaplaceMixture:
         ValueError
             If files are damaged, or an adapter or the base model is not that of the fit.
         """
-        names = json.loads(Path(folder, _DESCRIPTION).read_text(encoding="utf-8"))["members"]
+        names = json.loads(saving.read_sealed(Path(folder, _DESCRIPTION), "mixture"))["members"]
         if not isinstance(model, PeftModel):
             model = PeftModel.from_pretrained(model, str(Path(folder, names[0])), names[0])  # pyright: ignore[reportArgumentType]
         members = []

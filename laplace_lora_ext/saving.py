@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 
@@ -19,7 +21,10 @@ from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.predictive.distributions import drawn_weights
 
 FILE = "laplace_posterior.safetensors"
-_VERSION = "3"
+CHECKSUM = "sha256"
+UNKNOWN = "0" * 64  # stands for the checksum in what it is the checksum of
+_SEAL = f'"{CHECKSUM}":"'.encode()
+_VERSION = "4"
 
 
 @exclusive
@@ -27,48 +32,113 @@ def save_pretrained(la: Any, folder: str | Path) -> None:
     """Write the posterior into a folder, such as that of the adapter.
 
     `laplace_lora_ext.from_pretrained(model, folder)` reads it. It is one file,
-    "laplace_posterior.safetensors", whose metadata holds all that is no tensor.
+    "laplace_posterior.safetensors", whose metadata hold all that is no tensor.
 
     Parameters
     ----------
     folder : str or Path
         made if it does not exist
+
+    Raises
+    ------
+    TypeError
+        If `backend_kwargs` hold what is no tensor, number or text.
     """
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
-
-    def named(tensor: torch.Tensor) -> dict[str, str]:
-        return {"tensor": tensors.setdefault(id(tensor), (str(len(tensors)), tensor))[0]}
-
-    state = la.state_dict()
-    metadata = {"laplace_lora_ext": _VERSION, "state": json.dumps(state, default=named)}
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    state = json.dumps(_plain(la.state_dict(), tensors))
     copies = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.values()
     }
-    safetensors.torch.save_file(copies, Path(folder, FILE), metadata)
+    metadata = {"laplace_lora_ext": _VERSION, "state": state, CHECKSUM: UNKNOWN}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_sealed(Path(folder, FILE), safetensors.torch.save(copies, metadata))
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
     """The state of a posterior that `save_pretrained` wrote; damaged or other files are refused."""
     path = Path(folder, FILE)
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged: {error}.") from error
-    version = metadata.get("laplace_lora_ext")
-    if version != _VERSION:
+    read_sealed(path, "posterior")
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if metadata["laplace_lora_ext"] != _VERSION:
+        raise ValueError(_foreign(path, "posterior"))
+
+    def restored(node: dict[str, Any]) -> Any:
+        if node.keys() == {"tensor"}:
+            return tensors[node["tensor"]]
+        if node.keys() == {"tuple"}:
+            return tuple(node["tuple"])
+        return dict(node["items"]) if node.keys() == {"items"} else node
+
+    return json.loads(metadata["state"], object_hook=restored)
+
+
+def write_sealed(path: Path, content: bytes) -> None:
+    """Write a file with a checksum over all of it, in place of the `UNKNOWN` one in its JSON."""
+    checksum = hashlib.sha256(content).hexdigest().encode()
+    path.write_bytes(content.replace(_SEAL + UNKNOWN.encode(), _SEAL + checksum, 1))
+
+
+def read_sealed(path: Path, what: str) -> bytes:
+    """What `write_sealed` wrote, to the last byte; a `ValueError` for any other content.
+
+    `what` the file should hold is for the message.
+    """
+    before, seal, rest = path.read_bytes().partition(_SEAL)
+    if not seal:
+        raise ValueError(_foreign(path, what))
+    checksum, after = rest[: len(UNKNOWN)], rest[len(UNKNOWN) :]
+    content = before + seal + UNKNOWN.encode() + after
+    if hashlib.sha256(content).hexdigest().encode() != checksum:
         raise ValueError(
-            f"{path} holds no posterior that this release reads (version {_VERSION} of the format, "
-            f"not {version}): fit and save it again, or install the release that wrote it."
+            f"{path} is damaged: its checksum is another. Copy it again from where it was saved, "
+            f"or fit and save the {what} again."
         )
+    return content
 
-    def with_tensor(node: dict[str, Any]) -> Any:
-        return tensors[node["tensor"]] if node.keys() == {"tensor"} else node
 
-    return json.loads(metadata["state"], object_hook=with_tensor)
+def _foreign(path: Path, what: str) -> str:
+    return (
+        f"{path} holds no {what} that this release reads (version {_VERSION} of the format), or "
+        "is damaged: fit and save it again, or install the release that wrote it."
+    )
+
+
+def _plain(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:
+    """What JSON gives back as it was; `tensors` gets the tensors, by their ids, with names.
+
+    Dictionaries of one key stand for what JSON does not know: tensors, tuples, and dictionaries
+    that have a single key, or keys that are no text.
+    """
+    if isinstance(value, torch.Tensor):
+        return {"tensor": tensors.setdefault(id(value), (str(len(tensors)), value))[0]}
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(part, tensors) for part in value]}
+    if isinstance(value, list):
+        return [_plain(part, tensors) for part in value]
+    if isinstance(value, dict):
+        pairs = [(_plain(key, tensors), _plain(part, tensors)) for key, part in value.items()]
+        are_text = all(isinstance(key, str) for key in value)
+        return dict(pairs) if are_text and len(value) != 1 else {"items": pairs}
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(
+        f"A posterior's file holds tensors, numbers and text, and no {type(value).__name__}: pass "
+        f"something else than {value!r} in backend_kwargs."
+    )
+
+
+def _comparable(value: Any) -> Any:
+    """The same with lists for tuples and tensors: it does not matter which of them a user wrote."""
+    if isinstance(value, dict):
+        return {key: _comparable(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_comparable(part) for part in value]
+    return value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value
 
 
 def check_state(
@@ -84,7 +154,7 @@ def check_state(
     """
     saved = {"cls_name": state["cls_name"], "likelihood": state["likelihood"], **state["settings"]}
     for name, value in settings.items():
-        if saved.get(name) != value:
+        if _comparable(saved.get(name)) != _comparable(value):
             raise ValueError(
                 f"The posterior was fitted with {name}={saved.get(name)!r}, not {value!r}: pass "
                 "the same setting."

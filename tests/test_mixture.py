@@ -228,6 +228,13 @@ def test_it_is_saved_and_loaded_with_its_adapters_and_heads(targets, tmp_path):
         torch.testing.assert_close(loaded(batch), mixture(batch))
     assert model.active_adapter == "default"
     assert trainable == [name for name, weight in model.named_parameters() if weight.requires_grad]
+    description = tmp_path / "laplace_mixture.json"
+    content = description.read_text()
+    for damaged in (content.replace("second", "default"), content[:-1], '{"members":["second"]}'):
+        description.write_text(damaged)
+        with pytest.raises(ValueError, match=r"laplace_mixture.json (is damaged|holds no mixture)"):
+            LaplaceMixture.from_pretrained(model, tmp_path)
+    description.write_text(content)
     (tmp_path / "second" / "laplace_posterior.safetensors").write_text("{")
     with pytest.raises(ValueError, match="second"):
         LaplaceMixture.from_pretrained(model := lora_model("bert"), tmp_path)
