@@ -28,7 +28,7 @@ def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_d
     model = lora_model("gpt2").eval()
     J, logits, _ = token_jacobians(model, text_batches())
     exact = dense.gradient_curvature(model, J, dense.softmax_fisher(logits))
-    numbers, errors = (32, 512), []
+    numbers, errors = (8, 512), []
     for number in numbers:
         of_seeds = [
             fitted_text(model, num_samples=number, rank=FULL_RANK, seed=seed).H.to_matrix()
