@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 from laplace_lora_ext.laplace import Laplace
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.metrics import compare
-from laplace_lora_ext.models.batches import named_batches
-from laplace_lora_ext.processes.exchange import gathered
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.shards import in_order
 from laplace_lora_ext.training.trainers import same_random_states
 from laplace_lora_ext.tuning import required_data
@@ -121,10 +120,12 @@ def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
     if la.trained_likelihood.is_gaussian:
         return {}
     if la.likelihood == "language_modeling":
-        found = [la.score(batch) for _, batch in named_batches(loader)]
-        total = sum(float(scores.sums.log_prob.sum()) for scores in found)
-        count = sum(int(scores.labelled.sum()) for scores in found)
-        totals, counts = zip(*gathered((total, count)), strict=True)
-        return {"eval_laplace_nll": -sum(totals) / sum(counts)}
+
+        def of_batch(batch: Any) -> Columns:
+            scores = la.score(batch)
+            return scores.sums.log_prob, scores.labelled.sum(1)
+
+        log_probs, counts = over_loader(loader, of_batch)
+        return {"eval_laplace_nll": -log_probs.double().sum().item() / counts.sum().item()}
     found = compare(la, loader).posterior
     return {f"eval_laplace_{name}": found[name] for name in ("nll", "ece")}

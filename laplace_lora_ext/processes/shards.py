@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from copy import copy, deepcopy
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -62,13 +62,15 @@ class Share:
             )
 
     @classmethod
-    def read_once(cls, loader: Any) -> Share:
+    def read_once(cls, loader: Any, stride: int = 1) -> Share:
         """A share with its batches in memory: each pass sees the same data in the same order.
 
-        Loaders may shuffle, draw examples or make them at random, and a generator ends.
+        Loaders may shuffle, draw examples or make them at random, and a generator ends. With a
+        stride above 1 there is but every second, third... batch.
         """
         share = cls(loader)
-        share.loader = copied(share.loader)
+        share.loader = copied(islice(share.loader, 0, None, stride))
+        share._parts = share._parts[::stride]
         return share
 
     def places(self, n_examples: int) -> torch.Tensor:

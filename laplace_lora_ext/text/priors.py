@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 
-from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import called_with
-from laplace_lora_ext.processes.exchange import gathered, of_first
-from laplace_lora_ext.processes.shards import copied, total_size
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.processes.exchange import of_first
+from laplace_lora_ext.processes.shards import Share, total_size
 from laplace_lora_ext.text.scores import drawn
 from laplace_lora_ext.tuning.agreement import broadest, check_max_change
 from laplace_lora_ext.tuning.gridsearch import grid_of_priors, search_grid, warn_of_ends
@@ -72,22 +70,27 @@ class TokenAgreement(TuningMethod):
         check_max_change(self.max_change)
 
     @torch.no_grad()
-    def _search(self, la: Posterior) -> TuningHistory:
+    def _search(self, la: Any) -> TuningHistory:
         start = self._start(la)
         seed = of_first(draw_seed(self.generator))
         stride = max(1, total_size(self.train_loader, la.n_data) // self.max_examples)
-        batches = copied(islice(self.train_loader, 0, None, stride))
+        share = Share.read_once(self.train_loader, stride)
 
         def change(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
             draws = list(drawn(la, self.n_samples, seed))
 
-            def of_batch(batch: Any) -> torch.Tensor:
-                own = la.model(batch).softmax(-1)
-                parts = (called_with(la.model, la.blocks, v, batch).softmax(-1) for v in draws)
-                return torch.stack([(p - own).abs().sum(-1) / 2 for p in parts]).mean(0)
+            def of_batch(batch: Any) -> Columns:
+                with la.model.prepared():
+                    own = la.model(batch).softmax(-1)
+                    parts = (called_with(la.model, la.blocks, v, batch).softmax(-1) for v in draws)
+                    distances = [(p - own).abs().sum(-1) / 2 for p in parts]
+                labelled = la.model.labelled(batch).to(own.device)
+                by_place = own.new_zeros(labelled.shape, dtype=torch.float64)
+                by_place[labelled] = torch.stack(distances).mean(0).double()
+                return by_place.sum(1), labelled.sum(1)
 
-            return _mean_over_tokens(la, batches, of_batch)
+            return _mean_over_tokens(share, of_batch)
 
         return broadest(la, start, self.max_change, change, self.progress_bar)
 
@@ -139,17 +142,17 @@ class TokenGridSearch(TuningMethod):
         base = self._start(la) if self._is_base else None
         grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, base)
         seed = of_first(draw_seed(self.generator))
-        batches = copied(self.val_loader)
+        share = Share.read_once(self.val_loader)
 
         def loss(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
 
-            def of_batch(batch: Any) -> torch.Tensor:
+            def of_batch(batch: Any) -> Columns:
                 draws = torch.Generator(la.model.device).manual_seed(seed)
                 scores = la.score(batch, self.n_samples, draws)
-                return -scores.tokens.log_prob[scores.labelled]
+                return -scores.tokens.log_prob.double().sum(1), scores.labelled.sum(1)
 
-            return _mean_over_tokens(la, batches, of_batch)
+            return _mean_over_tokens(share, of_batch)
 
         history = search_grid(loss, grid, self.progress_bar)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
@@ -166,17 +169,7 @@ class TokenSecondTraining(SecondTraining):
     search: Callable[..., TuningMethod] = TokenGridSearch
 
 
-def _mean_over_tokens(
-    la: Posterior, batches: Iterable[Any], numbers_of: Callable[[Any], torch.Tensor]
-) -> float:
-    """The mean of batches' numbers `(N,)` over all tokens and processes."""
-    total, n_tokens = 0.0, 0
-    for name, batch in named_batches(batches):
-        with naming(name), la.model.prepared():
-            numbers = numbers_of(batch)
-        total += numbers.double().sum().item()
-        n_tokens += len(numbers)
-    total, n_tokens = map(sum, zip(*gathered((total, n_tokens)), strict=True))
-    if not n_tokens:
-        raise ValueError("The loader has no data.")
-    return total / n_tokens
+def _mean_over_tokens(share: Share, of_batch: Callable[[Any], Columns]) -> float:
+    """The mean over all tokens and processes, from sums and counts `(B,)` of each batch's texts."""
+    sums, counts = over_loader(share, of_batch)
+    return sums.sum().item() / counts.sum().item()

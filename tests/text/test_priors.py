@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
 
 from laplace_lora_ext import TokenAgreement, TokenGridSearch
+from laplace_lora_ext.callback import eval_figures
 from laplace_lora_ext.tuning.method import draw_seed
 from tests.support.models import lora_model
 from tests.support.posteriors import another_training, count_forward_passes, generator
 from tests.support.ranks import assert_alike, on_ranks
-from tests.support.texts import drawn_models, fitted_text, text_batches
+from tests.support.texts import LENGTHS, drawn_models, fitted_text, text_batches
 
 FEW = {"n_samples": 2, "max_change": 0.01}
 GRID = {"log_prior_prec_min": -1, "log_prior_prec_max": 3, "grid_size": 5, "n_samples": 2}
@@ -109,6 +111,48 @@ def test_ranks_choose_by_the_texts_of_all_of_them(method, data):
 
     expected = choose(batches, generator(0))  # the first rank's draws
     assert_alike(on_ranks(lambda rank: choose(batches[rank::2], generator(rank)), 2), expected)
+
+
+def divided_texts(n=5):
+    """A loader of texts, which a sampler that repeats one divides among the ranks."""
+    texts = text_batches(LENGTHS[:n], batch_size=1, padded_to=max(LENGTHS))
+    rows = [{key: value[0] for key, value in text.items()} for text in texts]
+    sampler = DistributedSampler(rows, shuffle=False) if dist.is_initialized() else None
+    return DataLoader(rows, batch_size=1, sampler=sampler)
+
+
+LOSSES = {
+    "agreement": lambda la: (
+        TokenAgreement(train_loader=divided_texts(), generator=generator(), **FEW)(la).objective
+    ),
+    "gridsearch": lambda la: (
+        TokenGridSearch(val_loader=divided_texts(), generator=generator(), **GRID)(la).objective
+    ),
+    "evaluation": lambda la: eval_figures(la, divided_texts())["eval_laplace_nll"],
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_texts_that_a_sampler_repeats_count_once(kind):
+    la = fitted_text()
+    la.prior_precision = 1e12  # draws of an evaluation are the model
+    expected = LOSSES[kind](la)
+    assert_alike(on_ranks(lambda _: LOSSES[kind](la), 2), expected)
+
+
+def test_of_divided_texts_every_second_batch_is_taken():
+    la = fitted_text()
+
+    def losses(_):
+        method = TokenAgreement(
+            train_loader=divided_texts(6), max_examples=3, generator=generator(), **FEW
+        )
+        return method(la).objective
+
+    both = on_ranks(losses, 2)  # the first of three on each rank, and the last
+    some = [row for number, row in enumerate(divided_texts(6).dataset) if number in (0, 1, 4, 5)]
+    method = TokenAgreement(train_loader=DataLoader(some), generator=generator(), **FEW)
+    assert_alike(both, method(la).objective)
 
 
 class Drawn(torch.utils.data.IterableDataset):
