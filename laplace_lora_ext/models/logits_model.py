@@ -152,8 +152,8 @@ class LogitsModel(nn.Module):
                 "of the labels as dict_key_y."
             )
         raise TypeError(
-            "A batch to learn from must be a mapping with labels or a pair (X, y), and this one "
-            "has no labels."
+            "A batch to learn from must be a mapping with labels or a pair (X, y), not "
+            f"{type(X).__name__} without labels."
         )
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
