@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from laplace_lora_ext.processes.exchange import count, gathered, rank
 from laplace_lora_ext.processes.shards import Share, refuse_copies
 
 _LITTLE = 0.1  # probability of all answers together
+_GUESS = 0.99  # a loss from this share of the labels' entropy on is chance
 
 
 @dataclass(frozen=True)
@@ -28,21 +31,27 @@ class Seen:
     answered: float = 0.0  # probability of all answers together, summed over texts
     n_texts: int = 0  # that have answers
     all_binary: bool = True  # whether every label is 0 or 1
+    labels: Counter[int] = field(default_factory=Counter)  # how many texts have each class
 
     @classmethod
     def of(cls, y: torch.Tensor, answered: Sequence[torch.Tensor]) -> Seen:
         """Of the labels of a batch, and of what `LogitsModel.weighing_answers` gave."""
         probability = sum(of_pass.sum().item() for of_pass in answered)
         all_binary = bool(((y == 0) | (y == 1)).all())
-        return cls(probability, sum(map(len, answered)), all_binary)
+        labels = Counter[int]() if y.ndim > 1 or y.is_floating_point() else Counter(y.tolist())
+        return cls(probability, sum(map(len, answered)), all_binary, labels)
 
     def __add__(self, other: Seen) -> Seen:
         """What is seen of the texts of both."""
         answered, n_texts = self.answered + other.answered, self.n_texts + other.n_texts
-        return Seen(answered, n_texts, self.all_binary and other.all_binary)
+        all_binary = self.all_binary and other.all_binary
+        return Seen(answered, n_texts, all_binary, self.labels + other.labels)
 
-    def warn(self, takes_numbers: bool) -> None:
-        """Warn of answers that the model hardly gives, and of classes taken for numbers."""
+    def warn(self, likelihood: str, loss: float) -> None:
+        """Warn of answers that the model hardly gives, of chance, and of classes as numbers.
+
+        `loss` is the mean of the texts that these are seen of.
+        """
         if self.n_texts and self.answered < _LITTLE * self.n_texts:
             warn(
                 "The tokens class_token_ids have only "
@@ -50,7 +59,15 @@ class Seen:
                 "does it write the answers with other tokens, such as those with a space in front? "
                 "(If it was trained on these tokens' logits alone, all is well.)"
             )
-        if takes_numbers and self.all_binary:
+        chance = self._loss_of_chance(likelihood)
+        if 0 < _GUESS * chance <= loss:
+            warn(
+                "The trained model is no better than guessing on these texts: its loss is "
+                f"{loss:.4f}, and would be {chance:.4f} without reading them. Was the adapter "
+                'saved without its head? With task_type="SEQ_CLS", or the head in modules_to_save, '
+                "PEFT saves both. Else check that texts and labels are those of training."
+            )
+        if likelihood == "regression" and self.all_binary:
             warn(
                 'Every target is 0 or 1, but the likelihood "regression" takes them for numbers. '
                 "If they are classes, wrap the model in a module that returns "
@@ -58,6 +75,15 @@ class Seen:
                 "softmax is the sigmoid of f, and pass batches (X, labels.long().flatten()) to the "
                 'likelihood "classification".'
             )
+
+    def _loss_of_chance(self, likelihood: str) -> float:
+        """Entropy of the labels; of pairs, whose order means nothing, that of a coin."""
+        if likelihood == "reward_modeling":
+            return math.log(2)
+        if likelihood != "classification":
+            return 0.0
+        counts = torch.tensor(list(self.labels.values()), dtype=torch.float64)
+        return torch.special.entr(counts / counts.sum()).sum().item()
 
 
 class Sums(NamedTuple):
@@ -111,12 +137,12 @@ def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool, before: Sums | N
     if not n_data:
         raise ValueError("The training loader has no data. (A generator can be read once.)")
     _check_alike(reports)
-    reduce(add, (report.seen for report in reports)).warn(la.trained_likelihood.is_gaussian)
+    loss = torch.tensor([report.loss for report in reports], dtype=torch.float64).sum().to(zero)
+    reduce(add, (report.seen for report in reports)).warn(la.likelihood, loss.item() / n_data)
     la.model.output_size = max(report.n_outputs for report in reports)
     H = sums.H
     if count() > 1:
         H = reduce(add, map(la._unpacked, gathered(la._packed(H))))
-    loss = torch.tensor([report.loss for report in reports], dtype=torch.float64).sum().to(zero)
     if before is not None:
         loss, n_data = loss + before.loss, n_data + before.n_data
     return Sums(H, loss, n_data, frozenset[int]().union(*(r.called for r in reports)))

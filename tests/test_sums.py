@@ -164,3 +164,74 @@ def test_progress_is_shown_by_one_rank(capfd):
     capfd.readouterr()
     assert on_ranks(job, 2) == [None, None]
     assert capfd.readouterr().err.count("| 0/6 [") == 1
+
+
+GUESSING = "no better than guessing"
+
+
+def said_by_a_fit(model, batches, **options):
+    """Warnings of guesses."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make(model, **options).fit(batches)
+    return [str(each.message) for each in caught if GUESSING in str(each.message)]
+
+
+def relabelled(model, batches, n_right):
+    """Batches whose first labels are what a model gives the most probability."""
+    with torch.no_grad():
+        inputs = [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
+        own = torch.cat([model.eval()(**x).logits.argmax(-1) for x in inputs])
+    labels = torch.where(torch.arange(len(own)) < n_right, own, (own + 1) % 3)
+    sizes = [len(batch["labels"]) for batch in batches]
+    parts = labels.split(sizes)
+    return [batch | {"labels": part} for batch, part in zip(batches, parts, strict=True)]
+
+
+def test_an_adapter_without_its_head_is_warned_of_once():
+    model = lora_model("bert")
+    head = model.base_model.model.classifier.modules_to_save.default
+    batches = ragged_batches(lengths=[2, 3, 4, 5, 6, 7] * 3)
+    with torch.no_grad():
+        head.weight.mul_(1e-3)  # as a new one has it
+        head.bias.zero_()
+    (message,) = said_by_a_fit(model, batches)
+    assert "its loss is 1.098" in message
+    assert said_by_a_fit(model, batches, structure="diag") == [message]
+    counts = torch.cat([batch["labels"] for batch in batches]).bincount()
+    frequencies = counts.double() / 18
+    assert f"would be {-(frequencies * frequencies.log()).sum():.4f} without" in message
+    with torch.no_grad():
+        head.weight.mul_(1e4)  # sure of what it says
+    assert said_by_a_fit(model, relabelled(model, batches, 18)) == []
+    assert len(said_by_a_fit(model, relabelled(model, batches, 6))) == 1
+
+
+def test_one_class_and_numbers_are_no_guesses():
+    model, batches = lora_model("bert"), ragged_batches()
+    alike = [batch | {"labels": torch.zeros_like(batch["labels"])} for batch in batches]
+    assert said_by_a_fit(model, alike) == []
+    numbers = [batch | {"labels": batch["labels"][:, None].expand(-1, 3)} for batch in batches]
+    assert said_by_a_fit(model, numbers, likelihood="regression") == []
+
+
+def test_rewards_are_compared_with_a_coin():
+    model = lora_model("bert", n_labels=1)
+    (batch,) = ragged_batches(batch_size=8)
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    with torch.no_grad():
+        order = model.eval()(**inputs).logits.flatten().argsort()
+    for chosen, rejected, n in ((order[4:], order[:4], 0), (order[:4], order[4:], 1)):
+        rows = torch.cat([chosen, rejected])  # TRL's batches
+        pairs = {key: value[rows] for key, value in inputs.items()}
+        said = said_by_a_fit(model, [pairs], likelihood="reward_modeling")
+        assert len(said) == n
+        assert all("0.6931" in message for message in said)
+
+
+def test_ranks_compare_the_loss_of_all_with_the_labels_of_all():
+    def job(_):
+        return said_by_a_fit(lora_model("bert"), strided_loader())
+
+    assert on_ranks(job, 2) == [job(0)] * 2
+    assert len(job(0)) == 1

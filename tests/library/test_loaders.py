@@ -50,7 +50,7 @@ WHOLE = {
 @pytest.mark.parametrize("kind", WHOLE)
 def test_what_is_seen_whole_is_counted_without_a_warning(la, kind):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", "The loader gave")
         la.fit(WHOLE[kind]())
     assert la.n_data == 6
 
@@ -61,7 +61,8 @@ def test_drop_last_counts_what_was_seen_and_warns(la):
     with pytest.warns(UserWarning, match=r"4 examples.*data set has 6") as caught:
         la.fit(loader)
     assert la.n_data == 4
-    assert [one.filename for one in caught] == [__file__]
+    (one,) = (each for each in caught if "data set has" in str(each.message))
+    assert one.filename == __file__
     evidence = la.log_marginal_likelihood()
     la.fit([(X[:4], y[:4])])
     assert torch.equal(evidence, la.log_marginal_likelihood())
