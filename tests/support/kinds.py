@@ -92,6 +92,25 @@ def with_two_active() -> nn.Module:
     return model
 
 
+def with_lora_only_biases() -> nn.Module:
+    """Its layers' own biases have been trained too."""
+    model = plain_model(bias="lora_only")
+    assert all(layer.base_layer.bias.requires_grad for layer in (model.first, model.second))
+    return model
+
+
+def with_weighted() -> nn.Module:
+    """An adapter that PEFT has made of two others, of ranks 2 and 3."""
+    torch.manual_seed(0)
+    model = get_peft_model(TwoLinear(), LoraConfig(r=2, target_modules=["first", "second"]), "a")
+    model.add_adapter("b", LoraConfig(r=3, target_modules=["first", "second"]))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    model.add_weighted_adapter(["a", "b"], [0.7, -0.4], "both", combination_type="cat")
+    model.set_adapter("both")
+    return model.double()
+
+
 def merged() -> nn.Module:
     model = plain_model()
     model.first.merge()
@@ -124,6 +143,8 @@ ADAPTERS = {
     ),
     "PiSSA, OLoRA and other beginnings": Kind(partial(plain_model, init_lora_weights="olora")),
     "LoRA with a bias": Kind(with_bias, "exact, the bias held"),
+    'bias="lora_only"': Kind(with_lora_only_biases, "exact, the biases held"),
+    "add_weighted_adapter": Kind(with_weighted),
     "LoRA-FA": Kind(with_frozen_a, "exact, over B alone"),
     "DoRA": Kind(with_dora, "exact, the magnitude held"),
     "beside an inactive adapter": Kind(with_inactive),
@@ -170,6 +191,13 @@ def checkpointed() -> nn.Module:
     return model
 
 
+def checkpointed_as_by_qlora() -> nn.Module:
+    """As `peft.prepare_model_for_kbit_training` leaves a model, and a training."""
+    model = checkpointed()
+    model.enable_input_require_grads()
+    return model.train()
+
+
 def sharded() -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # an ImportError in older torch
@@ -203,6 +231,9 @@ WRAPPERS = {
     "torch.compile": Kind(compiled, "exact, run eagerly with a warning"),
     "model.compile()": Kind(compiled_in_place, "exact, run eagerly with a warning"),
     "gradient checkpointing": Kind(checkpointed),
+    "gradient checkpointing with enable_input_require_grads, as QLoRA's": Kind(
+        checkpointed_as_by_qlora
+    ),
     "FSDP2 (fully_shard)": Kind(sharded, "exact, but for draws of the weights"),
     "Accelerate's offloading": Kind(offloaded, "exact, but for draws of the weights"),
     "FSDP1": Kind(hidden_by_fsdp1, "refused", "FSDP1 and .* hide LoRA weights"),
