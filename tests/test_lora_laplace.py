@@ -1,6 +1,8 @@
 """The host's API on top of a posterior over LoRA weights."""
 
+import copy
 import inspect
+import pickle
 
 import numpy as np
 import pytest
@@ -11,7 +13,14 @@ from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
 from tests.support.models import lora_model, plain_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, generator, make, plain_regression
+from tests.support.posteriors import (
+    STRUCTURES,
+    fitted,
+    generator,
+    make,
+    plain_regression,
+    some_precision,
+)
 
 
 @pytest.fixture
@@ -152,6 +161,30 @@ def test_another_posterior_of_the_same_kind():
     assert kron.for_model(lora_model("bert", lora_alpha=3)).damping
     regression, _ = plain_regression()
     assert regression.for_model(regression.model.model).sigma_noise == regression.sigma_noise
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda la: pickle.loads(pickle.dumps(la))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_copy_is_the_same_and_a_posterior_of_its_own(structure, way):
+    la, (batch, *rest) = fitted(structure=structure), ragged_batches()
+    la.prior_precision = some_precision(la, "layerwise")
+    probabilities, evidence = la(batch), la.log_marginal_likelihood()
+    copied = COPIES[way](la)
+    assert torch.equal(copied(batch), probabilities)
+    assert torch.equal(copied.log_marginal_likelihood(), evidence)
+    copied.fit(rest, override=False)
+    copied.prior_precision = 9.0
+    copied.blocks[0].weight.data.mul_(2)
+    assert torch.equal(la(batch), probabilities)
+    assert torch.equal(la.log_marginal_likelihood(), evidence)
+    la.fit(rest, override=False)
+    la.prior_precision = 9.0
+    assert torch.equal(la.log_marginal_likelihood(), copied.log_marginal_likelihood())
+    with pytest.raises(RuntimeError, match="have changed since the fit"):
+        copied(batch)
 
 
 IMPOSSIBLE = [0.0, -1, float("nan"), float("inf"), np.float32(-1), torch.tensor(-1.0)]

@@ -151,6 +151,24 @@ def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(kind, 
     assert not torch.equal(actual.probabilities, expected.probabilities)  # the model's are rounded
 
 
+@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_predictions_alone_under_autocast_are_near_those_without(structure, pred_type):
+    la, batch = posterior(lora_model("bert", torch.float32), "bert", structure), ragged_batches()[0]
+
+    def predicted():
+        options = {"pred_type": pred_type, "n_samples": 20, "generator": generator()}
+        return la(batch, link_approx="mc", **options)
+
+    expected = predicted()
+    with autocast():
+        found = predicted()
+    assert found.dtype is torch.float32
+    assert not torch.equal(found, expected)  # the model's passes are rounded
+    assert (found - expected).abs().max() < 0.02
+    assert torch.equal(predicted(), expected)
+
+
 IN_THE_POSTERIORS_OWN_PRECISION = {
     "weights": lambda la, _: la.sample(3, generator()),
     "logits": lambda la, moments: la.functional_samples(

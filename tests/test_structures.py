@@ -4,8 +4,9 @@ import laplace.curvature as host_backends
 import pytest
 import torch
 
+from tests.support.dense import evidence, jacobians
 from tests.support.models import lora_model, pairs, plain_model, ragged_batches
-from tests.support.posteriors import fitted, make, stock
+from tests.support.posteriors import fitted, generator, make, plain_regression, sizes, stock
 
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -26,6 +27,24 @@ def test_host_structures_equal_the_stock_classes(kind, structure):
         (ours.square_norm(ours.mean + 1).double(), theirs.square_norm(theirs.mean + 1).double()),
     ]:
         torch.testing.assert_close(mine, stocks.to(mine), **close)
+
+
+def test_full_is_the_exact_posterior_of_a_regression_with_two_outputs():
+    la, X = plain_regression(2, "full")
+    la.prior_precision = prior = torch.linspace(0.5, 2.0, len(la.blocks), dtype=torch.float64)
+    model = la.model.model
+    y = torch.randn(12, 2, generator=generator(1)).double()  # as `plain_regression` has them
+    Js, f_mu = jacobians(model, X), model(X).detach()
+    H = torch.einsum("bcp,bcq->pq", Js, Js) / 0.5**2
+    diagonal = prior.repeat_interleave(torch.tensor(sizes(la)))
+    noise = torch.distributions.Normal(f_mu, torch.tensor(0.5, dtype=torch.float64))
+    expected = evidence(H, noise.log_prob(y).sum(), la.mean, diagonal)
+    torch.testing.assert_close(la.posterior_precision, H + diagonal.diag(), **EXACT)
+    torch.testing.assert_close(la.log_marginal_likelihood(), expected, **EXACT)
+    found_mu, found_var = la(X)
+    torch.testing.assert_close(found_mu, f_mu, **EXACT)
+    covariance = Js @ torch.linalg.inv(H + diagonal.diag()) @ Js.mT
+    torch.testing.assert_close(found_var, covariance, **EXACT)
 
 
 UNFITTED = {

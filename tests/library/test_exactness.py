@@ -1,21 +1,35 @@
 """With rank >= d nothing is approximated but the Kronecker form: equality with dense formulas."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import laplace_lora_ext
 from tests.support.dense import (
+    alone,
     as_padded,
+    block_diagonal_covariance,
     blocks,
     evidence,
+    gradient_blocks,
     jacobian,
     logits_of,
     lora_layers,
     softmax_fisher,
     unpadded,
 )
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    VOCABULARY,
+    lora_model,
+    ragged_batches,
+)
 from tests.support.posteriors import KFAC_APPROX, fitted, make, sizes, stock
 
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
@@ -120,3 +134,108 @@ def test_paper_settings_are_those_of_the_paper():
     # KFAC-expand counts positions, "gradient" the energy of gradients.
     n_positions = sum(batch["attention_mask"].sum() for batch in ragged_batches())
     assert all(block.normalizer == n_positions for block in la.H_facs.blocks)
+
+
+class Choices(nn.Module):
+    """Scores each of an example's K answers, of several tokens, by its summed log-probability.
+
+    A batch has `input_ids`, `attention_mask` and `is_answer`, all `(B, K, T)`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        ids = batch["input_ids"].flatten(0, 1)
+        logits = self.model(ids, attention_mask=batch["attention_mask"].flatten(0, 1)).logits
+        log_p = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        of_answers = (log_p * batch["is_answer"].flatten(0, 1)[:, 1:]).sum(-1)
+        return of_answers.unflatten(0, batch["input_ids"].shape[:2])
+
+
+class Prompts(nn.Module):
+    """Tokenises prompts, one token a letter, and reads the answer behind them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        texts = [[ord(letter) % VOCABULARY for letter in prompt] for prompt in batch["prompt"]]
+        lengths = torch.tensor([len(text) for text in texts])
+        ids = torch.tensor([text + [0] * (int(lengths.max()) - len(text)) for text in texts])
+        mask = torch.arange(ids.shape[1]) < lengths[:, None]
+        logits = self.model(ids, attention_mask=mask.long()).logits
+        return logits[range(len(ids)), lengths - 1][:, CLASS_TOKEN_IDS]
+
+
+def of_choices() -> tuple[nn.Module, list[dict[str, Any]]]:
+    (texts,) = ragged_batches(lengths=(7, 4, 5, 7, 3, 6) * 2, batch_size=12)
+    batch = {name: texts[name].unflatten(0, (4, 3)) for name in ("input_ids", "attention_mask")}
+    is_answer = batch["attention_mask"] * (torch.arange(7) >= 2)  # of one to five tokens
+    batch |= {"is_answer": is_answer, "labels": texts["labels"][:4]}
+    return Choices(lora_model("gpt2")), [parts(batch, slice(0, 3)), parts(batch, slice(3, 4))]
+
+
+def of_prompts() -> tuple[nn.Module, list[dict[str, Any]]]:
+    first = {"prompt": ["Is it?", "Or not to be?", "Why"], "labels": torch.tensor([0, 2, 1])}
+    second = {"prompt": ["A question", "No"], "labels": torch.tensor([1, 1])}
+    return Prompts(lora_model("gpt2")), [first, second]
+
+
+def multiple_choice() -> tuple[nn.Module, list[dict[str, Any]]]:
+    """A model of transformers, of inputs `(B, K, T)`."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        attn_implementation="eager",
+    )
+    base = transformers.BertForMultipleChoice(config)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["query", "value"]))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    _, batches = of_choices()
+    for batch in batches:
+        del batch["is_answer"]
+    return model.double(), batches
+
+
+def parts(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    """Some examples of a batch."""
+    return {name: column[rows] for name, column in batch.items()}
+
+
+OF_WRAPPERS = {
+    "choices of several tokens": of_choices,
+    "prompts as strings": of_prompts,
+    "multiple choice": multiple_choice,
+}
+
+
+@pytest.mark.parametrize("name", OF_WRAPPERS)
+def test_batches_that_are_no_rows_of_tokens(name):
+    model, batches = OF_WRAPPERS[name]()
+
+    def own_logits(model: nn.Module, example: Mapping[str, Any]) -> torch.Tensor:
+        inputs = {key: column for key, column in example.items() if key != "labels"}
+        return (model(**inputs).logits if name == "multiple choice" else model(inputs))[0]
+
+    la = make(model, likelihood="classification", backend_kwargs={"rank": 100})
+    la.fit(batches)
+    examples = [
+        parts(batch, slice(row, row + 1))
+        for batch in batches
+        for row in range(len(batch["labels"]))
+    ]
+    logits, Js = alone(model.eval(), own_logits, examples)
+    dense = gradient_blocks(model, Js, softmax_fisher(logits))
+    torch.testing.assert_close(la.H.to_matrix(), torch.block_diag(*dense), **EXACT)
+    expected = logits, block_diagonal_covariance(dense, Js)
+    moments = [la.predictive_moments(batch) for batch in batches]
+    for found, of_logits in zip(zip(*moments, strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.cat(found), of_logits, **EXACT)

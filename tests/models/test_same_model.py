@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from laplace_lora_ext import from_pretrained
 from tests.support.models import (
     CLASS_TOKEN_IDS,
+    VOCABULARY,
     TwoLinear,
     base_model,
     lora_model,
@@ -240,3 +241,37 @@ def test_a_base_with_weights_that_are_subnormal_in_float16_is_the_same_there(tmp
     for use in (la.check_model, lambda: from_pretrained(model, tmp_path)):
         with pytest.raises((RuntimeError, ValueError), match=r"word_embeddings\.weight differs"):
             use()
+
+
+@pytest.mark.parametrize("trained", [None, ["wte"]])
+def test_resized_and_tied_embeddings_under_another_name_of_the_adapter(trained, tmp_path):
+    def resized():
+        torch.manual_seed(0)
+        base = base_model("gpt2")
+        base.resize_token_embeddings(VOCABULARY + 4)
+        assert base.lm_head.weight is base.transformer.wte.weight
+        return base.double()
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=2,
+        target_modules=["c_attn"],
+        modules_to_save=trained,
+        fan_in_fan_out=True,
+    )
+    model = get_peft_model(resized(), config, "trained")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            parameter.data = parameter.data + torch.ones_like(parameter).cumsum(0).sin() / 3
+    (batch,) = ragged_batches(batch_size=8)
+    la = make(model.double(), class_token_ids=[11, VOCABULARY, VOCABULARY + 3], **RANK)
+    la.fit([batch])
+    model.save_pretrained(tmp_path)
+    la.save_pretrained(tmp_path)
+    served = PeftModel.from_pretrained(resized(), tmp_path / "trained", "served").double()
+    loaded = from_pretrained(served, tmp_path)
+    assert {block.adapter for block in loaded.blocks} == {"served"}
+    torch.testing.assert_close(loaded(batch), la(batch), rtol=1e-6, atol=1e-9)
+    served.get_input_embeddings().weight.data[0] += 0.1
+    with pytest.raises(RuntimeError, match=r"(wte|lm_head).*weight differs from that of the fit"):
+        loaded(batch)

@@ -53,3 +53,19 @@ def test_regression_has_no_classes():
     la, X = plain_regression()
     with pytest.raises(ValueError, match="regression predicts numbers"):
         la.predict(X)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_epistemic_entropy_is_what_bald_asks_for(structure):
+    """The information of a label on the weights, `H(E p) - E H(p)` (Houlsby et al., 2011)."""
+    la, pool = fitted(structure=structure, prior_precision=0.3), ragged_batches()
+    found = la.predict(pool, n_samples=20_000, generator=generator()).epistemic_entropy
+    f_mu, f_var = (torch.cat(p) for p in zip(*map(la.predictive_moments, pool), strict=True))
+    noise = torch.randn(20_000, *f_mu.shape, generator=generator(1)).double()
+    values, vectors = torch.linalg.eigh(f_var)
+    root = vectors * values.clamp_min(0).sqrt()[:, None]
+    logits = f_mu + torch.einsum("bij,sbj->sbi", root, noise)
+    p = logits.softmax(-1)
+    expected = torch.special.entr(p.mean(0)).sum(-1) - torch.special.entr(p).sum(-1).mean(0)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=2e-3)
+    assert found.argmax() == expected.argmax()  # the text to be labelled next

@@ -5,7 +5,9 @@ import warnings
 import pytest
 import torch
 
-from tests.support.posteriors import fitted, plain_regression, sizes
+from tests.support.dense import evidence
+from tests.support.models import ragged_batches
+from tests.support.posteriors import STRUCTURES, fitted, plain_regression, sizes
 
 
 def test_the_noise_of_a_regression_is_tuned_with_the_prior():
@@ -67,3 +69,37 @@ def test_a_prior_is_the_gaussian_with_these_precisions(prior):
     of_weights = precision.repeat_interleave(torch.as_tensor(repeats))
     torch.testing.assert_close(la.log_det_prior_precision, of_weights.log().sum())
     torch.testing.assert_close(la.scatter, of_weights @ (la.mean - 0.1).square())
+
+
+@pytest.mark.parametrize(
+    ("structure", "prior"),
+    [*((structure, "layerwise") for structure in STRUCTURES), ("diag", "diagonal")],
+)
+def test_fifty_steps_of_a_users_own_on_the_evidence_are_those_on_a_dense_one(structure, prior):
+    la = fitted(structure=structure)
+    blocks = torch.tensor(sizes(la))
+    number = len(blocks) if prior == "layerwise" else la.n_params
+    repeats = blocks if prior == "layerwise" else torch.ones(number, dtype=torch.long)
+    H = la.H.diag() if structure == "diag" else la.H if structure == "full" else la.H.to_matrix()
+
+    def of_dense(precision):
+        return evidence(H, la.log_likelihood, la.mean, precision.repeat_interleave(repeats))
+
+    chosen, found = [], []
+    for objective in (la.log_marginal_likelihood, of_dense):
+        logarithm = torch.zeros(number, dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.Adam([logarithm], lr=0.1)
+        values = []
+        for _ in range(50):
+            optimizer.zero_grad()
+            value = objective(logarithm.exp())
+            (-value).backward()
+            optimizer.step()
+            values.append(value.detach())
+        chosen.append(logarithm.detach())
+        found.append(torch.stack(values))
+    for pair in (chosen, found):
+        torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-8)
+    assert found[0][-1] > found[0][0] + 1
+    la.prior_precision = chosen[0].exp()
+    assert torch.isfinite(la(ragged_batches()[0])).all()
