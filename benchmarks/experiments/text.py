@@ -56,7 +56,11 @@ def measure(options: Text, seed: int, device: str) -> dict[str, list[Row]]:
     model = fine_tuned(options, seed, folder, train, tokenizer, device)
     trained = time.perf_counter() - started
     la: Any = laplace_lora_ext.Laplace(
-        model, "language_modeling", subset_of_weights="lora", hessian_structure="lowrank_kron"
+        model,
+        "language_modeling",
+        subset_of_weights="lora",
+        hessian_structure="lowrank_kron",
+        backend_kwargs={"seed": seed},
     )
     torch.manual_seed(seed)
     la.fit(batches(train), progress_bar=not options.quiet)
