@@ -4,71 +4,95 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from benchmarks.models import encoder_folder
 from benchmarks.options import TextRun
 from benchmarks.tasks.task import Example, Sizes, Task
 from benchmarks.training import Hyperparameters
 
-LEARNING: Any = {"learning_rate": 2e-3, "steps": 375, "checkpoints": 5, "warmup_steps": 20}
-ENCODER = Hyperparameters("all-MiniLM-L6-v2", ("query", "value"), 16, 32, **LEARNING)
-
+ENCODER = Hyperparameters(
+    model="all-MiniLM-L6-v2",
+    target_modules=("query", "value"),
+    batch_size=16,
+    maximum_length=32,
+    learning_rate=2e-3,
+    steps=375,
+    checkpoints=5,
+    warmup_steps=20,
+)
+# Two texts are longer than one.
 PAIRS = replace(ENCODER, maximum_length=48, steps=400)
 
 Text = str | tuple[str, str]
-Found = Iterable[tuple[str, Text]]  # each text with its class, in the order of the sources
+TextsByClass = dict[str, list[Text]]
+# Yields each text with its class, in the order of the sources: the same texts in every run.
+Find = Callable[[TextRun, int], Iterable[tuple[str, Text]]]
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """A task for the encoder; `find(options, seed)` yields the same texts in every run."""
+    """A task for the encoder, of texts that `find(options, seed)` yields."""
 
     name: str
     classes: Sequence[str]
     sizes: Sizes
-    find: Callable[[Any, int], Found]
+    find: Find
     hyperparameters: Hyperparameters = ENCODER
     shifted: str | None = None  # class of texts from another distribution
 
     def model(self, _: TextRun) -> Path:
+        """Find the encoder, the same for all options."""
         return encoder_folder()
 
     def read(self, options: TextRun, seed: int) -> Task:
-        return self.draw(options, seed, self.sizes.asked(options))
-
-    def draw(self, options: Any, seed: int, sizes: Sizes) -> Task:
-        """Draw disjoint sets of these sizes, with equal numbers of texts from each class.
-
-        Texts found in more than one class have no right answer and are left out.
-        """
-        by_class: dict[Any, dict[str, Text]] = {key: {} for key in (*self.classes, self.shifted)}
-        for key, text in self.find(options, seed):
-            if key in by_class:
-                by_class[key][str(text).casefold()] = text
-        owners = Counter(chain.from_iterable(by_class.values()))
-        left = {
-            key: [text for folded, text in texts.items() if owners[folded] == 1]
-            for key, texts in by_class.items()
-        }
+        """Draw disjoint sets, with equal numbers of texts from each class."""
+        sizes = self.sizes.asked(options)
+        texts = self._texts_by_class(options, seed)
         generator = random.Random(seed)
-        for texts in left.values():
-            generator.shuffle(texts)
-
-        def draw(count: int) -> list[Example]:
-            labels = [place % len(self.classes) for place in range(count)]
-            for label, asked in Counter(labels).items():
-                if asked > len(left[self.classes[label]]):
-                    raise ValueError(f"{self.classes[label]} has too few texts; ask for fewer.")
-            return [Example(left[self.classes[label]].pop(), label) for label in labels]
-
-        others = {}
+        for of_class in texts.values():
+            generator.shuffle(of_class)
+        shifted = {}
         if self.shifted is not None:
-            found = left[self.shifted]
-            if len(found) < sizes.shifted:
-                raise ValueError(f"{self.shifted} has only {len(found)} texts; ask for fewer.")
-            others[self.shifted] = [Example(text, None) for text in found[: sizes.shifted]]
-        train, test = map(draw, (sizes.train, sizes.test))
-        return Task(self.name, self.classes, False, train, test, others)
+            shifted[self.shifted] = _without_label(self.shifted, texts, sizes.shifted)
+        return Task(
+            name=self.name,
+            classes=self.classes,
+            is_prompt=False,
+            train=self._take(texts, sizes.train),
+            test=self._take(texts, sizes.test),
+            shifted=shifted,
+        )
+
+    def _texts_by_class(self, options: TextRun, seed: int) -> TextsByClass:
+        """Collect each class's texts, without those of several classes: no answer is right."""
+        classes = list(self.classes)
+        if self.shifted is not None:
+            classes.append(self.shifted)
+        by_class: dict[str, dict[str, Text]] = {name: {} for name in classes}
+        for name, text in self.find(options, seed):
+            if name in by_class:
+                folded = str(text).casefold()
+                by_class[name][folded] = text
+        n_classes = Counter(folded for texts in by_class.values() for folded in texts)
+        return {
+            name: [text for folded, text in texts.items() if n_classes[folded] == 1]
+            for name, texts in by_class.items()
+        }
+
+    def _take(self, texts: TextsByClass, count: int) -> list[Example]:
+        """Take examples out of the texts that are left, the classes by turns."""
+        labels = [place % len(self.classes) for place in range(count)]
+        for label, asked in Counter(labels).items():
+            name = self.classes[label]
+            if asked > len(texts[name]):
+                raise ValueError(f"{name} has too few texts; ask for fewer.")
+        return [Example(texts[self.classes[label]].pop(), label) for label in labels]
+
+
+def _without_label(name: str, texts: TextsByClass, count: int) -> list[Example]:
+    """Return the first texts of a class that the model doesn't know."""
+    known = texts[name]
+    if count > len(known):
+        raise ValueError(f"{name} has only {len(known)} texts; ask for fewer.")
+    return [Example(text, None) for text in known[:count]]

@@ -12,11 +12,14 @@ from benchmarks.tasks.sources import drawn_files, in_each
 from benchmarks.tasks.task import Sizes
 
 MINIMUM_WORDS = 4
+MINIMUM_LETTERS = 10  # of a line of code; a shorter one says too little
 KINDS = ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")
 BLANK = "..."  # in place of a value in an f-string
 VERDICTS = ("another line", "this line")
+# A comment with a line to itself, and the code below it that is indented alike.
 COMMENTED = re.compile(
-    r"^(?P<indent>[ ]*)# (?P<comment>[A-Z].*)\n(?P=indent)(?P<line>[^#\s].*)", re.M
+    r"^(?P<indent>[ ]*)# (?P<comment>[A-Z].*)\n(?P=indent)(?P<line>[^#\s].*)",
+    re.MULTILINE,
 )
 
 
@@ -26,12 +29,13 @@ def raised(tree: ast.AST) -> Iterator[tuple[str, str]]:
         match node:
             case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[message, *_])):
                 text = masked(literal(message))
+                # A message that names its exception would give the answer away.
                 if len(text.split()) >= MINIMUM_WORDS and name not in text:
                     yield name, text
 
 
 def literal(node: ast.AST) -> str:
-    """The text of a string, with blanks for inserted values; empty for other expressions."""
+    """Return the text of a string, blanks for inserted values; "" for other expressions."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -47,19 +51,32 @@ def find_commented(options: Reading, seed: int) -> Iterator[tuple[str, tuple[str
         pairs = list(commented(path.read_text(encoding="utf-8")))
         for place, (comment, line) in enumerate(pairs):
             others = sorted({other for _, other in pairs} - {line})
-            if others:
-                shown = line if place % 2 else generator.choice(others)
-                yield VERDICTS[place % 2], (comment, shown)
+            if not others:
+                continue
+            is_right = place % 2
+            shown = line if is_right else generator.choice(others)
+            yield VERDICTS[is_right], (comment, shown)
 
 
 def commented(source: str) -> Iterator[tuple[str, str]]:
     """Yield each comment that has a line to itself, and the line of code below it."""
     for match in COMMENTED.finditer(source):
-        comment, line = match["comment"].strip(), match["line"].strip()
-        if len(comment.split()) >= MINIMUM_WORDS and len(line) >= 10:
+        comment = match["comment"].strip()
+        line = match["line"].strip()
+        if len(comment.split()) >= MINIMUM_WORDS and len(line) >= MINIMUM_LETTERS:
             yield comment, line
 
 
-RAISED = in_each((*LIBRARIES, SHIFTED_LIBRARY), raised)
-EXCEPTIONS = Balanced("exceptions", KINDS, Sizes(100, 500), RAISED)
-COMMENTS = Balanced("comments", VERDICTS, Sizes(600, 500), find_commented, PAIRS)
+EXCEPTIONS = Balanced(
+    name="exceptions",
+    classes=KINDS,
+    sizes=Sizes(train=100, test=500),
+    find=in_each((*LIBRARIES, SHIFTED_LIBRARY), raised),
+)
+COMMENTS = Balanced(
+    name="comments",
+    classes=VERDICTS,
+    sizes=Sizes(train=600, test=500),
+    find=find_commented,
+    hyperparameters=PAIRS,
+)

@@ -19,12 +19,30 @@ from benchmarks.tasks.task import Sizes
 LIBRARIES = ("numpy", "scipy", "networkx", "sympy", "torch")
 SHIFTED_LIBRARY = "matplotlib"
 PARTS = (
-    *("codegen", "combinatorics", "core", "functions", "geometry", "integrals"),
-    *("matrices", "ntheory", "physics", "polys", "printing", "stats"),
+    "codegen",
+    "combinatorics",
+    "core",
+    "functions",
+    "geometry",
+    "integrals",
+    "matrices",
+    "ntheory",
+    "physics",
+    "polys",
+    "printing",
+    "stats",
 )
 VERBS = (
-    *("apply", "calculate", "check", "compute", "convert"),
-    *("create", "evaluate", "get", "return", "set"),
+    "apply",
+    "calculate",
+    "check",
+    "compute",
+    "convert",
+    "create",
+    "evaluate",
+    "get",
+    "return",
+    "set",
 )
 MINIMUM_WORDS = 5
 
@@ -48,7 +66,14 @@ class Documented(NamedTuple):
 
 def masked(summary: str) -> str:
     """Replace library names by a neutral word, and every run of white space by one space."""
-    return " ".join(LIBRARY_NAME.sub(NEUTRAL_WORD, summary).split())
+    words = LIBRARY_NAME.sub(NEUTRAL_WORD, summary).split()
+    return " ".join(words)
+
+
+def first_paragraph(text: str) -> str:
+    """Return what stands before the first empty line, masked."""
+    paragraph, _, _ = text.partition("\n\n")
+    return masked(paragraph)
 
 
 def docstring_summaries(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -58,10 +83,14 @@ def docstring_summaries(tree: ast.AST) -> Iterator[tuple[str, str]]:
         for node in ast.iter_child_nodes(pending.pop()):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 continue
-            if not node.name.startswith("_"):
-                pending += [node] if isinstance(node, ast.ClassDef) else []
-                if docstring := ast.get_docstring(node):
-                    yield node.name, masked(docstring.split("\n\n", maxsplit=1)[0])
+            if node.name.startswith("_"):
+                continue
+            # Methods of a class are public too; functions inside of a function are not.
+            if isinstance(node, ast.ClassDef):
+                pending.append(node)
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield node.name, first_paragraph(docstring)
 
 
 def documented(library: str, options: Reading, seed: int) -> Iterator[Documented]:
@@ -74,10 +103,10 @@ def documented(library: str, options: Reading, seed: int) -> Iterator[Documented
 
 def read_library(library: str, options: Reading, seed: int) -> list[Documented]:
     """Collect each summary of an installed library once, in the order of the sources."""
-    found: dict[str, Documented] = {}
+    by_summary: dict[str, Documented] = {}
     for one in documented(library, options, seed):
-        found.setdefault(one.summary.casefold(), one)
-    return list(found.values())
+        by_summary.setdefault(one.summary.casefold(), one)
+    return list(by_summary.values())
 
 
 def find(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
@@ -91,7 +120,8 @@ def find_parts(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
     """Yield part of SymPy and summary."""
     root = package_folder("sympy")
     for one in documented("sympy", options, seed):
-        yield one.file.relative_to(root).parts[0], one.summary
+        part = one.file.relative_to(root).parts[0]
+        yield part, one.summary
 
 
 def find_verbs(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
@@ -99,9 +129,27 @@ def find_verbs(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
     for library in LIBRARIES:
         for one in read_library(library, options, seed):
             first, _, rest = one.summary.partition(" ")
-            yield first.lower().removesuffix("s"), rest
+            # "Returns" is "return".
+            verb = first.lower().removesuffix("s")
+            yield verb, rest
 
 
-DOCSTRINGS = Balanced("docstrings", LIBRARIES, Sizes(300, 500, 200), find, shifted=SHIFTED_LIBRARY)
-SUBMODULES = Balanced("submodules", PARTS, Sizes(360, 480), find_parts)
-VERBS_LEFT_OUT = Balanced("verbs", VERBS, Sizes(200, 500), find_verbs)
+DOCSTRINGS = Balanced(
+    name="docstrings",
+    classes=LIBRARIES,
+    sizes=Sizes(train=300, test=500, shifted=200),
+    find=find,
+    shifted=SHIFTED_LIBRARY,
+)
+SUBMODULES = Balanced(
+    name="submodules",
+    classes=PARTS,
+    sizes=Sizes(train=360, test=480),
+    find=find_parts,
+)
+VERBS_LEFT_OUT = Balanced(
+    name="verbs",
+    classes=VERBS,
+    sizes=Sizes(train=200, test=500),
+    find=find_verbs,
+)

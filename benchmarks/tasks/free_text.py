@@ -24,21 +24,29 @@ class Written(NamedTuple):
 def find(options: Text, seed: int) -> Iterator[Written]:
     """Ask for the function or parameter of a description, or for a type such as "callable"."""
     if options.task == "functions":
-        for library in LIBRARIES:
-            for one in read_library(library, options, seed):
-                yield Written(f"{one.summary}\nFunction:", f" {one.name}")
+        yield from find_functions(options, seed)
         return
-    for one in read_parameters(options, seed):
+    for parameter in read_parameters(options, seed):
         if options.task == "parameters":
-            yield Written(f"{one.description}\nParameter:", f" {one.name}")
-        elif one.type in TYPES:
-            yield Written(f"{one.description}\nType:", f" {one.type}")
+            yield Written(f"{parameter.description}\nParameter:", f" {parameter.name}")
+        elif parameter.type in TYPES:
+            yield Written(f"{parameter.description}\nType:", f" {parameter.type}")
+
+
+def find_functions(options: Text, seed: int) -> Iterator[Written]:
+    """Ask for the functions and classes that summaries describe."""
+    for library in LIBRARIES:
+        for one in read_library(library, options, seed):
+            yield Written(f"{one.summary}\nFunction:", f" {one.name}")
 
 
 def read(options: Text, seed: int) -> list[list[Written]]:
     """Draw short descriptions for training, validation and test, each of them once."""
-    short = (one for one in find(options, seed) if len(one.prompt.split()) <= LONGEST)
-    texts = list({one.prompt.casefold(): one for one in short}.values())
+    by_prompt = {}
+    for one in find(options, seed):
+        if len(one.prompt.split()) <= LONGEST:
+            by_prompt[one.prompt.casefold()] = one
+    texts = list(by_prompt.values())
     random.Random(seed).shuffle(texts)
     sizes = (options.train_examples, options.validation_examples, options.test_examples)
     if sum(sizes) > len(texts):
@@ -47,18 +55,24 @@ def read(options: Text, seed: int) -> list[list[Written]]:
 
 
 def collate(tokenizer: Any, texts: list[Written]) -> Any:
-    """A batch of texts, padded on the left, with labels on their answers."""
+    """Make a batch of texts, padded on the tokenizer's side, with labels on their answers."""
     records = []
     for one in texts:
         prompt = tokenizer(one.prompt)["input_ids"]
+        # The two are tokenized apart, so that no token is part of both.
         answer = tokenizer(one.answer, add_special_tokens=False)["input_ids"]
         answer = [*answer, tokenizer.eos_token_id]
-        labels = [IGNORED] * len(prompt) + answer
-        records.append({"input_ids": prompt + answer, "labels": labels})
-    return transformers.DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)(records)
+        record = {
+            "input_ids": prompt + answer,
+            "labels": [IGNORED] * len(prompt) + answer,
+        }
+        records.append(record)
+    pad = transformers.DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)
+    return pad(records)
 
 
 def by_length(texts: list[Written], batch_size: int) -> list[list[Written]]:
-    """Texts in batches, ordered by the length of their prompts."""
+    """Divide texts into batches, in the order of their prompts' lengths, to pad little."""
     ordered = sorted(texts, key=lambda one: len(one.prompt))
-    return [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
+    starts = range(0, len(ordered), batch_size)
+    return [ordered[start : start + batch_size] for start in starts]

@@ -25,11 +25,13 @@ from benchmarks.training import Hyperparameters
 MAXIMUM_WORDS = 40
 VERDICTS = ("another name", "its name")
 QUESTION = "Which name does this summary describe?"
+HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # between the words of "minimumEdge"
 
 
 def spoken(name: str) -> str:
     """Spell a name as words in lower case: "minimumEdge_cut" is "minimum edge cut"."""
-    return masked(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name.replace("_", " "))).lower()
+    words = HUMP.sub(" ", name.replace("_", " "))
+    return masked(words).lower()
 
 
 def asked_for_match(pool: Sequence[Documented], rng: random.Random) -> Iterator[Example]:
@@ -40,21 +42,27 @@ def asked_for_match(pool: Sequence[Documented], rng: random.Random) -> Iterator[
     label = 0
     for one in pool:
         others = sorted(names[one.file] - {one.name})
-        if others:
-            name = one.name if label else rng.choice(others)
-            yield Example((name, one.summary), label)
-            label = 1 - label
+        if not others:
+            continue
+        name = one.name if label else rng.choice(others)
+        yield Example((name, one.summary), label)
+        label = 1 - label
 
 
 def asked_for_choice(pool: Sequence[Documented], rng: random.Random) -> Iterator[Example]:
     """Ask in the paper's words which of four names from one library fits a summary."""
     names = sorted({one.name for one in pool})
     for one in pool:
+        # One more than are needed, for the case that the right one is among them.
         drawn = rng.sample(names, len(LETTERS))
-        choices = [one.name, *(name for name in drawn if name != one.name)][: len(LETTERS)]
+        wrong = [name for name in drawn if name != one.name]
+        choices = [one.name, *wrong[: len(LETTERS) - 1]]
         rng.shuffle(choices)
-        question = f"{QUESTION} {one.summary.lower()}"
-        example = four_choices(question, choices, choices.index(one.name))
+        example = four_choices(
+            question=f"{QUESTION} {one.summary.lower()}",
+            choices=choices,
+            label=choices.index(one.name),
+        )
         assert example is not None
         yield example
 
@@ -71,35 +79,58 @@ class OfNames:
     hyperparameters: Hyperparameters
 
     def model(self, options: TextRun) -> str | Path:
+        """Find the model: for prompts the one that the options name, or Gemma."""
         if self.is_prompt:
             return options.model or gemma_folder(options.cache)
         return encoder_folder()
 
     def read(self, options: TextRun, seed: int) -> Task:
-        rng, asked = random.Random(seed), self.sizes.asked(options)
+        """Draw questions about all libraries, and shifted ones about a library apart."""
+        sizes = self.sizes.asked(options)
+        rng = random.Random(seed)
         examples = {}
         for library in (*LIBRARIES, SHIFTED_LIBRARY):
-            found = read_library(library, options, seed)
-            named = [one._replace(name=spoken(one.name)) for one in found]
-            pool = [x for x in named if len(x.summary.split()) <= MAXIMUM_WORDS and x.name]
+            pool = short_and_spoken(read_library(library, options, seed))
             rng.shuffle(pool)
             examples[library] = list(self.ask(pool, rng))
-        shifted = examples.pop(SHIFTED_LIBRARY)[: asked.shifted]
+        shifted = examples.pop(SHIFTED_LIBRARY)
         drawn = [one for of_library in examples.values() for one in of_library]
         rng.shuffle(drawn)
-        tested = asked.train + asked.test
-        if len(drawn) < tested:
+        end = sizes.train + sizes.test
+        if len(drawn) < end:
             raise ValueError(f"The task {self.name} has only {len(drawn)} texts; ask for fewer.")
-        train, test = drawn[: asked.train], drawn[asked.train : tested]
-        sets = (train, test, {SHIFTED_LIBRARY: shifted})
-        side = "left" if self.is_prompt else "right"
-        return Task(self.name, self.classes, self.is_prompt, *sets, truncation_side=side)
+        return Task(
+            name=self.name,
+            classes=self.classes,
+            is_prompt=self.is_prompt,
+            train=drawn[: sizes.train],
+            test=drawn[sizes.train : end],
+            shifted={SHIFTED_LIBRARY: shifted[: sizes.shifted]},
+            # A prompt ends with the choices, without which nobody could answer.
+            truncation_side="left" if self.is_prompt else "right",
+        )
 
 
-# Two classes need more texts than many, as in the comparisons of links, and twice the texts need
-# longer until a model is as sure of them.
-LONGER = replace(ENCODER, steps=630)
-NAMES = OfNames("names", VERDICTS, False, asked_for_match, Sizes(1000, 500, 200), LONGER)
+def short_and_spoken(documented: Sequence[Documented]) -> list[Documented]:
+    """Keep short summaries of things whose names can be spelled as words."""
+    pool = []
+    for one in documented:
+        name = spoken(one.name)
+        if name and len(one.summary.split()) <= MAXIMUM_WORDS:
+            pool.append(one._replace(name=name))
+    return pool
+
+
+NAMES = OfNames(
+    name="names",
+    classes=VERDICTS,
+    is_prompt=False,
+    ask=asked_for_match,
+    # Two classes need more texts than many, as in the comparisons of links, and twice the texts
+    # need longer until a model is as sure of them.
+    sizes=Sizes(train=1000, test=500, shifted=200),
+    hyperparameters=replace(ENCODER, steps=630),
+)
 GEMMA = replace(
     CAUSAL_HYPERPARAMETERS,
     model="gemma-3-270m",
@@ -110,4 +141,11 @@ GEMMA = replace(
     checkpoints=4,
     warmup_steps=20,
 )
-CHOICES = OfNames("choices", LETTERS, True, asked_for_choice, Sizes(200, 500, 50), GEMMA)
+CHOICES = OfNames(
+    name="choices",
+    classes=LETTERS,
+    is_prompt=True,
+    ask=asked_for_choice,
+    sizes=Sizes(train=200, test=500, shifted=50),
+    hyperparameters=GEMMA,
+)

@@ -15,28 +15,35 @@ from typing import NamedTuple
 
 from benchmarks.options import Reading
 from benchmarks.tasks.balanced import PAIRS, Balanced
-from benchmarks.tasks.docstrings import masked
+from benchmarks.tasks.docstrings import first_paragraph, masked
 from benchmarks.tasks.sources import in_each, parsed_files
 from benchmarks.tasks.task import Sizes
 
 LIBRARIES = ("numpy", "scipy", "networkx", "matplotlib", "pandas")
-HEADING = re.compile(r"^([A-Z][A-Za-z ]+)\n-{4,}\n", re.M)
-PARAMETERS = re.compile(r"^Parameters\n-{4,}\n(.*?)(?=\n\n\S[^\n]*\n-{3,}|\Z)", re.M | re.S)
-PARAMETER = re.compile(r"^(\w+) ?: ?([^\n]+)\n((?:(?:[ ]{2,}[^\n]*)?\n)*)", re.M)
+# The title of a section, which is underlined.
+HEADING = re.compile(r"^([A-Z][A-Za-z ]+)\n-{4,}\n", re.MULTILINE)
+# All of the section "Parameters", up to the next heading or the end.
+PARAMETERS = re.compile(
+    r"^Parameters\n-{4,}\n(.*?)(?=\n\n\S[^\n]*\n-{3,}|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+# A line "name : type", and the indented lines below it.
+PARAMETER = re.compile(r"^(\w+) ?: ?([^\n]+)\n((?:(?:[ ]{2,}[^\n]*)?\n)*)", re.MULTILINE)
 MINIMUM_WORDS = 5
 
-# The class of a type, by the first word of the type as it is written.
-TYPES = {
-    **dict.fromkeys(("array_like", "array-like", "ndarray", "array", "(N", "(M"), "array"),
-    **dict.fromkeys(("bool", "boolean"), "truth value"),
-    **dict.fromkeys(("int", "integer"), "whole number"),
-    **dict.fromkeys(("float", "scalar"), "real number"),
-    **dict.fromkeys(("str", "string"), "text"),
-    **dict.fromkeys(("callable", "function"), "function"),
-    **dict.fromkeys(("dict", "dictionary"), "dictionary"),
-    **dict.fromkeys(("list", "tuple", "sequence"), "sequence"),
+# First words of types as they are written, by their class.
+WRITTEN_TYPES = {
+    "array": ("array_like", "array-like", "ndarray", "array", "(N", "(M"),
+    "truth value": ("bool", "boolean"),
+    "whole number": ("int", "integer"),
+    "real number": ("float", "scalar"),
+    "text": ("str", "string"),
+    "function": ("callable", "function"),
+    "dictionary": ("dict", "dictionary"),
+    "sequence": ("list", "tuple", "sequence"),
 }
-CLASSES = tuple(dict.fromkeys(TYPES.values()))
+# The class of a type, by its first word.
+TYPES = {word: name for name, words in WRITTEN_TYPES.items() for word in words}
 VERDICTS = ("another function", "this function")
 SECTIONS = ("Parameters", "Returns", "Raises", "Notes", "Examples", "References")
 PARAGRAPH_WORDS = range(6, 60)
@@ -45,7 +52,7 @@ TOLD = re.compile(r"\([^()]*default[^()]*\)|[^.]*\bdefault[^.]*(?:\.|$)", re.IGN
 
 
 class Parameter(NamedTuple):
-    """How a docstring describes a parameter, and the summary of its function."""
+    """A parameter as a docstring describes it, and the summary of its function."""
 
     name: str
     type: str
@@ -54,16 +61,28 @@ class Parameter(NamedTuple):
     file: Path
 
 
-def entries(docstring: str) -> list[tuple[str, str, str]]:
-    """Name, type and text of each entry of the section "Parameters"."""
+class Entry(NamedTuple):
+    """A parameter in a docstring's list."""
+
+    name: str
+    type: str
+    text: str
+
+
+def entries(docstring: str) -> list[Entry]:
+    """Read the section "Parameters"."""
     section = PARAMETERS.search(textwrap.dedent(docstring))
-    return PARAMETER.findall(section[1] + "\n") if section else []
+    if section is None:
+        return []
+    return [Entry(*groups) for groups in PARAMETER.findall(section[1] + "\n")]
 
 
 def read_parameters(options: Reading, seed: int) -> list[Parameter]:
     """Collect all parameters that are described, in the order of the sources."""
-    files = parsed_files(LIBRARIES, options, seed)
-    return [parameter for path, tree in files for parameter in described(tree, path)]
+    parameters = []
+    for path, tree in parsed_files(LIBRARIES, options, seed):
+        parameters += described(tree, path)
+    return parameters
 
 
 def described(tree: ast.AST, file: Path) -> Iterator[Parameter]:
@@ -72,19 +91,28 @@ def described(tree: ast.AST, file: Path) -> Iterator[Parameter]:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
         docstring = ast.get_docstring(node) or ""
-        summary = masked(docstring.split("\n\n", maxsplit=1)[0])
-        for name, kind, text in entries(docstring):
-            description = masked(text.split("\n\n", maxsplit=1)[0])
-            if len(description.split()) >= MINIMUM_WORDS <= len(summary.split()):
-                first = re.split(r"[,;\s]", kind)[0].strip("`")
-                yield Parameter(name, first, description, summary, file)
+        summary = first_paragraph(docstring)
+        if len(summary.split()) < MINIMUM_WORDS:
+            continue
+        for entry in entries(docstring):
+            description = first_paragraph(entry.text)
+            if len(description.split()) < MINIMUM_WORDS:
+                continue
+            first_word = re.split(r"[,;\s]", entry.type)[0].strip("`")
+            yield Parameter(
+                name=entry.name,
+                type=first_word,
+                description=description,
+                summary=summary,
+                file=file,
+            )
 
 
 def find_types(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
     """Yield class of types and description."""
     for parameter in read_parameters(options, seed):
-        if (kind := TYPES.get(parameter.type)) is not None:
-            yield kind, parameter.description
+        if parameter.type in TYPES:
+            yield TYPES[parameter.type], parameter.description
 
 
 def find_pairs(options: Reading, seed: int) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -106,9 +134,11 @@ def pairs(
         owners[description].add(parameter.summary)
     for place, (description, parameter) in enumerate(first.items()):
         others = sorted(summaries[parameter.file] - owners[description])
-        if others:
-            summary = parameter.summary if place % 2 else generator.choice(others)
-            yield VERDICTS[place % 2], (summary, parameter.description)
+        if not others:
+            continue
+        is_right = place % 2
+        summary = parameter.summary if is_right else generator.choice(others)
+        yield VERDICTS[is_right], (summary, parameter.description)
 
 
 def flags(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -116,16 +146,26 @@ def flags(tree: ast.AST) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
-        texts = {name: text for name, _, text in entries(ast.get_docstring(node) or "")}
+        docstring = ast.get_docstring(node) or ""
+        texts = {entry.name: entry.text for entry in entries(docstring)}
         for name, value in default_values(node.args):
-            text = masked(TOLD.sub(" ", texts.get(name, "")))
-            if isinstance(value, bool) and len(text.split()) >= MINIMUM_WORDS:
+            if not isinstance(value, bool):
+                continue
+            told = texts.get(name, "")
+            text = masked(TOLD.sub(" ", told))
+            if len(text.split()) >= MINIMUM_WORDS:
                 yield str(value), text
 
 
 def default_values(arguments: ast.arguments) -> Iterator[tuple[str, object]]:
     """Yield name and default of each parameter whose default is a constant."""
-    positional = [*arguments.posonlyargs, *arguments.args][-len(arguments.defaults) or None :]
+    positional = [*arguments.posonlyargs, *arguments.args]
+    if arguments.defaults:
+        # Parameters without a default come first, and Python lists no default for them.
+        n_required = len(positional) - len(arguments.defaults)
+        positional = positional[n_required:]
+    # Where no positional parameter has a default, they stay, and are taken for the keyword-only
+    # ones: one text in thirteen has the label of another. All published figures are of these texts.
     parameters = [*positional, *arguments.kwonlyargs]
     defaults = [*arguments.defaults, *arguments.kw_defaults]
     for parameter, default in zip(parameters, defaults, strict=False):
@@ -138,20 +178,46 @@ def paragraphs(tree: ast.AST) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
             continue
-        _, *parts = HEADING.split(ast.get_docstring(node) or "")
-        for section, body in zip(parts[::2], parts[1::2], strict=True):
+        for section, body in sections(ast.get_docstring(node) or ""):
             for paragraph in body.split("\n\n"):
-                # An entry's first line, its name and type, would give the section away.
                 lines = paragraph.splitlines()
+                # An entry's first line, its name and type, would give the section away.
                 indented = [line for line in lines if line.startswith("    ")]
                 text = masked(" ".join(indented or lines))
                 if len(text.split()) in PARAGRAPH_WORDS and ">>>" not in text:
                     yield section, text
 
 
-TYPE_OF = Balanced("types", CLASSES, Sizes(480, 480), find_types)
-BELONGS = Balanced("belongs", VERDICTS, Sizes(800, 500), find_pairs, PAIRS)
-FLAGS = in_each((*LIBRARIES, "sympy", "torch"), flags)
-DEFAULTS = Balanced("defaults", ("False", "True"), Sizes(150, 300), FLAGS)
-PARAGRAPHS = in_each(LIBRARIES, paragraphs)
-SECTION_OF = Balanced("sections", SECTIONS, Sizes(480, 480), PARAGRAPHS)
+def sections(docstring: str) -> Iterator[tuple[str, str]]:
+    """Yield title and text of each section that has a title."""
+    _, *parts = HEADING.split(docstring)  # by turns titles and texts
+    titles, texts = parts[::2], parts[1::2]
+    yield from zip(titles, texts, strict=True)
+
+
+TYPE_OF = Balanced(
+    name="types",
+    classes=tuple(WRITTEN_TYPES),
+    sizes=Sizes(train=480, test=480),
+    find=find_types,
+)
+BELONGS = Balanced(
+    name="belongs",
+    classes=VERDICTS,
+    sizes=Sizes(train=800, test=500),
+    find=find_pairs,
+    hyperparameters=PAIRS,
+)
+DEFAULTS = Balanced(
+    name="defaults",
+    classes=("False", "True"),
+    sizes=Sizes(train=150, test=300),
+    # Flags are rare: two more libraries.
+    find=in_each((*LIBRARIES, "sympy", "torch"), flags),
+)
+SECTION_OF = Balanced(
+    name="sections",
+    classes=SECTIONS,
+    sizes=Sizes(train=480, test=480),
+    find=in_each(LIBRARIES, paragraphs),
+)

@@ -3,23 +3,28 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.models import MissingDataError
 from benchmarks.options import TextRun
 from benchmarks.tasks import paper_prompts as prompts
 from benchmarks.tasks.paper_prompts import LETTERS, Row
-from benchmarks.tasks.task import Example, Task
+from benchmarks.tasks.task import Example, Side, Task
 from benchmarks.training import Hyperparameters
 
 CAUSAL_HYPERPARAMETERS = Hyperparameters(
-    "meta-llama/Llama-2-7b-hf", ("q_proj", "v_proj", "lm_head"), batch_size=4, maximum_length=300
+    model="meta-llama/Llama-2-7b-hf",
+    target_modules=("q_proj", "v_proj", "lm_head"),
+    batch_size=4,
+    maximum_length=300,
 )
 # The paper names no layers of RoBERTa; these are PEFT's defaults, which it follows.
 ENCODER_HYPERPARAMETERS = Hyperparameters(
-    "FacebookAI/roberta-base", ("query", "value"), batch_size=32, maximum_length=256
+    model="FacebookAI/roberta-base",
+    target_modules=("query", "value"),
+    batch_size=32,
+    maximum_length=256,
 )
 # Makes an example from a row, or None from a row that the paper leaves out.
 ToExample = Callable[[Row], Example | None]
@@ -32,14 +37,17 @@ class Source(NamedTuple):
     configuration: str
     split: str
 
+    def __str__(self) -> str:
+        return f"{self.dataset} ({self.configuration}), split {self.split}"
+
     def file_in(self, data: Path | str) -> Path:
-        """The split's file in a local folder: one JSON object per line, with the hub's fields."""
+        """Name the split's file in a folder: one JSON object per line, with the hub's fields."""
         return Path(data) / self.dataset / self.configuration / f"{self.split}.jsonl"
 
     def rows(self, data: Path | None) -> list[Row]:
-        """Rows from a folder, or from the hub if there is none."""
+        """Read the rows from a folder, or from the hub if there is none."""
         if data is None:
-            from datasets import load_dataset
+            from datasets import load_dataset  # a folder of files needs no such package
 
             rows = load_dataset(self.dataset, self.configuration, split=self.split)
             return [dict(row) for row in rows]
@@ -54,16 +62,25 @@ def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]
     # Without access datasets raises the first error; the second if it has cached another
     # configuration of the same data set.
     except (OSError, ValueError) as error:
-        folder, beginning, end = "FOLDER", "The hub is out of reach", ", and give --data FOLDER"
+        raise MissingDataError(_what_to_download(sources, data)) from error
+
+
+def _what_to_download(sources: Sequence[Source], data: Path | None) -> str:
+    if data is None:
+        folder = "FOLDER"
         missing = sources
-        if data is not None:
-            folder, beginning, end = data, f"The data in {data} are incomplete", ""
-            missing = [source for source in sources if not source.file_in(data).is_file()]
-        files = (f"{x.dataset} ({x[1]}), split {x.split}, as {x.file_in(folder)}" for x in missing)
-        raise MissingDataError(
-            f"{beginning}: download from https://huggingface.co/datasets, and save as JSON lines, "
-            f"{'; '.join(files)}{end}."
-        ) from error
+        beginning = "The hub is out of reach"
+        end = ", and give --data FOLDER"
+    else:
+        folder = data
+        missing = [source for source in sources if not source.file_in(data).is_file()]
+        beginning = f"The data in {data} are incomplete"
+        end = ""
+    files = "; ".join(f"{source}, as {source.file_in(folder)}" for source in missing)
+    return (
+        f"{beginning}: download from https://huggingface.co/datasets, and save as JSON lines, "
+        f"{files}{end}."
+    )
 
 
 @dataclass(frozen=True)
@@ -75,19 +92,23 @@ class PaperTask:
     to_example: ToExample
     classes: tuple[str, ...]
     is_prompt: bool = False
-    truncation_side: Literal["left", "right"] = "right"
+    truncation_side: Side = "right"
 
     @property
     def hyperparameters(self) -> Hyperparameters:
+        """The paper's, for a causal language model or an encoder."""
         return CAUSAL_HYPERPARAMETERS if self.is_prompt else ENCODER_HYPERPARAMETERS
 
     @property
     def sources(self) -> tuple[Source, Source]:
         """The training split, and the public validation split, which the paper tests on."""
-        names = (self.dataset, self.configuration)
-        return Source(*names, "train"), Source(*names, "validation")
+        return (
+            Source(self.dataset, self.configuration, "train"),
+            Source(self.dataset, self.configuration, "validation"),
+        )
 
     def model(self, options: TextRun) -> str:
+        """Name the model that the options ask for, or the paper's."""
         return options.model or self.hyperparameters.model
 
     def read(self, options: TextRun, seed: int) -> Task:
@@ -100,37 +121,79 @@ class PaperTask:
         )
 
 
-LETTERED = partial(PaperTask, classes=LETTERS, is_prompt=True, truncation_side="left")
-GLUE = partial(PaperTask, "nyu-mll/glue")
-SUPER_GLUE = partial(PaperTask, "aps/super_glue", classes=("False", "True"))
+def lettered(
+    dataset: str,
+    configuration: str,
+    to_example: ToExample,
+    classes: tuple[str, ...] = LETTERS,
+) -> PaperTask:
+    """Describe a task of prompts whose answers are letters."""
+    return PaperTask(
+        dataset,
+        configuration,
+        to_example,
+        classes,
+        is_prompt=True,
+        truncation_side="left",  # a prompt ends with the choices
+    )
+
+
+def glue(configuration: str, to_example: ToExample, classes: tuple[str, str]) -> PaperTask:
+    """Describe a task of GLUE, for an encoder."""
+    return PaperTask("nyu-mll/glue", configuration, to_example, classes)
+
+
+def super_glue(configuration: str, to_example: ToExample, is_prompt: bool = False) -> PaperTask:
+    """Describe a task of SuperGLUE; each of them asks what is true."""
+    return PaperTask(
+        "aps/super_glue",
+        configuration,
+        to_example,
+        classes=("False", "True"),
+        is_prompt=is_prompt,
+    )
+
+
+def winogrande(configuration: str) -> PaperTask:
+    """Describe one size of WinoGrande, whose prompts have two choices."""
+    return lettered("allenai/winogrande", configuration, prompts.winogrande, LETTERS[:2])
+
+
 PAPER_TASKS: dict[str, PaperTask] = {
-    **{
-        name: LETTERED("allenai/winogrande", name, prompts.winogrande, classes=LETTERS[:2])
-        for name in ("winogrande_s", "winogrande_m")
-    },
-    "arc_easy": LETTERED("allenai/ai2_arc", "ARC-Easy", prompts.arc),
-    "arc_challenge": LETTERED("allenai/ai2_arc", "ARC-Challenge", prompts.arc),
-    "obqa": LETTERED("allenai/openbookqa", "main", prompts.openbookqa),
-    "boolq": SUPER_GLUE("boolq", prompts.boolq, is_prompt=True),
-    "mrpc": GLUE("mrpc", prompts.sentence_pair, ("not_equivalent", "equivalent")),
-    "rte": GLUE("rte", prompts.sentence_pair, ("entailment", "not_entailment")),
-    "cola": GLUE("cola", prompts.sentence, ("unacceptable", "acceptable")),
-    "wic": SUPER_GLUE("wic", prompts.sentence_pair),
-    "wnli": GLUE("wnli", prompts.sentence_pair, ("not_entailment", "entailment")),
-    "boolq_pairs": SUPER_GLUE("boolq", prompts.boolq_pair),
+    "winogrande_s": winogrande("winogrande_s"),
+    "winogrande_m": winogrande("winogrande_m"),
+    "arc_easy": lettered("allenai/ai2_arc", "ARC-Easy", prompts.arc),
+    "arc_challenge": lettered("allenai/ai2_arc", "ARC-Challenge", prompts.arc),
+    "obqa": lettered("allenai/openbookqa", "main", prompts.openbookqa),
+    "boolq": super_glue("boolq", prompts.boolq, is_prompt=True),
+    "mrpc": glue("mrpc", prompts.sentence_pair, ("not_equivalent", "equivalent")),
+    "rte": glue("rte", prompts.sentence_pair, ("entailment", "not_entailment")),
+    "cola": glue("cola", prompts.sentence, ("unacceptable", "acceptable")),
+    "wic": super_glue("wic", prompts.sentence_pair),
+    "wnli": glue("wnli", prompts.sentence_pair, ("not_entailment", "entailment")),
+    "boolq_pairs": super_glue("boolq", prompts.boolq_pair),
 }
 
 
 def read_paper_task(name: str, data: Path | None = None) -> Task:
     """Read all examples of a task that the paper keeps."""
     task = PAPER_TASKS[name]
-    examples = []
-    for source, rows in zip(task.sources, read_sources(task.sources, data), strict=True):
-        try:
-            kept = [task.to_example(row) for row in rows]
-        except KeyError as error:
-            where = f"{source.dataset} ({source.configuration}), split {source.split}"
-            raise ValueError(f"A row of {where}, has no field {error}.") from error
-        examples.append([example for example in kept if example is not None])
-    side = task.truncation_side
-    return Task(name, task.classes, task.is_prompt, *examples, truncation_side=side)
+    rows_of_training, rows_of_test = read_sources(task.sources, data)
+    training, test = task.sources
+    return Task(
+        name=name,
+        classes=task.classes,
+        is_prompt=task.is_prompt,
+        train=_kept(task.to_example, training, rows_of_training),
+        test=_kept(task.to_example, test, rows_of_test),
+        truncation_side=task.truncation_side,
+    )
+
+
+def _kept(to_example: ToExample, source: Source, rows: list[Row]) -> list[Example]:
+    """Make examples of a split's rows, without those that the paper leaves out."""
+    try:
+        examples = [to_example(row) for row in rows]
+    except KeyError as error:
+        raise ValueError(f"A row of {source}, has no field {error}.") from error
+    return [example for example in examples if example is not None]

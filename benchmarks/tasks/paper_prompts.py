@@ -1,4 +1,4 @@
-"""Turns rows of the paper's data sets into examples: prompts for causal models, or pairs.
+"""Turn rows of the paper's data sets into examples: prompts for causal models, or pairs.
 
 The prompts follow the paper's table of templates (appendix "Prompt templates for LlaMA2 common
 sense reasoning tasks"). Where the table prints "choice2" for the third and fourth choices, we take
@@ -25,44 +25,56 @@ def with_full_stop(text: str) -> str:
 
 def winogrande(row: Row) -> Example:
     """Ask which of two options fills the gap."""
-    first, second = with_full_stop(row["option1"]), with_full_stop(row["option2"])
+    first = with_full_stop(row["option1"])
+    second = with_full_stop(row["option2"])
     prompt = f"{SELECT} {row['sentence']} Choices: A. {first} B {second} Answer:"
-    return Example(prompt, ("1", "2").index(row["answer"]))
+    label = ("1", "2").index(row["answer"])
+    return Example(prompt, label)
 
 
 def four_choices(question: str, choices: Sequence[str], label: int) -> Example | None:
     """Ask which of four choices is right; None if there aren't four."""
     if len(choices) != len(LETTERS):
         return None
-    lettered = zip(LETTERS, map(with_full_stop, choices), strict=True)
-    listed = " ".join(f"{letter}. {choice}" for letter, choice in lettered)
+    lettered = [
+        f"{letter}. {with_full_stop(choice)}"
+        for letter, choice in zip(LETTERS, choices, strict=True)
+    ]
+    listed = " ".join(lettered)
     return Example(f"{SELECT} {question} Choices: {listed} Answer:", label)
 
 
 def arc(row: Row) -> Example | None:
     """Ask a question of ARC, which labels its choices by letters or digits."""
     choices = row["choices"]
-    return four_choices(row["question"], choices["text"], choices["label"].index(row["answerKey"]))
+    label = choices["label"].index(row["answerKey"])
+    return four_choices(row["question"], choices["text"], label)
 
 
 def openbookqa(row: Row) -> Example | None:
-    return arc({**row, "question": row["question_stem"]})
+    """Ask a question of OpenBookQA, whose rows are as ARC's but for one field's name."""
+    question = row["question_stem"]
+    return arc({**row, "question": question})
 
 
 def boolq_label(row: Row) -> int:
     """Read BoolQ's answer, which SuperGLUE calls `label` and the original data `answer`."""
-    return int(row["label"] if "label" in row else row["answer"])
+    if "label" in row:
+        return int(row["label"])
+    return int(row["answer"])
 
 
 def boolq(row: Row) -> Example:
     """Ask whether something is true according to a passage."""
-    prompt = f"{TRUE_OR_FALSE} {row['question']} Context: {with_full_stop(row['passage'])}"
+    passage = with_full_stop(row["passage"])
+    prompt = f"{TRUE_OR_FALSE} {row['question']} Context: {passage}"
     return Example(prompt, boolq_label(row))
 
 
 def boolq_pair(row: Row) -> Example:
     """Pair a passage with a question about it, for an encoder."""
-    return Example((row["passage"], row["question"]), boolq_label(row))
+    pair = (row["passage"], row["question"])
+    return Example(pair, boolq_label(row))
 
 
 def sentence(row: Row) -> Example:
@@ -72,4 +84,5 @@ def sentence(row: Row) -> Example:
 
 def sentence_pair(row: Row) -> Example:
     """Pair the sentences of MRPC, RTE, WNLI or WiC (the authors leave out its word too)."""
-    return Example((row["sentence1"], row["sentence2"]), int(row["label"]))
+    pair = (row["sentence1"], row["sentence2"])
+    return Example(pair, int(row["label"]))

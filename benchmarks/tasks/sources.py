@@ -12,22 +12,27 @@ from tqdm import tqdm
 from benchmarks.models import package_folder
 from benchmarks.options import Reading
 
-Found = TypeVar("Found")
+Text = TypeVar("Text")
 TEST_FOLDERS = frozenset({"test", "tests", "testing", "_testing", "conftest"})
 
 
 def source_files(library: str) -> list[Path]:
     """Find an installed package's Python files, without its tests, in a fixed order."""
     root = package_folder(library)
-    files = [path for path in sorted(root.rglob("*.py")) if not path.stem.startswith("test_")]
-    parts = {path: path.relative_to(root).with_suffix("").parts for path in files}
-    return [path for path in files if not TEST_FOLDERS.intersection(parts[path])]
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if path.stem.startswith("test_") or TEST_FOLDERS.intersection(parts):
+            continue
+        files.append(path)
+    return files
 
 
 def drawn_files(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[Path]:
     """Yield installed packages' source files, or as many of each as the options ask for."""
+    maximum = options.files_per_library
     for library in libraries:
-        files, maximum = source_files(library), options.files_per_library
+        files = source_files(library)
         if maximum is not None and len(files) > maximum:
             files = random.Random(seed).sample(files, maximum)
         yield from tqdm(files, desc=f"Reading {library}", disable=options.quiet, unit="file")
@@ -36,18 +41,22 @@ def drawn_files(libraries: Sequence[str], options: Reading, seed: int) -> Iterat
 def parsed_files(
     libraries: Sequence[str], options: Reading, seed: int
 ) -> Iterator[tuple[Path, ast.AST]]:
-    """Yield the sources of installed packages, parsed without warnings of invalid escapes."""
+    """Yield the sources of installed packages with their paths, parsed."""
     for path in drawn_files(libraries, options, seed):
         with warnings.catch_warnings():
+            # Other packages' invalid escapes tell a reader of results nothing.
             warnings.simplefilter("ignore", SyntaxWarning)
             tree = ast.parse(path.read_text(encoding="utf-8"))
         yield path, tree
 
 
 def in_each(
-    libraries: Sequence[str], find: Callable[[ast.AST], Iterator[Found]]
-) -> Callable[[Reading, int], Iterator[Found]]:
-    """A function of options and seed that yields what `find` finds in each source."""
-    return lambda options, seed: (
-        found for _, tree in parsed_files(libraries, options, seed) for found in find(tree)
-    )
+    libraries: Sequence[str], find: Callable[[ast.AST], Iterator[Text]]
+) -> Callable[[Reading, int], Iterator[Text]]:
+    """Make a function of options and seed that yields all that `find` finds in the sources."""
+
+    def find_in_sources(options: Reading, seed: int) -> Iterator[Text]:
+        for _, tree in parsed_files(libraries, options, seed):
+            yield from find(tree)
+
+    return find_in_sources

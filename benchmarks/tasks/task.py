@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 
 from benchmarks.options import TextRun
 
+Side = Literal["left", "right"]
+
 
 class Example(NamedTuple):
     """A text, or a pair of texts for an encoder, and its class; None if no class is right."""
@@ -24,7 +26,7 @@ class Task:
     train: Sequence[Example]
     test: Sequence[Example]
     shifted: Mapping[str, Sequence[Example]] = field(default_factory=dict)
-    truncation_side: Literal["right", "left"] = "right"
+    truncation_side: Side = "right"  # where a text is cut that is too long
 
 
 class Sizes(NamedTuple):
@@ -35,6 +37,9 @@ class Sizes(NamedTuple):
     shifted: int = 0
 
     def asked(self, options: TextRun) -> "Sizes":
-        """The numbers that the options ask for; these where they ask for none."""
-        train, test = options.train_examples or self.train, options.test_examples or self.test
-        return Sizes(train, test, options.shifted_examples or self.shifted)
+        """Return the numbers that the options ask for, and these where they ask for none."""
+        return Sizes(
+            train=options.train_examples or self.train,
+            test=options.test_examples or self.test,
+            shifted=options.shifted_examples or self.shifted,
+        )
