@@ -12,15 +12,25 @@ from peft import LoraConfig, TaskType, get_peft_model
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from benchmarks.models import AdaptedModel, LogitsModel, device_of, load_tokenizer
-from benchmarks.options import TextRun
+from benchmarks.models import AdaptedModel, LogitsModel, device_of, load_model, load_tokenizer
+from benchmarks.options import SeveralSeeds
 from benchmarks.tasks import TASKS
 from benchmarks.tasks.task import Example, Task
-from benchmarks.training import Hyperparameters, Recipe, Records, Weights, read_or_train, train
+from benchmarks.training import (
+    Checkpoints,
+    Hyperparameters,
+    Recipe,
+    Records,
+    as_dataset,
+    read_or_train,
+    train,
+)
 
 MEMBER_SEEDS = 1000  # from one member of an ensemble to the next
 PREDICTION_BATCH_SIZE = 8
+# Options that replace a hyperparameter of the same name.
 OVERRIDES = ("steps", "learning_rate", "batch_size", "maximum_length", "checkpoints")
+TRAIN = "train"
 TEST = "test"
 
 
@@ -32,10 +42,11 @@ class Pretrained:
     hyperparameters: Hyperparameters
     tokenizer: Any
     folder: str | Path
-    options: Any  # of the experiment
+    options: SeveralSeeds
 
     @property
     def device(self) -> str:
+        """Where the model and the batches are."""
         return device_of(self.options.device)
 
     def load(self) -> Any:
@@ -43,16 +54,24 @@ class Pretrained:
         # Loading would warn of the new head, which is meant to be new.
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        how: dict[str, Any] = {"torch_dtype": getattr(torch, self.options.dtype)}
+        dtype = getattr(torch, self.options.dtype)
         if self.task.is_prompt:
-            kind: Any = transformers.AutoModelForCausalLM
+            model = load_model(
+                transformers.AutoModelForCausalLM,
+                self.folder,
+                torch_dtype=dtype,
+            )
         else:
-            kind = transformers.AutoModelForSequenceClassification
-            how["num_labels"] = len(self.task.classes)
-        return kind.from_pretrained(self.folder, **how).to(self.device)
+            model = load_model(
+                transformers.AutoModelForSequenceClassification,
+                self.folder,
+                torch_dtype=dtype,
+                num_labels=len(self.task.classes),
+            )
+        return model.to(self.device)
 
     @property
-    def task_type(self) -> TaskType | None:
+    def task_type(self) -> TaskType:
         """What PEFT is told of the model."""
         return TaskType.CAUSAL_LM if self.task.is_prompt else TaskType.SEQ_CLS
 
@@ -61,93 +80,147 @@ class Pretrained:
         """The tokens of a causal language model's answers after a prompt."""
         if not self.task.is_prompt:
             return None
-        texts = ["Answer:", *(f"Answer: {answer}" for answer in self.task.classes)]
-        start, *answers = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        for answer, tokens in zip(self.task.classes, answers, strict=True):
-            if len(tokens) != len(start) + 1:
+        beginning = self._tokens_of("Answer:")
+        last_tokens = []
+        for answer in self.task.classes:
+            # A tokenizer may join the space and the answer, so the two are read together.
+            tokens = self._tokens_of(f"Answer: {answer}")
+            if len(tokens) != len(beginning) + 1:
                 raise ValueError(f"The answer {answer!r} is not one token of this model.")
-        return [tokens[-1] for tokens in answers]
+            last_tokens.append(tokens[-1])
+        return last_tokens
+
+    def _tokens_of(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @cached_property
     def data(self) -> dict[str, Records]:
-        """Tokenized texts by data set; texts that are only predicted are sorted, to pad little."""
+        """Tokenized texts by data set."""
+        data = {TRAIN: self.records(self.task.train)}
         predicted = {TEST: self.task.test, **self.task.shifted}
-        data = {name: self.records(examples) for name, examples in predicted.items()}
-        for records in data.values():
-            records.sort(key=lambda record: len(record["input_ids"]))
-        return data | {"train": self.records(self.task.train)}
+        for name, examples in predicted.items():
+            # Texts of about the same length in a batch need little padding.
+            data[name] = sorted(self.records(examples), key=_length)
+        return data
 
     @property
     def description(self) -> dict[str, Any]:
         """The task in figures."""
         task = self.task
-        sizes = {name: len(getattr(task, name)) for name in ("train", TEST)}
-        shifted = {name: len(examples) for name, examples in task.shifted.items()}
-        return {"name": task.name, "classes": list(task.classes), **sizes, "shifted": shifted}
+        return {
+            "name": task.name,
+            "classes": list(task.classes),
+            TRAIN: len(task.train),
+            TEST: len(task.test),
+            "shifted": {name: len(examples) for name, examples in task.shifted.items()},
+        }
 
     def records(self, examples: Sequence[Example]) -> Records:
-        """Tokens of texts or pairs of texts, with their labels if any."""
+        """Tokenize texts or pairs of texts, with their labels if they have any."""
         records = []
         for text, label in examples:
+            texts = [text] if isinstance(text, str) else text
             record = self.tokenizer(
-                *([text] if isinstance(text, str) else text),
+                *texts,
                 truncation=True,
                 max_length=self.hyperparameters.maximum_length,
                 return_token_type_ids=False,
             )
-            records.append({**record, **({} if label is None else {"labels": label})})
+            record = dict(record)
+            if label is not None:
+                record["labels"] = label
+            records.append(record)
         return records
 
-    def loader(
-        self, records: Records | str, batch_size: int | None = None, generator: Any = None
-    ) -> DataLoader:
-        """Batches of records or of a data set, on the device: stock classes don't move them."""
-        pad = transformers.DataCollatorWithPadding(self.tokenizer)
+    def loader(self, records: Records, batch_size: int | None = None) -> DataLoader:
+        """Make batches of records in their order."""
         return DataLoader(
-            self.data[records] if isinstance(records, str) else records,  # pyright: ignore
+            as_dataset(records),
             batch_size=batch_size or self.hyperparameters.batch_size,
-            shuffle=generator is not None,
-            generator=generator,
-            collate_fn=lambda batch: transformers.BatchEncoding(pad(batch)).to(self.device),
+            collate_fn=self._collate,
         )
+
+    def shuffled_loader(self, records: Records, seed: int) -> DataLoader:
+        """Make batches of records for a training, in orders that the seed decides."""
+        return DataLoader(
+            as_dataset(records),
+            batch_size=self.hyperparameters.batch_size,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(seed),
+            collate_fn=self._collate,
+        )
+
+    def _collate(self, records: Records) -> transformers.BatchEncoding:
+        """Pad records to a batch on the device: stock classes don't move batches."""
+        pad = transformers.DataCollatorWithPadding(self.tokenizer)
+        return transformers.BatchEncoding(pad(records)).to(self.device)
 
     def train_or_read(
         self,
         model: LogitsModel,
-        loader: DataLoader,
+        records: Records,
         settings: Hyperparameters,
         seed: int,
         recipe: Recipe | None = None,
-    ) -> dict[int, Weights]:
+    ) -> Checkpoints:
         """Train by maximum likelihood, or read the checkpoints of an earlier, equal training."""
+        followed = recipe or Recipe()
 
-        def trained() -> dict[int, Weights]:
-            how: Any = (settings, not self.options.quiet, recipe)
-            smooth: Any = {"label_smoothing": recipe.label_smoothing if recipe else 0.0}
-            loss_of = lambda x: cross_entropy(model(x), x["labels"], **smooth)  # noqa: E731
-            return train(model.model, loader, loss_of, *how)
+        def loss_of(batch: Any) -> torch.Tensor:
+            return cross_entropy(
+                model(batch),
+                batch["labels"],
+                label_smoothing=followed.label_smoothing,
+            )
 
-        key = [asdict(settings), loader.dataset, seed, *([recipe.name] if recipe else [])]
+        def trained() -> Checkpoints:
+            return train(
+                model.model,
+                self.shuffled_loader(records, seed),
+                loss_of,
+                settings,
+                show_progress=not self.options.quiet,
+                recipe=followed,
+            )
+
+        key = [asdict(settings), records, seed]
+        if recipe is not None:
+            key.append(recipe.name)
         return read_or_train(model.model, key, self.options.cache, trained)
 
 
-def prepare(options: TextRun, seed: int) -> Pretrained:
+def _length(record: dict[str, Any]) -> int:
+    return len(record["input_ids"])
+
+
+def prepare(options: SeveralSeeds, seed: int) -> Pretrained:
     """Read the task that the options ask for, and find its model."""
     if options.task not in TASKS:
         raise SystemExit(f"Unknown task {options.task!r}; there are {', '.join(TASKS)}.")
     source = TASKS[options.task]
     task = source.read(options, seed)
     folder = source.model(options)
-    given: dict[str, Any] = {"model": folder} if isinstance(folder, str) else {}
-    given |= {name: x for name in OVERRIDES if (x := getattr(options, name, None)) is not None}
-    settings = replace(source.hyperparameters, **given)
+    changes: dict[str, Any] = {}
+    if isinstance(folder, str):  # its name on the hub, or the folder that was asked for
+        changes["model"] = folder
+    for name in OVERRIDES:
+        asked = getattr(options, name)
+        if asked is not None:
+            changes[name] = asked
+    settings = replace(source.hyperparameters, **changes)
+    # A run of few steps may end before the usual warm-up does.
     settings = replace(settings, warmup_steps=min(settings.warmup_steps, settings.steps))
-    tokenizer = load_tokenizer(folder, task.truncation_side)
-    return Pretrained(task, settings, tokenizer, folder, options)
+    return Pretrained(
+        task=task,
+        hyperparameters=settings,
+        tokenizer=load_tokenizer(folder, task.truncation_side),
+        folder=folder,
+        options=options,
+    )
 
 
-def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType | None) -> Any:
-    """The model with LoRA layers, ready for training."""
+def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType) -> Any:
+    """Add LoRA layers to a model, ready for training."""
     lora = LoraConfig(
         task_type=task_type,
         r=settings.rank,
@@ -159,7 +232,7 @@ def with_lora(base: Any, settings: Hyperparameters, task_type: TaskType | None) 
 
 
 def untrained(pretrained: Pretrained, seed: int) -> Any:
-    """The pretrained model with new LoRA layers."""
+    """Load the pretrained model with new LoRA layers."""
     transformers.set_seed(seed)
     return with_lora(pretrained.load(), pretrained.hyperparameters, pretrained.task_type)
 
@@ -168,16 +241,30 @@ def fine_tune(
     pretrained: Pretrained, records: Records, seed: int, recipe: Recipe | None = None
 ) -> AdaptedModel:
     """Fine-tune LoRA weights, and an encoder's head, by maximum likelihood."""
-    settings, model = pretrained.hyperparameters, untrained(pretrained, seed)
+
+    @cache
+    def another(number: int) -> AdaptedModel:
+        return fine_tune(pretrained, records, seed + MEMBER_SEEDS * number)
+
+    def retrained(recipe: Recipe) -> AdaptedModel:
+        return fine_tune(pretrained, records, seed, recipe)
+
+    model = untrained(pretrained, seed)
     if recipe is not None:
         recipe.prepare(model)
     adapted = AdaptedModel(
         model,
         pretrained.class_token_ids,
-        another=cache(lambda number: fine_tune(pretrained, records, seed + MEMBER_SEEDS * number)),
-        retrained=lambda recipe: fine_tune(pretrained, records, seed, recipe),
+        another=another,
+        retrained=retrained,
     )
-    loader = pretrained.loader(records, generator=torch.Generator().manual_seed(seed))
-    checkpoints = pretrained.train_or_read(adapted.logits_model, loader, settings, seed, recipe)
-    transformers.set_seed(seed)  # the same for trained weights and cached ones
+    checkpoints = pretrained.train_or_read(
+        adapted.logits_model,
+        records,
+        pretrained.hyperparameters,
+        seed,
+        recipe,
+    )
+    # The next random numbers are the same for weights that were trained and that were read.
+    transformers.set_seed(seed)
     return replace(adapted, checkpoints=checkpoints)

@@ -13,8 +13,10 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import get_all_start_methods, get_context
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -25,8 +27,10 @@ from benchmarks.options import Run
 
 BYTES_PER_MEGABYTE = 1e6
 SECONDS_BETWEEN_SAMPLES = 0.002
+SHORTEST_CALL = 1e-9  # seconds; a clock may say that a call took none
 REASON_LENGTH = 200
 SHARE_OF_LIMIT = 1 / 4
+KILLED = -9  # exit code
 KNOWN_WARNINGS = (
     "By default `link_approx`",  # every call names its link
     "The posterior is over lora_A and lora_B",  # a head stays at its MAP value everywhere
@@ -36,7 +40,16 @@ KNOWN_WARNINGS = (
 
 Job = Callable[[], object]
 Clock = Callable[[], float]
-Message = tuple[str, Any]  # a kind, and figures
+
+
+class Message(NamedTuple):
+    """What a job in a process of its own sends: a kind, and figures.
+
+    Of the kind "ready" it sends nothing else: its time begins then.
+    """
+
+    kind: str
+    content: Any = None
 
 
 def set_up(options: Run) -> None:
@@ -47,43 +60,64 @@ def set_up(options: Run) -> None:
         torch.set_num_threads(options.threads)
 
 
+@dataclass
+class Memory:
+    """The peak of a block, which is known when the block has ended."""
+
+    megabytes: float = math.nan
+
+
 @contextmanager
-def peak_memory(device: str) -> Iterator[dict[str, float]]:
-    """Measure by how many "megabytes" a block raises this process's memory at its peak.
+def peak_memory(device: str) -> Iterator[Memory]:
+    """Measure by how much a block raises this process's memory at its peak.
 
     On a CUDA device PyTorch's allocator knows. On a CPU a thread reads the resident set size every
     two milliseconds: the system's own high-water mark includes the time before the block, and a
     process inherits it from its parent.
     """
-    on_cuda, process = torch.device(device).type == "cuda", psutil.Process()
-    before = megabytes_in_use(device) * BYTES_PER_MEGABYTE
-    done, found, peak = threading.Event(), {}, before
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(SECONDS_BETWEEN_SAMPLES):
-            peak = max(peak, process.memory_info().rss)
-
-    if on_cuda:
+    memory = Memory()
+    before = megabytes_in_use(device)
+    if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    else:
-        threading.Thread(target=watch, daemon=True).start()
+        yield memory
+        peak = torch.cuda.max_memory_allocated() / BYTES_PER_MEGABYTE
+        memory.megabytes = peak - before
+        return
+    watcher = _ResidentSize()
+    watcher.start()
     try:
-        yield found
+        yield memory
     finally:
-        done.set()
-        peak = torch.cuda.max_memory_allocated() if on_cuda else peak
-        found["megabytes"] = (peak - before) / BYTES_PER_MEGABYTE
+        watcher.done.set()
+    memory.megabytes = max(before, watcher.peak) - before
+
+
+class _ResidentSize(threading.Thread):
+    """Watches how many megabytes this process has in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.done = threading.Event()
+        self.peak = 0.0
+
+    def run(self) -> None:
+        """Look again and again until it is done."""
+        process = psutil.Process()
+        while not self.done.wait(SECONDS_BETWEEN_SAMPLES):
+            resident = process.memory_info().rss / BYTES_PER_MEGABYTE
+            self.peak = max(self.peak, resident)
 
 
 def megabytes_in_use(device: str) -> float:
-    """Memory that this process holds on a device, after it has freed what it doesn't need."""
+    """Return how much memory this process holds on a device, freed of what it doesn't need."""
     gc.collect()
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated() / BYTES_PER_MEGABYTE
     # Freed memory that the C library keeps would hide the next peak.
-    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "malloc_trim"):
-        ctypes.CDLL(None).malloc_trim(0)
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        if hasattr(library, "malloc_trim"):
+            library.malloc_trim(0)
     return psutil.Process().memory_info().rss / BYTES_PER_MEGABYTE
 
 
@@ -91,19 +125,45 @@ def limit_memory(megabytes: float | None, device: str) -> None:
     """Make this process fail to allocate more than that, or than what is free."""
     if torch.device(device).type == "cuda" or sys.platform != "linux":
         return  # CUDA refuses by itself
-    import resource
+    import resource  # Windows has no such module
 
-    free = psutil.virtual_memory().available
-    wanted = free if megabytes is None else int(megabytes * BYTES_PER_MEGABYTE)
+    if megabytes is None:
+        wanted = psutil.virtual_memory().available
+    else:
+        wanted = int(megabytes * BYTES_PER_MEGABYTE)
     limit = psutil.Process().memory_info().vms + wanted
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def seconds_of(job: Job, clock: Clock = timer) -> float:
-    """Time until all work of a call is done."""
+    """Measure the time until all work of a call is done."""
     started = clock()
     job()
     return clock() - started
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of several calls."""
+
+    seconds: list[float]
+    warmed_up: bool  # whether another call went before
+
+    @property
+    def minimum(self) -> float:
+        """The call that was disturbed least."""
+        return min(self.seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the calls and what sums them up, by the names that figures have."""
+        return {
+            "median": statistics.median(self.seconds),
+            "minimum": self.minimum,
+            "maximum": max(self.seconds),
+            "repetitions": len(self.seconds),
+            "warmed_up": self.warmed_up,
+            "seconds": self.seconds,
+        }
 
 
 def repeated_seconds(
@@ -112,42 +172,49 @@ def repeated_seconds(
     limit: float = math.inf,
     first: float | None = None,
     clock: Clock = timer,
-) -> dict[str, Any]:
-    """Time a call repeatedly after a first one, for at most a quarter of the limit."""
-    first = seconds_of(job, clock) if first is None else first
-    affordable = int(min(repetitions, SHARE_OF_LIMIT * limit / max(first, 1e-9)))
-    times = [seconds_of(job, clock) for _ in range(affordable)] or [first]
-    spread = {"median": statistics.median(times), "minimum": min(times), "maximum": max(times)}
-    calls = {"repetitions": len(times), "warmed_up": affordable > 0, "seconds": times}
-    return {**spread, **calls}
+) -> Timing:
+    """Time a call repeatedly after a first one, for at most a quarter of the limit.
+
+    Seconds of the first one, if it has been timed, are `first`.
+    """
+    if first is None:
+        first = seconds_of(job, clock)
+    affordable = SHARE_OF_LIMIT * limit / max(first, SHORTEST_CALL)
+    count = int(min(repetitions, affordable))
+    if count == 0:
+        return Timing([first], warmed_up=False)
+    seconds = [seconds_of(job, clock) for _ in range(count)]
+    return Timing(seconds, warmed_up=True)
 
 
 def time_and_memory(job: Job, device: str, repetitions: int, limit: float) -> dict[str, Any]:
-    """`repeated_seconds`, and the first call's `peak_megabytes`."""
+    """Measure figures of a call: its time, and the first call's `peak_megabytes`."""
     with peak_memory(device) as memory:
         first = seconds_of(job)
-    figures = repeated_seconds(job, repetitions, limit, first)
-    return {**figures, "peak_megabytes": memory["megabytes"]}
+    timing = repeated_seconds(job, repetitions, limit, first)
+    return {**timing.figures(), "peak_megabytes": memory.megabytes}
 
 
 def growth_exponent(sizes: Sequence[float], costs: Sequence[float]) -> float | None:
-    """Slope of log cost against log size; None if noise makes a cost negative."""
+    """Fit the slope of log cost against log size; None if noise makes a cost negative."""
     if len(set(sizes)) < 2 or min(costs) <= 0:
         return None
-    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
+    slope, _ = np.polyfit(np.log(sizes), np.log(costs), deg=1)
+    return float(slope)
 
 
 def reason_of(error: BaseException) -> str:
-    """What went wrong, in one line; for an error without a message, the code that failed."""
+    """Say what went wrong, in one line; for an error without a message, the code that failed."""
     message = " ".join(str(error).split())
     if not message and error.__traceback__ is not None:  # such as an assertion
-        message = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        *_, innermost = traceback.extract_tb(error.__traceback__)
+        message = innermost.line or ""
     return f"{type(error).__name__}: {textwrap.shorten(message, REASON_LENGTH)}"
 
 
 def run_alone(job: Callable[..., Any], *arguments: Any) -> Any:
     """Run a job in a process of its own, whose memory is untouched, and return its result."""
-    with ProcessPoolExecutor(1, _context(job)) as pool:
+    with ProcessPoolExecutor(max_workers=1, mp_context=_context(job)) as pool:
         return pool.submit(job, *arguments).result()
 
 
@@ -162,23 +229,22 @@ def run_limited(
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_all, args=(sender, job, arguments), daemon=True)
     process.start()
+    # The other process has the only sender now: the pipe ends when it does.
     sender.close()
     messages: list[Message] = []
-    started, reason = time.perf_counter(), f"took longer than the limit of {limit or 0:g} s"
-    while receiver.poll(limit and max(0.0, started + limit - time.perf_counter())):
+    reason = f"took longer than the limit of {limit or 0:g} s"
+    started = time.perf_counter()
+    while receiver.poll(_seconds_left(started, limit)):
         try:
             message = receiver.recv()
         except EOFError:
             process.join()
-            reason = f"its process ended with exit code {process.exitcode}"
-            # Some numerical libraries exit with 0 when they can't allocate.
-            if process.exitcode in (-9, 0):
-                reason += ", as happens when memory runs out"
+            reason = _reason_of_exit(process.exitcode)
             break
-        if message[0] == "end":
-            reason = message[1]
+        if message.kind == "end":
+            reason = message.content
             break
-        if message[0] == "ready":
+        if message.kind == "ready":
             started = time.perf_counter()
         messages.append(message)
     process.kill()
@@ -186,8 +252,26 @@ def run_limited(
     return messages, reason
 
 
+def _seconds_left(started: float, limit: float | None) -> float | None:
+    if limit is None:
+        return None
+    return max(0.0, started + limit - time.perf_counter())
+
+
+def _reason_of_exit(code: int | None) -> str:
+    """Say why a process ended without a word."""
+    reason = f"its process ended with exit code {code}"
+    # Some numerical libraries exit with 0 when they can't allocate.
+    if code in (KILLED, 0):
+        reason += ", as happens when memory runs out"
+    return reason
+
+
 def _context(job: Callable[..., Any]) -> Any:
-    """Processes that share no memory with this one; libraries are imported once for all of them."""
+    """Choose processes that share no memory with this one.
+
+    Where the system can, libraries are imported once for all of them.
+    """
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
@@ -195,11 +279,14 @@ def _context(job: Callable[..., Any]) -> Any:
     return context
 
 
-def _send_all(connection: Any, job: Callable[..., Iterable[Message]], arguments: tuple) -> None:
+def _send_all(
+    connection: Connection, job: Callable[..., Iterable[Message]], arguments: tuple[Any, ...]
+) -> None:
+    """Send what a job yields, and at its end why it failed, if it did."""
     reason = None
     try:
         for message in job(*arguments):
             connection.send(message)
     except Exception as error:
         reason = reason_of(error)
-    connection.send(("end", reason))
+    connection.send(Message("end", reason))

@@ -9,22 +9,36 @@ from laplace_lora_ext.metrics import N_BINS
 
 
 def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, float]:
-    """Mean entropies in nats, and how well entropy detects shifted texts (AUROC)."""
-    inside, outside = (torch.special.entr(p.double()).sum(-1) for p in (test, shifted))
-    # torchmetrics leaves scores in [0, 1] as they are.
-    scores = torch.cat([inside, outside]) / math.log(test.shape[1])
-    is_shifted = torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))]).long()
+    """Compute mean entropies in nats, and how well entropy detects shifted texts (AUROC)."""
+    of_test = entropies(test)
+    of_shifted = entropies(shifted)
+    # torchmetrics leaves scores in [0, 1] as they are, and the largest entropy is that of chance.
+    largest = math.log(test.shape[1])
+    scores = torch.cat([of_test, of_shifted]) / largest
+    is_shifted = torch.cat([torch.zeros(len(test)), torch.ones(len(shifted))]).long()
     return {
-        "test_entropy": inside.mean().item(),
-        "shifted_entropy": outside.mean().item(),
+        "test_entropy": of_test.mean().item(),
+        "shifted_entropy": of_shifted.mean().item(),
         "shift_auroc": binary_auroc(scores.clamp(0, 1), is_shifted).item(),
     }
 
 
+def entropies(probabilities: torch.Tensor) -> torch.Tensor:
+    """Compute the entropy (texts,) of each text's probabilities, in nats."""
+    return torch.special.entr(probabilities.double()).sum(-1)
+
+
 def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, list[float]]:
-    """Share of texts and accuracy in bins of confidence."""
-    confidence, found = probabilities.max(-1)
+    """Compute share of texts and accuracy in bins of confidence."""
+    confidence, predicted = probabilities.max(-1)
+    # A confidence of 1 belongs to the last bin.
     place = (confidence * N_BINS).long().clamp_max(N_BINS - 1)
     counts = place.bincount(minlength=N_BINS)
-    accuracy = place.bincount((found == labels).double(), N_BINS) / counts.clamp_min(1)
-    return {"share": (counts / len(labels)).tolist(), "accuracy": accuracy.tolist()}
+    is_right = (predicted == labels).double()
+    right = place.bincount(weights=is_right, minlength=N_BINS)
+    share = counts / len(labels)
+    accuracy = right / counts.clamp_min(1)
+    return {
+        "share": share.tolist(),
+        "accuracy": accuracy.tolist(),
+    }

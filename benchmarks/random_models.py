@@ -1,7 +1,6 @@
 """Models in the shape of Llama with random weights, and random tokens for them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -10,6 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, BatchEncoding, LlamaConfig
 
 from benchmarks.models import AdaptedModel
+from benchmarks.training import as_dataset
 
 LORA_B_SCALE = 0.02
 MEANING = "random: they tell about shapes and speed only"  # of the weights
@@ -49,29 +49,39 @@ def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
         bos_token_id=0,
         eos_token_id=0,
     )
+    dtype = getattr(torch, shape.dtype)
     with torch.device(device):
-        base = AutoModelForCausalLM.from_config(config, torch_dtype=getattr(torch, shape.dtype))
-    modules = list(shape.target_modules)
-    lora = LoraConfig(task_type="CAUSAL_LM", r=shape.rank, target_modules=modules)
+        base = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=shape.rank,
+        target_modules=list(shape.target_modules),
+    )
     model = get_peft_model(base, lora)
+    # PEFT starts lora_B at zero, where the curvature of lora_A is zero too.
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=LORA_B_SCALE)
-    return AdaptedModel(model.eval(), list(range(shape.classes)))
+    first_tokens = list(range(shape.classes))
+    return AdaptedModel(model.eval(), class_token_ids=first_tokens)
 
 
 def random_loader(
     shape: Shape, batches: int, device: str, seed: int, batch_size: int | None = None
 ) -> DataLoader:
-    """Batches of random tokens and labels in a fixed order, without padding."""
+    """Make batches of random tokens and labels in a fixed order, without padding."""
     batch_size = batch_size or shape.batch_size
     generator = torch.Generator().manual_seed(seed)
     texts = batches * batch_size
     tokens = torch.randint(shape.vocabulary, (texts, shape.length), generator=generator)
     labels = torch.randint(shape.classes, (texts,), generator=generator)
 
-    def collate(rows: list[int]) -> Any:
-        batch = {"input_ids": tokens[rows], "labels": labels[rows]}
-        return BatchEncoding({**batch, "attention_mask": torch.ones_like(tokens[rows])}).to(device)
+    def collate(rows: list[int]) -> BatchEncoding:
+        batch = {
+            "input_ids": tokens[rows],
+            "attention_mask": torch.ones_like(tokens[rows]),
+            "labels": labels[rows],
+        }
+        return BatchEncoding(batch).to(device)
 
-    return DataLoader(range(texts), batch_size=batch_size, collate_fn=collate)  # pyright: ignore
+    return DataLoader(as_dataset(range(texts)), batch_size=batch_size, collate_fn=collate)

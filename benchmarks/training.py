@@ -3,20 +3,27 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 Weights = dict[str, torch.Tensor]
+Checkpoints = dict[int, Weights]  # by the number of steps
 Records = list[dict[str, Any]]
+Element = TypeVar("Element")
+
+
+def as_dataset(elements: Sequence[Element]) -> Dataset[Element]:
+    """Return a sequence, which has all that loaders read of a data set, under that type."""
+    return cast("Dataset[Element]", elements)
 
 
 @dataclass(frozen=True)
@@ -42,14 +49,23 @@ class Hyperparameters:
         return [self.steps * number // count for number in range(1, count + 1)]
 
     def for_epochs(self, epochs: int, texts: int, warmup: float = 1 / 20) -> "Hyperparameters":
-        """The same for this many passes over the texts, with one checkpoint."""
+        """Return the same for this many passes over the texts, with one checkpoint."""
         steps = epochs * math.ceil(texts / self.batch_size)
-        return replace(self, steps=steps, warmup_steps=int(warmup * steps), checkpoints=1)
+        return replace(
+            self,
+            steps=steps,
+            warmup_steps=int(warmup * steps),
+            checkpoints=1,
+        )
 
     def for_share(self, share: float) -> "Hyperparameters":
-        """The same for a share of the steps, warm-up and decay included, with one checkpoint."""
-        steps, warmup = round(share * self.steps), round(share * self.warmup_steps)
-        return replace(self, steps=max(1, steps), warmup_steps=warmup, checkpoints=1)
+        """Return the same for a share of the steps, warm-up included, with one checkpoint."""
+        return replace(
+            self,
+            steps=max(1, round(share * self.steps)),
+            warmup_steps=round(share * self.warmup_steps),
+            checkpoints=1,
+        )
 
 
 class Recipe:
@@ -62,10 +78,11 @@ class Recipe:
         """Add parameters to be trained beside the weights."""
 
     def optimizer(self, weights: list[torch.nn.Parameter], settings: Hyperparameters) -> Any:
+        """Make the optimizer, which gets a linear schedule."""
         return torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0)
 
     def drawing(self, optimizer: Any) -> AbstractContextManager[Any]:
-        """A context for gradients: at the weights, or at a sample of them."""
+        """Make a context for gradients: at the weights, or at a sample of them."""
         return nullcontext()
 
     def after_step(
@@ -74,7 +91,7 @@ class Recipe:
         """Take steps outside of the loss; `pace` is the schedule's share of the learning rate."""
 
     def deviations(self, model: torch.nn.Module, optimizer: Any) -> Weights:
-        """What a checkpoint keeps beside the weights."""
+        """Return what a checkpoint keeps beside the weights."""
         return {}
 
 
@@ -92,16 +109,20 @@ def train(
     loss_of: Callable[[Any], torch.Tensor],
     settings: Hyperparameters,
     show_progress: bool,
-    recipe: Recipe | None = None,
-) -> dict[int, Weights]:
+    recipe: Recipe,
+) -> Checkpoints:
     """Train what requires gradients; return copies of it by the number of steps."""
-    recipe = recipe or Recipe()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     optimizer = recipe.optimizer(list(trained.values()), settings)
+    # A recipe may have a rate of its own, which the schedule scales all the same.
     first_rate = optimizer.param_groups[0]["lr"]
-    steps = (settings.warmup_steps, settings.steps)
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, *steps)
+    schedule = transformers.get_linear_schedule_with_warmup(
+        optimizer,
+        num_warmup_steps=settings.warmup_steps,
+        num_training_steps=settings.steps,
+    )
     checkpoints = {}
+    # Another pass begins, in another order, whenever one ends.
     batches = chain.from_iterable(repeat(loader))
     model.train()
     progress = tqdm(range(1, settings.steps + 1), desc="Training", disable=not show_progress)
@@ -111,11 +132,12 @@ def train(
             loss = loss_of(batch)
             loss.backward()
         optimizer.step()
-        recipe.after_step(model, step, len(loader), schedule.get_last_lr()[0] / first_rate)
+        pace = schedule.get_last_lr()[0] / first_rate
+        recipe.after_step(model, step, steps_an_epoch=len(loader), pace=pace)
         schedule.step()
         optimizer.zero_grad()
         if step in settings.checkpoint_steps:
-            weights = {name: p.detach().clone() for name, p in trained.items()}
+            weights = {name: weight.detach().clone() for name, weight in trained.items()}
             checkpoints[step] = weights | recipe.deviations(model, optimizer)
         progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
     if not math.isfinite(loss.item()):
@@ -125,27 +147,38 @@ def train(
 
 
 def read_or_train(
-    model: torch.nn.Module, key: Any, cache: Path, train: Callable[[], dict[int, Weights]]
-) -> dict[int, Weights]:
-    """Read what an earlier training from the same weights with the same key has left, or train.
-
-    Adapters beside the one to be trained make no difference.
-    """
-    digest = hashlib.sha256(json.dumps(key).encode())
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and (".lora_" in name or ".modules_to_save." in name):
-            continue
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    path = cache / f"fine-tuned-{digest.hexdigest()[:16]}.pt"
+    model: torch.nn.Module, key: Any, cache: Path, train: Callable[[], Checkpoints]
+) -> Checkpoints:
+    """Read what an earlier training from the same weights with the same key has left, or train."""
+    path = cache / f"fine-tuned-{_digest(model, key)}.pt"
     if path.exists():
-        checkpoints = torch.load(path, next(model.parameters()).device, weights_only=True)
-        model.load_state_dict(checkpoints[max(checkpoints)], strict=False)
+        device = next(model.parameters()).device
+        checkpoints = torch.load(path, map_location=device, weights_only=True)
+        last = max(checkpoints)
+        model.load_state_dict(checkpoints[last], strict=False)
         model.eval()
         return checkpoints
     checkpoints = train()
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")  # so that half a file is never read
+    # Who is interrupted leaves no half file under the name that others read.
+    unfinished = path.with_suffix(".unfinished")
     torch.save(checkpoints, unfinished)
     unfinished.replace(path)
     return checkpoints
+
+
+def _digest(model: torch.nn.Module, key: Any) -> str:
+    """Name a training by its key and the weights that it starts from.
+
+    Adapters beside the one to be trained make no difference.
+    """
+    digest = hashlib.sha256(json.dumps(key).encode())
+    for name, weight in model.named_parameters():
+        is_adapter = ".lora_" in name or ".modules_to_save." in name
+        if is_adapter and not weight.requires_grad:
+            continue
+        # NumPy knows no bfloat16: the bytes count, whatever they mean.
+        content = weight.detach().cpu().flatten().view(torch.uint8)
+        digest.update(name.encode())
+        digest.update(content.numpy().tobytes())
+    return digest.hexdigest()[:16]

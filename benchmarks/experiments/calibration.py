@@ -1,28 +1,54 @@
 """Methods that need no held-out texts on models fine-tuned with several seeds."""
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.benchmark import timer
 
 from benchmarks import metrics, report
-from benchmarks.fine_tuning import PREDICTION_BATCH_SIZE, TEST, Pretrained, fine_tune, prepare
+from benchmarks.fine_tuning import (
+    PREDICTION_BATCH_SIZE,
+    TEST,
+    TRAIN,
+    Pretrained,
+    fine_tune,
+    prepare,
+)
 from benchmarks.measuring import Clock, repeated_seconds
 from benchmarks.methods import METHODS, priors
-from benchmarks.methods.method import PointMethod, Posterior, Probabilities, labels_of
-from benchmarks.methods.priors import NO_PRIOR, Prior
+from benchmarks.methods.method import NO_CLASS, Method, PointMethod, Posterior, labels_of
+from benchmarks.methods.priors import Prediction
 from benchmarks.options import Calibration
 from benchmarks.report import Figures, Result, Row, say
 from laplace_lora_ext.metrics import quality
 
 CONTESTANTS = (
-    *("map", "mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon"),
-    *("last_layer", "diag", "kron", "lowrank_kron_paper", "lowrank_kron"),
+    "map",
+    "mc_dropout",
+    "checkpoint_ensemble",
+    "deep_ensemble",
+    "tfb",
+    "blob",
+    "ivon",
+    "last_layer",
+    "diag",
+    "kron",
+    "lowrank_kron_paper",
+    "lowrank_kron",
 )
-FIGURES = ("accuracy", "nll", "ece", "regret", "chosen")
-COSTS = ("forward_passes", "fit_seconds", "predict_seconds")
+FIGURES = (
+    "accuracy",
+    "nll",
+    "ece",
+    "regret",
+    "chosen",
+    "forward_passes",
+    "fit_seconds",
+    "predict_seconds",
+)
 TIMED_BATCHES = 4  # of predictions
 REPETITIONS = 3
 
@@ -34,108 +60,181 @@ def run(options: Calibration) -> Iterator[Result]:
     for seed in options.seeds:
         pretrained = prepare(options, seed)
         rows += measured(pretrained, seed, keys)
-        yield figures_of(pretrained, rows), text_of(pretrained, rows, (*FIGURES, *COSTS))
+        yield figures_of(pretrained, rows), text_of(pretrained, rows, FIGURES)
 
 
 def chosen_methods(names: Collection[str] | None) -> list[str]:
-    """Keys of MAP and the methods asked for by key or title; all of them by default."""
+    """Find keys of MAP and the methods asked for by key or title; all of them by default."""
     titles = {key: METHODS[key].title for key in CONTESTANTS}
     asked = set(names or CONTESTANTS)
-    if unknown := asked - {*titles.keys(), *titles.values()}:
+    unknown = asked - titles.keys() - set(titles.values())
+    if unknown:
         listed = ", ".join(f"{key} ({title})" for key, title in titles.items())
         raise SystemExit(f"No method is called {unknown.pop()!r}; known are: {listed}.")
-    return [key for key, title in titles.items() if {"map", *asked} & {key, title}]
+    # Costs are relative to those of MAP.
+    return [key for key, title in titles.items() if key == "map" or key in asked or title in asked]
 
 
 def measured(pretrained: Pretrained, seed: int, keys: Collection[str]) -> Iterator[Row]:
     """Fine-tune, and measure methods with these keys: a row for each, and each prior and link."""
-    tests, options = Tests(pretrained, seed), pretrained.options
-    model = fine_tune(pretrained, pretrained.data["train"], seed)
-    train, bare = pretrained.loader("train", PREDICTION_BATCH_SIZE), 0.0
-    for method in (METHODS[key] for key in keys):
-        say(options, f"Seed {seed}: {method.title}")
-        started = timer()
+    comparison = Comparison(pretrained, seed)
+    for key in keys:
+        method = METHODS[key]
+        say(pretrained.options, f"Seed {seed}: {method.title}")
         if isinstance(method, PointMethod):
-            members = method.fit(model, train)
-            fit_seconds, started = timer() - started, timer()
-            found = members.predict({TEST: tests.loaders[TEST]})
-            predict_seconds = timer() - started
-            bare = bare or predict_seconds  # MAP is the first
-            costs: Any = {"fit_seconds": fit_seconds, "predict_seconds": predict_seconds}
-            costs["forward_passes"] = predict_seconds / bare
-            shifted = {name: tests.loaders[name] for name in pretrained.task.shifted}
-            yield tests.row(method.key, method.title, found | members.predict(shifted), **costs)
+            yield comparison.of_point(method)
         elif isinstance(method, Posterior):
-            la = method.build(model)
-            la.fit(pretrained.loader("train"), progress_bar=not options.quiet)
-            seconds: dict[str, Any] = {"fit_seconds": timer() - started}
-            seconds["predict_seconds"] = tests.seconds(lambda x, la=la: la(x, link_approx="probit"))
-            seconds["forward_passes"] = seconds["predict_seconds"] / bare
-            data = train if method.on_training else None
-            for found in priors.predictions(la, data, tests.loaders):
-                yield tests.row(method.key, method.title, **found, **seconds)
+            yield from comparison.of_posterior(method)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a method costs; None is what was not measured."""
+
+    predict_seconds: float  # for all test texts
+    forward_passes: float  # those seconds in predictions of the bare model
+    fit_seconds: float | None = None
+    trainings: float | None = None  # steps, relative to an ordinary training's
+
+    def figures(self) -> Figures:
+        """Return what was measured."""
+        return {name: cost for name, cost in asdict(self).items() if cost is not None}
+
+
+class Comparison:
+    """One seed: a fine-tuned model, for which methods are measured in turn."""
+
+    def __init__(self, pretrained: Pretrained, seed: int) -> None:
+        self.pretrained = pretrained
+        self.tests = Tests(pretrained, seed)
+        records = pretrained.data[TRAIN]
+        self.model = fine_tune(pretrained, records, seed)
+        self.train = pretrained.loader(records, PREDICTION_BATCH_SIZE)
+        self.bare_seconds: float | None = None  # of MAP's predictions, the first
+
+    def of_point(self, method: PointMethod) -> Row:
+        """Measure a method without a posterior."""
+        started = timer()
+        members = method.fit(self.model, self.train)
+        fit_seconds = timer() - started
+        started = timer()
+        probabilities = members.predict({TEST: self.tests.loaders[TEST]})
+        predict_seconds = timer() - started
+        shifted = {name: self.tests.loaders[name] for name in self.pretrained.task.shifted}
+        probabilities |= members.predict(shifted)
+        if self.bare_seconds is None:
+            self.bare_seconds = predict_seconds
+        costs = Costs(
+            predict_seconds=predict_seconds,
+            forward_passes=predict_seconds / self.bare_seconds,
+            fit_seconds=fit_seconds,
+        )
+        return self.tests.row(method, Prediction(probabilities), costs)
+
+    def of_posterior(self, method: Posterior) -> Iterator[Row]:
+        """Measure a posterior with each prior and link."""
+        started = timer()
+        la = method.build(self.model)
+        batches = self.pretrained.loader(self.pretrained.data[TRAIN])
+        la.fit(batches, progress_bar=not self.pretrained.options.quiet)
+        fit_seconds = timer() - started
+        predict_seconds = self.tests.seconds(lambda batch: la(batch, link_approx="probit"))
+        assert self.bare_seconds is not None
+        costs = Costs(
+            predict_seconds=predict_seconds,
+            forward_passes=predict_seconds / self.bare_seconds,
+            fit_seconds=fit_seconds,
+        )
+        predictions = priors.predictions(
+            la,
+            self.train if method.on_training else None,
+            self.tests.loaders,
+            self.tests.labels[TEST],
+        )
+        for prediction in predictions:
+            yield self.tests.row(method, prediction, costs)
 
 
 class Tests:
     """The texts that one seed is measured on: makes rows of predictions."""
 
     def __init__(self, pretrained: Pretrained, seed: int) -> None:
-        self.seed, names = seed, (TEST, *pretrained.task.shifted)
-        self.loaders = {name: pretrained.loader(name, PREDICTION_BATCH_SIZE) for name in names}
-        self.labels = {name: labels_of(loader) for name, loader in self.loaders.items()}
+        self.seed = seed
+        self.loaders = {}
+        self.labels = {}
+        for name in (TEST, *pretrained.task.shifted):
+            records = pretrained.data[name]
+            self.loaders[name] = pretrained.loader(records, PREDICTION_BATCH_SIZE)
+            self.labels[name] = labels_of(records)
 
     def seconds(self, predict: Callable[[Any], object], clock: Clock = timer) -> float:
-        """Time to predict all test texts, from some of their batches."""
+        """Time a prediction of all test texts, by some of their batches."""
         batches = list(islice(self.loaders[TEST], TIMED_BATCHES))
-        taken = repeated_seconds(lambda: [*map(predict, batches)], REPETITIONS, clock=clock)
-        return taken["minimum"] * len(self.loaders[TEST]) / len(batches)
 
-    def row(
-        self,
-        method: str,
-        name: str,
-        probabilities: Probabilities,
-        *,
-        prior: Prior = NO_PRIOR,
-        link: str = "",
-        **figures: float | None,
-    ) -> Row:
+        def predict_some() -> None:
+            for batch in batches:
+                predict(batch)
+
+        timing = repeated_seconds(predict_some, REPETITIONS, clock=clock)
+        return timing.minimum * len(self.loaders[TEST]) / len(batches)
+
+    def row(self, method: Method, prediction: Prediction, costs: Costs) -> Row:
         """Measure probabilities of the test texts and each shifted set."""
-        test, labels = probabilities[TEST], self.labels[TEST]
-        row: Row = {
-            **{"seed": self.seed, "method": method, "name": name},
-            **{"prior": prior.key, "chosen_by": prior.title, "link": link},
-            **{"chosen": None, "regret": None, **figures},
+        test = prediction.probabilities[TEST]
+        labels = self.labels[TEST]
+        shifted = {
+            name: self._shifted(name, test, probabilities)
+            for name, probabilities in prediction.probabilities.items()
+            if name != TEST
+        }
+        return {
+            "seed": self.seed,
+            "method": method.key,
+            "name": method.title,
+            "prior": prediction.prior.key,
+            "chosen_by": prediction.prior.title,
+            "link": prediction.link,
+            "chosen": prediction.chosen,
+            "regret": prediction.regret,
+            **costs.figures(),
             **quality(test, labels),
             "reliability": metrics.reliability(test, labels),
-            "shifted": {},
+            "shifted": shifted,
         }
-        for name in (name for name in probabilities if name != TEST):
-            shifted, classes = probabilities[name], self.labels[name]
-            row["shifted"][name] = {
-                **(quality(shifted, classes) if bool((classes >= 0).all()) else {}),
-                **metrics.shift_detection(test, shifted),
-            }
-        return row
+
+    def _shifted(self, name: str, test: torch.Tensor, probabilities: torch.Tensor) -> Figures:
+        """Measure probabilities of a shifted set: their quality only if a class is right."""
+        figures = {}
+        labels = self.labels[name]
+        if bool((labels != NO_CLASS).all()):
+            figures |= quality(probabilities, labels)
+        return figures | metrics.shift_detection(test, probabilities)
 
 
 def figures_of(pretrained: Pretrained, rows: list[Row]) -> Figures:
-    """Rows with what they were measured on."""
-    settings = asdict(pretrained.hyperparameters)
-    return {"task": pretrained.description, "hyperparameters": settings, "methods": rows}
+    """Join rows with what they were measured on."""
+    return {
+        "task": pretrained.description,
+        "hyperparameters": asdict(pretrained.hyperparameters),
+        "methods": rows,
+    }
 
 
 def text_of(pretrained: Pretrained, rows: list[Row], figures: Collection[str]) -> list[str]:
-    """Rows of several seeds in words and a table."""
+    """Put rows of several seeds in words and a table."""
     task = pretrained.description
     seeds = sorted({row["seed"] for row in rows})
-    aurocs = {f"AUROC of {name}": name for name in task["shifted"]}
-    for title, name in aurocs.items():
-        rows = [{**row, title: row["shifted"][name]["shift_auroc"]} for row in rows]
+    columns = list(figures)
+    shown = [dict(row) for row in rows]
+    for name in task["shifted"]:
+        title = f"AUROC of {name}"
+        columns.append(title)
+        for row in shown:
+            row[title] = row["shifted"][name]["shift_auroc"]
     return [
         f"Task {task['name']}: {pretrained.hyperparameters.model} with LoRA, {task['train']} "
         f"training texts, {task['test']} test texts, {len(task['classes'])} classes; shifted "
         f"texts: {report.counts(task['shifted'])}. Seeds: {', '.join(map(str, seeds))}; mean "
         "± standard deviation of several.",
-        report.table(report.over_seeds(rows, ["name", "chosen_by", "link"], [*figures, *aurocs])),
+        report.table(report.over_seeds(shown, ["name", "chosen_by", "link"], columns)),
     ]

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import product
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import measuring
+from benchmarks.measuring import Message
 from benchmarks.methods import METHODS, posterior
 from benchmarks.models import device_of
 from benchmarks.options import Cost
 from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
-from benchmarks.report import Figures, Result, Row, draw_lines, lines, say, table
+from benchmarks.report import Figures, Lines, Result, Row, draw_lines, lines, say, table
 
 INTERMEDIATE_RATIO = 2.7
 HEAD_SIZE = 64
@@ -31,19 +32,25 @@ FIGURES = ("seconds_of_a_batch", "in_bare_loops", "peak_megabytes", "posterior_m
 def run(options: Cost) -> Iterator[Result]:
     """Measure every method at every shape; then draw."""
     device = device_of(options.device)
-    measured, failures = [], []
+    measured: list[Row] = []
+    failures: list[Row] = []
     for shape, batches in shapes_of(options, device):
         rows = []
-        place = {"hidden_size": shape.hidden_size, "layers": shape.layers, "dtype": shape.dtype}
         for key in options.contestants:
-            say(options, shape.hidden_size, shape.dtype, METHODS[key].title)
-            row = {**place, "contestant": key, "name": METHODS[key].title}
-            for kind, content in contest(key, shape, batches, options, device):
-                (failures if kind == "failed" else rows).append({**row, **content})
-        bare = {row["phase"]: row["median"] for row in rows if row["contestant"] == "bare"}
-        for row in rows:
-            seconds = bare.get(row["phase"])
-            row["in_bare_loops"] = row["median"] / seconds if seconds else None
+            title = METHODS[key].title
+            say(options, shape.hidden_size, shape.dtype, title)
+            row = {
+                "hidden_size": shape.hidden_size,
+                "layers": shape.layers,
+                "dtype": shape.dtype,
+                "contestant": key,
+                "name": title,
+            }
+            contest = Contest(key, shape, batches, options, device)
+            for message in contest.messages():
+                into = failures if message.kind == "failed" else rows
+                into.append({**row, **message.content})
+        _add_bare_loops(rows)
         measured += rows
     figures = {
         "weights": MEANING,
@@ -52,22 +59,19 @@ def run(options: Cost) -> Iterator[Result]:
         "growth": _growth(measured, options.contestants),
     }
     yield figures, text_of(figures, options)
-    draw(measured, options.output / "cost.png")
+    draw(measured, options.dtypes[0], options.output / "cost.png")
 
 
 def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
-    """Each shape to measure, with the number of batches in its fits."""
+    """Yield each shape to measure, with the number of batches in its fits."""
     sizes = options.hidden_sizes
-    if any(len(numbers) not in (1, len(sizes)) for numbers in (options.layers, options.batches)):
-        raise SystemExit(f"cost: give {len(sizes)} numbers of layers and batches, or one of each")
-    layers, batches = (
-        numbers * len(sizes) if len(numbers) == 1 else numbers
-        for numbers in (options.layers, options.batches)
-    )
+    layers = _for_each(options.layers, len(sizes))
+    batches = _for_each(options.batches, len(sizes))
+    on_cuda = torch.device(device).type == "cuda"
     for dtype in options.dtypes:
         for hidden_size, depth, count in zip(sizes, layers, batches, strict=True):
             is_extra = dtype != options.dtypes[0] and hidden_size != min(sizes)
-            if is_extra and torch.device(device).type != "cuda":
+            if is_extra and not on_cuda:
                 continue
             shape = Shape(
                 hidden_size=hidden_size,
@@ -83,123 +87,200 @@ def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
             yield shape, count
 
 
-def contest(
-    key: str, shape: Shape, batches: int, options: Cost, device: str
-) -> Iterator[measuring.Message]:
-    """Measure one method at one shape, in a process of its own; failures have the kind "failed"."""
-    sizes = sorted(set(options.prediction_batch_sizes))
-    holds_jacobian = key.startswith("stock")
-    is_wide = shape.hidden_size > WIDEST_WITH_LARGE_BATCHES
-    if holds_jacobian or (is_wide and torch.device(device).type != "cuda"):
-        sizes = [size for size in sizes if size <= max(LARGEST_BATCH, sizes[0])]
-    arguments = (key, shape, batches, sizes, options, device)
-    messages, reason = measuring.run_limited(measure, arguments, options.limit)
-    yield from (message for message in messages if message[0] != "ready")
-    if reason is not None:
-        yield "failed", {"what": "stopped", "reason": reason}
+def _for_each(numbers: tuple[int, ...], models: int) -> tuple[int, ...]:
+    """Return a number for each model, where one may be given for all."""
+    if len(numbers) == 1:
+        return numbers * models
+    if len(numbers) != models:
+        raise SystemExit(f"cost: give {models} numbers of layers and batches, or one of each")
+    return numbers
 
 
-def measure(
-    key: str, shape: Shape, batches: int, sizes: Sequence[int], options: Cost, device: str
-) -> Iterator[measuring.Message]:
+@dataclass(frozen=True)
+class Contest:
+    """One method at one shape, to be measured in a process of its own."""
+
+    key: str
+    shape: Shape
+    batches: int  # of a fit
+    options: Cost
+    device: str
+
+    @property
+    def prediction_batch_sizes(self) -> list[int]:
+        """The batch sizes to predict with, as far as they take no minutes."""
+        sizes = sorted(set(self.options.prediction_batch_sizes))
+        holds_jacobian = self.key.startswith("stock")
+        is_wide = self.shape.hidden_size > WIDEST_WITH_LARGE_BATCHES
+        on_cuda = torch.device(self.device).type == "cuda"
+        if holds_jacobian or (is_wide and not on_cuda):
+            largest = max(LARGEST_BATCH, sizes[0])
+            return [size for size in sizes if size <= largest]
+        return sizes
+
+    def messages(self) -> Iterator[Message]:
+        """Measure; yield figures, and failures as messages of the kind "failed"."""
+        messages, reason = measuring.run_limited(measure, (self,), self.options.limit)
+        for message in messages:
+            if message.kind != "ready":
+                yield message
+        if reason is not None:
+            yield Message("failed", {"what": "stopped", "reason": reason})
+
+
+def measure(contest: Contest) -> Iterator[Message]:
     """Make a model, fit a method and predict; yield the figures, or what failed and why."""
+    shape, options, device = contest.shape, contest.options, contest.device
     measuring.set_up(options)
+    # Libraries' warnings would come once for each process.
     logging.disable(logging.WARNING)
     model = random_llama(shape, device, options.seed)
-    loader = random_loader(shape, batches, device, options.seed)
+    loader = random_loader(shape, contest.batches, device, options.seed)
     # What PyTorch loads during its first passes counts for no method.
     warm_up = posterior("bare").build(model)
     warm_up.fit(random_loader(shape, 1, device, options.seed, batch_size=1))
-    before = measuring.megabytes_in_use(device)
+    megabytes_before = measuring.megabytes_in_use(device)
     measuring.limit_memory(options.memory_limit, device)
-    yield "ready", None
+    yield Message("ready")
 
-    la = posterior(key).build(model)
-    limits = (device, options.repetitions, options.limit)
-    figures = measuring.time_and_memory(lambda: la.fit(loader), *limits)
+    la = posterior(contest.key).build(model)
+    figures = measuring.time_and_memory(
+        lambda: la.fit(loader), device, options.repetitions, options.limit
+    )
+    fit = {
+        "phase": "fit",
+        **figures,
+        "batches": contest.batches,
+        "posterior_megabytes": _megabytes_of(la),
+    }
+    yield Message("fit", fit)
+    learns = contest.key in LEARNS
+    if learns:
+        la.amortize(loader)
+    for size in contest.prediction_batch_sizes:
+        yield _prediction(contest, la, "predict", "glm", size, megabytes_before)
+    if learns:
+        for size in contest.prediction_batch_sizes:
+            yield _prediction(contest, la, "amortized", "amortized", size, megabytes_before)
+
+
+def _megabytes_of(la: Any) -> float:
+    """Return what a posterior keeps of the training data."""
     parts = tree_leaves(la.state_dict()["H"])
     kept = sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
-    figures |= {"batches": batches, "posterior_megabytes": kept / measuring.BYTES_PER_MEGABYTE}
-    yield "fit", {"phase": "fit", **figures}
-    if key in LEARNS:
-        la.amortize(loader)
-    ways = {"predict": "glm", **({"amortized": "amortized"} if key in LEARNS else {})}
-    for (way, pred_type), size in product(ways.items(), sizes):
-        (batch,) = random_loader(shape, 1, device, options.seed + 1, size)
+    return kept / measuring.BYTES_PER_MEGABYTE
 
-        def predict(batch: Any = batch, pred_type: str = pred_type) -> None:
-            la(batch, pred_type=pred_type, link_approx="probit")
 
-        phase = f"{way} {size}"
-        try:
-            held = measuring.megabytes_in_use(device) - before
-            figures = measuring.time_and_memory(predict, *limits)
-            figures["peak_megabytes"] += held
-            yield "predict", {"phase": phase, **figures, "batches": 1}
-        except Exception as error:
-            yield "failed", {"what": phase, "reason": measuring.reason_of(error)}
+def _prediction(
+    contest: Contest, la: Any, name: str, pred_type: str, size: int, megabytes_before: float
+) -> Message:
+    """Measure predictions of one batch; what the posterior holds counts to their memory."""
+    options, device = contest.options, contest.device
+    (batch,) = random_loader(contest.shape, 1, device, options.seed + 1, size)
+
+    def predict() -> None:
+        la(batch, pred_type=pred_type, link_approx="probit")
+
+    phase = f"{name} {size}"
+    try:
+        held = measuring.megabytes_in_use(device) - megabytes_before
+        figures = measuring.time_and_memory(predict, device, options.repetitions, options.limit)
+    except Exception as error:  # memory may be too small for this size, and enough for others
+        return Message("failed", {"what": phase, "reason": measuring.reason_of(error)})
+    figures["peak_megabytes"] += held
+    return Message("predict", {"phase": phase, **figures, "batches": 1})
+
+
+def _add_bare_loops(rows: Sequence[Row]) -> None:
+    """Add to each row of one shape its time relative to that of the bare passes."""
+    bare = {row["phase"]: row["median"] for row in rows if row["contestant"] == "bare"}
+    for row in rows:
+        seconds = bare.get(row["phase"])
+        row["in_bare_loops"] = row["median"] / seconds if seconds else None
 
 
 def _growth(measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
-    """How the time that a fit adds to the bare loop, per batch and layer, grows with the width."""
+    """Fit how the time that a fit adds to the bare loop, per batch and layer, grows with width."""
     series = []
-    for key in (key for key in keys if key != "bare"):
+    for key in keys:
+        if key == "bare":
+            continue
         fits = [row for row in measured if row["contestant"] == key and row["phase"] == "fit"]
-        added = {
-            row["hidden_size"]: row["median"]
-            * (1 - 1 / row["in_bare_loops"])
-            / (row["batches"] * row["layers"])
-            for row in fits
-            if row["dtype"] == fits[0]["dtype"] and row["in_bare_loops"]
-        }
-        exponent = measuring.growth_exponent(list(added), list(added.values()))
-        name = {"name": f"{METHODS[key].title}, fit", "against": "hidden size"}
-        facts = {"sizes": list(added), "seconds": list(added.values()), "exponent": exponent}
-        series.append({**name, **facts})
+        added = {}
+        for row in fits:
+            if row["dtype"] == fits[0]["dtype"] and row["in_bare_loops"]:
+                share = 1 - 1 / row["in_bare_loops"]
+                count = row["batches"] * row["layers"]
+                added[row["hidden_size"]] = row["median"] * share / count
+        sizes = list(added)
+        seconds = list(added.values())
+        series.append(
+            {
+                "name": f"{METHODS[key].title}, fit",
+                "against": "hidden size",
+                "sizes": sizes,
+                "seconds": seconds,
+                "exponent": measuring.growth_exponent(sizes, seconds),
+            }
+        )
     return series
 
 
 def text_of(figures: Figures, options: Cost) -> list[str]:
-    """All figures in words and tables."""
-    rows = [
-        {**row, "seconds_of_a_batch": _spread(row, options.repetitions)}
-        for row in sorted(figures["measurements"], key=lambda row: [row[key] for key in PLACE])
-    ]
-    failures = [
-        f"- {row['name']} ({row['hidden_size']}, {row['dtype']}), {row['what']}: {row['reason']}"
-        for row in figures["failures"]
-    ]
-    return [
+    """Put all figures in words and tables."""
+    rows = []
+    for row in sorted(figures["measurements"], key=_place):
+        seconds = _spread(row, options.repetitions)
+        rows.append({**row, "seconds_of_a_batch": seconds})
+    parts = [
         "Random weights in the shape of Llama: they tell about shapes and speed only. The batches "
         f"of a fit have {options.batch_size} texts of {options.length} tokens and "
         f"{options.classes} classes.\nBare loops are the model's passes alone. Seconds are medians "
         f"of {options.repetitions} warm calls unless a number is given; megabytes are peaks over "
         "model and data.",
         table(rows, ["name", *PLACE, *FIGURES]),
-        *(["\n".join(failures)] if failures else []),
+    ]
+    failures = [
+        f"- {row['name']} ({row['hidden_size']}, {row['dtype']}), {row['what']}: {row['reason']}"
+        for row in figures["failures"]
+    ]
+    if failures:
+        parts.append("\n".join(failures))
+    parts += [
         "Growth of what a fit adds to the bare loop, for a batch and a layer: exponents of least "
         "squares in logarithms.",
         table(figures["growth"], ["name", "against", "sizes", "seconds", "exponent"]),
     ]
+    return parts
+
+
+def _place(row: Row) -> list[Any]:
+    return [row[key] for key in PLACE]
 
 
 def _spread(row: Row, repetitions: int) -> str:
-    """Median and range of a batch, and the number of calls where it is not the usual one."""
-    median, least, most = (row[key] / row["batches"] for key in ("median", "minimum", "maximum"))
-    text = f"{median:.3g} ({least:.3g} to {most:.3g}"
+    """Write median and range of a batch, and the number of calls where it is not the usual one."""
+    median = row["median"] / row["batches"]
+    least = row["minimum"] / row["batches"]
+    most = row["maximum"] / row["batches"]
+    remarks = [f"{least:.3g} to {most:.3g}"]
     if row["repetitions"] != repetitions:
-        text += f"; of {row['repetitions']}"
-    return text + (")" if row["warmed_up"] else ", not warmed up)")
+        remarks.append(f"; of {row['repetitions']}")
+    if not row["warmed_up"]:
+        remarks.append(", not warmed up")
+    return f"{median:.3g} ({''.join(remarks)})"
 
 
-def draw(measured: Sequence[Row], path: Path) -> None:
-    """Draw time and memory against the hidden size for the first dtype, a line per method."""
-    rows = [{**row, "seconds": row["median"] / row["batches"]} for row in measured]
-    panels = {}
-    for key, unit in (("seconds", "seconds a batch"), ("peak_megabytes", "MB over model and data")):
+def draw(measured: Sequence[Row], dtype: str, path: Path) -> None:
+    """Draw time and memory against the hidden size for one dtype, a line per method."""
+    panels: dict[str, Lines] = {}
+    units = {"seconds": "seconds a batch", "peak_megabytes": "MB over model and data"}
+    for key, unit in units.items():
         for phase in ("fit", HEADLINE):
             shown = [
-                row for row in rows if (row["phase"], row["dtype"]) == (phase, rows[0]["dtype"])
+                {**row, "seconds": row["median"] / row["batches"]}
+                for row in measured
+                if row["phase"] == phase and row["dtype"] == dtype
             ]
-            panels[f"{phase}, {unit}"] = lines(shown, "hidden_size", key)
-    draw_lines(path, panels, "Hidden size (random weights)", "log")
+            panels[f"{phase}, {unit}"] = lines(shown, x="hidden_size", y=key)
+    draw_lines(path, panels, xlabel="Hidden size (random weights)")

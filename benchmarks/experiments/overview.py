@@ -3,129 +3,216 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import matplotlib
 import pandas as pd
 from cycler import cycler
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.options import Overview
-from benchmarks.report import Lines, Result, Row, cell, label, records, save, table
+from benchmarks.report import (
+    Frame,
+    Line,
+    Lines,
+    Result,
+    Row,
+    as_frame,
+    cell,
+    explain_beside,
+    label,
+    records,
+    save,
+    table,
+)
 
 COUNTS = (1, 2, 3, 5)  # of members
-COLUMNS = ["accuracy", "nll", "ece", "regret", "trainings", "forward_passes"]
-COLUMNS += ["fit_seconds", "predict_seconds"]
+COLUMNS = [
+    "accuracy",
+    "nll",
+    "ece",
+    "regret",
+    "trainings",
+    "forward_passes",
+    "fit_seconds",
+    "predict_seconds",
+]
 FILES = ("calibration.json", "stages.json")
-SPANS = ["regret", "fit_seconds", "predict_seconds"]
-# What diagrams and overviews show of each method: its key, prior and link.
-KEYS = ("method", "prior", "link")
-ONE_BY_ONE = ("mc_dropout", "checkpoint_ensemble", "deep_ensemble", "tfb", "blob", "ivon")
-SHOWN = (
-    *((key, "", "") for key in ("map", *ONE_BY_ONE)),
-    ("kron", "marglik_layerwise", "probit"),
-    *(("lowrank_kron", prior, "mean_field") for prior in ("marglik_scalar", "tfb_rule")),
-    *(("lowrank_kron", prior, "mean_field") for prior in ("agreement", "validation_elsewhere")),
-    ("second_mixture", "validation_elsewhere", "mean_field"),
-    *(("temperature_scaling", prior, "") for prior in ("validation", "validation_elsewhere")),
-    *((f"staged_map_{n}", prior, "") for n in COUNTS for prior in ("", "held_out_temperature")),
-    ("label_smoothing", "held_out", ""),
-    ("staged_map_1_student", "swapped", ""),
-    *((f"staged_{n}", "held_out", "mean_field") for n in COUNTS),
-    *((f"staged_{n}_amortized", "swapped", "mean_field") for n in COUNTS),
-    *((f"staged_{n}_student", "swapped", "") for n in COUNTS),
-)
+SPANS = ("regret", "fit_seconds", "predict_seconds")
 PANELS = {"nll": "NLL above the least of the task", "ece": "ECE"}
+
+
+class Keys(NamedTuple):
+    """What a row is: the keys of its method, its prior and its link."""
+
+    method: str
+    prior: str = ""
+    link: str = ""
+
+
+def _mixtures() -> Iterator[Keys]:
+    """Yield what stages train, by the number of members: MAPs, posteriors, what those teach."""
+    for count in COUNTS:
+        yield Keys(f"staged_map_{count}")
+        yield Keys(f"staged_map_{count}", "held_out_temperature")
+    yield Keys("label_smoothing", "held_out")
+    yield Keys("staged_map_1_student", "swapped")
+    for count in COUNTS:
+        yield Keys(f"staged_{count}", "held_out", "mean_field")
+    for count in COUNTS:
+        yield Keys(f"staged_{count}_amortized", "swapped", "mean_field")
+    for count in COUNTS:
+        yield Keys(f"staged_{count}_student", "swapped")
+
+
+# What diagrams and overviews show, in this order.
+SHOWN = (
+    Keys("map"),
+    Keys("mc_dropout"),
+    Keys("checkpoint_ensemble"),
+    Keys("deep_ensemble"),
+    Keys("tfb"),
+    Keys("blob"),
+    Keys("ivon"),
+    Keys("kron", "marglik_layerwise", "probit"),
+    Keys("lowrank_kron", "marglik_scalar", "mean_field"),
+    Keys("lowrank_kron", "tfb_rule", "mean_field"),
+    Keys("lowrank_kron", "agreement", "mean_field"),
+    Keys("lowrank_kron", "validation_elsewhere", "mean_field"),
+    Keys("second_mixture", "validation_elsewhere", "mean_field"),
+    Keys("temperature_scaling", "validation"),
+    Keys("temperature_scaling", "validation_elsewhere"),
+    *_mixtures(),
+)
 
 
 def run(options: Overview) -> Iterator[Result]:
     """Read the runs; then draw."""
-    frame: Any = pd.concat([read(folder) for folder in options.runs], ignore_index=True)
-    frame = frame.drop_duplicates(["name", "task", "seed"])  # MAP is in every run
-    rows = frame.groupby(["name", "task"], sort=False)[COLUMNS].mean().reset_index()
-    of_all = rows.groupby("name", sort=False)[COLUMNS].mean().reset_index()
-    seeds = {task: sorted(set(of.seed)) for task, of in frame.groupby("task", sort=False)}
+    frame = read_all(options.runs)
+    of_tasks = frame.groupby(["name", "task"], sort=False)[COLUMNS].mean().reset_index()
+    of_all = of_tasks.groupby("name", sort=False)[COLUMNS].mean().reset_index()
+    seeds = {task: sorted(set(rows["seed"])) for task, rows in frame.groupby("task", sort=False)}
     parts = [table(records(of_all), ["name", *COLUMNS])]
-    for task, of_task in rows.groupby("task", sort=False):
+    for task, rows in of_tasks.groupby("task", sort=False):
         parts.append(f"{task}, seeds {', '.join(map(str, seeds[task]))}:")
-        parts.append(table(of_task.to_dict("records"), ["name", *COLUMNS]))
+        parts.append(table(rows.to_dict("records"), ["name", *COLUMNS]))
     against = run_by_run(frame, options.ours)
-    parts += [f"{options.ours}, against each method run by run:", table(against)]
-    figures = {"tasks": records(rows), "all": records(of_all), "seeds": seeds, "against": against}
+    parts.append(f"{options.ours}, against each method run by run:")
+    parts.append(table(against))
+    figures = {
+        "tasks": records(of_tasks),
+        "all": records(of_all),
+        "seeds": seeds,
+        "against": against,
+    }
     yield figures, parts
-    draw(rows, options.output / "overview.png")
-    draw_costs(over_cost(rows), options.output / "costs.png")
+    draw(of_tasks, options.output / "overview.png")
+    draw_costs(over_cost(of_tasks), options.output / "costs.png")
 
 
-def run_by_run(frame: Any, ours: str) -> list[Row]:
-    """In how many runs our NLL and ECE are lower than each method's, and what all runs lie within.
+def run_by_run(frame: Frame, ours: str) -> list[Row]:
+    """Count in how many runs our NLL and ECE are lower than each method's.
 
-    Differences of accuracy are ours less the other's.
+    Differences of accuracy are ours less the other's; of other figures all runs lie within a span.
     """
-    own, rows = frame[frame["name"] == ours], []
+    of_ours = frame[frame["name"] == ours]
+    rows = []
     for name, other in frame.groupby("name", sort=False):
-        both = own.merge(other, on=["task", "seed"], suffixes=("", "_other"))
-        row: Row = {"name": name, "runs": len(both)}
-        for key in ("nll", "ece"):
-            row[f"lower_{key}"] = int((both[key] < both[f"{key}_other"]).sum())
-        row["accuracy_difference"] = span(both["accuracy"] - both["accuracy_other"])
-        rows.append(row | {key: span(other[key]) for key in SPANS})
+        both = of_ours.merge(other, on=["task", "seed"], suffixes=("", "_other"))
+        row: Row = {
+            "name": name,
+            "runs": len(both),
+            "lower_nll": int((both["nll"] < both["nll_other"]).sum()),
+            "lower_ece": int((both["ece"] < both["ece_other"]).sum()),
+            "accuracy_difference": span(both["accuracy"] - both["accuracy_other"]),
+        }
+        for key in SPANS:
+            row[key] = span(other[key])
+        rows.append(row)
     return rows
 
 
-def span(values: Any) -> str | None:
-    """Least and largest of some numbers in words."""
+def span(values: Frame) -> str | None:
+    """Put least and largest of some numbers in words."""
     known = values.dropna()
-    return None if known.empty else f"{cell(known.min())} to {cell(known.max())}"
+    if known.empty:
+        return None
+    return f"{cell(known.min())} to {cell(known.max())}"
 
 
-def read(folder: Path) -> Any:
-    """The rows to show from a run of `calibration` or `stages`, with the task's name."""
+def read_all(folders: Sequence[Path]) -> Frame:
+    """Read the rows to show from several runs, each once: MAP is in every run."""
+    frame = pd.concat([read(folder) for folder in folders], ignore_index=True)
+    return frame.drop_duplicates(["name", "task", "seed"])
+
+
+def read(folder: Path) -> Frame:
+    """Read the rows to show from a run of `calibration` or `stages`, with the task's name."""
     (file,) = (folder / name for name in FILES if (folder / name).exists())
     figures = json.loads(file.read_text(encoding="utf-8"))
     rows = shown(figures["methods"])
-    frame = pd.DataFrame(rows).assign(
-        name=[label(row) for row in rows], task=figures["task"]["name"]
+    frame = as_frame(rows).assign(
+        name=[label(row) for row in rows],
+        task=figures["task"]["name"],
     )
+    # Not every experiment measures every column.
     return frame.reindex(columns=["name", "task", "seed", *COLUMNS])
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
-    """Rows that belong in diagrams and overviews, in the order of `SHOWN`."""
-    return [row for keys in SHOWN for row in rows if tuple(row[key] for key in KEYS) == keys]
+    """Keep rows that belong in diagrams and overviews, in the order of `SHOWN`."""
+    kept = []
+    for keys in SHOWN:
+        kept += [row for row in rows if Keys(row["method"], row["prior"], row["link"]) == keys]
+    return kept
 
 
-def over_cost(rows: Any) -> Lines:
-    """NLL over the forward passes of a prediction, a point for each method."""
-    above = rows.assign(nll=rows["nll"] - rows.groupby("task")["nll"].transform("min"))
+def over_cost(rows: Frame) -> Lines:
+    """Find NLL and forward passes of a prediction, a point for each method."""
+    least = rows.groupby("task")["nll"].transform("min")
+    # Tasks differ in how hard they are; what counts is how far a method is from the best.
+    above = rows.assign(nll=rows["nll"] - least)
     means = above.groupby("name", sort=False)[["forward_passes", "nll"]].mean().dropna()
-    return {str(name): ([x], [y]) for name, x, y in means.itertuples()}
+    points = {}
+    for name, passes, nll in means.itertuples():
+        points[str(name)] = Line([passes], [nll])
+    return points
 
 
 def draw_costs(points: Lines, path: Path) -> None:
     """Draw a point for each method: how good it is over what a prediction costs."""
     figure = Figure(figsize=(10, 5), layout="constrained")
     panel = figure.subplots()
-    colours: Any = matplotlib.colormaps["tab10"]
-    panel.set_prop_cycle(cycler(marker=["o", "^", "s", "x"]) * cycler(color=colours.colors))
-    for name, (passes, nll) in points.items():
-        panel.plot(passes, nll, linestyle="", label=name)
+    colours = matplotlib.color_sequences["tab10"]
+    # There are more methods than colours.
+    panel.set_prop_cycle(cycler(marker=["o", "^", "s", "x"]) * cycler(color=colours))
+    for name, point in points.items():
+        panel.plot(point.x, point.y, linestyle="", label=name)
     panel.set(xlabel="Forward passes of a prediction", ylabel=PANELS["nll"])
-    save(figure, path, panel)
+    explain_beside(figure, [panel])
+    save(figure, path)
 
 
-def draw(rows: Any, path: Path) -> None:
+def draw(rows: Frame, path: Path) -> None:
     """Draw NLL and ECE of every method in two panels, a mark per task."""
-    figure = Figure(figsize=(10, 0.3 * rows["name"].nunique() + 1.5), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, (key, title) in zip(panels, PANELS.items(), strict=True):
-        least = rows.groupby("task")[key].transform("min") if key == "nll" else 0.0
-        drawn = rows.assign(value=rows[key] - least)
-        for task, of_task in drawn.groupby("task", sort=False):
-            panel.plot(of_task["value"], of_task["name"], "o", label=task)
-        means = drawn.groupby("name", sort=False)["value"].mean()
-        panel.plot(means, means.index, "k|", markersize=14, label="mean")
-        panel.set(xlabel=title, xlim=(0, None))
-        panel.grid(axis="y", alpha=0.3)
-    panels[0].invert_yaxis()
-    save(figure, path, panels[0])
+    height = 0.3 * rows["name"].nunique() + 1.5
+    figure = Figure(figsize=(10, height), layout="constrained")
+    nll, ece = figure.subplots(1, 2, sharey=True)
+    least = rows.groupby("task")["nll"].transform("min")
+    _draw_marks(nll, rows.assign(value=rows["nll"] - least), PANELS["nll"])
+    _draw_marks(ece, rows.assign(value=rows["ece"]), PANELS["ece"])
+    # Tables begin at the top.
+    nll.invert_yaxis()
+    explain_beside(figure, [nll])
+    save(figure, path)
+
+
+def _draw_marks(panel: Axes, rows: Frame, title: str) -> None:
+    """Draw the column "value" of every method, and its mean over the tasks."""
+    for task, of_task in rows.groupby("task", sort=False):
+        panel.plot(of_task["value"], of_task["name"], "o", label=task)
+    means = rows.groupby("name", sort=False)["value"].mean()
+    panel.plot(means, means.index, "k|", markersize=14, label="mean")
+    panel.set(xlabel=title, xlim=(0, None))
+    panel.grid(axis="y", alpha=0.3)

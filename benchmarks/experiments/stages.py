@@ -1,22 +1,44 @@
 """Training in stages and mixtures of what it trains, beside what they compete with."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import partial
+from dataclasses import dataclass
 from time import process_time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
-from torch.utils.data import DataLoader
 
 from benchmarks import report
-from benchmarks.experiments.calibration import Tests, figures_of, text_of
+from benchmarks.experiments.calibration import Costs, Tests, figures_of, text_of
 from benchmarks.experiments.overview import COUNTS, shown
-from benchmarks.fine_tuning import MEMBER_SEEDS, TEST, Pretrained, fine_tune, prepare, untrained
-from benchmarks.methods.method import Loaders, fit_temperature, labels_of
+from benchmarks.fine_tuning import (
+    MEMBER_SEEDS,
+    TEST,
+    TRAIN,
+    Pretrained,
+    fine_tune,
+    prepare,
+    untrained,
+)
+from benchmarks.methods import METHODS
+from benchmarks.methods.method import (
+    Loaders,
+    Method,
+    Probabilities,
+    fit_temperature,
+    labels_of,
+)
 from benchmarks.methods.posteriors import over_lora
-from benchmarks.methods.priors import FACTORS, Prior, probabilities
+from benchmarks.methods.priors import (
+    FACTORS,
+    NO_PRIOR,
+    Prediction,
+    Prior,
+    geometric_mean,
+    probabilities,
+    regret_of,
+)
 from benchmarks.methods.students import Scaled, predict_with_student
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Stages
@@ -31,23 +53,38 @@ from laplace_lora_ext.stages import SECOND_STAGE
 from laplace_lora_ext.training.students import STEPS
 
 HELD_OUT = 0.2
+FIRST_STAGE = 1 - HELD_OUT  # of the steps, as of the texts
 HELD = "held-out texts"
 LINK = "mean_field"
 EXPLAINED = (
     "Trainings are steps relative to an ordinary training's; forward passes are the seconds of a "
     "prediction relative to the bare model's; seconds are processor time."
 )
-FIGURES = ("accuracy", "nll", "ece", "regret", "chosen", "trainings", "forward_passes")
-FIGURES += ("fit_seconds", "predict_seconds")
+FIGURES = (
+    "accuracy",
+    "nll",
+    "ece",
+    "regret",
+    "chosen",
+    "trainings",
+    "forward_passes",
+    "fit_seconds",
+    "predict_seconds",
+)
 TEMPERATURE = Prior("held_out_temperature", "temperature of the held-out texts")
 HELD_OUT_TEXTS = Prior("held_out", "held-out texts")
 VALIDATION = Prior("validation", "validation")
 ELSEWHERE = Prior("validation_elsewhere", "second training")
+SWAPPED = "swapped"  # copies of the training texts in which some tokens are those of others
 TAUGHT_BY = {
     None: Prior("training_texts", "training texts"),
-    "swapped": Prior("swapped", "training texts and swapped copies"),
+    SWAPPED: Prior("swapped", "training texts and swapped copies"),
 }
 MOST_TAUGHT = 2  # members of a mixture that teaches
+
+TEMPERATURE_SCALING = Method("temperature_scaling", "Temperature scaling")
+SECOND_MIXTURE = Method("second_mixture", "Mixture of two")
+LABEL_SMOOTHING = Method("label_smoothing", "Label smoothing in stages")
 
 
 def run(options: Stages) -> Iterator[Result]:
@@ -56,15 +93,22 @@ def run(options: Stages) -> Iterator[Result]:
     for seed in options.seeds:
         pretrained = prepare(options, seed)
         trial = Trial(pretrained, seed)
-        for part in (trial.ordinary, trial.in_stages, trial.smoothed):
-            rows += part()
+        # Each part begins when the one before it has been reported.
+        parts = (
+            trial.ordinary(),
+            trial.in_stages(options.members),
+            trial.smoothed(options.smoothing),
+        )
+        for part in parts:
+            rows += part
             words = text_of(pretrained, rows, FIGURES)
             yield figures_of(pretrained, rows), [*words, EXPLAINED]
     first = [row for row in rows if row["seed"] == options.seeds[0]]
     report.draw_reliability(shown(first), options.output / "reliability.png")
 
 
-class Member(NamedTuple):
+@dataclass(frozen=True)
+class Member:
     """A posterior, what it keeps of data sets, and the seconds of both."""
 
     la: Any
@@ -72,180 +116,246 @@ class Member(NamedTuple):
     seconds: float
 
     def predict(self, name: str, prior_precision: torch.Tensor) -> torch.Tensor:
-        """Class probabilities (texts, classes) of a data set."""
-        return probabilities(self.la, self.statistics[name].moments(prior_precision), LINK)
+        """Compute class probabilities (texts, classes) of a data set."""
+        moments = self.statistics[name].moments(prior_precision)
+        return probabilities(self.la, moments, LINK)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Times of a prediction of all test texts."""
+
+    bare: float  # by the model itself
+    exact: float  # by a posterior
 
 
 class Trial:
     """One seed: trains, and measures how what it has trained predicts."""
 
+    seconds: Seconds  # the ordinary training's, with which the others are compared
+
     def __init__(self, pretrained: Pretrained, seed: int) -> None:
-        self.pretrained, self.options, self.seed = pretrained, pretrained.options, seed
-        self.whole = pretrained.loader("train")
-        labels = torch.tensor([record["labels"] for record in self.whole.dataset])
-        ((rest, held),) = divided(self.whole, HELD_OUT, labels)
-        self.rest, self.held = pretrained.loader(list(rest)), pretrained.loader(list(held))
+        self.pretrained = pretrained
+        self.options = pretrained.options
+        self.seed = seed
+        self.records = pretrained.data[TRAIN]
+        self.batches = pretrained.loader(self.records)
+        ((rest, held),) = divided(self.batches, HELD_OUT, labels_of(self.records))
+        self.rest: Records = list(rest)
+        self.held: Records = list(held)
+        self.held_loaders = {HELD: pretrained.loader(self.held)}
+        self.held_labels = labels_of(self.held)
         self.tests = Tests(pretrained, seed)
         self.loaders = self.tests.loaders
-        self.seconds: dict[str, float] = {}  # of a prediction of all test texts, by its kind
 
-    def ordinary(self) -> list[Row]:
-        """Ordinary training, and a second one that holds out a fifth of the texts."""
-        model = fine_tune(self.pretrained, self._records(self.whole), self.seed)
-        own = self._fitted(model.model, self.whole, self.loaders)
-        self.seconds = {
-            "bare": self.tests.seconds(lambda batch: model.logits([batch])),
-            "exact": self.tests.seconds(lambda batch: own.la(batch, link_approx=LINK)),
-        }
+    def ordinary(self) -> Iterator[Row]:
+        """Train as usual, and a second time with a fifth of the texts held out."""
+        model = fine_tune(self.pretrained, self.records, self.seed)
+        member = self._fitted(model.model, self.records, self.loaders)
+        self.seconds = Seconds(
+            bare=self.tests.seconds(lambda batch: model.logits([batch])),
+            exact=self.tests.seconds(lambda batch: member.la(batch, link_approx=LINK)),
+        )
+        other = self._second_training(model.model, member)
+        chosen = member.la.prior_precision
+        temperature = self._temperature([other])
+        fit_seconds = member.seconds + other.seconds
+        yield self.tests.row(
+            METHODS["map"],
+            self._of_maps([member]),
+            self._costs_of_maps(1, trainings=1),
+        )
+        # The second training alone: its held-out texts are the validation texts of its own model.
+        yield self.tests.row(
+            TEMPERATURE_SCALING,
+            self._of_maps([other], VALIDATION, temperature),
+            self._costs_of_maps(1, trainings=FIRST_STAGE),
+        )
+        both_trainings = 1 + FIRST_STAGE
+        yield self.tests.row(
+            TEMPERATURE_SCALING,
+            self._of_maps([member], ELSEWHERE, temperature),
+            self._costs_of_maps(1, trainings=both_trainings),
+        )
+        yield self.tests.row(
+            METHODS["lowrank_kron"],
+            self._of_posteriors([member], ELSEWHERE, [chosen]),
+            self._costs_of_posteriors(1, both_trainings, fit_seconds),
+        )
+        yield self.tests.row(
+            SECOND_MIXTURE,
+            self._of_posteriors([member, other], ELSEWHERE, [chosen, chosen]),
+            self._costs_of_posteriors(2, both_trainings, fit_seconds),
+        )
+
+    def _second_training(self, model: Any, member: Member) -> Member:
+        """Choose the prior precision of a posterior by a second training; return that one's."""
 
         def train(examples: Any) -> Any:
-            self._add_member(model.model, 1)
-            self.train(model.model, list(examples), 1 - HELD_OUT, 1)
-            return model.model
+            self._add_member(model, 1)
+            self.train(model, list(examples), FIRST_STAGE, 1)
+            return model
 
-        how: Any = {"method": "second_training", "train": train, "train_loader": self.whole}
-        (second,) = own.la.optimize_prior_precision(**how).posteriors
-        other = self._with_statistics(second, {HELD: self.held, **self.loaders})
-        both, chosen = [own, other], [own.la.prior_precision] * 2
-        temperature = self._temperature([other])
-        scaling = ("temperature_scaling", "Temperature scaling")
-        mixture = ("second_mixture", "Mixture of two")
-        elsewhere = partial(self.tests.row, prior=ELSEWHERE, trainings=2 - HELD_OUT)
-        fits: Any = {"fit_seconds": own.seconds + other.seconds}
-        return [
-            self.tests.row("map", "MAP", **self._bare([own]), trainings=1),
-            self.tests.row(
-                *scaling,
-                **self._bare([other], temperature),
-                trainings=1 - HELD_OUT,
-                prior=VALIDATION,
-            ),
-            elsewhere(*scaling, **self._bare([own], temperature)),
-            elsewhere("lowrank_kron", "lowrank_kron", **self._exact([own], chosen[:1]), **fits),
-            elsewhere(*mixture, **self._exact(both, chosen), **fits),
-        ]
+        mixture = member.la.optimize_prior_precision(
+            method="second_training",
+            train=train,
+            train_loader=self.batches,
+        )
+        (second,) = mixture.posteriors
+        return self._with_statistics(second, {**self.held_loaders, **self.loaders})
 
-    def in_stages(self) -> list[Row]:
-        """What `laplace_lora_ext.in_stages` comes to for each number of members, and MAPs alone.
+    def in_stages(self, members: int) -> Iterator[Row]:
+        """Do what `laplace_lora_ext.in_stages` does for each number of members, and MAPs alone.
 
         It is put together here from its parts, since more members share what fewer have trained
         and fitted: a test asks for equality.
         """
-        counts = [count for count in COUNTS if count <= self.options.members]
+        counts = [count for count in COUNTS if count <= members]
         model = untrained(self.pretrained, self.seed)
         activate = [active_again(model)]
         for number in range(1, counts[-1]):
             self._add_member(model, number)
             activate.append(active_again(model))
-        firsts: list[Member] = []
-        for number, again in enumerate(activate):
-            again()
-            self.train(model, self._records(self.rest), 1 - HELD_OUT, number)
-            firsts.append(self._fitted(model, self.rest, {HELD: self.held}))
+        firsts = self._stage(model, activate, self.rest, FIRST_STAGE, self.held_loaders)
+        # The second stage changes the weights that these posteriors are around.
         choices = {count: self._choices(firsts[:count]) for count in counts}
-        seconds: list[Member] = []
-        for number, again in enumerate(activate):
-            again()
-            self.train(model, self._records(self.whole), SECOND_STAGE, number)
-            seconds.append(self._fitted(model, self.whole, self.loaders))
-        return [row for n in counts for row in self._staged(firsts[:n], seconds[:n], choices[n])]
+        seconds = self._stage(model, activate, self.records, SECOND_STAGE, self.loaders)
+        for count in counts:
+            yield from self._staged(firsts[:count], seconds[:count], choices[count])
+
+    def _stage(
+        self,
+        model: Any,
+        activate: Sequence[Callable[[], None]],
+        records: Records,
+        share: float,
+        loaders: Loaders,
+    ) -> list[Member]:
+        """Train all members on some texts, and fit them to these."""
+        members = []
+        for number, activate_member in enumerate(activate):
+            activate_member()
+            self.train(model, records, share, number)
+            members.append(self._fitted(model, records, loaders))
+        return members
 
     def _staged(
-        self, firsts: list[Member], members: list[Member], choices: list[torch.Tensor]
+        self,
+        firsts: list[Member],
+        members: list[Member],
+        prior_precisions: list[torch.Tensor],
     ) -> Iterator[Row]:
-        """Rows of some members."""
+        """Measure some members."""
         count = len(members)
-        names = ("In stages, MAP", "In stages")
-        if count > 1:
-            names = (f"{count} MAPs in stages", f"Mixture of {count} in stages")
-        trainings = count * (1 - HELD_OUT + SECOND_STAGE)
-        bare = partial(self.tests.row, f"staged_map_{count}", names[0], trainings=trainings)
-        yield bare(**self._bare(members))
+        maps = Method(f"staged_map_{count}", f"{count} MAPs in stages")
+        posteriors = Method(f"staged_{count}", f"Mixture of {count} in stages")
+        if count == 1:
+            maps = Method("staged_map_1", "In stages, MAP")
+            posteriors = Method("staged_1", "In stages")
+        trainings = count * (FIRST_STAGE + SECOND_STAGE)
+        fit_seconds = sum(member.seconds for member in (*firsts, *members))
+        of_maps = self._costs_of_maps(count, trainings)
+        yield self.tests.row(maps, self._of_maps(members), of_maps)
         temperature = self._temperature(firsts)
-        yield bare(**self._bare(members, temperature), prior=TEMPERATURE)
-        costs = {
-            "trainings": trainings,
-            "fit_seconds": sum(member.seconds for member in (*firsts, *members)),
-        }
-        row = partial(self.tests.row, f"staged_{count}", names[1], **costs)
-        yield row(**self._exact(members, choices), prior=HELD_OUT_TEXTS)
-        las: list[Any] = [copy(member.la) for member in members]
-        for la, prior_precision in zip(las, choices, strict=True):
-            la.prior_precision = prior_precision
-        la = las[0] if count == 1 else LaplaceMixture(las)
-        if count <= MOST_TAUGHT:
-            yield from self._in_one_pass(la, f"staged_{count}", names[1], costs)
+        yield self.tests.row(maps, self._of_maps(members, TEMPERATURE, temperature), of_maps)
+        yield self.tests.row(
+            posteriors,
+            self._of_posteriors(members, HELD_OUT_TEXTS, prior_precisions),
+            self._costs_of_posteriors(count, trainings, fit_seconds),
+        )
+        if count > MOST_TAUGHT:
+            return
+        la = _joined(members, prior_precisions)
+        # One member shows what the texts without labels are good for; two take them for granted.
+        taught_by = (None, SWAPPED) if count == 1 else (SWAPPED,)
+        for unlabelled in taught_by:
+            yield self._amortized(la, unlabelled, posteriors, trainings, fit_seconds)
+            yield self._student(la, unlabelled, posteriors, trainings, fit_seconds)
         if count == 1:
             scaled = Scaled(la, temperature)
-            costs = {"trainings": trainings}
-            yield self._student(scaled, "swapped", bare.args[0], "In stages, temperature", costs)
+            method = Method(maps.key, "In stages, temperature")
+            yield self._student(scaled, SWAPPED, method, trainings, fit_seconds=0.0)
 
-    def _in_one_pass(
-        self, la: Any, method: str, name: str, costs: dict[str, float]
-    ) -> Iterator[Row]:
-        """What a posterior or a mixture teaches: its variances, and an adapter of its own."""
-        for unlabelled in (None, "swapped") if method == "staged_1" else ("swapped",):
-            say(self.options, f"Seed {self.seed}: {name}, taught by {unlabelled or 'its texts'}")
-            started = process_time()
-            la.amortize(self.whole, unlabelled=unlabelled)
-            fit_seconds = costs["fit_seconds"] + process_time() - started
+    def _amortized(
+        self,
+        la: Any,
+        unlabelled: str | None,
+        method: Method,
+        trainings: float,
+        fit_seconds: float,
+    ) -> Row:
+        """Learn the variances of a posterior or a mixture, and predict in one pass."""
+        taught_by = unlabelled or "its texts"
+        say(self.options, f"Seed {self.seed}: {method.title}, taught by {taught_by}")
+        started = process_time()
+        la.amortize(self.batches, unlabelled=unlabelled)
+        fit_seconds += process_time() - started
 
-            def predict(batch: Any) -> torch.Tensor:
-                return la(batch, pred_type="amortized", link_approx=LINK).detach().cpu()
+        def predict(batch: Any) -> torch.Tensor:
+            return la(batch, pred_type="amortized", link_approx=LINK).detach().cpu()
 
-            seconds = self.tests.seconds(predict)
-            yield self.tests.row(
-                f"{method}_amortized",
-                f"{name}, learnt variance",
-                {key: torch.cat([*map(predict, loader)]) for key, loader in self.loaders.items()},
-                prior=TAUGHT_BY[unlabelled],
-                link=LINK,
-                predict_seconds=seconds,
-                forward_passes=seconds / self.seconds["bare"],
-                **{**costs, "fit_seconds": fit_seconds},
-            )
-            yield self._student(la, unlabelled, method, name, costs)
+        predict_seconds = self.tests.seconds(predict)
+        prediction = Prediction(
+            {
+                name: torch.cat([predict(batch) for batch in loader])
+                for name, loader in self.loaders.items()
+            },
+            prior=TAUGHT_BY[unlabelled],
+            link=LINK,
+        )
+        costs = Costs(
+            predict_seconds=predict_seconds,
+            forward_passes=predict_seconds / self.seconds.bare,
+            fit_seconds=fit_seconds,
+            trainings=trainings,
+        )
+        named = Method(f"{method.key}_amortized", f"{method.title}, learnt variance")
+        return self.tests.row(named, prediction, costs)
 
     def _student(
-        self, teacher: Any, unlabelled: str | None, method: str, name: str, costs: dict[str, float]
+        self,
+        teacher: Any,
+        unlabelled: str | None,
+        method: Method,
+        trainings: float,
+        fit_seconds: float,
     ) -> Row:
+        """Teach an adapter of its own what a posterior, a mixture or a temperature predicts."""
         started = process_time()
-        found = predict_with_student(teacher, self.pretrained, unlabelled, self.seed, self.loaders)
-        return self.tests.row(
-            f"{method}_student",
-            f"{name}, student",
-            found,
-            prior=TAUGHT_BY[unlabelled],
-            trainings=costs["trainings"] + STEPS,
-            fit_seconds=costs.get("fit_seconds", 0.0) + process_time() - started,
-            predict_seconds=self.seconds["bare"],
+        taught = predict_with_student(teacher, self.pretrained, unlabelled, self.seed, self.loaders)
+        costs = Costs(
+            predict_seconds=self.seconds.bare,
             forward_passes=1.0,
+            fit_seconds=fit_seconds + process_time() - started,
+            trainings=trainings + STEPS,
         )
+        named = Method(f"{method.key}_student", f"{method.title}, student")
+        return self.tests.row(named, Prediction(taught, TAUGHT_BY[unlabelled]), costs)
 
-    def smoothed(self) -> list[Row]:
-        """Training in stages with label smoothing, as much of it as held-out texts prefer."""
+    def smoothed(self, amounts: Sequence[float]) -> Iterator[Row]:
+        """Train in stages with label smoothing, as much of it as held-out texts prefer."""
         losses: dict[float, float] = {}
-        for amount in (0.0, *self.options.smoothing):
-            logits = self._smoothed(amount).logits(self.held)
-            losses[amount] = negative_log_likelihood(logits.softmax(-1), labels_of(self.held))
-        amount = min(losses, key=lambda tried: losses[tried])
-        model = self._smoothed(amount)
-        self.train(model.model, self._records(self.whole), SECOND_STAGE, 0, amount)
-        found = {name: model.logits(loader).softmax(-1) for name, loader in self.loaders.items()}
-        name = ("label_smoothing", "Label smoothing in stages")
-        trainings = len(losses) * (1 - HELD_OUT) + SECOND_STAGE
-        bare = {"predict_seconds": self.seconds["bare"], "forward_passes": 1.0}
-        own = {"prior": HELD_OUT_TEXTS, "chosen": amount, "trainings": trainings, **bare}
-        return [self.tests.row(*name, found, **own)]
+        for amount in (0.0, *amounts):
+            first = self._first_stage(amount)
+            logits = first.logits(self.held_loaders[HELD])
+            losses[amount] = negative_log_likelihood(logits.softmax(-1), self.held_labels)
+        best = min(losses, key=lambda amount: losses[amount])
+        # Read from the cache: of all the amounts only one first stage has to be in memory.
+        model = self._first_stage(best)
+        self.train(model.model, self.records, SECOND_STAGE, 0, best)
+        prediction = Prediction(
+            {name: model.logits(loader).softmax(-1) for name, loader in self.loaders.items()},
+            prior=HELD_OUT_TEXTS,
+            chosen=best,
+        )
+        trainings = len(losses) * FIRST_STAGE + SECOND_STAGE
+        yield self.tests.row(LABEL_SMOOTHING, prediction, self._costs_of_maps(1, trainings))
 
-    def _smoothed(self, amount: float) -> AdaptedModel:
-        """The model after a first stage with smoothed labels."""
+    def _first_stage(self, smoothing: float) -> AdaptedModel:
+        """Train a model on the texts that are not held out, with smoothed labels."""
         model = untrained(self.pretrained, self.seed)
-        self.train(model, self._records(self.rest), 1 - HELD_OUT, 0, amount)
+        self.train(model, self.rest, FIRST_STAGE, 0, smoothing)
         return AdaptedModel(model, self.pretrained.class_token_ids)
-
-    def _records(self, loader: DataLoader) -> Records:
-        return loader.dataset  # pyright: ignore[reportReturnType]
 
     def _add_member(self, model: Any, number: int) -> None:
         transformers.set_seed(self.seed + MEMBER_SEEDS * number)
@@ -259,74 +369,116 @@ class Trial:
         say(self.options, f"Seed {self.seed}: training {number} for {share:g} of the steps")
         transformers.set_seed(seed)
         adapted = AdaptedModel(model, self.pretrained.class_token_ids)
-        loader = self.pretrained.loader(records, generator=torch.Generator().manual_seed(seed))
-        settings = self.pretrained.hyperparameters.for_share(share)
-        recipe = Smoothed(smoothing) if smoothing else None
-        self.pretrained.train_or_read(adapted.logits_model, loader, settings, seed, recipe)
+        self.pretrained.train_or_read(
+            adapted.logits_model,
+            records,
+            self.pretrained.hyperparameters.for_share(share),
+            seed,
+            recipe=Smoothed(smoothing) if smoothing else None,
+        )
 
-    def _fitted(self, model: Any, data: DataLoader, loaders: Loaders) -> Member:
+    def _fitted(self, model: Any, records: Records, loaders: Loaders) -> Member:
+        """Fit a posterior to the texts that its model was trained on."""
         say(self.options, f"Seed {self.seed}: fitting")
         started = process_time()
         la = over_lora(AdaptedModel(model, self.pretrained.class_token_ids))
-        la.fit(self.pretrained.loader(self._records(data)), progress_bar=not self.options.quiet)
+        la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
         return self._with_statistics(la, loaders, process_time() - started)
 
     def _with_statistics(self, la: Any, loaders: Loaders, seconds: float = 0.0) -> Member:
-        """A posterior and its statistics; those of test texts are no part of a fit's seconds."""
+        """Collect a posterior's statistics; those of test texts are no part of a fit's seconds."""
         statistics = {}
         for name, loader in loaders.items():
             started = process_time()
             statistics[name] = la.predictive_statistics(loader)
-            seconds += 0 if name in self.loaders else process_time() - started
+            if name not in self.loaders:
+                seconds += process_time() - started
         return Member(la, statistics, seconds)
 
     def _choices(self, firsts: Sequence[Member]) -> list[torch.Tensor]:
-        """What held-out texts choose for one posterior, or for the mixture of several."""
-        held: Any = [member.statistics[HELD] for member in firsts]
+        """Let held-out texts choose for one posterior, or for the mixture of several."""
+        held = tuple(member.statistics[HELD] for member in firsts)
         if len(firsts) == 1:
-            choice = copy(firsts[0].la)
-            members = [choice]
-            (held,) = held
+            la = copy(firsts[0].la)
+            (val_loader,) = held
+            chosen_for = [la]
         else:
-            choice = LaplaceMixture([member.la for member in firsts])
-            members = choice.members
-            held = MixtureStatistics(tuple(held), ())
-        choice.optimize_prior_precision(method="gridsearch", val_loader=held, link_approx=LINK)
-        return [la.prior_precision.clone() for la in members]
+            la = LaplaceMixture([member.la for member in firsts])
+            val_loader = MixtureStatistics(held, ())
+            chosen_for = la.members
+        la.optimize_prior_precision(method="gridsearch", val_loader=val_loader, link_approx=LINK)
+        return [each.prior_precision.clone() for each in chosen_for]
 
     def _temperature(self, members: Sequence[Member]) -> float:
-        """The temperature with which the members' mean predicts held-out texts best."""
+        """Find the temperature with which the members' mean predicts held-out texts best."""
         logits = torch.stack([member.statistics[HELD].f_mu for member in members])
-        return fit_temperature(logits, labels_of(self.held))
+        return fit_temperature(logits, self.held_labels)
 
-    def _bare(self, members: Sequence[Member], temperature: float | None = None) -> dict[str, Any]:
-        """Predictions of the members' models, and their cost."""
-        found = {}
+    def _of_maps(
+        self,
+        members: Sequence[Member],
+        prior: Prior = NO_PRIOR,
+        temperature: float | None = None,
+    ) -> Prediction:
+        """Predict with the members' models, without their posteriors."""
+        mean: Probabilities = {}
         for name in self.loaders:
             logits = torch.stack([member.statistics[name].f_mu for member in members])
-            found[name] = (logits / (temperature or 1)).softmax(-1).mean(0)
-        passes = float(len(members))
-        cost = {"predict_seconds": passes * self.seconds["bare"], "forward_passes": passes}
-        return {"probabilities": found, "chosen": temperature, **cost}
+            if temperature is not None:
+                logits = logits / temperature
+            mean[name] = logits.softmax(-1).mean(0)
+        return Prediction(mean, prior, chosen=temperature)
 
-    def _exact(
-        self, members: Sequence[Member], prior_precisions: Sequence[torch.Tensor]
-    ) -> dict[str, Any]:
-        """Predictions of posteriors, with their regret and cost."""
-        own = list(zip(members, prior_precisions, strict=True))
+    def _of_posteriors(
+        self,
+        members: Sequence[Member],
+        prior: Prior,
+        prior_precisions: Sequence[torch.Tensor],
+    ) -> Prediction:
+        """Predict with posteriors, and measure their regret."""
 
         def predicted(name: str, factor: float | torch.Tensor = 1.0) -> torch.Tensor:
-            return torch.stack([member.predict(name, factor * x) for member, x in own]).mean(0)
+            of_members = [
+                member.predict(name, factor * prior_precision)
+                for member, prior_precision in zip(members, prior_precisions, strict=True)
+            ]
+            return torch.stack(of_members).mean(0)
 
-        found = {name: predicted(name) for name in self.loaders}
-        labels = self.tests.labels[TEST]
-        tried = (negative_log_likelihood(predicted(TEST, factor), labels) for factor in FACTORS)
-        seconds = len(own) * self.seconds["exact"]
-        return {
-            "probabilities": found,
-            "link": LINK,
-            "chosen": torch.stack(list(prior_precisions)).log().mean().exp().item(),
-            "regret": negative_log_likelihood(found[TEST], labels) - min(tried),
-            "predict_seconds": seconds,
-            "forward_passes": seconds / self.seconds["bare"],
-        }
+        mean = {name: predicted(name) for name in self.loaders}
+        tried = (predicted(TEST, factor) for factor in FACTORS)
+        return Prediction(
+            mean,
+            prior,
+            LINK,
+            chosen=geometric_mean(torch.stack(list(prior_precisions))),
+            regret=regret_of(mean[TEST], tried, self.tests.labels[TEST]),
+        )
+
+    def _costs_of_maps(self, members: int, trainings: float) -> Costs:
+        return Costs(
+            predict_seconds=members * self.seconds.bare,
+            forward_passes=float(members),
+            trainings=trainings,
+        )
+
+    def _costs_of_posteriors(self, members: int, trainings: float, fit_seconds: float) -> Costs:
+        predict_seconds = members * self.seconds.exact
+        return Costs(
+            predict_seconds=predict_seconds,
+            forward_passes=predict_seconds / self.seconds.bare,
+            fit_seconds=fit_seconds,
+            trainings=trainings,
+        )
+
+
+def _joined(members: Sequence[Member], prior_precisions: Sequence[torch.Tensor]) -> Any:
+    """Join posteriors to a mixture; one member is a posterior by itself."""
+    las = []
+    for member, prior_precision in zip(members, prior_precisions, strict=True):
+        # Other numbers of members have other prior precisions.
+        la = copy(member.la)
+        la.prior_precision = prior_precision
+        las.append(la)
+    if len(las) == 1:
+        return las[0]
+    return LaplaceMixture(las)

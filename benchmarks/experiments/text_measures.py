@@ -1,6 +1,6 @@
 """Measures of free text: tokens, written answers, what scores tell about them, and costs."""
 
-from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,26 +14,34 @@ from benchmarks.tasks.free_text import Written, by_length
 from laplace_lora_ext.metrics import N_BINS
 from laplace_lora_ext.text.scores import score
 
-OF_THE_MODEL = ("log-probability", "summed entropy")  # scores that need no draws
 LONGEST_ANSWER = 16  # tokens
 REPETITIONS = 3
 
 
 def quality(predictor: Predictor, texts: list[Any]) -> dict[str, Any]:
-    """NLL, accuracy and calibration of tokens under the mixture of all draws."""
-    found = []
+    """Measure NLL, accuracy and calibration of tokens under the mixture of all draws."""
+    p_of_labels = []
+    confidences = []
+    hits = []
     for batch in texts:
         f, drawn, tokens = predictor(batch)
-        p = torch.stack([logits.softmax(-1) for logits in drawn] or [f.softmax(-1)]).mean(0)
-        confidence, place = p.max(-1)
-        found.append((p.gather(-1, tokens[:, None]).squeeze(-1), confidence, place == tokens))
-    p, confidence, hit = (torch.cat(part) for part in zip(*found, strict=True))
+        draws = [logits.softmax(-1) for logits in drawn]
+        p = torch.stack(draws).mean(0) if draws else f.softmax(-1)
+        confidence, predicted = p.max(-1)
+        p_of_labels.append(p.gather(-1, tokens[:, None]).squeeze(-1))
+        confidences.append(confidence)
+        hits.append(predicted == tokens)
+    p = torch.cat(p_of_labels)
+    hit = torch.cat(hits)
     # A binary question: is the most probable token right?
-    error = binary_calibration_error(confidence.clamp(0, 1), hit.long(), N_BINS, norm="l1")
+    confidence = torch.cat(confidences).clamp(0, 1)
+    error = binary_calibration_error(confidence, hit.long(), N_BINS, norm="l1")
+    # A token's probability may be too small for its precision.
+    smallest = torch.finfo(p.dtype).tiny
     return {
         "tokens": len(hit),
         "token_accuracy": hit.double().mean().item(),
-        "nll": -p.clamp_min(torch.finfo(p.dtype).tiny).log().mean().item(),
+        "nll": -p.clamp_min(smallest).log().mean().item(),
         "ece": error.item(),
     }
 
@@ -41,23 +49,25 @@ def quality(predictor: Predictor, texts: list[Any]) -> dict[str, Any]:
 def write_answers(
     la: Any, tokenizer: Any, texts: list[Written], batch_size: int
 ) -> tuple[list[Written], list[bool]]:
-    """What the model itself writes after each prompt, and whether that is wrong."""
-    found, wrong = [], []
+    """Let the model itself write after each prompt, and say whether that is wrong."""
+    written = []
+    wrong = []
     for part in by_length(texts, batch_size):
-        answers, _ = written_behind(la, tokenizer, part, 0)
-        for one, text in zip(part, answers, strict=True):
-            found.append(Written(one.prompt, text))
-            wrong.append(text.strip() != one.answer.strip())
-    return found, wrong
+        answers, _ = written_behind(la, tokenizer, part, draws=0)
+        for one, answer in zip(part, answers, strict=True):
+            written.append(Written(one.prompt, answer))
+            wrong.append(answer.strip() != one.answer.strip())
+    return written, wrong
 
 
 def written_behind(
     la: Any, tokenizer: Any, texts: list[Written], draws: int
 ) -> tuple[list[str], int]:
-    """Greedy answers, and how many tokens they took."""
+    """Write greedy answers, and count how many tokens they took."""
     prompts = tokenizer([one.prompt for one in texts], padding=True, return_tensors="pt")
-    found = la.generate(
-        **{key: prompts[key] for key in ("input_ids", "attention_mask")},
+    output = la.generate(
+        input_ids=prompts["input_ids"],
+        attention_mask=prompts["attention_mask"],
         n_samples=draws,
         generator=torch.Generator().manual_seed(0),
         max_new_tokens=LONGEST_ANSWER,
@@ -65,64 +75,89 @@ def written_behind(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    new = found.sequences[:, prompts["input_ids"].shape[1] :]
-    return tokenizer.batch_decode(new, skip_special_tokens=True), new.numel()
+    _, length = prompts["input_ids"].shape
+    new = output.sequences[:, length:]
+    answers = tokenizer.batch_decode(new, skip_special_tokens=True)
+    return answers, new.numel()
 
 
 def detection(predictor: Predictor, texts: list[Any], wrong: list[bool]) -> list[Row]:
-    """How well each score detects wrong answers."""
-    signs = defaultdict(list)
+    """Measure how well each score detects wrong answers."""
+    scores = []
     for batch in texts:
         f, drawn, tokens = predictor(batch)
-        found = score(f, drawn, tokens, predictor.la.model.labelled(batch))
-        signs["log-probability"].append(-found.log_prob)
-        signs["summed entropy"].append(found.sums.total)
-        signs["summed epistemic"].append(found.sums.epistemic)
-        signs["summed sd of log-probability"].append(found.sums.log_prob_sd)
-    joined = {name: torch.cat(parts) for name, parts in signs.items()}
-    # Without draws there is no epistemic part.
-    shown = [name for name in joined if joined["summed epistemic"].any() or name in OF_THE_MODEL]
-    return [{"score": name, **detects(joined[name], torch.tensor(wrong))} for name in shown]
+        labelled = predictor.la.model.labelled(batch)
+        scores.append(score(f, drawn, tokens, labelled))
+    # The higher, the more doubtful.
+    signs = {
+        "log-probability": [-each.log_prob for each in scores],
+        "summed entropy": [each.sums.total for each in scores],
+    }
+    epistemic = [each.sums.epistemic for each in scores]
+    if any(each.any() for each in epistemic):  # there are draws
+        signs["summed epistemic"] = epistemic
+        signs["summed sd of log-probability"] = [each.sums.log_prob_sd for each in scores]
+    is_wrong = torch.tensor(wrong)
+    return [{"score": name, **detects(torch.cat(parts), is_wrong)} for name, parts in signs.items()]
 
 
 def detects(sign: torch.Tensor, wrong: torch.Tensor) -> dict[str, float | None]:
-    """AUROC of a sign of wrong answers, and the mean share of wrong answers over all coverages."""
+    """Compute AUROC of a sign of wrong answers, and their mean share over all coverages."""
+    n_answers = len(sign)
+    n_wrong = int(wrong.sum())
     auroc = None
-    if wrong.any() and not wrong.all():
+    if 0 < n_wrong < n_answers:
         pairs = mannwhitneyu(sign[wrong].double(), sign[~wrong].double()).statistic
-        auroc = float(pairs) / (int(wrong.sum()) * int((~wrong).sum()))
-    n_wrong = wrong[sign.argsort(stable=True)].double().cumsum(0)  # among the least doubtful
-    return {"auroc": auroc, "aurc": (n_wrong / torch.arange(1, len(sign) + 1)).mean().item()}
+        auroc = float(pairs) / (n_wrong * (n_answers - n_wrong))
+    # A coverage keeps the answers that are least doubtful.
+    wrong_among_kept = wrong[sign.argsort(stable=True)].double().cumsum(0)
+    kept = torch.arange(1, n_answers + 1)
+    return {
+        "auroc": auroc,
+        "aurc": (wrong_among_kept / kept).mean().item(),
+    }
 
 
 def speed(
     la: Any, tokenizer: Any, texts: list[Written], draws: int, clock: Clock
 ) -> dict[str, Any]:
-    """Seconds per token written with and without draws, and how many answers the draws change."""
-    seconds, answers = {}, {}
-    for name, number in (("model", 0), ("predictive", draws)):
+    """Measure seconds per token with and without draws, and count answers that draws change."""
+
+    def write(n_draws: int) -> tuple[list[str], float]:
         begun = clock()
-        answers[name], tokens = written_behind(la, tokenizer, texts, number)
-        seconds[f"{name}_seconds"] = (clock() - begun) / tokens
-    pairs = zip(answers["model"], answers["predictive"], strict=True)
-    return {**seconds, "changed_answers": sum(a != b for a, b in pairs)}
+        answers, tokens = written_behind(la, tokenizer, texts, n_draws)
+        return answers, (clock() - begun) / tokens
+
+    of_model, model_seconds = write(0)
+    of_predictive, predictive_seconds = write(draws)
+    return {
+        "model_seconds": model_seconds,
+        "predictive_seconds": predictive_seconds,
+        "changed_answers": _differences(of_model, of_predictive),
+    }
+
+
+def _differences(some: Sequence[str], others: Sequence[str]) -> int:
+    return sum(one != other for one, other in zip(some, others, strict=True))
 
 
 def relative_cost(la: Any, batch: Any, draws: int, clock: Clock) -> dict[str, float]:
-    """Time of a fit over forward and backward pass, and of a score over its forward passes."""
+    """Time a fit over forward and backward pass, and a score over its forward passes."""
     weights = [block.weight for block in la.blocks]
     state = la.state_dict()
 
     def seconds(job: Job) -> float:
-        return repeated_seconds(job, REPETITIONS, clock=clock)["minimum"]
+        return repeated_seconds(job, REPETITIONS, clock=clock).minimum
 
     with torch.no_grad():
         of_forward = seconds(lambda: la.model(batch))
     of_both = seconds(lambda: torch.autograd.grad(token_loss(la.model, batch), weights))
     of_score = seconds(lambda: la.score(batch, draws))
     of_fit = seconds(lambda: la.fit([batch]))
+    # The fits were to one batch.
     la.load_state_dict(state)
+    n_passes = 1 + draws
     return {
         "fit_ratio": of_fit / of_both,
-        "score_ratio": of_score / of_forward / (1 + draws),
+        "score_ratio": of_score / (n_passes * of_forward),
     }

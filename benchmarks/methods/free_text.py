@@ -12,9 +12,15 @@ from benchmarks.methods import sampled
 from benchmarks.methods.method import fit_temperature
 from benchmarks.models import AdaptedModel
 from laplace_lora_ext.language_model import LanguageModelLaplace
+from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import called_with
 from laplace_lora_ext.text.scores import drawn
+
+
+def no_draws(_: Any) -> Iterable[torch.Tensor]:
+    """Draw nothing: the trained model predicts alone."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -22,15 +28,15 @@ class Predictor:
     """Predicts a batch's labelled tokens: logits of the trained model and of every draw."""
 
     la: LanguageModelLaplace
-    draws: Callable[[Any], Iterable[torch.Tensor]] = lambda _: ()
+    draws: Callable[[Any], Iterable[torch.Tensor]] = no_draws
     temperature: float = 1.0
     is_posterior: bool = False
 
     @torch.no_grad()
     def __call__(self, batch: Any) -> tuple[torch.Tensor, Iterable[torch.Tensor], torch.Tensor]:
-        """Logits `(N, V)`, those of each draw, and the labels `(N,)`."""
-        f, tokens = self.la.tokens(batch)
-        return f / self.temperature, self.draws(batch), tokens
+        """Compute logits `(N, V)`, those of each draw, and the labels `(N,)`."""
+        logits, tokens = self.la.tokens(batch)
+        return logits / self.temperature, self.draws(batch), tokens
 
 
 class Writer(AdaptedModel):
@@ -38,38 +44,47 @@ class Writer(AdaptedModel):
 
     @cached_property
     def logits_model(self) -> TokensModel:
+        """Maps a batch to logits of all tokens, (labelled places, tokens)."""
         return TokensModel(self.model)
 
 
 def scaled(la: LanguageModelLaplace, validation: Iterable[Any]) -> Predictor:
-    """The model with the temperature that validation texts prefer."""
-    found = [la.tokens(batch) for batch in validation]
-    logits, tokens = (torch.cat(part) for part in zip(*found, strict=True))
-    return Predictor(la, temperature=fit_temperature(logits, tokens))
+    """Predict with the model, at the temperature that validation texts prefer."""
+    logits = []
+    tokens = []
+    for batch in validation:
+        of_batch, labels = la.tokens(batch)
+        logits.append(of_batch)
+        tokens.append(labels)
+    temperature = fit_temperature(torch.cat(logits), torch.cat(tokens))
+    return Predictor(la, temperature=temperature)
 
 
 def posterior(la: LanguageModelLaplace, draws: int) -> Predictor:
-    """The posterior as it is now."""
+    """Predict with draws from the posterior as it is now."""
     values = list(drawn(la, draws, 0))
 
     def of_draws(batch: Any) -> Iterator[torch.Tensor]:
-        return (called_with(la.model, la.blocks, each, batch) for each in values)
+        for each in values:
+            yield called_with(la.model, la.blocks, each, batch)
 
     return Predictor(la, of_draws, is_posterior=True)
 
 
 def training_free(la: LanguageModelLaplace, draws: int, texts: list[Any]) -> Predictor:
-    """TFB: the most noise that changes at most 1 % of the training texts' tokens."""
-    members = sampled.training_free(Writer(la.model.model), texts, draws=draws)
+    """Predict by TFB: the most noise that changes at most 1 % of the training texts' tokens."""
+    writer = Writer(la.model.model)
+    members = sampled.training_free(writer, texts, draws=draws)
 
     @torch.no_grad()
-    def logits(batch: Any) -> Iterator[torch.Tensor]:
-        yield from (logits_of(batch) for logits_of in members.logits())
+    def of_draws(batch: Any) -> Iterator[torch.Tensor]:
+        for logits_of in members.logits():
+            yield logits_of(batch)
 
-    return Predictor(la, logits)
+    return Predictor(la, of_draws)
 
 
 def token_loss(model: Any, batch: Any) -> torch.Tensor:
-    """Mean loss of a batch's labelled tokens; the model gives logits for these alone."""
+    """Compute the mean loss of a batch's labelled tokens; the model gives logits for these."""
     targets = model.targets(batch)
-    return cross_entropy(model(batch), targets[targets != -100])
+    return cross_entropy(model(batch), targets[targets != IGNORED])

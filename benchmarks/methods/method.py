@@ -1,7 +1,7 @@
 """What a method is; and the methods without a posterior: MAP and ensembles; temperatures."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.nn.functional import nll_loss
 from torch.utils.data import DataLoader
 
 from benchmarks.models import AdaptedModel
+from benchmarks.training import Records
 
 DROPOUT_PASSES = 10
 CHECKPOINTS_IN_ENSEMBLE = 3
@@ -35,9 +36,19 @@ class Members:
 
     logits: Callable[[], Iterator[LogitsOf]]
 
+    @classmethod
+    def of(cls, models: Sequence[AdaptedModel]) -> "Members":
+        """Average models that are all in memory."""
+
+        def logits() -> Iterator[LogitsOf]:
+            for model in models:
+                yield model.logits_model
+
+        return cls(logits)
+
     @torch.no_grad()
     def predict(self, loaders: Mapping[str, Iterable[Any]]) -> Probabilities:
-        """Mean of the members' probabilities."""
+        """Compute the mean of the members' probabilities."""
         draws: dict[str, list[torch.Tensor]] = {name: [] for name in loaders}
         for logits_of in self.logits():
             for name, loader in loaders.items():
@@ -61,56 +72,65 @@ class Posterior(Method):
     on_training: bool = False  # whether training data choose its prior precision too
 
 
-def labels_of(loader: DataLoader) -> torch.Tensor:
-    """Labels `(texts,)` of a loader's records, without a pass, which would draw random numbers."""
-    records: Any = loader.dataset
+def labels_of(records: Records) -> torch.Tensor:
+    """Collect the labels `(texts,)` of records, `NO_CLASS` where they have none."""
     return torch.tensor([record.get("labels", NO_CLASS) for record in records])
 
 
-def as_it_is(model: AdaptedModel, *_: DataLoader) -> Members:
-    return Members(lambda: iter([model.logits_model]))
+def as_it_is(model: AdaptedModel, _: DataLoader) -> Members:
+    """Predict with the model itself."""
+    return Members.of([model])
 
 
-def with_dropout(model: AdaptedModel, *_: DataLoader) -> Members:
-    """Several passes with the dropout of training."""
+def with_dropout(model: AdaptedModel, _: DataLoader) -> Members:
+    """Predict with several passes that have the dropout of training."""
 
     def passes() -> Iterator[LogitsOf]:
         model.model.train()
-        yield from [model.logits_model] * DROPOUT_PASSES
+        for _ in range(DROPOUT_PASSES):
+            yield model.logits_model
         model.model.eval()
 
     return Members(passes)
 
 
-def last_checkpoints(model: AdaptedModel, *_: DataLoader) -> Members:
-    """The last checkpoints of one training; the model ends at the last."""
+def last_checkpoints(model: AdaptedModel, _: DataLoader) -> Members:
+    """Predict with the last checkpoints of one training; the model ends at the last."""
     steps = list(model.checkpoints)[-CHECKPOINTS_IN_ENSEMBLE:]
-    return Members(lambda: (model.at(step).logits_model for step in steps))
+
+    def checkpoints() -> Iterator[LogitsOf]:
+        for step in steps:
+            yield model.at(step).logits_model
+
+    return Members(checkpoints)
 
 
-def other_seeds(model: AdaptedModel, *_: DataLoader) -> Members:
-    """Trainings with other seeds, up to the same step as this one."""
+def other_seeds(model: AdaptedModel, _: DataLoader) -> Members:
+    """Predict with trainings of other seeds too, up to the same step as this one."""
     assert model.another is not None
     step = max(model.checkpoints)
     others = [model.another(number).at(step) for number in range(1, ENSEMBLE_SIZE)]
-    return Members(lambda: iter([member.logits_model for member in (model, *others)]))
+    return Members.of([model, *others])
 
 
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """The number to divide logits by for the lowest NLL.
+    """Find the number to divide logits by for the lowest NLL.
 
     Of `(members, texts, classes)`, that of the members' mean probabilities.
     """
-    logits = logits.reshape(-1, *logits.shape[-2:])
+    if logits.dim() == 2:
+        logits = logits[None]
+    # Of its logarithm any value is a temperature.
     log_temperature = torch.zeros((), requires_grad=True)
     optimizer = torch.optim.LBFGS([log_temperature], max_iter=100, line_search_fn="strong_wolfe")
 
-    def closure() -> Any:
+    def closure() -> float:
         optimizer.zero_grad()
         members = (logits / log_temperature.exp()).log_softmax(-1)
-        loss = nll_loss(members.logsumexp(0) - math.log(len(members)), labels)
+        mean = members.logsumexp(0) - math.log(len(members))
+        loss = nll_loss(mean, labels)
         loss.backward()
-        return loss
+        return loss.item()
 
     optimizer.step(closure)
     return log_temperature.exp().item()

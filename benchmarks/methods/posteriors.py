@@ -10,33 +10,45 @@ from laplace import Laplace
 import laplace_lora_ext
 from benchmarks.models import AdaptedModel
 from laplace_lora_ext.likelihoods import Classification
+from laplace_lora_ext.models.adapters import find_peft_model
 
 
 def over_lora(model: AdaptedModel, structure: str = "lowrank_kron", **keywords: Any) -> Any:
-    """Our class over LoRA weights, with one of its own structures or the host's."""
-    tokens = model.class_token_ids
-    what: Any = (model.model, "classification", "lora", structure)
-    return laplace_lora_ext.Laplace(*what, class_token_ids=tokens, **keywords)
+    """Make our class over LoRA weights, with one of its own structures or the host's."""
+    return laplace_lora_ext.Laplace(
+        model.model,
+        "classification",
+        subset_of_weights="lora",
+        hessian_structure=structure,
+        class_token_ids=model.class_token_ids,
+        **keywords,
+    )
 
 
 of_paper = partial(over_lora, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
 
 
 def of_last_layer(model: AdaptedModel) -> Any:
-    """LLLA: the output layer if it has LoRA weights, or the last transformer layer."""
-    adapter: Any = model.model
-    if "lm_head" in adapter.peft_config["default"].target_modules:
+    """Make LLLA: the output layer if it has LoRA weights, or the last transformer layer."""
+    peft_model = find_peft_model(model.model)
+    if any(".lm_head.lora_" in name for name, _ in peft_model.named_parameters()):
         return over_lora(model, target_modules=["lm_head"])
-    config: Any = model.model.config
-    return over_lora(model, layers_to_transform=[config.num_hidden_layers - 1])
+    last_layer = peft_model.config.num_hidden_layers - 1
+    return over_lora(model, layers_to_transform=[last_layer])
 
 
 def stock(model: AdaptedModel, structure: str, **keywords: Any) -> Any:
-    """laplace-torch's own class over all that requires a gradient, which are the LoRA weights."""
+    """Make laplace-torch's own class over all that requires a gradient: the LoRA weights."""
     model.model.requires_grad_(False)
     for weight in model.lora_weights:
         weight.requires_grad_(True)
-    return Laplace(model.logits_model, "classification", "all", structure, **keywords)
+    return Laplace(
+        model.logits_model,
+        "classification",
+        subset_of_weights="all",
+        hessian_structure=structure,
+        **keywords,
+    )
 
 
 class BareLoops:
@@ -50,26 +62,33 @@ class BareLoops:
         self._weights = model.lora_weights
 
     def fit(self, batches: Iterable[Any]) -> None:
+        """Take the passes of the exact Fisher."""
         for batch in batches:
             logits = self._model.logits_model(batch)
             seeds = Classification().exact_seeds(logits.detach()).vectors
             self._differentiate(logits, seeds)
 
     def amortize(self, batches: Iterable[Any]) -> None:
-        """There is nothing to learn."""
+        """Learn nothing: there are no variances."""
 
     def __call__(self, batch: Any, pred_type: str = "glm", **_: Any) -> torch.Tensor:
-        with torch.set_grad_enabled(pred_type == "glm"):
-            logits = self._model.logits_model(batch)
+        """Take the passes of a prediction; the probabilities are the model's own."""
         if pred_type == "amortized":
-            return logits.softmax(-1)
-        identity = torch.eye(logits.shape[1], device=logits.device)
-        self._differentiate(logits, identity[:, None].expand(-1, len(logits), -1))
+            with torch.no_grad():
+                return self._model.logits_model(batch).softmax(-1)
+        logits = self._model.logits_model(batch)
+        n_texts, n_classes = logits.shape
+        identity = torch.eye(n_classes, device=logits.device)
+        # Seed c is the same for all texts: the derivative of each one's logit of class c.
+        seeds = identity[:, None].expand(n_classes, n_texts, n_classes)
+        self._differentiate(logits, seeds)
         return logits.detach().softmax(-1)
 
     def _differentiate(self, logits: torch.Tensor, seeds: torch.Tensor) -> None:
+        """Take a backward pass for each seed; the last one frees the graph."""
         for number, seed in enumerate(seeds, start=1):
             torch.autograd.grad(logits, self._weights, seed, retain_graph=number < len(seeds))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return a state without a curvature, of which tables show the size."""
         return {"H": ()}

@@ -1,15 +1,14 @@
 """Ways to choose a prior precision by training texts, and what it then predicts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.fine_tuning import TEST
-from benchmarks.methods.method import Loaders, labels_of
+from benchmarks.methods.method import Loaders, Probabilities
 from benchmarks.methods.sampled import MOST_CHANGED, SAMPLES
 from laplace_lora_ext import PredictiveStatistics
 from laplace_lora_ext.metrics import negative_log_likelihood
@@ -18,92 +17,184 @@ from laplace_lora_ext.predictive.moments import gaussian_samples
 LINKS = ("probit", "mean_field")
 STRUCTURES = ("scalar", "layerwise")
 GRID = torch.logspace(-2, 4, 49)
-FACTORS = torch.logspace(-2, 2, 33)
+FACTORS = torch.logspace(-2, 2, 33)  # of the prior precision, to see what another would give
+
+# Takes a posterior and, where it reads them, statistics of the training data.
+Choose = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Prior:
-    """A way to choose the prior precision: its key in figures, and its title in tables.
-
-    `choose` takes a posterior and, where it reads them, statistics of the training data, or None.
-    """
+    """Where a prior precision is from: its key in figures, and its title in tables."""
 
     key: str
     title: str
-    choose: Callable[[Any, Any], torch.Tensor] | None = None  # None: elsewhere
-    reads: bool = False
 
 
-def by_method(la: Any, data: Any, **search: Any) -> torch.Tensor:
-    """Choose by one of the package's own methods."""
-    la.optimize_prior_precision(**search, **({} if data is None else {"train_loader": data}))
+@dataclass(frozen=True)
+class PriorByTraining(Prior):
+    """A way to choose a prior precision by the texts that the model was trained on."""
+
+    choose: Choose
+    reads: bool = False  # whether it needs statistics of the training data
+
+
+NO_PRIOR = Prior("", "")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Class probabilities of data sets, and what they come from."""
+
+    probabilities: Probabilities
+    prior: Prior = NO_PRIOR
+    link: str = ""
+    chosen: float | None = None  # a mean prior precision, a temperature, or label smoothing
+    regret: float | None = None  # NLL above the least that another prior precision gives
+
+
+def by_evidence(structure: str) -> Choose:
+    """Make the choice by the evidence, with one precision for all layers or one for each."""
+
+    def choose(la: Any, _: Any) -> torch.Tensor:
+        la.optimize_prior_precision(method="marglik", prior_structure=structure)
+        return la.prior_precision.clone()
+
+    return choose
+
+
+def by_agreement(la: Any, statistics: PredictiveStatistics) -> torch.Tensor:
+    """Choose the broadest posterior whose draws agree with the model."""
+    la.optimize_prior_precision(method="agreement", train_loader=statistics)
     return la.prior_precision.clone()
 
 
 def by_tfb_rule(_: Any, statistics: PredictiveStatistics) -> torch.Tensor:
-    """The smallest of a grid of scalars at which the mean of ten draws keeps the classes.
+    """Choose the smallest scalar of a grid at which the mean of ten draws keeps the classes.
 
     This is TFB's rule for our covariance: at most 1 % of the training texts may change class.
     """
     for prior_precision in GRID:
         moments = statistics.moments(prior_precision[None])
-        draws = torch.Generator().manual_seed(0)
-        noise = torch.randn((SAMPLES, *moments.f_mu.shape), generator=draws)
-        found = gaussian_samples(moments.f_mu, moments.f_var, noise).softmax(-1).mean(0)
-        if (found.argmax(-1) != moments.f_mu.argmax(-1)).double().mean() <= MOST_CHANGED:
+        # The same noise for all precisions: the changes then differ by their size alone.
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn((SAMPLES, *moments.f_mu.shape), generator=generator)
+        drawn = gaussian_samples(moments.f_mu, moments.f_var, noise)
+        mean = drawn.softmax(-1).mean(0)
+        is_changed = mean.argmax(-1) != moments.f_mu.argmax(-1)
+        if is_changed.double().mean() <= MOST_CHANGED:
             break
     return prior_precision[None]
 
 
-BY_TRAINING = {
-    prior.key: prior
-    for prior in (
-        *(
-            Prior(
-                f"marglik_{structure}",
-                f"evidence, {structure}",
-                partial(by_method, method="marglik", prior_structure=structure),
-            )
-            for structure in STRUCTURES
-        ),
-        Prior("agreement", "agreement", partial(by_method, method="agreement"), True),
-        Prior("tfb_rule", "TFB's rule", by_tfb_rule, True),
-    )
-}
-NO_PRIOR = Prior("", "")
+PRIORS = (
+    PriorByTraining("marglik_scalar", "evidence, scalar", by_evidence("scalar")),
+    PriorByTraining("marglik_layerwise", "evidence, layerwise", by_evidence("layerwise")),
+    PriorByTraining("agreement", "agreement", by_agreement, reads=True),
+    PriorByTraining("tfb_rule", "TFB's rule", by_tfb_rule, reads=True),
+)
+BY_TRAINING = {prior.key: prior for prior in PRIORS}
 
 
 def probabilities(la: Any, x: Any, link: str) -> torch.Tensor:
-    """Class probabilities (texts, classes), on the CPU, of a batch or of its Gaussian logits."""
+    """Compute probabilities (texts, classes), on the CPU, of a batch or of its Gaussian logits."""
     return la(x, pred_type="glm", link_approx=link).detach().cpu()
 
 
-def predictions(la: Any, train: DataLoader | None, loaders: Loaders) -> Iterator[dict[str, Any]]:
-    """Predict data sets with each prior and link; without `train`, by the evidence alone."""
-    has_statistics = hasattr(la, "predictive_statistics")
-    statistics = None if train is None else la.predictive_statistics(train)
-    beliefs: Any = loaders
-    if has_statistics:  # low-rank posteriors see the data once
-        beliefs = {name: la.predictive_statistics(loader) for name, loader in loaders.items()}
-    for prior in BY_TRAINING.values():
-        if prior.reads and statistics is None:
+def regret_of(chosen: torch.Tensor, tried: Iterable[torch.Tensor], labels: torch.Tensor) -> float:
+    """Compute how far the NLL of a prediction is above the least NLL of some."""
+    least = min(negative_log_likelihood(each, labels) for each in tried)
+    return negative_log_likelihood(chosen, labels) - least
+
+
+def geometric_mean(prior_precision: torch.Tensor) -> float:
+    """Sum up the precisions of a layerwise prior by one."""
+    return prior_precision.log().mean().exp().item()
+
+
+class Predicts(Protocol):
+    """Predicts data sets with a posterior, for any prior precision and link."""
+
+    def probabilities(self, prior_precision: torch.Tensor, link: str) -> Probabilities:
+        """Predict every data set."""
+        ...
+
+    def regret(
+        self, prior_precision: torch.Tensor, link: str, labels: torch.Tensor
+    ) -> float | None:
+        """Compute the regret of the test texts, if that needs no further passes."""
+        ...
+
+
+@dataclass(frozen=True)
+class FromStatistics:
+    """Predicts from statistics, for which a low-rank posterior sees the data once."""
+
+    la: Any
+    statistics: Mapping[str, PredictiveStatistics]
+
+    def probabilities(self, prior_precision: torch.Tensor, link: str) -> Probabilities:
+        """Predict every data set."""
+        return {name: self._of(name, prior_precision, link) for name in self.statistics}
+
+    def regret(self, prior_precision: torch.Tensor, link: str, labels: torch.Tensor) -> float:
+        """Compute the regret of the test texts."""
+        chosen = self._of(TEST, prior_precision, link)
+        tried = (self._of(TEST, factor * prior_precision, link) for factor in FACTORS)
+        return regret_of(chosen, tried, labels)
+
+    def _of(self, name: str, prior_precision: torch.Tensor, link: str) -> torch.Tensor:
+        moments = self.statistics[name].moments(prior_precision)
+        return probabilities(self.la, moments, link)
+
+
+@dataclass(frozen=True)
+class FromBatches:
+    """Predicts with passes over the data for every prior precision and link."""
+
+    la: Any
+    loaders: Loaders
+
+    def probabilities(self, prior_precision: torch.Tensor, link: str) -> Probabilities:
+        """Predict every data set."""
+        self.la.prior_precision = prior_precision
+        return {
+            name: torch.cat([probabilities(self.la, batch, link) for batch in loader])
+            for name, loader in self.loaders.items()
+        }
+
+    def regret(self, prior_precision: torch.Tensor, link: str, labels: torch.Tensor) -> None:
+        """Compute none: each factor would need passes over all texts."""
+
+
+def predictions(
+    la: Any, train: DataLoader | None, loaders: Loaders, labels: torch.Tensor
+) -> Iterator[Prediction]:
+    """Predict data sets with each prior and link; without `train`, by the evidence alone.
+
+    The labels are those of the test texts.
+    """
+    statistics_of_training = None
+    if train is not None:
+        statistics_of_training = la.predictive_statistics(train)
+    predicts = predictor_of(la, loaders)
+    for prior in PRIORS:
+        if prior.reads and statistics_of_training is None:
             continue
-        assert prior.choose is not None
-        chosen = prior.choose(la, statistics if prior.reads else None)
-        la.prior_precision = chosen
+        chosen = prior.choose(la, statistics_of_training)
         for link in LINKS:
-            found, regret = {}, None
-            for name, belief in beliefs.items():
-                batches = [belief.moments(chosen)] if has_statistics else belief
-                found[name] = torch.cat([probabilities(la, batch, link) for batch in batches])
-            if has_statistics:
-                moments = (beliefs[TEST].moments(factor * chosen) for factor in FACTORS)
-                labels = labels_of(loaders[TEST])
-                tried = (probabilities(la, each, link) for each in moments)
-                least = min(negative_log_likelihood(each, labels) for each in tried)
-                regret = negative_log_likelihood(found[TEST], labels) - least
-            mean = chosen.log().mean().exp().item()
-            yield {
-                **{"probabilities": found, "prior": prior, "link": link},
-                **{"chosen": mean, "regret": regret},
-            }
+            yield Prediction(
+                probabilities=predicts.probabilities(chosen, link),
+                prior=prior,
+                link=link,
+                chosen=geometric_mean(chosen),
+                regret=predicts.regret(chosen, link, labels),
+            )
+
+
+def predictor_of(la: Any, loaders: Loaders) -> Predicts:
+    """Predict from statistics where a posterior has them, and with passes where it hasn't."""
+    if not hasattr(la, "predictive_statistics"):
+        return FromBatches(la, loaders)
+    statistics = {name: la.predictive_statistics(loader) for name, loader in loaders.items()}
+    return FromStatistics(la, statistics)

@@ -1,8 +1,9 @@
 """Rivals that predict with sampled weights: TFB, BLoB and IVON-LoRA."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from benchmarks.methods.method import LogitsOf, Members, as_it_is
+from benchmarks.methods.method import LogitsOf, Members
 from benchmarks.models import AdaptedModel
 from benchmarks.training import Hyperparameters, Recipe, Weights
 
@@ -23,13 +24,17 @@ Noise = Callable[[torch.Generator], Weights]
 
 
 def sampled(model: AdaptedModel, noise: Noise, draws: int = SAMPLES) -> Members:
-    """The model with noise on its weights, drawn as many times as for the papers' tables."""
+    """Draw noise on the model's weights, as many times as for the papers' tables."""
 
     def drawn() -> Iterator[LogitsOf]:
+        # Every data set, and every size of noise, gets the same draws.
         generator = torch.Generator().manual_seed(0)
         weights = dict(model.model.named_parameters())
         for _ in range(draws):
-            moved = {f"model.{name}": weights[name] + x for name, x in noise(generator).items()}
+            moved = {}
+            for name, shift in noise(generator).items():
+                # The model that gives logits has the user's model as its `model`.
+                moved[f"model.{name}"] = weights[name] + shift
             yield partial(functional_call, model.logits_model, moved)
 
     return Members(drawn)
@@ -43,40 +48,71 @@ BISECTIONS = 10
 MOST_TEXTS = 500
 
 
+@dataclass(frozen=True)
+class NoiseOfLoraA:
+    """Draws noise of lora_A: a basis of each layer times standard normal numbers."""
+
+    bases: Weights
+    widths: dict[str, int]  # of each lora_A
+    sigma: float = 1.0
+
+    def __call__(self, generator: torch.Generator) -> Weights:
+        """Draw the noise of all layers."""
+        noise = {}
+        for name, basis in self.bases.items():
+            _, rank = basis.shape
+            standard = torch.randn(rank, self.widths[name], generator=generator)
+            noise[name] = self.sigma * basis @ standard.to(basis)
+        return noise
+
+
 def training_free(
     model: AdaptedModel, train: DataLoader | list[Any], draws: int = SAMPLES
 ) -> Members:
-    """TFB by its label-free rule: the most noise that changes next to no predicted class."""
-    weights = dict(model.model.named_parameters())
-    bases = {
-        name: noise_basis(weights[name.replace("lora_A", "lora_B")].detach())
-        for name in weights
-        if "lora_A" in name
-    }
-    texts = {"train": list(islice(train, MOST_TEXTS // (getattr(train, "batch_size", 0) or 1)))}
-    classes = as_it_is(model).predict(texts)["train"].argmax(-1)
-
-    def with_noise(log_sigma: float) -> Members:
-        def noise(generator: torch.Generator) -> Weights:
-            drawn = {}
-            for name, basis in bases.items():
-                standard = torch.randn(basis.shape[1], weights[name].shape[1], generator=generator)
-                drawn[name] = math.exp(log_sigma) * basis @ standard.to(basis)
-            return drawn
-
-        return sampled(model, noise, draws)
-
-    lower, upper = map(math.log, REACH_OF_NOISE)
-    for _step in range(BISECTIONS):
+    """Predict by TFB's label-free rule: the most noise that changes next to no predicted class."""
+    noise = _noise_for(model)
+    texts = _first_batches(train)
+    classes = _predicted_classes(Members.of([model]), texts)
+    lower, upper = (math.log(end) for end in REACH_OF_NOISE)
+    for _ in range(BISECTIONS):
         middle = (lower + upper) / 2
-        found = with_noise(middle).predict(texts)["train"].argmax(-1)
-        within = (found != classes).double().mean() <= MOST_CHANGED
-        lower, upper = (middle, upper) if within else (lower, middle)
-    return with_noise(lower)
+        tried = sampled(model, replace(noise, sigma=math.exp(middle)), draws)
+        is_changed = _predicted_classes(tried, texts) != classes
+        if is_changed.double().mean() <= MOST_CHANGED:
+            lower = middle
+        else:
+            upper = middle
+    return sampled(model, replace(noise, sigma=math.exp(lower)), draws)
+
+
+def _noise_for(model: AdaptedModel) -> NoiseOfLoraA:
+    """Find the bases of all layers."""
+    weights = dict(model.model.named_parameters())
+    bases = {}
+    widths = {}
+    for name, A in weights.items():
+        if "lora_A" in name:
+            B = weights[name.replace("lora_A", "lora_B")]
+            bases[name] = noise_basis(B.detach())
+            widths[name] = A.shape[1]
+    return NoiseOfLoraA(bases, widths)
+
+
+def _first_batches(train: Iterable[Any]) -> list[Any]:
+    """Take as many batches as have 500 texts; a batch of unknown size counts as one."""
+    batch_size = 1
+    if isinstance(train, DataLoader) and train.batch_size is not None:
+        batch_size = train.batch_size
+    return list(islice(train, MOST_TEXTS // batch_size))
+
+
+def _predicted_classes(members: Members, texts: list[Any]) -> torch.Tensor:
+    probabilities = members.predict({"train": texts})["train"]
+    return probabilities.argmax(-1)
 
 
 def noise_basis(B: torch.Tensor) -> torch.Tensor:
-    """What noise of lora_A is multiplied with, so that B @ lora_A has it along the columns of U.
+    """Find what to multiply noise of lora_A with, so that B @ lora_A has it along U's columns.
 
     With the lora_B `U diag(d) Vᵀ` it is `V diag(1 / d)`; where d is 0, noise would change nothing.
     """
@@ -88,18 +124,23 @@ def noise_basis(B: torch.Tensor) -> torch.Tensor:
 # --- methods that train again -----------------------------------------------------------------
 
 
-def retrained(recipe: Recipe, model: AdaptedModel, *_: DataLoader) -> Members:
+def retrained(recipe: Recipe, model: AdaptedModel, _: DataLoader) -> Members:
     """Train again from the same start on the same texts, with deviations for the weights."""
     assert model.retrained is not None
     other = model.retrained(recipe).at(max(model.checkpoints))
-    kept = other.checkpoints[max(other.checkpoints)]
-    deviations = {name.removesuffix(DEVIATION): kept[name] for name in kept if DEVIATION in name}
+    last = max(other.checkpoints)
+    deviations = {
+        name.removesuffix(DEVIATION): kept
+        for name, kept in other.checkpoints[last].items()
+        if DEVIATION in name
+    }
 
     def noise(generator: torch.Generator) -> Weights:
-        return {
-            name: torch.randn(deviation.shape, generator=generator).to(deviation) * deviation
-            for name, deviation in deviations.items()
-        }
+        drawn = {}
+        for name, deviation in deviations.items():
+            standard = torch.randn(deviation.shape, generator=generator)
+            drawn[name] = standard.to(deviation) * deviation
+        return drawn
 
     return sampled(other, noise)
 
@@ -117,6 +158,7 @@ class BLoB(Recipe):
     learning_rate = 0.002  # of the divergence; the program's for encoders
 
     def prepare(self, model: nn.Module) -> None:
+        """Add to every lora_A the numbers whose squares are its deviations."""
         for name, module in list(model.named_modules()):
             if "lora_A." in name and isinstance(module, nn.Linear):
                 spread = torch.empty_like(module.weight)
@@ -124,32 +166,40 @@ class BLoB(Recipe):
                 module.register_parameter("spread", nn.Parameter(spread))
                 module.register_forward_hook(self._add_noise)
 
-    def _add_noise(self, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    def _add_noise(
+        self, module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor:
+        """Add flipout's noise: one draw for a batch, with signs of each example's own."""
         if not module.training:
             return output
-        signs = [torch.randn_like(part).sign() for part in (inputs[0], output)]
+        (x,) = inputs
+        signs_of_inputs = torch.randn_like(x).sign()
+        signs_of_outputs = torch.randn_like(output).sign()
         noise = module.spread.square() * torch.randn_like(module.spread)
-        return output + (inputs[0] * signs[0]) @ noise.mT * signs[1]
+        return output + (x * signs_of_inputs) @ noise.mT * signs_of_outputs
 
     def after_step(self, model: nn.Module, step: int, steps_an_epoch: int, pace: float) -> None:
+        """Take a step down the divergence from the prior."""
         # The last batches of an epoch carry most of its divergence.
         place = (step - 1) % steps_an_epoch + 1
         rate = self.learning_rate * pace * 2.0 ** (place - steps_an_epoch - 1)
         variance = self.prior_deviation**2
         with torch.no_grad():
             for module in model.modules():
-                if isinstance(spread := getattr(module, "spread", None), nn.Parameter):
-                    weight: Any = module.weight
+                spread = getattr(module, "spread", None)
+                if isinstance(module, nn.Linear) and isinstance(spread, nn.Parameter):
+                    weight = module.weight
                     weight -= rate * weight / variance
                     spread -= rate * (2 * spread**3 / variance - 2 / spread)
 
     def deviations(self, model: nn.Module, optimizer: Any) -> Weights:
-        named = model.named_parameters()
-        spreads = {name: p for name, p in named if name.endswith(".spread")}
-        return {
-            name.replace(".spread", f".weight{DEVIATION}"): spread.detach().square()
-            for name, spread in spreads.items()
-        }
+        """Return the squares of the trained numbers."""
+        deviations = {}
+        for name, spread in model.named_parameters():
+            if name.endswith(".spread"):
+                weight_name = name.replace(".spread", ".weight")
+                deviations[weight_name + DEVIATION] = spread.detach().square()
+        return deviations
 
 
 class IVONLoRA(Recipe):
@@ -169,19 +219,24 @@ class IVONLoRA(Recipe):
     }
 
     def optimizer(self, weights: list[nn.Parameter], settings: Hyperparameters) -> Any:
+        """Make IVON with the paper's numbers."""
         import ivon  # only this rival needs it
 
         return ivon.IVON(weights, **self.settings)
 
     def drawing(self, optimizer: Any) -> AbstractContextManager[Any]:
+        """Make a context for gradients at a sample of the weights."""
         return optimizer.sampled_params(train=True)
 
     def deviations(self, model: nn.Module, optimizer: Any) -> Weights:
+        """Return the deviations that the optimizer's Hessian gives."""
         (group,) = optimizer.param_groups
-        variance = 1 / (group["ess"] * (group["hess"] + group["weight_decay"]))
+        precision = group["ess"] * (group["hess"] + group["weight_decay"])
+        deviation = (1 / precision).sqrt()
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        parts = variance.sqrt().split([p.numel() for p in trained.values()])
-        return {
-            name + DEVIATION: part.view_as(p)
-            for (name, p), part in zip(trained.items(), parts, strict=True)
-        }
+        # The optimizer keeps one long vector, in the order of the parameters.
+        parts = deviation.split([weight.numel() for weight in trained.values()])
+        deviations = {}
+        for (name, weight), part in zip(trained.items(), parts, strict=True):
+            deviations[name + DEVIATION] = part.view_as(weight)
+        return deviations

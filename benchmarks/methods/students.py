@@ -6,9 +6,10 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.fine_tuning import Pretrained
+from benchmarks.fine_tuning import TRAIN, Pretrained
 from benchmarks.methods.method import Loaders, Probabilities
 from benchmarks.models import AdaptedModel
+from benchmarks.training import as_dataset
 from laplace_lora_ext.models.adapters import find_peft_model, own_adapter_back
 from laplace_lora_ext.training.students import distill
 
@@ -19,12 +20,16 @@ class Scaled:
     likelihood = "classification"
 
     def __init__(self, la: Any, temperature: float) -> None:
-        self.model, self.blocks, self.temperature = la.model, la.blocks, temperature
+        self.model = la.model
+        self.blocks = la.blocks
+        self.temperature = temperature
 
     @torch.no_grad()
     def __call__(self, batch: Any, **_: Any) -> torch.Tensor:
+        """Compute probabilities (texts, classes)."""
         with self.model.prepared():
-            return (self.model(batch) / self.temperature).softmax(-1)
+            logits = self.model(batch)
+        return (logits / self.temperature).softmax(-1)
 
 
 def predict_with_student(
@@ -35,17 +40,17 @@ def predict_with_student(
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(pretrained, model, seed, folder)
         name = distill(teacher, trainer, unlabelled, "student")
-    adapted = AdaptedModel(model, pretrained.class_token_ids)
+    student = AdaptedModel(model, pretrained.class_token_ids)
     with own_adapter_back(model):
         model.set_adapter(name)
         model.eval()
-        found = {key: adapted.logits(loader).softmax(-1) for key, loader in loaders.items()}
+        probabilities = {key: student.logits(loader).softmax(-1) for key, loader in loaders.items()}
     model.delete_adapter(name)
-    return found
+    return probabilities
 
 
-def _trainer(pretrained: Pretrained, model: Any, seed: int, folder: str) -> Any:
-    """A trainer with the settings of the lab's own loop."""
+def _trainer(pretrained: Pretrained, model: Any, seed: int, folder: str) -> transformers.Trainer:
+    """Make a trainer with the settings of the lab's own loop."""
     settings = pretrained.hyperparameters
     arguments = transformers.TrainingArguments(
         output_dir=folder,
@@ -65,6 +70,6 @@ def _trainer(pretrained: Pretrained, model: Any, seed: int, folder: str) -> Any:
     return transformers.Trainer(
         model=model,
         args=arguments,
-        train_dataset=pretrained.data["train"],  # pyright: ignore[reportArgumentType]
+        train_dataset=as_dataset(pretrained.data[TRAIN]),
         data_collator=transformers.DataCollatorWithPadding(pretrained.tokenizer),
     )

@@ -16,11 +16,16 @@ def tiny_models(tmp_path_factory):
 def prepared(tiny_models, tmp_path):
     """Makes a tiny model, with two steps of training, and made-up rows of a task of the paper."""
 
-    def make(task, **options):
+    def make(task, **changes):
         write_task(task, tmp_path)
-        model = {"task": task, "model": tiny_models[PAPER_TASKS[task].is_prompt]}
-        files = {"data": tmp_path, "cache": tmp_path / "cache"}
-        settings = {"steps": 2, "batch_size": 2, **model, **files, **options}
-        return prepare(parsed("stages --quiet", **settings), 0)
+        settings = {
+            "task": task,
+            "model": tiny_models[PAPER_TASKS[task].is_prompt],
+            "data": tmp_path,
+            "cache": tmp_path / "cache",
+            "steps": 2,
+            "batch_size": 2,
+        }
+        return prepare(parsed("stages --quiet", **(settings | changes)), 0)
 
     return make

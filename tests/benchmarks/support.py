@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ import tokenizers
 import torch
 import transformers
 
-from benchmarks.__main__ import build_parser, main
-from benchmarks.options import Run
+from benchmarks.__main__ import main, parse
 from benchmarks.random_models import Shape
 from benchmarks.tasks.docstrings import Documented
 from benchmarks.tasks.paper import PAPER_TASKS
@@ -21,39 +21,52 @@ FRUIT = ["a pear", "a stone", "a spoon", "a lamp"]
 
 
 def flat(options: Mapping[str, object]) -> list[str]:
-    """Options as the command line has them: "hidden_size" is "--hidden-size"."""
+    """Spell options as the command line has them: "hidden_size" is "--hidden-size"."""
     arguments = []
     for name, value in options.items():
+        arguments.append("--" + name.replace("_", "-"))
         values = value if isinstance(value, list | tuple) else [value]
-        arguments += [f"--{name.replace('_', '-')}", *map(str, values)]
+        arguments += [str(each) for each in values]
     return arguments
 
 
-def parsed(command: str, **options: object) -> Run:
-    """Options of an experiment."""
-    arguments = vars(build_parser().parse_args([*command.split(), *flat(options)]))
-    experiment = arguments.pop("experiment")
-    return experiment(**{name: arguments[name] for name in experiment.__dataclass_fields__})
+def parsed(command: str, **options: object) -> Any:
+    """Read the options of an experiment."""
+    return parse([*command.split(), *flat(options)])
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run has left."""
+
+    figures: dict[str, Any]
+    printed: str
+    progress: str
 
 
 def run(
-    capsys: pytest.CaptureFixture[str], folder: Path, command: str, *flags: str, **options: object
-) -> tuple[dict[str, Any], str, str]:
-    """Run an experiment into a folder; return its figures, and what it has printed."""
-    main([*command.split(), *flags, *flat({"output": folder, "threads": 1, **options})])
-    (file,) = folder.glob("*.json")
-    printed = capsys.readouterr()
+    capsys: pytest.CaptureFixture[str], folder: Path, command: str, **options: object
+) -> Finished:
+    """Run an experiment into a folder."""
+    main([*command.split(), *flat({"output": folder, "threads": 1, **options})])
+    (figures,) = folder.glob("*.json")
     (table,) = folder.glob("*.md")
-    assert printed.out.endswith(table.read_text(encoding="utf-8"))
-    return json.loads(file.read_text(encoding="utf-8")), printed.out, printed.err
+    captured = capsys.readouterr()
+    assert captured.out.endswith(table.read_text(encoding="utf-8"))
+    return Finished(
+        figures=json.loads(figures.read_text(encoding="utf-8")),
+        printed=captured.out,
+        progress=captured.err,
+    )
 
 
 def is_picture(path: Path) -> bool:
+    """Whether a file is a PNG."""
     return path.read_bytes().startswith(b"\x89PNG")
 
 
 def pool(count: int = 40) -> list[Documented]:
-    """Names and summaries, of three files by turns."""
+    """Make names and summaries, of three files by turns."""
     return [
         Documented(f"name {number}", f"Summary {number}.", Path(f"file{number % 3}"))
         for number in range(count)
@@ -61,6 +74,7 @@ def pool(count: int = 40) -> list[Documented]:
 
 
 def small_shape(**changes: Any) -> Shape:
+    """Choose the smallest sizes that a fit needs."""
     sizes = {
         "hidden_size": 32,
         "layers": 1,
@@ -78,13 +92,7 @@ def small_shape(**changes: Any) -> Shape:
 
 
 def save_tiny_models(folder: Path) -> dict[bool, Path]:
-    """Folders of a causal language model and of an encoder, by `is_prompt`."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=200, special_tokens=["<s>", "<pad>", "<unk>"], show_progress=False
-    )
-    tokenizer.train_from_iterator(["Answer: A B C D True False grows"] * 9, trainer)
+    """Save a causal language model and an encoder; return their folders by `is_prompt`."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": 200,
@@ -97,87 +105,128 @@ def save_tiny_models(folder: Path) -> dict[bool, Path]:
     }
     decoder = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
     encoder = transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**shape))
-    folders = {True: folder / "decoder", False: folder / "encoder"}
-    for is_prompt, model in ((True, decoder), (False, encoder)):
-        model.save_pretrained(folders[is_prompt])
-        special = {"eos_token": "<pad>", "unk_token": "<unk>"}
-        special["padding_side"] = "left" if is_prompt else "right"  # left as Gemma's tokenizer
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-        fast.save_pretrained(folders[is_prompt])
-    return folders
+    decoder.save_pretrained(folder / "decoder")
+    encoder.save_pretrained(folder / "encoder")
+    # As Gemma's tokenizer does.
+    tiny_tokenizer(padding_side="left").save_pretrained(folder / "decoder")
+    tiny_tokenizer(padding_side="right").save_pretrained(folder / "encoder")
+    return {True: folder / "decoder", False: folder / "encoder"}
 
 
-def labelled(texts: list[str], labels: str = "ABCD") -> dict[str, list[str]]:
-    return {"text": texts, "label": list(labels[: len(texts)])}
+def tiny_tokenizer(padding_side: str) -> transformers.PreTrainedTokenizerFast:
+    """Train a tokenizer to whom every answer is one token."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=200,
+        special_tokens=["<s>", "<pad>", "<unk>"],
+        show_progress=False,
+    )
+    # Often enough for every word to become one token.
+    tokenizer.train_from_iterator(["Answer: A B C D True False grows"] * 9, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<pad>",
+        unk_token="<unk>",
+        padding_side=padding_side,
+    )
 
 
-WINOGRANDE_ROWS = [
-    {"sentence": "As _ was low it fell.", "option1": "cup", "option2": "shelf", "answer": answer}
-    for answer in "21"
-]
+def arc_row(question: str, choices: list[str], answer: str, labels: str = "ABCD") -> dict[str, Any]:
+    """Make a row of ARC, which labels its choices by letters or digits."""
+    return {
+        "id": "1",
+        "question": question,
+        "choices": {"text": choices, "label": list(labels)},
+        "answerKey": answer,
+    }
+
+
+def winogrande_row(answer: str) -> dict[str, str]:
+    """Make a row of WinoGrande."""
+    return {
+        "sentence": "As _ was low it fell.",
+        "option1": "cup",
+        "option2": "shelf",
+        "answer": answer,
+    }
+
+
+WINOGRANDE_ROWS = [winogrande_row("2"), winogrande_row("1")]
 WINOGRANDE_PROMPT = f"{SELECT} As _ was low it fell. Choices: A. cup. B shelf. Answer:"
+WINOGRANDE_EXAMPLES = [(WINOGRANDE_PROMPT, 1), (WINOGRANDE_PROMPT, 0)]
 ARC_ROWS = [
-    {"id": "1", "question": "What grows?", "choices": labelled(FRUIT), "answerKey": "C"},
-    {"id": "2", "question": "What grows?", "choices": labelled(FRUIT, "1234"), "answerKey": "2"},
-    {"id": "3", "question": "Three?", "choices": labelled(FRUIT[:3]), "answerKey": "A"},
-    {
-        "id": "4",
-        "question": "Five?",
-        "choices": labelled([*FRUIT, "ice"], "ABCDE"),
-        "answerKey": "E",
-    },
+    arc_row("What grows?", FRUIT, "C"),
+    arc_row("What grows?", FRUIT, "2", labels="1234"),
+    arc_row("Three?", FRUIT[:3], "A", labels="ABC"),
+    arc_row("Five?", [*FRUIT, "ice"], "E", labels="ABCDE"),
 ]
 FRUIT_PROMPT = (
     f"{SELECT} What grows? Choices: A. a pear. B. a stone. C. a spoon. D. a lamp. Answer:"
 )
+# The questions with three and five choices are left out.
+ARC_EXAMPLES = [(FRUIT_PROMPT, 2), (FRUIT_PROMPT, 1)]
 OPENBOOKQA_ROWS = [
     {
         "id": "5",
         "question_stem": "To sleep one",
-        "choices": labelled(["runs.", "lies", "eats", "sits"]),
+        "choices": {"text": ["runs.", "lies", "eats", "sits"], "label": list("ABCD")},
         "answerKey": "B",
     }
 ]
 OPENBOOKQA_PROMPT = f"{SELECT} To sleep one Choices: A. runs. B. lies. C. eats. D. sits. Answer:"
 BOOLQ_ROWS = [
+    # As SuperGLUE has it, and as the original data have it.
     {"question": "is ice cold", "passage": "Ice is frozen water.", "label": 1, "idx": 0},
     {"question": "is ice cold", "passage": "Ice is frozen water", "answer": False},
+]
+BOOLQ_PAIRS = [
+    (("Ice is frozen water.", "is ice cold"), 1),
+    (("Ice is frozen water", "is ice cold"), 0),
 ]
 BOOLQ_PROMPT = (
     "Answer the question with only True or False: is ice cold Context: Ice is frozen water."
 )
 PROMPTS = (WINOGRANDE_PROMPT, FRUIT_PROMPT, OPENBOOKQA_PROMPT, BOOLQ_PROMPT)
 PAIR_ROWS = [
-    {"sentence1": "It rains.", "sentence2": "It is wet.", "label": label, "idx": label}
-    for label in (1, 0)
+    {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 1, "idx": 0},
+    {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 0, "idx": 1},
 ]
-PAIRS = [(("It rains.", "It is wet."), 1), (("It rains.", "It is wet."), 0)]
+PAIRS = [
+    (("It rains.", "It is wet."), 1),
+    (("It rains.", "It is wet."), 0),
+]
+COLA_ROWS = [{"sentence": "Him sleeps.", "label": 0, "idx": 3}]
 WIC_FIELDS = {"word": "rain", "start1": 3, "start2": 0, "end1": 8, "end2": 2}
+WIC_ROWS = [row | WIC_FIELDS for row in PAIR_ROWS]
 
 # For each of the paper's tasks its rows, and what the paper keeps of them.
 ROWS = {
-    "winogrande_s": (WINOGRANDE_ROWS, [(WINOGRANDE_PROMPT, 1), (WINOGRANDE_PROMPT, 0)]),
-    "winogrande_m": (WINOGRANDE_ROWS, [(WINOGRANDE_PROMPT, 1), (WINOGRANDE_PROMPT, 0)]),
-    "arc_easy": (ARC_ROWS, [(FRUIT_PROMPT, 2), (FRUIT_PROMPT, 1)]),
-    "arc_challenge": (ARC_ROWS, [(FRUIT_PROMPT, 2), (FRUIT_PROMPT, 1)]),
+    "winogrande_s": (WINOGRANDE_ROWS, WINOGRANDE_EXAMPLES),
+    "winogrande_m": (WINOGRANDE_ROWS, WINOGRANDE_EXAMPLES),
+    "arc_easy": (ARC_ROWS, ARC_EXAMPLES),
+    "arc_challenge": (ARC_ROWS, ARC_EXAMPLES),
     "obqa": (OPENBOOKQA_ROWS, [(OPENBOOKQA_PROMPT, 1)]),
     "boolq": (BOOLQ_ROWS, [(BOOLQ_PROMPT, 1), (BOOLQ_PROMPT, 0)]),
     "mrpc": (PAIR_ROWS, PAIRS),
     "rte": (PAIR_ROWS, PAIRS),
-    "cola": ([{"sentence": "Him sleeps.", "label": 0, "idx": 3}], [("Him sleeps.", 0)]),
-    "wic": ([row | WIC_FIELDS for row in PAIR_ROWS], PAIRS),
+    "cola": (COLA_ROWS, [("Him sleeps.", 0)]),
+    "wic": (WIC_ROWS, PAIRS),
     "wnli": (PAIR_ROWS, PAIRS),
-    "boolq_pairs": (
-        BOOLQ_ROWS,
-        [(("Ice is frozen water.", "is ice cold"), 1), (("Ice is frozen water", "is ice cold"), 0)],
-    ),
+    "boolq_pairs": (BOOLQ_ROWS, BOOLQ_PAIRS),
 }
 
 
 def write_task(name: str, data: Path) -> None:
-    """A task's rows to train on, and the first of them to test on."""
+    """Write a task's rows to train on, and the first of them to test on."""
     rows, _ = ROWS[name]
-    for source, part in zip(PAPER_TASKS[name].sources, (rows, rows[:1]), strict=True):
-        file = source.file_in(data)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(f"{json.dumps(row)}\n" for row in part) + "\n", encoding="utf-8")
+    training, test = PAPER_TASKS[name].sources
+    _write_rows(rows, training.file_in(data))
+    _write_rows(rows[:1], test.file_in(data))
+
+
+def _write_rows(rows: list[dict[str, Any]], file: Path) -> None:
+    lines = [json.dumps(row) for row in rows]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # An empty line at the end, as some editors leave it, is no row.
+    file.write_text("\n".join([*lines, "", ""]), encoding="utf-8")

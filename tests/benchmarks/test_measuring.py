@@ -6,11 +6,11 @@ from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
-from benchmarks.measuring import run_alone, run_limited
+from benchmarks.measuring import Message, run_alone, run_limited
 
 
 def sleep_after_message(seconds):
-    yield "figure", 1
+    yield Message("figure", 1)
     time.sleep(seconds)
     raise ValueError("woken")
 
@@ -24,12 +24,16 @@ def fail(text):
 
 
 def test_what_was_sent_before_a_failure_counts():
-    sent = [("figure", 1)]
-    assert run_limited(sleep_after_message, (0,), 60.0) == (sent, "ValueError: woken")
-    assert run_limited(leave, ()) == ([], "its process ended with exit code 3")
-    messages, reason = run_limited(sleep_after_message, (60,), 3.0)
-    assert reason == "took longer than the limit of 3 s"
+    sent = [Message("figure", 1)]
+    messages, reason = run_limited(sleep_after_message, (0,), limit=60.0)
+    assert messages == sent
+    assert reason == "ValueError: woken"
+    messages, reason = run_limited(leave, ())
+    assert messages == []
+    assert reason == "its process ended with exit code 3"
+    messages, reason = run_limited(sleep_after_message, (60,), limit=3.0)
     assert messages in (sent, [])  # the limit may be over before the process has begun
+    assert reason == "took longer than the limit of 3 s"
 
 
 def test_a_process_of_its_own_returns_or_raises_what_a_call_would():

@@ -2,13 +2,21 @@
 
 from tests.benchmarks.support import run
 
-SMALL = {"device": "cpu", "hidden_size": 16, "layers": 1, "batches": 1, "repetitions": 1}
+SMALL = {
+    "device": "cpu",
+    "hidden_size": 16,
+    "layers": 1,
+    "batches": 1,
+    "repetitions": 1,
+    "classes": [2, 4],
+    "lengths": [8],
+    "processes": [1, 2],
+}
 
 
 def test_every_series_at_small_sizes(tmp_path, capsys):
-    sizes = {"classes": [2, 4], "lengths": [8], "processes": [1, 2]}
-    figures, printed, _ = run(capsys, tmp_path, "scale", "--quiet", **SMALL, **sizes)
-    rows = figures["rows"]
+    finished = run(capsys, tmp_path, "scale --quiet", **SMALL)
+    rows = finished.figures["rows"]
     assert {row["against"] for row in rows} == {"classes", "processes", "tokens of a text"}
     assert all(row["seconds"] > 0 for row in rows)
     of_classes = [row for row in rows if row["against"] == "classes"]
@@ -17,4 +25,4 @@ def test_every_series_at_small_sizes(tmp_path, capsys):
     ends = [row for row in rows if row["against"] == "processes"]
     assert [row["size"] for row in ends] == [1, 2]
     assert "time_exponent" in ends[-1]
-    assert "Against the number of classes" in printed
+    assert "Against the number of classes" in finished.printed

@@ -5,8 +5,9 @@ import torch
 import transformers
 
 import laplace_lora_ext
-from benchmarks.experiments.stages import Trial
-from benchmarks.fine_tuning import MEMBER_SEEDS, TEST, prepare, untrained
+from benchmarks.experiments.stages import Seconds, Trial
+from benchmarks.fine_tuning import MEMBER_SEEDS, TEST, TRAIN, prepare, untrained
+from benchmarks.methods.method import labels_of
 from benchmarks.options import Stages
 from laplace_lora_ext.metrics import negative_log_likelihood
 from tests.benchmarks.support import is_picture, run
@@ -14,60 +15,91 @@ from tests.benchmarks.support import is_picture, run
 
 @pytest.fixture
 def options(tiny_models, tmp_path):
-    sizes = {"train_examples": 20, "test_examples": 12, "shifted_examples": 8, "steps": 10}
-    files = {"files_per_library": 30, "cache": tmp_path / "cache"}
-    return {"task": "choices", "model": tiny_models[True], "learning_rate": 0.01, **sizes, **files}
+    return {
+        "task": "choices",
+        "model": tiny_models[True],
+        "train_examples": 20,
+        "test_examples": 12,
+        "shifted_examples": 8,
+        "files_per_library": 30,
+        "steps": 10,
+        "learning_rate": 0.01,
+        "cache": tmp_path / "cache",
+        "members": 2,
+    }
+
+
+EXPECTED_ROWS = [
+    ("map", ""),
+    ("temperature_scaling", "validation"),
+    ("temperature_scaling", "validation_elsewhere"),
+    ("lowrank_kron", "validation_elsewhere"),
+    ("second_mixture", "validation_elsewhere"),
+    ("staged_map_1", ""),
+    ("staged_map_1", "held_out_temperature"),
+    ("staged_1", "held_out"),
+    ("staged_1_amortized", "training_texts"),
+    ("staged_1_student", "training_texts"),
+    ("staged_1_amortized", "swapped"),
+    ("staged_1_student", "swapped"),
+    ("staged_map_1_student", "swapped"),
+    ("staged_map_2", ""),
+    ("staged_map_2", "held_out_temperature"),
+    ("staged_2", "held_out"),
+    ("staged_2_amortized", "swapped"),
+    ("staged_2_student", "swapped"),
+    ("label_smoothing", "held_out"),
+]
 
 
 def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path, capsys):
     folder = tmp_path / "results"
-    smoothing = {"smoothing": (0.2,), "members": 2}
-    figures, _, progress = run(capsys, folder, "stages", **options, **smoothing)
-    rows = {(row["method"], row["prior"]): row for row in figures["methods"]}
-    assert len(rows) == len(figures["methods"])
-    both = ("training_texts", "swapped")
-    assert rows.keys() == {
-        ("map", ""),
-        ("temperature_scaling", "validation"),
-        *((key, "validation_elsewhere") for key in ("temperature_scaling", "lowrank_kron")),
-        ("second_mixture", "validation_elsewhere"),
-        *((f"staged_map_{n}", prior) for n in (1, 2) for prior in ("", "held_out_temperature")),
-        *((f"staged_{n}", "held_out") for n in (1, 2)),
-        *((f"staged_1_{kind}", prior) for kind in ("amortized", "student") for prior in both),
-        *((f"staged_2_{kind}", "swapped") for kind in ("amortized", "student")),
-        ("staged_map_1_student", "swapped"),
-        ("label_smoothing", "held_out"),
-    }
+    finished = run(capsys, folder, "stages", **options, smoothing=[0.2])
+    rows = {(row["method"], row["prior"]): row for row in finished.figures["methods"]}
+    assert len(rows) == len(finished.figures["methods"])
+    assert list(rows) == EXPECTED_ROWS
     assert all(0 < row["nll"] < 10 for row in rows.values())
     assert rows["staged_2", "held_out"]["trainings"] == pytest.approx(2.1)
-    # The ordinary one; two stages of two members, the second of whom is a second training too.
-    smoothed = 1 + (rows["label_smoothing", "held_out"]["chosen"] > 0)
-    assert len(list((tmp_path / "cache").glob("fine-tuned-*.pt"))) == 1 + 2 * 2 + smoothed
+    ordinary = 1
+    staged = 2 * 2  # two stages of two members; the first of the second is a second training too
+    # No smoothing is the first member's first stage; any other amount has a first stage of its
+    # own, and a second one if held-out texts choose it.
+    smoothed = 1
+    if rows["label_smoothing", "held_out"]["chosen"] > 0:
+        smoothed = 2
+    trainings = list((tmp_path / "cache").glob("fine-tuned-*.pt"))
+    assert len(trainings) == ordinary + staged + smoothed
     assert is_picture(folder / "reliability.png")
-    assert "Reading" in progress
+    assert "Reading" in finished.progress
 
 
 def test_a_mixture_is_that_of_in_stages(options, monkeypatch):
-    student = "benchmarks.experiments.stages.predict_with_student"
-    monkeypatch.setattr(student, lambda *args: {TEST: torch.full((12, 4), 0.25)})
-    asked = Stages(quiet=True, members=2, **options)
-    pretrained = prepare(asked, 0)
+    def untaught(*args):
+        return {TEST: torch.full((12, 4), 0.25)}
+
+    monkeypatch.setattr("benchmarks.experiments.stages.predict_with_student", untaught)
+    pretrained = prepare(Stages(quiet=True, **options), 0)
     trial = Trial(pretrained, 0)
-    trial.seconds = {"bare": 1.0, "exact": 1.0}
+    trial.seconds = Seconds(bare=1.0, exact=1.0)
 
     def train(model, examples, share):
         name = model.active_adapter
         number = 0 if name == "default" else int(name.removeprefix("member_"))
         trial.train(model, list(examples), share, number)
 
-    how = {"likelihood": "classification", "class_token_ids": pretrained.class_token_ids}
-    loader = pretrained.loader("train")
     model = untrained(pretrained, 0)
     transformers.set_seed(MEMBER_SEEDS)  # decides the second member's first weights
-    mixture = laplace_lora_ext.in_stages(train, model, loader, members=2, **how)
-    test = pretrained.loader(TEST)
-    found = torch.cat([mixture(batch, link_approx="mean_field").detach() for batch in test])
-    labels = torch.tensor([record["labels"] for record in test.dataset])
-    rows = {(row["method"], row["prior"]): row for row in trial.in_stages()}
-    nll = negative_log_likelihood(found, labels)
+    mixture = laplace_lora_ext.in_stages(
+        train,
+        model,
+        pretrained.loader(pretrained.data[TRAIN]),
+        members=2,
+        likelihood="classification",
+        class_token_ids=pretrained.class_token_ids,
+    )
+    test = pretrained.data[TEST]
+    batches = pretrained.loader(test)
+    predictions = [mixture(batch, link_approx="mean_field").detach() for batch in batches]
+    nll = negative_log_likelihood(torch.cat(predictions), labels_of(test))
+    rows = {(row["method"], row["prior"]): row for row in trial.in_stages(members=2)}
     assert rows["staged_2", "held_out"]["nll"] == pytest.approx(nll, rel=1e-6)

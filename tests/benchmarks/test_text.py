@@ -28,10 +28,18 @@ def la():
 
 
 def test_a_run_measures_every_method(capsys, tmp_path, tiny_models):
-    settings = {"epochs": 1, "draws": 2, "grid_size": 3, "cache": tmp_path / "cache"}
-    figures, printed, _ = run(
-        capsys, tmp_path, "text", "--quiet", model=tiny_models[True], **SMALL, **settings
+    finished = run(
+        capsys,
+        tmp_path,
+        "text --quiet",
+        **SMALL,
+        model=tiny_models[True],
+        cache=tmp_path / "cache",
+        epochs=1,
+        draws=2,
+        grid_size=3,
     )
+    figures = finished.figures
     names = [(row["name"], row["chosen_by"]) for row in figures["methods"]]
     assert names == [
         ("MAP", ""),
@@ -47,7 +55,7 @@ def test_a_run_measures_every_method(capsys, tmp_path, tiny_models):
     (costs,) = figures["costs"]
     assert 0 <= costs["wrong_answers"] <= 6
     assert costs["fit_ratio"] > 0 < costs["score_ratio"]
-    assert "Area under risk-coverage" in printed
+    assert "Area under risk-coverage" in finished.printed
 
 
 @pytest.mark.parametrize("task", ["functions", "parameters", "types"])
@@ -61,34 +69,39 @@ def test_tasks_have_short_texts_of_their_own(task):
 
 def test_a_sign_that_knows_all_wrong_answers_detects_them():
     wrong = torch.tensor([True, False, True, False])
-    found = measures.detects(torch.tensor([3.0, 1.0, 2.0, 0.5]), wrong)
-    assert found["auroc"] == 1
-    assert found["aurc"] == pytest.approx((0 + 0 + 1 / 3 + 2 / 4) / 4)
-    assert measures.detects(torch.tensor([0.0, 1.0, 0.1, 2.0]), wrong)["auroc"] == 0
-    assert measures.detects(torch.ones(4), wrong)["auroc"] == 0.5
-    assert measures.detects(torch.ones(2), torch.tensor([True, True]))["auroc"] is None
+    knows = measures.detects(torch.tensor([3.0, 1.0, 2.0, 0.5]), wrong)
+    assert knows["auroc"] == 1
+    assert knows["aurc"] == pytest.approx((0 + 0 + 1 / 3 + 2 / 4) / 4)
+    mistakes = measures.detects(torch.tensor([0.0, 1.0, 0.1, 2.0]), wrong)
+    assert mistakes["auroc"] == 0
+    guesses = measures.detects(torch.ones(4), wrong)
+    assert guesses["auroc"] == 0.5
+    all_are_wrong = measures.detects(torch.ones(2), torch.tensor([True, True]))
+    assert all_are_wrong["auroc"] is None
 
 
 def test_qualities_of_the_model_its_temperature_and_its_posterior(la):
     batches = text_batches(seed=7)
-    found = measures.quality(Predictor(la), batches)
-    logits, tokens = (
-        torch.cat(part) for part in zip(*(la.tokens(batch) for batch in batches), strict=True)
-    )
-    assert found["tokens"] == len(tokens)
-    assert found["nll"] == pytest.approx(cross_entropy(logits, tokens).item(), rel=1e-5)
-    assert found["token_accuracy"] == (logits.argmax(-1) == tokens).double().mean().item()
+    of_model = measures.quality(Predictor(la), batches)
+    pairs = [la.tokens(batch) for batch in batches]
+    logits = torch.cat([logits for logits, _ in pairs])
+    tokens = torch.cat([tokens for _, tokens in pairs])
+    is_right = logits.argmax(-1) == tokens
+    assert of_model["tokens"] == len(tokens)
+    assert of_model["nll"] == pytest.approx(cross_entropy(logits, tokens).item(), rel=1e-5)
+    assert of_model["token_accuracy"] == is_right.double().mean().item()
     predictor = scaled(la, batches)
     assert predictor.temperature > 1
-    assert measures.quality(predictor, batches)["nll"] < found["nll"]
-    drawn, again = (measures.quality(posterior(la, 3), batches) for _ in range(2))
+    assert measures.quality(predictor, batches)["nll"] < of_model["nll"]
+    drawn = measures.quality(posterior(la, draws=3), batches)
+    again = measures.quality(posterior(la, draws=3), batches)
     assert drawn == again
-    assert drawn["nll"] != found["nll"]
+    assert drawn["nll"] != of_model["nll"]
 
 
 def test_noise_of_tfb_changes_next_to_no_token(la):
     batches = text_batches()
-    predictor = training_free(la, 3, batches)
+    predictor = training_free(la, draws=3, texts=batches)
     moved = []
     for batch in batches:
         f, drawn, _ = predictor(batch)
