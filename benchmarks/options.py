@@ -74,6 +74,7 @@ class SeveralSeeds(TextRun):
 
     steps: int | None = option(None, "training steps; the task's own number by default")
     checkpoints: int | None = option(None, "checkpoints to keep; the task's own number by default")
+    # Unlike other numbers a seed may be 0.
     seeds: tuple[int, ...] = option((0,), "seeds of texts and fine-tuning", type=int)
 
 
@@ -118,6 +119,7 @@ class Text(Reading):
     draws: int = option(4, "draws from the posterior and from every rival")
     grid_size: int = option(9, "prior precisions for validation texts to choose from")
     model: str | None = option(None, "folder of a model to use instead of Gemma 3 270M")
+    # Unlike other numbers a seed may be 0.
     seeds: tuple[int, ...] = option((0,), "of texts, training and draws", type=int)
 
 

@@ -70,7 +70,11 @@ Row = dict[str, Any]
 Result = tuple[Figures, Sequence[str]]  # figures, and paragraphs and tables
 
 
-def publish(experiment: Callable[[Any], Iterator[Result]], options: Run, name: str) -> None:
+def publish(
+    experiment: Callable[[Any], Iterator[Result]],
+    options: Run,
+    name: str,
+) -> None:
     """Run an experiment; write all that it yields, as soon as it does; print the words of it."""
     known = provenance(options)
     hardware = _hardware(known["machine"])
@@ -95,7 +99,9 @@ def say(options: Run, *words: object) -> None:
 
 def provenance(options: Run) -> Figures:
     """Collect settings, machine and versions, which the figures depend on."""
-    settings = {key: value for key, value in asdict(options).items() if key not in NO_SETTINGS}
+    settings = asdict(options)
+    for key in NO_SETTINGS:
+        settings.pop(key, None)
     installed = {each.name: each.version for each in distributions()}
     device = device_of(options.device)
     accelerator = None
@@ -167,11 +173,16 @@ def as_frame(rows: Sequence[Row]) -> Frame:
     return pd.DataFrame(rows)
 
 
-def over_seeds(rows: Sequence[Row], identity: Sequence[str], figures: Sequence[str]) -> list[Row]:
+def over_seeds(
+    rows: Sequence[Row],
+    identity: Sequence[str],
+    figures: Sequence[str],
+) -> list[Row]:
     """Join rows of the same identity to one, with mean ± standard deviation of their figures."""
 
     def spread(values: Frame) -> str:
         mean = cell(values.mean())
+        # Of one value there is no deviation.
         if values.count() < 2:
             return mean
         return f"{mean} ± {cell(values.std())}"
@@ -183,6 +194,7 @@ def over_seeds(rows: Sequence[Row], identity: Sequence[str], figures: Sequence[s
 
 def records(frame: Frame) -> list[Row]:
     """Return the rows of a frame, with None where nothing was measured."""
+    # A column of numbers can't hold None.
     return frame.astype(object).where(frame.notna(), None).to_dict("records")
 
 
@@ -219,6 +231,7 @@ def draw_reliability(rows: Sequence[Row], path: Path) -> None:
     figure = Figure(figsize=(3.4 * width, 3.7 * height), layout="constrained")
     grid = figure.subplots(height, width, sharex=True, sharey=True, squeeze=False)
     panels = list(grid.flat)
+    # The last line of the grid may have panels to spare.
     for panel, row in zip(panels, rows, strict=False):
         _draw_bins(panel, row["reliability"])
         title = textwrap.fill(label(row), TITLE_WIDTH)
@@ -246,7 +259,8 @@ def _draw_bins(panel: Axes, bins: Mapping[str, Sequence[float]]) -> None:
     centres = [(place + 0.5) * width for place in range(N_BINS)]
     panel.bar(centres, bins["share"], width, color="0.85", label="share of texts")
     panel.bar(centres, bins["accuracy"], 0.7 * width, alpha=0.8, label="accuracy")
-    panel.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="calibrated")
+    diagonal = [0, 1]
+    panel.plot(diagonal, diagonal, "--", color="black", linewidth=1, label="calibrated")
     panel.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
 
 
@@ -277,14 +291,15 @@ def draw_lines(path: Path, panels: Mapping[str, Lines], xlabel: str) -> None:
     width = math.ceil(len(panels) / height)
     figure = Figure(figsize=(4.2 * width + 3.2, 4 * height), layout="constrained")
     axes = list(figure.subplots(height, width, squeeze=False).flat)
-    names = list(dict.fromkeys(name for of_panel in panels.values() for name in of_panel))
+    # A method has the same colour in all panels, even where another is missing.
+    colours: dict[str, str] = {}
     for panel, (title, of_panel) in zip(axes, panels.items(), strict=True):
         for name, line in of_panel.items():
-            # A method has the same colour in all panels, even where another is missing.
-            colour = f"C{names.index(name)}"
+            colour = colours.setdefault(name, f"C{len(colours)}")
             panel.plot(line.x, line.y, marker=".", color=colour, label=name)
         panel.set(title=title, xlabel=xlabel, xscale="log", yscale="log")
         sizes = sorted({size for line in of_panel.values() for size in line.x})
+        # Powers of ten would say little about sizes that are powers of two.
         panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
         panel.xaxis.set_minor_locator(NullLocator())
     explain_beside(figure, axes)

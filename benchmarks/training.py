@@ -122,7 +122,7 @@ def train(
         num_training_steps=settings.steps,
     )
     checkpoints = {}
-    # Another pass begins, in another order, whenever one ends.
+    # Another pass begins, in another order, when one ends.
     batches = chain.from_iterable(repeat(loader))
     model.train()
     progress = tqdm(range(1, settings.steps + 1), desc="Training", disable=not show_progress)
@@ -137,8 +137,8 @@ def train(
         schedule.step()
         optimizer.zero_grad()
         if step in settings.checkpoint_steps:
-            weights = {name: weight.detach().clone() for name, weight in trained.items()}
-            checkpoints[step] = weights | recipe.deviations(model, optimizer)
+            kept = {name: weight.detach().clone() for name, weight in trained.items()}
+            checkpoints[step] = kept | recipe.deviations(model, optimizer)
         progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
     if not math.isfinite(loss.item()):
         raise RuntimeError("Training diverged; lower the learning rate.")

@@ -141,7 +141,7 @@ def measure(contest: Contest) -> Iterator[Message]:
     warm_up.fit(random_loader(shape, 1, device, options.seed, batch_size=1))
     megabytes_before = measuring.megabytes_in_use(device)
     measuring.limit_memory(options.memory_limit, device)
-    yield Message("ready")
+    yield Message("ready", None)
 
     la = posterior(contest.key).build(model)
     figures = measuring.time_and_memory(
@@ -172,11 +172,18 @@ def _megabytes_of(la: Any) -> float:
 
 
 def _prediction(
-    contest: Contest, la: Any, name: str, pred_type: str, size: int, megabytes_before: float
+    contest: Contest,
+    la: Any,
+    name: str,
+    pred_type: str,
+    size: int,
+    megabytes_before: float,
 ) -> Message:
     """Measure predictions of one batch; what the posterior holds counts to their memory."""
     options, device = contest.options, contest.device
-    (batch,) = random_loader(contest.shape, 1, device, options.seed + 1, size)
+    # Other texts than those of the fit, of which a method might keep something.
+    seed = options.seed + 1
+    (batch,) = random_loader(contest.shape, 1, device, seed, batch_size=size)
 
     def predict() -> None:
         la(batch, pred_type=pred_type, link_approx="probit")
@@ -193,7 +200,10 @@ def _prediction(
 
 def _add_bare_loops(rows: Sequence[Row]) -> None:
     """Add to each row of one shape its time relative to that of the bare passes."""
-    bare = {row["phase"]: row["median"] for row in rows if row["contestant"] == "bare"}
+    bare = {}
+    for row in rows:
+        if row["contestant"] == "bare":
+            bare[row["phase"]] = row["median"]
     for row in rows:
         seconds = bare.get(row["phase"])
         row["in_bare_loops"] = row["median"] / seconds if seconds else None
@@ -208,6 +218,7 @@ def _growth(measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
         fits = [row for row in measured if row["contestant"] == key and row["phase"] == "fit"]
         added = {}
         for row in fits:
+            # Exponents are of one dtype, the first.
             if row["dtype"] == fits[0]["dtype"] and row["in_bare_loops"]:
                 share = 1 - 1 / row["in_bare_loops"]
                 count = row["batches"] * row["layers"]

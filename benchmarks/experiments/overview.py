@@ -90,9 +90,14 @@ SHOWN = (
 def run(options: Overview) -> Iterator[Result]:
     """Read the runs; then draw."""
     frame = read_all(options.runs)
-    of_tasks = frame.groupby(["name", "task"], sort=False)[COLUMNS].mean().reset_index()
-    of_all = of_tasks.groupby("name", sort=False)[COLUMNS].mean().reset_index()
-    seeds = {task: sorted(set(rows["seed"])) for task, rows in frame.groupby("task", sort=False)}
+    over_seeds = frame.groupby(["name", "task"], sort=False)
+    of_tasks = over_seeds[COLUMNS].mean().reset_index()
+    # Every task counts alike, whatever the number of its seeds.
+    over_tasks = of_tasks.groupby("name", sort=False)
+    of_all = over_tasks[COLUMNS].mean().reset_index()
+    seeds = {}
+    for task, rows in frame.groupby("task", sort=False):
+        seeds[task] = sorted(set(rows["seed"]))
     parts = [table(records(of_all), ["name", *COLUMNS])]
     for task, rows in of_tasks.groupby("task", sort=False):
         parts.append(f"{task}, seeds {', '.join(map(str, seeds[task]))}:")
@@ -149,7 +154,8 @@ def read_all(folders: Sequence[Path]) -> Frame:
 
 def read(folder: Path) -> Frame:
     """Read the rows to show from a run of `calibration` or `stages`, with the task's name."""
-    (file,) = (folder / name for name in FILES if (folder / name).exists())
+    candidates = [folder / name for name in FILES]
+    (file,) = (candidate for candidate in candidates if candidate.exists())
     figures = json.loads(file.read_text(encoding="utf-8"))
     rows = shown(figures["methods"])
     frame = as_frame(rows).assign(
@@ -164,8 +170,13 @@ def shown(rows: Sequence[Row]) -> list[Row]:
     """Keep rows that belong in diagrams and overviews, in the order of `SHOWN`."""
     kept = []
     for keys in SHOWN:
-        kept += [row for row in rows if Keys(row["method"], row["prior"], row["link"]) == keys]
+        kept += [row for row in rows if keys_of(row) == keys]
     return kept
+
+
+def keys_of(row: Row) -> Keys:
+    """Return what a row is."""
+    return Keys(row["method"], row["prior"], row["link"])
 
 
 def over_cost(rows: Frame) -> Lines:
@@ -173,9 +184,11 @@ def over_cost(rows: Frame) -> Lines:
     least = rows.groupby("task")["nll"].transform("min")
     # Tasks differ in how hard they are; what counts is how far a method is from the best.
     above = rows.assign(nll=rows["nll"] - least)
-    means = above.groupby("name", sort=False)[["forward_passes", "nll"]].mean().dropna()
+    columns = ["forward_passes", "nll"]
+    means = above.groupby("name", sort=False)[columns].mean()
     points = {}
-    for name, passes, nll in means.itertuples():
+    # A method whose costs were not measured has no place in the diagram.
+    for name, passes, nll in means.dropna().itertuples():
         points[str(name)] = Line([passes], [nll])
     return points
 
@@ -185,8 +198,9 @@ def draw_costs(points: Lines, path: Path) -> None:
     figure = Figure(figsize=(10, 5), layout="constrained")
     panel = figure.subplots()
     colours = matplotlib.color_sequences["tab10"]
-    # There are more methods than colours.
-    panel.set_prop_cycle(cycler(marker=["o", "^", "s", "x"]) * cycler(color=colours))
+    # There are more methods than colours: the next ones have another mark.
+    marks = cycler(marker=["o", "^", "s", "x"])
+    panel.set_prop_cycle(marks * cycler(color=colours))
     for name, point in points.items():
         panel.plot(point.x, point.y, linestyle="", label=name)
     panel.set(xlabel="Forward passes of a prediction", ylabel=PANELS["nll"])

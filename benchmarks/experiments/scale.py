@@ -118,16 +118,21 @@ def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(world) as pool:
             meeting = f"{folder}/meeting"
             shards = [Shard(key, shape, options, world, rank, meeting) for rank in range(world)]
+            # The processes wait for each other, so all of them have to run at once.
             alone = partial(measuring.run_alone, _fit_shard)
             rows = list(pool.map(alone, shards))
-        # All wait for the last one.
-        slowest[key] = {figure: max(row[figure] for row in rows) for figure in rows[0]}
+        # All wait for the last one, and every one needs its memory.
+        slowest[key] = {
+            "median": max(row["median"] for row in rows),
+            "peak_megabytes": max(row["peak_megabytes"] for row in rows),
+        }
     return _row("fit", slowest["bare"], slowest["lowrank_kron"])
 
 
 def _fit_shard(shard: Shard) -> Row:
     """Fit one process's part, together with the others."""
     options = shard.options
+    # Several processes' threads would wait for the same cores.
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

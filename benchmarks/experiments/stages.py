@@ -344,7 +344,7 @@ class Trial:
         model = self._first_stage(best)
         self.train(model.model, self.records, SECOND_STAGE, 0, best)
         prediction = Prediction(
-            {name: model.logits(loader).softmax(-1) for name, loader in self.loaders.items()},
+            model.probabilities(self.loaders),
             prior=HELD_OUT_TEXTS,
             chosen=best,
         )
@@ -362,9 +362,15 @@ class Trial:
         add_fresh_adapter(model, f"member_{number}")
 
     def train(
-        self, model: Any, records: Records, share: float, number: int, smoothing: float = 0.0
+        self,
+        model: Any,
+        records: Records,
+        share: float,
+        number: int,
+        smoothing: float = 0.0,
     ) -> None:
         """Train the active adapter for a share of the steps, with its own optimizer and order."""
+        # Members differ in the order of their texts and in dropout, as those of ensembles do.
         seed = self.seed + MEMBER_SEEDS * number
         say(self.options, f"Seed {self.seed}: training {number} for {share:g} of the steps")
         transformers.set_seed(seed)
@@ -380,6 +386,7 @@ class Trial:
     def _fitted(self, model: Any, records: Records, loaders: Loaders) -> Member:
         """Fit a posterior to the texts that its model was trained on."""
         say(self.options, f"Seed {self.seed}: fitting")
+        # Processor time does not depend on what else the processor does.
         started = process_time()
         la = over_lora(AdaptedModel(model, self.pretrained.class_token_ids))
         la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
@@ -399,6 +406,7 @@ class Trial:
         """Let held-out texts choose for one posterior, or for the mixture of several."""
         held = tuple(member.statistics[HELD] for member in firsts)
         if len(firsts) == 1:
+            # The choice changes a posterior's prior, and this one is part of mixtures too.
             la = copy(firsts[0].la)
             (val_loader,) = held
             chosen_for = [la]

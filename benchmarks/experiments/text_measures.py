@@ -26,9 +26,12 @@ def quality(predictor: Predictor, texts: list[Any]) -> dict[str, Any]:
     for batch in texts:
         f, drawn, tokens = predictor(batch)
         draws = [logits.softmax(-1) for logits in drawn]
-        p = torch.stack(draws).mean(0) if draws else f.softmax(-1)
+        if not draws:  # the model predicts alone
+            draws = [f.softmax(-1)]
+        p = torch.stack(draws).mean(0)
         confidence, predicted = p.max(-1)
-        p_of_labels.append(p.gather(-1, tokens[:, None]).squeeze(-1))
+        p_of_label = p.gather(-1, tokens[:, None])
+        p_of_labels.append(p_of_label.squeeze(-1))
         confidences.append(confidence)
         hits.append(predicted == tokens)
     p = torch.cat(p_of_labels)
@@ -98,17 +101,23 @@ def detection(predictor: Predictor, texts: list[Any], wrong: list[bool]) -> list
         signs["summed epistemic"] = epistemic
         signs["summed sd of log-probability"] = [each.sums.log_prob_sd for each in scores]
     is_wrong = torch.tensor(wrong)
-    return [{"score": name, **detects(torch.cat(parts), is_wrong)} for name, parts in signs.items()]
+    rows = []
+    for name, parts in signs.items():
+        row = detects(torch.cat(parts), is_wrong)
+        rows.append({"score": name, **row})
+    return rows
 
 
 def detects(sign: torch.Tensor, wrong: torch.Tensor) -> dict[str, float | None]:
     """Compute AUROC of a sign of wrong answers, and their mean share over all coverages."""
     n_answers = len(sign)
     n_wrong = int(wrong.sum())
+    n_right = n_answers - n_wrong
     auroc = None
-    if 0 < n_wrong < n_answers:
-        pairs = mannwhitneyu(sign[wrong].double(), sign[~wrong].double()).statistic
-        auroc = float(pairs) / (n_wrong * (n_answers - n_wrong))
+    if n_wrong > 0 and n_right > 0:
+        # The share of pairs of a wrong and a right answer that the sign orders rightly.
+        test = mannwhitneyu(sign[wrong].double(), sign[~wrong].double())
+        auroc = float(test.statistic) / (n_wrong * n_right)
     # A coverage keeps the answers that are least doubtful.
     wrong_among_kept = wrong[sign.argsort(stable=True)].double().cumsum(0)
     kept = torch.arange(1, n_answers + 1)
@@ -141,7 +150,12 @@ def _differences(some: Sequence[str], others: Sequence[str]) -> int:
     return sum(one != other for one, other in zip(some, others, strict=True))
 
 
-def relative_cost(la: Any, batch: Any, draws: int, clock: Clock) -> dict[str, float]:
+def relative_cost(
+    la: Any,
+    batch: Any,
+    draws: int,
+    clock: Clock,
+) -> dict[str, float]:
     """Time a fit over forward and backward pass, and a score over its forward passes."""
     weights = [block.weight for block in la.blocks]
     state = la.state_dict()
@@ -149,9 +163,13 @@ def relative_cost(la: Any, batch: Any, draws: int, clock: Clock) -> dict[str, fl
     def seconds(job: Job) -> float:
         return repeated_seconds(job, REPETITIONS, clock=clock).minimum
 
+    def both_passes() -> None:
+        loss = token_loss(la.model, batch)
+        torch.autograd.grad(loss, weights)
+
     with torch.no_grad():
         of_forward = seconds(lambda: la.model(batch))
-    of_both = seconds(lambda: torch.autograd.grad(token_loss(la.model, batch), weights))
+    of_both = seconds(both_passes)
     of_score = seconds(lambda: la.score(batch, draws))
     of_fit = seconds(lambda: la.fit([batch]))
     # The fits were to one batch.

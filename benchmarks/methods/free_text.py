@@ -62,6 +62,7 @@ def scaled(la: LanguageModelLaplace, validation: Iterable[Any]) -> Predictor:
 
 def posterior(la: LanguageModelLaplace, draws: int) -> Predictor:
     """Predict with draws from the posterior as it is now."""
+    # The same draws for every batch, also when another prior is chosen after.
     values = list(drawn(la, draws, 0))
 
     def of_draws(batch: Any) -> Iterator[torch.Tensor]:

@@ -1,6 +1,7 @@
 """What a method is; and the methods without a posterior: MAP and ensembles; temperatures."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,8 +50,9 @@ class Members:
     @torch.no_grad()
     def predict(self, loaders: Mapping[str, Iterable[Any]]) -> Probabilities:
         """Compute the mean of the members' probabilities."""
-        draws: dict[str, list[torch.Tensor]] = {name: [] for name in loaders}
+        draws = defaultdict(list)
         for logits_of in self.logits():
+            # One member at a time: the next may be the same model with other weights.
             for name, loader in loaders.items():
                 logits = torch.cat([logits_of(batch).cpu() for batch in loader])
                 draws[name].append(logits.softmax(-1))
@@ -109,8 +111,11 @@ def other_seeds(model: AdaptedModel, _: DataLoader) -> Members:
     """Predict with trainings of other seeds too, up to the same step as this one."""
     assert model.another is not None
     step = max(model.checkpoints)
-    others = [model.another(number).at(step) for number in range(1, ENSEMBLE_SIZE)]
-    return Members.of([model, *others])
+    members = [model]
+    for number in range(1, ENSEMBLE_SIZE):
+        other = model.another(number)
+        members.append(other.at(step))
+    return Members.of(members)
 
 
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
@@ -126,6 +131,7 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
     def closure() -> float:
         optimizer.zero_grad()
+        # The logarithm of a mean of probabilities, in which no small one is lost.
         members = (logits / log_temperature.exp()).log_softmax(-1)
         mean = members.logsumexp(0) - math.log(len(members))
         loss = nll_loss(mean, labels)

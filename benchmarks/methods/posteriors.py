@@ -39,6 +39,7 @@ def of_last_layer(model: AdaptedModel) -> Any:
 
 def stock(model: AdaptedModel, structure: str, **keywords: Any) -> Any:
     """Make laplace-torch's own class over all that requires a gradient: the LoRA weights."""
+    # An encoder's head stays at its MAP value, as in our classes.
     model.model.requires_grad_(False)
     for weight in model.lora_weights:
         weight.requires_grad_(True)

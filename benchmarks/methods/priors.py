@@ -101,7 +101,11 @@ def probabilities(la: Any, x: Any, link: str) -> torch.Tensor:
     return la(x, pred_type="glm", link_approx=link).detach().cpu()
 
 
-def regret_of(chosen: torch.Tensor, tried: Iterable[torch.Tensor], labels: torch.Tensor) -> float:
+def regret_of(
+    chosen: torch.Tensor,
+    tried: Iterable[torch.Tensor],
+    labels: torch.Tensor,
+) -> float:
     """Compute how far the NLL of a prediction is above the least NLL of some."""
     least = min(negative_log_likelihood(each, labels) for each in tried)
     return negative_log_likelihood(chosen, labels) - least

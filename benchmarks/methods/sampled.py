@@ -73,6 +73,7 @@ def training_free(
     noise = _noise_for(model)
     texts = _first_batches(train)
     classes = _predicted_classes(Members.of([model]), texts)
+    # Noise changes by orders of magnitude, so its logarithm is halved.
     lower, upper = (math.log(end) for end in REACH_OF_NOISE)
     for _ in range(BISECTIONS):
         middle = (lower + upper) / 2
@@ -117,7 +118,9 @@ def noise_basis(B: torch.Tensor) -> torch.Tensor:
     With the lora_B `U diag(d) Vᵀ` it is `V diag(1 / d)`; where d is 0, noise would change nothing.
     """
     _, d, Vh = torch.linalg.svd(B, full_matrices=False)
-    rounding = max(B.shape) * torch.finfo(B.dtype).eps * d.amax()
+    # A singular value this small is 0 but for rounding.
+    precision = torch.finfo(B.dtype).eps
+    rounding = max(B.shape) * precision * d.amax()
     return Vh.mT * torch.where(d > rounding, 1 / d, 0)
 
 

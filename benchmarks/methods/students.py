@@ -44,13 +44,13 @@ def predict_with_student(
     with own_adapter_back(model):
         model.set_adapter(name)
         model.eval()
-        probabilities = {key: student.logits(loader).softmax(-1) for key, loader in loaders.items()}
+        probabilities = student.probabilities(loaders)
     model.delete_adapter(name)
     return probabilities
 
 
 def _trainer(pretrained: Pretrained, model: Any, seed: int, folder: str) -> transformers.Trainer:
-    """Make a trainer with the settings of the lab's own loop."""
+    """Make a trainer with the settings of the lab's own loop, which clips no gradients."""
     settings = pretrained.hyperparameters
     arguments = transformers.TrainingArguments(
         output_dir=folder,

@@ -87,7 +87,11 @@ class Balanced:
             name = self.classes[label]
             if asked > len(texts[name]):
                 raise ValueError(f"{name} has too few texts; ask for fewer.")
-        return [Example(texts[self.classes[label]].pop(), label) for label in labels]
+        examples = []
+        for label in labels:
+            text = texts[self.classes[label]].pop()
+            examples.append(Example(text, label))
+        return examples
 
 
 def _without_label(name: str, texts: TextsByClass, count: int) -> list[Example]:

@@ -52,7 +52,9 @@ class Source(NamedTuple):
             rows = load_dataset(self.dataset, self.configuration, split=self.split)
             return [dict(row) for row in rows]
         text = self.file_in(data).read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
+        # Not at other separators, which may stand inside of a text.
+        lines = text.split("\n")
+        return [json.loads(line) for line in lines if line.strip()]
 
 
 def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]]:

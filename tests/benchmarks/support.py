@@ -48,7 +48,9 @@ def run(
     capsys: pytest.CaptureFixture[str], folder: Path, command: str, **options: object
 ) -> Finished:
     """Run an experiment into a folder."""
-    main([*command.split(), *flat({"output": folder, "threads": 1, **options})])
+    # One thread is the quickest for models of this size.
+    flags = flat({"output": folder, "threads": 1, **options})
+    main([*command.split(), *flags])
     (figures,) = folder.glob("*.json")
     (table,) = folder.glob("*.md")
     captured = capsys.readouterr()
@@ -132,7 +134,12 @@ def tiny_tokenizer(padding_side: str) -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def arc_row(question: str, choices: list[str], answer: str, labels: str = "ABCD") -> dict[str, Any]:
+def arc_row(
+    question: str,
+    choices: list[str],
+    answer: str,
+    labels: str = "ABCD",
+) -> dict[str, Any]:
     """Make a row of ARC, which labels its choices by letters or digits."""
     return {
         "id": "1",
@@ -170,7 +177,10 @@ OPENBOOKQA_ROWS = [
     {
         "id": "5",
         "question_stem": "To sleep one",
-        "choices": {"text": ["runs.", "lies", "eats", "sits"], "label": list("ABCD")},
+        "choices": {
+            "text": ["runs.", "lies", "eats", "sits"],
+            "label": ["A", "B", "C", "D"],
+        },
         "answerKey": "B",
     }
 ]

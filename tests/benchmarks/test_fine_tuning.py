@@ -51,7 +51,8 @@ def test_tfbs_rule_takes_the_smallest_prior_precision_that_changes_few_classes()
     chosen = by_tfb_rule(None, SimpleNamespace(moments=moments))
     assert torch.equal(torch.cat(tried), GRID[: len(tried)])
     assert torch.equal(chosen, tried[-1])
-    noise = torch.randn((10, 200, 3), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn((10, 200, 3), generator=generator)
     changed = []
     for value in tried:
         draws = f_mu + noise / value.sqrt()
@@ -70,7 +71,9 @@ def test_ensembles_average_probabilities(prepared):
         members = METHODS[key].fit(model, loader)
         return members.predict({TRAIN: loader})[TRAIN]
 
-    first, second, third = (fine_tune(pretrained, train, seed) for seed in (0, 1000, 2000))
+    first = fine_tune(pretrained, train, seed=0)
+    second = fine_tune(pretrained, train, seed=1000)
+    third = fine_tune(pretrained, train, seed=2000)
     each = torch.stack([predicted("map", member) for member in (first, second, third)])
     assert not torch.equal(each[0], each[1])
     assert torch.allclose(predicted("deep_ensemble", first), each.mean(0))
@@ -122,6 +125,8 @@ def test_a_temperature_is_recovered():
     labels = torch.distributions.Categorical(logits=logits / 2.5).sample()
     assert fit_temperature(logits, labels) == pytest.approx(2.5, rel=0.05)
     # The mean of two members is fitted, not each: opposite logits cancel at any temperature.
-    assert fit_temperature(torch.stack([logits, logits]), labels) == pytest.approx(2.5, rel=0.05)
-    apart = torch.stack([logits, logits + 3 * torch.randn(logits.shape)])
+    alike = torch.stack([logits, logits])
+    assert fit_temperature(alike, labels) == pytest.approx(2.5, rel=0.05)
+    noise = torch.randn(logits.shape)
+    apart = torch.stack([logits, logits + 3 * noise])
     assert fit_temperature(apart, labels) < fit_temperature(apart[1], labels)
