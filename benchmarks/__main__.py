@@ -21,6 +21,7 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Text,
     options.Cost,
     options.Scale,
+    options.Gpu,
 )
 
 # Runs without a command: a first look, on one of the quickest tasks.

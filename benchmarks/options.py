@@ -173,3 +173,18 @@ class Scale(Run):
     repetitions: int = option(3, "calls to time")
     limit: float = option(300.0, "seconds after which to stop a measurement")
     seed: int = option(0, "of weights and tokens", type=int)
+
+
+@dataclass(frozen=True)
+class Gpu(Run):
+    """What large models cost on one card, in the minutes that there are."""
+
+    minutes: float = option(10.0, "after which nothing more is begun")
+    models: tuple[str, ...] = option(
+        ("llama", "qwen"), "shapes: Llama 3 8B and Qwen 2.5 1.5B", choices=("llama", "qwen")
+    )
+    tiny: bool = option(False, "a tiny model instead, to try the command")
+    lengths: tuple[int, ...] = option((512, 2048), "tokens of a text, two numbers")
+    examples: int = option(4, "texts in a batch")
+    batches: int = option(2, "in a fit")
+    dtype: str = option("bfloat16", "of the models' weights", choices=DTYPES)

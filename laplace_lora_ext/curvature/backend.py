@@ -112,7 +112,8 @@ class LowRankKronInterface(CurvatureInterface):
         numbers that are not finite (`ValueError`), a mask that "expand" can't apply to a layer's
         rows (`NotImplementedError`), and what `record` refuses.
         """
-        with record(self.model, self.blocks, x) as recording:
+        keeps_inputs = KFAC_APPROX[self.kfac_approx].add_inputs is not None
+        with record(self.model, self.blocks, x, keeps_inputs=keeps_inputs) as recording:
             logits = recording.logits.detach()
             y = self._likelihood.check_targets(y, logits)
             updates = StreamingUpdates(H.nbytes)

@@ -12,7 +12,7 @@ from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.passes.graph import check_differentiable, check_logits, run
+from laplace_lora_ext.passes.graph import check_differentiable, check_logits, tapped
 
 
 @contextmanager
@@ -68,7 +68,8 @@ def inspected(
             model.register_forward_hook(finished)
             yield
     except Exception as error:
-        used = run(model, blocks, x).calls
+        with tapped(model, blocks) as taps:
+            used = taps.run(x).calls
         silent = [b.name for b, calls in zip(blocks, used, strict=True) if not calls]
         if silent:
             raise RuntimeError(

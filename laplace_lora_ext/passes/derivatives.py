@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from laplace_lora_ext.models.batches import number_of_rows, part_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block, read
-from laplace_lora_ext.passes.proof import ONE_AT_A_TIME
 from laplace_lora_ext.passes.recording import Directions, Rows, every_output, record
 
 # Rows that go through a layer in one backward pass of all outputs, unless a single example has
@@ -37,7 +37,9 @@ def visit_jacobians(
     those of `record`.
     """
     sums: dict[int, torch.Tensor] = {}
-    of_examples: dict[int, torch.Tensor] = {}  # where they come one at a time
+    # Where examples or seeds come one at a time: Jacobians, and how many of their rows are there.
+    incomplete: dict[int, torch.Tensor] = {}
+    n_rows: Counter[int] = Counter()
 
     def deliver(index: int, jacobian: torch.Tensor) -> None:
         sums[index] = jacobian.detach().sum()
@@ -49,21 +51,24 @@ def visit_jacobians(
         return blocks[index].values.new_zeros(shape, dtype=dtype)
 
     def take(rows: Rows) -> None:
-        jacobian = per_sample_gradients(rows.a, rows.g).transpose(0, 1)
-        if len(jacobian) == len(logits):
-            deliver(rows.index, jacobian)
+        index, jacobian = rows.index, per_sample_gradients(rows.a, rows.g).transpose(0, 1)
+        if jacobian.shape[:2] == (len(logits), len(vectors)):
+            deliver(index, jacobian)
             return
-        if rows.index not in of_examples:  # some examples may not reach the layer
-            of_examples[rows.index] = zeros(rows.index)
-        of_examples[rows.index][rows.example] = jacobian[0]
+        if index not in incomplete:  # some examples may not reach the layer
+            incomplete[index] = zeros(index)
+        examples = slice(None) if rows.example is None else slice(rows.example, rows.example + 1)
+        incomplete[index][examples, rows.seeds] = jacobian
+        n_rows[index] += len(jacobian) * jacobian.shape[1]
+        if n_rows[index] == len(logits) * len(vectors):
+            deliver(index, incomplete.pop(index))
 
     with record(model, blocks, x, enable_backprop) as recording:
         logits = recording.logits
         vectors = directions(logits.detach())
-        options = {"at_once": len(vectors), "create_graph": enable_backprop}
-        recording.backward(vectors, None, take, **options)
+        recording.backward(vectors, None, take, at_once=len(vectors), create_graph=enable_backprop)
         for index in set(range(len(blocks))) - sums.keys():
-            deliver(index, of_examples.pop(index) if index in of_examples else zeros(index))
+            deliver(index, incomplete.pop(index) if index in incomplete else zeros(index))
         for index, total in zip(sums, read(list(sums.values())), strict=True):
             if not isfinite(total):
                 raise ValueError(f"LoRA layer {blocks[index].name}: non-finite gradients")
@@ -126,7 +131,7 @@ def in_parts(
         results.append(evaluate(part_of(x, place, n_rows), place))
         if len(results[-1].f_mu) != len(places):
             return [evaluate(x, slice(None))]
-    if model.layouts.get(ONE_AT_A_TIME):
+    if model.layouts.examples_apart:
         with model.prepared(), torch.no_grad():
             whole = model(x)
         if not model.agree(whole, torch.cat([result.f_mu for result in results]).to(whole)):

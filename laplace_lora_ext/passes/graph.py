@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
-from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.checkpointing import Checkpoints
+from laplace_lora_ext.models.logits_model import Layouts, LogitsModel
 from laplace_lora_ext.models.weights import Block
 
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
 _ROWS = 512
-
-Deliver = Callable[[slice, int, Mapping[int, torch.Tensor]], None]
-"""Takes seeds, the index of a layer, and gradients `(S, ...)` of its outputs by their calls."""
 
 
 def check_logits(logits: torch.Tensor) -> None:
@@ -42,27 +39,83 @@ def check_differentiable(*logits_require_grad: bool) -> None:
 class Call:
     """A call of a layer."""
 
-    def __init__(self, inputs: torch.Tensor, output: torch.Tensor) -> None:
-        self.input = inputs
+    def __init__(self, layer: str, inputs: torch.Tensor, output: torch.Tensor) -> None:
+        self.layer = layer  # the name of its weight
         self.rows = output.shape[:-1]  # shape of what it returned, without their size m
-        self.edge = get_gradient_edge(output)  # where its gradients arrive
+        self.inputs: torch.Tensor | None = inputs  # None once a checkpoint may forget them
         self.version = _version(inputs)
+        self.node: Any = None  # of the graph, where gradients of the output pass
+        self.receive: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+
+
+Arrived = Mapping[Call, tuple[torch.Tensor, torch.Tensor]]
+"""Inputs, and gradients `(S, ...)` of what calls of a layer returned."""
+
+Deliver = Callable[[slice, int, Arrived], None]
+"""Takes seeds, the index of a layer, and what has arrived at its calls."""
+
+
+class _Tap(torch.autograd.Function):
+    """Returns what a layer returned, and hands its input and its gradient to the call.
+
+    The input is saved as autograd saves all that a backward pass needs: where a checkpointed layer
+    is computed anew, it is computed anew as well.
+    """
+
+    @staticmethod
+    def forward(
+        output: torch.Tensor, anchor: torch.Tensor, inputs: torch.Tensor, call: Call
+    ) -> torch.Tensor:
+        return output.clone()  # the model may change in place what it gets
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(inputs[2])
+        ctx.call = inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Nothing is received where the user differentiates what a pass of ours has returned.
+        if gradient is not None and ctx.call.receive is not None:
+            (inputs,) = ctx.saved_tensors
+            if _version(inputs) != ctx.call.version:
+                raise _overwritten(ctx.call.layer)
+            ctx.call.receive(inputs, gradient)
+        return gradient, None, None, None
 
 
 class Graph:
     """Logits `(B, C)`, and the calls of each layer that they depend on."""
 
-    def __init__(self, logits: torch.Tensor, calls: Sequence[Sequence[Call]]) -> None:
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        calls: Sequence[Sequence[Call]],
+        anchor: torch.Tensor,
+        layouts: Layouts,
+    ) -> None:
         nodes = _nodes_behind(logits)
         self.logits = logits
-        self.calls = [[call for call in of_layer if call.edge.node in nodes] for of_layer in calls]
-        self._leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        self.calls = [[call for call in of_layer if call.node in nodes] for of_layer in calls]
+        for of_layer in calls:
+            for call in of_layer:
+                # A node holds its call: together they would keep the graph, and all that it has
+                # saved, until Python's garbage collector comes by.
+                call.node = None
+        self._anchor = anchor
+        self._layouts = layouts
 
     @property
     def seeds_at_once(self) -> int:
         """How many seeds one backward pass should take."""
         rows = max(sum(call.rows.numel() for call in calls) for calls in self.calls)
         return max(1, _ROWS // max(1, rows))
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether each backward pass computes layers anew."""
+        return any(call.inputs is None for calls in self.calls for call in calls)
 
     def back_propagate(
         self,
@@ -75,49 +128,118 @@ class Graph:
     ) -> None:
         """Backward passes with `(S, B, C)` vectors, `at_once` of them in each.
 
-        The gradients of each layer that they reach are delivered as soon as they are known, so
-        that few are in memory at a time.
+        What arrives at each layer is delivered as soon as it is known, so that few gradients are in
+        memory at a time. Some kernels can't run under `torch.func.vmap`, such as those that write
+        into their arguments; memory may be short too. Then seeds go one by one, from then on.
         """
-        for start in range(0, len(vectors) if any(self.calls) else 0, at_once):
-            seeds = slice(start, start + at_once)
-            again = retain_graph or seeds.stop < len(vectors)
-            options = {"retain_graph": again, "create_graph": create_graph}
-            self._pass(vectors[seeds], partial(deliver, seeds), options)
+        if not any(self.calls):
+            return
+        n_seeds = len(vectors)
+        for start in range(0, n_seeds, at_once):
+            together = slice(start, min(start + at_once, n_seeds))
+            batched = _Pass(self.calls, partial(deliver, together), is_batched=True)
+            if together.stop - start > 1 and self._batched(
+                vectors[together], batched, create_graph
+            ):
+                continue
+            for seed in range(start, together.stop):
+                alone = slice(seed, seed + 1)
+                retain = retain_graph or alone.stop < n_seeds
+                with _Pass(self.calls, partial(deliver, alone), batched.delivered):
+                    self._grad(vectors[seed], retain, create_graph)
 
-    def _pass(self, vectors: torch.Tensor, deliver: Callable, options: dict[str, bool]) -> None:
-        waiting: dict[int, dict[int, torch.Tensor]] = {}
+    def _batched(self, vectors: torch.Tensor, backward: _Pass, create_graph: bool) -> bool:
+        """Back-propagate several seeds in one pass; return whether that was possible."""
+        if self._layouts.seeds_apart:
+            return False
 
-        def arrive(index: int, place: int, gradients: torch.Tensor) -> None:
-            of_layer = waiting.setdefault(index, {})
-            of_layer[place] = gradients
-            if len(of_layer) == len(self.calls[index]):
-                deliver(index, waiting.pop(index))
-
-        def hook(index: int, place: int, of_node: Sequence[torch.Tensor | None]) -> None:
-            gradients = of_node[self.calls[index][place].edge.output_nr]
-            if gradients is None:
-                return
-            if len(vectors) == 1:
-                arrive(index, place, gradients[None])
-            else:
-                _OutsideVmap.apply(gradients, partial(arrive, index, place))
-
-        # Asked for every output, autograd would keep all of their gradients to the end. The leaves
-        # are few, and every other output lies on the way to one of them.
         def grad(vector: torch.Tensor) -> torch.Tensor:
-            torch.autograd.grad(self.logits, self._leaves, vector, allow_unused=True, **options)
+            # The graph is retained, since a pass that fails needs it again.
+            self._grad(vector, True, create_graph)
             return vector.new_zeros(())
 
-        with ExitStack() as hooks, warnings.catch_warnings():
-            # Where an operation has no batching rule, vmap runs it once a seed: as good.
-            warnings.filterwarnings("ignore", "There is a performance drop")
-            for index, calls in enumerate(self.calls):
-                for place, call in enumerate(calls):
-                    handle = call.edge.node.register_prehook(partial(hook, index, place))
-                    hooks.callback(handle.remove)
-            grad(vectors[0]) if len(vectors) == 1 else torch.func.vmap(grad)(vectors)
-            for index in sorted(waiting):  # not all of the layer's calls had a gradient
-                deliver(index, waiting[index])
+        try:
+            with backward, warnings.catch_warnings():
+                # Where an operation has no batching rule, vmap runs it once a seed: as good.
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                torch.func.vmap(grad)(vectors)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception:
+            if backward.is_delivering:  # the fault is not the pass's
+                raise
+            self._layouts.seeds_apart = True
+        return not self._layouts.seeds_apart
+
+    def _grad(self, vector: torch.Tensor, retain_graph: bool, create_graph: bool) -> None:
+        # Every call leads to the anchor, which needs no gradient itself: none is kept to the end.
+        torch.autograd.grad(
+            self.logits,
+            self._anchor,
+            vector,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+
+
+class _Pass:
+    """A backward pass: gathers what arrives at each layer's calls, and delivers it.
+
+    Layers that an earlier pass has `delivered` are passed over.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Sequence[Call]],
+        deliver: Callable[[int, Arrived], None],
+        delivered: Collection[int] = (),
+        is_batched: bool = False,
+    ) -> None:
+        self._calls = calls
+        self._deliver = deliver
+        self._waiting: dict[int, dict[Call, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._is_batched = is_batched
+        self.delivered = set(delivered)
+        self.is_delivering = False
+
+    def __enter__(self) -> None:
+        for index, calls in enumerate(self._calls):
+            for call in calls:
+                call.receive = partial(self._receive, index, call)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for calls in self._calls:
+            for call in calls:
+                call.receive = None
+        if kind is None:
+            for index in sorted(self._waiting):  # not all of the layer's calls had a gradient
+                self._finish(index)
+
+    def _receive(
+        self, index: int, call: Call, inputs: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        arrive = partial(self._arrive, index, call, inputs)
+        if self._is_batched:
+            _OutsideVmap.apply(gradient, arrive)
+        else:
+            arrive(gradient[None])
+
+    def _arrive(
+        self, index: int, call: Call, inputs: torch.Tensor, gradients: torch.Tensor
+    ) -> None:
+        if index in self.delivered:
+            return
+        of_layer = self._waiting.setdefault(index, {})
+        of_layer[call] = inputs, gradients
+        if len(of_layer) == len(self._calls[index]):
+            self._finish(index)
+
+    def _finish(self, index: int) -> None:
+        self.is_delivering = True
+        self._deliver(index, self._waiting.pop(index))
+        self.is_delivering = False
+        self.delivered.add(index)
 
 
 class _OutsideVmap(torch.autograd.Function):
@@ -141,37 +263,82 @@ class _OutsideVmap(torch.autograd.Function):
         return tensor.new_zeros(()), None
 
 
-def run(model: LogitsModel, blocks: Sequence[Block], x: Any) -> Graph:
-    """Call a model on a batch, and note the calls of the blocks' layers; errors as of `record`."""
-    calls: list[list[Call]] = [[] for _ in blocks]
-    called: set[int] = set()
+class Taps:
+    """Hooks on the blocks' layers, which note the calls of passes; made by `tapped`."""
+
+    def __init__(self, model: LogitsModel, blocks: Sequence[Block], keeps_inputs: bool) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._keeps_inputs = keeps_inputs
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._calls: list[list[Call]] | None = None  # of the pass that runs now
+        self._called: set[int] = set()
+        self.checkpoints = Checkpoints()
+
+    def run(self, x: Any) -> Graph:
+        """Call the model on a batch; errors as of `record`."""
+        calls: list[list[Call]] = [[] for _ in self._blocks]
+        self._calls, self._called = calls, set()
+        try:
+            logits = self._model(x)
+        finally:
+            self._calls = None
+        check_logits(logits)
+        if self._called:
+            check_differentiable(logits.requires_grad)
+        for block, of_layer in zip(self._blocks, calls, strict=True):
+            for call in of_layer:
+                if call.inputs is not None and _version(call.inputs) != call.version:
+                    raise _overwritten(block.name)
+        return Graph(logits, calls, self._anchor, self._model.layouts)
 
     def hear(
-        index: int, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
+        self, index: int, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor:
-        called.add(index)
+        """Note a call of a block's layer, and tap what it returned."""
+        self._called.add(index)
         if not torch.is_grad_enabled():  # as where an indexer of sparse attention picks keys
             return output
-        if not output.requires_grad:  # nothing trainable comes before the layer
-            output = output + output.new_zeros((), requires_grad=True)
-        calls[index].append(Call(args[0], output))
-        return output
+        inputs = args[0].clone() if args[0].is_inference() else args[0]  # autograd can't save it
+        call = Call(self._blocks[index].name, inputs, output)
+        tapped: Any = _Tap.apply(output, self._anchor, inputs, call)
+        if self._calls is None:  # a checkpointed layer is computed anew for a backward pass
+            return tapped
+        call.node = tapped.grad_fn
+        if self.checkpoints.is_within and not self._keeps_inputs:
+            call.inputs = None
+        self._calls[index].append(call)
+        return tapped
 
+
+@contextmanager
+def tapped(
+    model: LogitsModel,
+    blocks: Sequence[Block],
+    *,
+    checkpointed: bool = True,
+    keeps_inputs: bool = False,
+) -> Iterator[Taps]:
+    """Within, calls of the blocks' layers are noted, in passes and where layers are computed anew.
+
+    With `checkpointed`, layers that the user's training checkpoints are so here too, and unless
+    `keeps_inputs` is asked for, the inputs of LoRA layers are computed anew with them.
+    """
+    taps = Taps(model, blocks, keeps_inputs)
     with ExitStack() as hooks:
         for index, block in enumerate(blocks):  # before the user's hooks, which may change outputs
-            handle = block.layer.register_forward_hook(partial(hear, index), prepend=True)
+            handle = block.layer.register_forward_hook(partial(taps.hear, index), prepend=True)
             hooks.callback(handle.remove)
-        logits = model(x)
-    check_logits(logits)
-    if called:
-        check_differentiable(logits.requires_grad)
-    for block, of_layer in zip(blocks, calls, strict=True):
-        if any(_version(call.input) != call.version for call in of_layer):
-            raise NotImplementedError(
-                f"The model overwrites what LoRA layer {block.name} was given: write x = x + y in "
-                "place of x += y, or leave the layer out with target_modules."
-            )
-    return Graph(logits, calls)
+        if checkpointed:
+            hooks.enter_context(taps.checkpoints.of(model))
+        yield taps
+
+
+def _overwritten(layer: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"The model overwrites what LoRA layer {layer} was given: write x = x + y in place of "
+        "x += y, or leave the layer out with target_modules."
+    )
 
 
 def _nodes_behind(result: torch.Tensor) -> set[Any]:

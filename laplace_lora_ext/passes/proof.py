@@ -8,27 +8,22 @@ that for any two examples some seed has the first and not the second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations, count
 from math import comb
-from typing import Any
 
 import torch
 
 from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.weights import Block, read
-from laplace_lora_ext.passes.graph import Graph
-
-ONE_AT_A_TIME = "one example at a time"
-"""Key of `LogitsModel.layouts`: whether the rows of some batch were not each example's own."""
-
+from laplace_lora_ext.passes.graph import Arrived, Graph
 
 _Site = tuple[str, int, int]
 """A LoRA layer, whose two halves see the same rows, and which of how many calls of it."""
 
 
 def is_proven(
-    graph: Graph, blocks: Sequence[Block], positions: Positions, known: dict[Any, Any]
+    graph: Graph, blocks: Sequence[Block], positions: Positions, known: dict[_Site, int]
 ) -> bool:
     """Whether the rows of a pass are each example's own.
 
@@ -88,9 +83,10 @@ def _reached(
     of_logits = positions.logits_of(words).to(graph.logits)
     vectors = of_logits[..., None] * vector.to(graph.logits)
 
-    def note(seeds: slice, index: int, gradients: Mapping[int, torch.Tensor]) -> None:
+    def note(seeds: slice, index: int, arrived: Arrived) -> None:
         block, sites = blocks[index], _sites(graph, blocks, index)
-        for place, of_call in gradients.items():
+        for call, (_, of_call) in arrived.items():
+            place = graph.calls[index].index(call)
             finite.append((block.name, torch.isfinite(of_call).all()))
             rows = of_call.detach().any(-1)
             rows = rows.reshape(len(rows), n_examples, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +15,8 @@ from laplace_lora_ext.models.batches import Positions, number_of_rows, part_of
 from laplace_lora_ext.models.locks import unfused_attention
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.passes.graph import Call, Graph, run
-from laplace_lora_ext.passes.proof import ONE_AT_A_TIME, is_proven
+from laplace_lora_ext.passes.graph import Arrived, Graph, Taps, tapped
+from laplace_lora_ext.passes.proof import is_proven
 
 # What models raise on inputs that are no example, or not alone.
 _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
@@ -44,6 +44,7 @@ class Rows:
     lengths: Sequence[int]  # positions of each call
     positions: Positions | None  # None where rows of other examples are among them
     example: int | None = None  # its number, where they come one at a time
+    seeds: slice | None = None  # which of the vectors g belongs to
 
     def valid(self) -> torch.Tensor | None:
         """`(B, T)` booleans, false at padding; None where nothing is padded.
@@ -134,12 +135,13 @@ class Recording:
     def _visit_inputs(self, part: _Part, visit: Callable[[list[int], Rows], None]) -> None:
         sharing: dict[tuple[Any, ...], list[int]] = {}
         for index, block in enumerate(self._blocks):
-            inputs = (id(call.input) for call in part.graph.calls[index])
+            inputs = (id(call.inputs) for call in part.graph.calls[index])
             sharing.setdefault((block.statistics_dtype, *inputs), []).append(index)
         for indices in sharing.values():
             for call in part.graph.calls[indices[0]]:
-                with self._mathematics(indices[0], call.input.device):
-                    visit(indices, self._rows(part, indices[0], [call], []))
+                assert call.inputs is not None  # `record` was asked to keep them
+                with self._mathematics(indices[0], call.inputs.device):
+                    visit(indices, self._rows(part, indices[0], [call.inputs], []))
 
     def _deliver(
         self,
@@ -148,24 +150,28 @@ class Recording:
         visit: Callable[[Rows], None],
         seeds: slice,
         index: int,
-        gradients: Mapping[int, torch.Tensor],
+        arrived: Arrived,
     ) -> None:
         """Arrange a layer's inputs and gradients by example, join its calls, and scale."""
-        of_calls = list(gradients.values())
-        with self._mathematics(index, of_calls[0].device):
-            calls = [part.graph.calls[index][place] for place in gradients]
-            rows = self._rows(part, index, calls, of_calls)
+        inputs = [inputs for inputs, _ in arrived.values()]
+        gradients = [gradient for _, gradient in arrived.values()]
+        with self._mathematics(index, gradients[0].device):
+            rows = replace(self._rows(part, index, inputs, gradients), seeds=seeds)
             if weights is not None:
                 rows = replace(rows, g=rows.g * weights[seeds, :, None, None].to(rows.g))
             visit(rows)
 
     def _rows(
-        self, part: _Part, index: int, calls: Sequence[Call], gradients: Sequence[torch.Tensor]
+        self,
+        part: _Part,
+        index: int,
+        inputs: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
     ) -> Rows:
         """Inputs and gradients of a layer's calls by example, one call after the other."""
         block = self._blocks[index]
         n_examples = 1 if part.positions is None else part.positions.n_examples
-        a = [call.input.reshape(n_examples, -1, call.input.shape[-1]) for call in calls]
+        a = [rows.reshape(n_examples, -1, rows.shape[-1]) for rows in inputs]
         g = [rows.reshape(len(rows), n_examples, -1, rows.shape[-1]) for rows in gradients]
         lengths = [rows.shape[1] for rows in a]
         dtype = block.statistics_dtype
@@ -189,7 +195,11 @@ def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def record(
-    model: LogitsModel, blocks: Sequence[Block], x: Any, create_graph: bool = False
+    model: LogitsModel,
+    blocks: Sequence[Block],
+    x: Any,
+    create_graph: bool = False,
+    keeps_inputs: bool = False,
 ) -> Iterator[Recording]:
     """Run the model on a batch and record the calls of the blocks' layers.
 
@@ -198,39 +208,46 @@ def record(
     back-propagated through the batch.
 
     With `create_graph`, gradients can be differentiated: torch's attention then runs without its
-    fused kernels, which have no second derivatives.
+    fused kernels, which have no second derivatives, and nothing is checkpointed. Otherwise layers
+    that the user's training checkpoints are checkpointed here too; who visits inputs before
+    gradients asks for their being kept.
 
     Within the `with` block the model is in evaluation mode, and no parameter requires grad. A
     `RuntimeError` if the logits carry no gradient to the layers that were called; a `ValueError` if
     a number is not finite.
     """
     attention = unfused_attention() if create_graph else nullcontext()
-    with model.prepared(), torch.inference_mode(False), torch.enable_grad(), attention:
-        part = _whole(model, blocks, x)
+    listening = tapped(model, blocks, checkpointed=not create_graph, keeps_inputs=keeps_inputs)
+    with (
+        model.prepared(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        attention,
+        listening as taps,
+    ):
+        part = _whole(model, blocks, taps, x)
         if part is not None:
             yield Recording(part.graph.logits, blocks, lambda: [part])
         else:
             with torch.set_grad_enabled(create_graph):
                 logits = model(x)
-            yield Recording(logits, blocks, partial(_one_at_a_time, model, blocks, x, logits))
+            yield Recording(logits, blocks, partial(_one_at_a_time, model, taps, x, logits))
 
 
-def _whole(model: LogitsModel, blocks: Sequence[Block], x: Any) -> _Part | None:
+def _whole(model: LogitsModel, blocks: Sequence[Block], taps: Taps, x: Any) -> _Part | None:
     """The batch as one part, unless its rows are not proven to be each example's own."""
-    known = model.layouts
-    if known.get(ONE_AT_A_TIME) and number_of_rows(x) != 1:
+    layouts = model.layouts
+    if layouts.examples_apart and number_of_rows(x) != 1:
         return None
-    graph = run(model, blocks, x)
+    graph = taps.run(x)
     positions = model.positions(x, len(graph.logits))
-    if is_proven(graph, blocks, positions, known):
+    if is_proven(graph, blocks, positions, layouts.proven):
         return _Part(graph, positions)
-    known[ONE_AT_A_TIME] = True
+    layouts.examples_apart = True
     return None
 
 
-def _one_at_a_time(
-    model: LogitsModel, blocks: Sequence[Block], x: Any, logits: torch.Tensor
-) -> Iterator[_Part]:
+def _one_at_a_time(model: LogitsModel, taps: Taps, x: Any, logits: torch.Tensor) -> Iterator[_Part]:
     """Each example by itself, or through the batch if it has other logits there, or only there."""
     positions, of_batch = model.positions(x, len(logits)), None
     itself = torch.eye(positions.n_examples, dtype=torch.bool, device=logits.device)
@@ -240,13 +257,13 @@ def _one_at_a_time(
         example = part_of(x, slice(number, number + 1), len(itself))
         graph, alone = None, logits.detach().clone()
         try:
-            graph = run(model, blocks, example)
+            graph = taps.run(example)
             alone[own] = graph.logits.detach()
         except _NO_EXAMPLE:
             alone.fill_(torch.nan)
         if graph is not None and model.agree(logits.detach(), alone):
             yield _Part(graph, model.positions(example, len(graph.logits)), number, own)
         else:
-            of_batch = of_batch or run(model, blocks, x)
+            of_batch = of_batch or taps.run(x)
             yield _Part(of_batch, None, number, own)
         del graph

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from laplace_lora_ext.models.logits_model import Layouts
 from tests.support.dense import jacobians
 from tests.support.families import CLASSIFIER, FAMILIES
 from tests.support.family_examples import together
@@ -110,11 +111,11 @@ def test_texts_are_proven_at_larger_sizes_and_other_inputs_every_time(passes):
     sizes = [3, 2, 3, 1, 4, 7, 8, 5, 2]
     found = [proofs_of(la, {k: v[:n] for k, v in batch.items()}, passes) for n in sizes]
     assert found == [1, 0, 0, 0, 1, 0, 1, 0, 0]
-    la.model.layouts.clear()
+    la.model.layouts = Layouts()
     assert [proofs_of(la, {k: v[:n] for k, v in batch.items()}, passes) for n in (8, 2)] == [1, 0]
     known = la.model.layouts
     copies = copy.deepcopy(known), pickle.loads(pickle.dumps(known))
-    for layouts, n_proofs in ((copies[0], 0), (copies[1], 0), ({}, 1)):
+    for layouts, n_proofs in ((copies[0], 0), (copies[1], 0), (Layouts(), 1)):
         la.model.layouts = layouts
         assert proofs_of(la, batch, passes) == n_proofs
     embedded = la.model.transformer.get_input_embeddings()(batch["input_ids"]).detach()
