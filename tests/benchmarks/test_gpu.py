@@ -4,10 +4,12 @@ from benchmarks.experiments.gpu import Jobs
 from tests.benchmarks.support import run
 
 
+TINY = {"device": "cpu", "lengths": [8, 16]}
+
+
 def test_the_page_of_a_tiny_model(tmp_path, capsys):
-    figures, printed, _ = run(
-        capsys, tmp_path, "gpu", "--quiet", "--tiny", device="cpu", lengths=[8, 16], minutes=5
-    )
+    finished = run(capsys, tmp_path, "gpu --quiet --tiny", **TINY, minutes=5)
+    figures = finished.figures
     exact = [row for row in figures["exactness"] if row["dtype"] == "float64"]
     assert {row["checkpointed"] for row in exact} == {True, False}
     for row in exact:
@@ -15,11 +17,9 @@ def test_the_page_of_a_tiny_model(tmp_path, capsys):
     jobs = {row["job"] for row in figures["rows"] if row["weights"] == "bfloat16"}
     assert jobs == {*Jobs.OURS, *Jobs.RIVALS}
     assert all(row["seconds"] > 0 for row in figures["rows"])
-    assert "Largest difference" in printed
+    assert "Largest difference" in finished.printed
 
 
 def test_no_job_begins_when_the_minutes_are_over(tmp_path, capsys):
-    figures, _, _ = run(
-        capsys, tmp_path, "gpu", "--quiet", "--tiny", device="cpu", lengths=[8, 16], minutes=1e-9
-    )
-    assert figures["rows"] == []
+    finished = run(capsys, tmp_path, "gpu --quiet --tiny", **TINY, minutes=1e-9)
+    assert finished.figures["rows"] == []
