@@ -31,7 +31,8 @@ from tests.support.texts import text_batches
 
 def test_regression_has_the_curvature_of_the_squared_error():
     regressor = plain_model(n_outputs=2)
-    X, la = sequences()[0][:, 0], make(regressor, likelihood="regression")
+    X = sequences()[0][:, 0]
+    la = make(regressor, likelihood="regression")
     la.fit([(X, real_targets())])
     Js = jacobians(regressor, X)
     H = torch.eye(2).double().expand(4, 2, 2)
@@ -75,7 +76,8 @@ def test_monte_carlo_fisher_follows_the_seed_and_approaches_the_exact_one(struct
     def sampled(num_samples, seed=0):
         return curvature(stochastic=True, num_samples=num_samples, seed=seed)
 
-    exact, state = curvature(), torch.get_rng_state()
+    exact = curvature()
+    state = torch.get_rng_state()
     first = sampled(2)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(7)
@@ -88,9 +90,11 @@ def test_monte_carlo_fisher_follows_the_seed_and_approaches_the_exact_one(struct
 @pytest.mark.parametrize("likelihood", ["classification", "language_modeling"])
 def test_drawn_labels_of_a_fit_in_parts_are_those_of_one_fit(likelihood, tmp_path):
     if likelihood == "language_modeling":
-        model, batches = lora_model("gpt2"), text_batches()
+        model = lora_model("gpt2")
+        batches = text_batches()
     else:
-        model, batches = lora_model("bert", n_labels=20), ragged_batches(n_classes=20)
+        model = lora_model("bert", n_labels=20)
+        batches = ragged_batches(n_classes=20)
     at_once, in_parts = (make(model, likelihood=likelihood) for _ in range(2))
     state = torch.get_rng_state()
     at_once.fit(batches)
@@ -146,9 +150,11 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_gradients_are_those_of_each_examples_loss(likelihood):
     model = with_lora(TwoLinear(n_outputs=2), "first", "second")
-    X, la = sequences()[0][:, 0], make(model, likelihood=likelihood)
+    X = sequences()[0][:, 0]
+    la = make(model, likelihood=likelihood)
     y = real_targets() if likelihood == "regression" else torch.tensor([0, 1, 1, 0])
-    backend, weights = la.backend, [block.weight.requires_grad_() for block in la.blocks]
+    backend = la.backend
+    weights = [block.weight.requires_grad_() for block in la.blocks]
     found, loss = backend.gradients(X, y)
     for n in range(len(X)):
         of_one = backend.lossfunc(model(X[n : n + 1]), y[n : n + 1])

@@ -102,7 +102,8 @@ def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
 
 
 def test_rounding_is_no_remainder_where_nothing_is_left_out():
-    kron, delta = random_kron([(3, 7), (3, 7)], 7, True, n_rows=9), torch.tensor(1e8)
+    kron = random_kron([(3, 7), (3, 7)], 7, True, n_rows=9)
+    delta = torch.tensor(1e8)
     places = [(torch.device("cpu"), torch.float32)] * 2
     single = LowRankKron.from_state_dict(kron.state_dict(), places).decompose() + delta
     double = kron.decompose() + delta.double()

@@ -17,7 +17,9 @@ from tests.support.devices import NAME, install
 from tests.support.models import CLASS_TOKEN_IDS, lora_model, pairs, ragged_batches, with_lora
 from tests.support.posteriors import generator, make
 
-CPU, FIRST, SECOND = "cpu", f"{NAME}:0", f"{NAME}:1"
+CPU = "cpu"
+FIRST = f"{NAME}:0"
+SECOND = f"{NAME}:1"
 ALL = ("first", "second", "third")
 PLACES = {
     "one after the other": (ALL, (CPU, FIRST, SECOND)),
@@ -36,7 +38,9 @@ class Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.first = nn.Linear(5, 4)
+        self.second = nn.Linear(4, 4)
+        self.third = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.children():
@@ -81,7 +85,8 @@ CHOICES = {
 
 
 def outcomes(model: nn.Module, structure: str) -> dict[str, torch.Tensor]:
-    la, loader = make(model, structure), pairs(2)
+    la = make(model, structure)
+    loader = pairs(2)
     la.fit(loader)
     found = {"loss": la.loss} | predictions(la, loader[0][0])
     for method, options in CHOICES.items():
@@ -94,7 +99,8 @@ def outcomes(model: nn.Module, structure: str) -> dict[str, torch.Tensor]:
     found["more data"] = la(loader[0][0])
     if structure == "lowrank_kron":
         moments = la.predictive_statistics(loader).moments(la.prior_precision)
-        precision, rows = la.posterior_precision, torch.ones(1, 2, la.n_params).to(la.mean)
+        precision = la.posterior_precision
+        rows = torch.ones(1, 2, la.n_params).to(la.mean)
         found |= {"statistics": moments.f_var, "diagonal": precision.diag()}
         found["form"] = precision.inv_square_form(rows)
     return found

@@ -13,7 +13,8 @@ from tests.support.posteriors import STRUCTURES, fitted, make, sizes
 
 
 def test_doras_identity_is_no_input_of_expand_and_hosts_backends_are_refused():
-    model, (X, y) = with_dora(), pairs(1, 5)[0]
+    model = with_dora()
+    X, y = pairs(1, 5)[0]
     la = make(model, backend_kwargs={"rank": 100, "kfac_approx": "expand"})
     la.fit([(X, y)])
     assert [block.normalizer for block in la.H_facs.blocks] == [5] * 4
@@ -37,7 +38,8 @@ def test_statistics_of_b_are_those_that_it_has_beside_a():
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_posterior_over_b_alone_is_saved_drawn_from_and_guarded(structure, tmp_path):
     trained = with_frozen_a(lora_model("bert"))
-    la, (batch, *_) = fitted(structure=structure, model=trained), ragged_batches()
+    la = fitted(structure=structure, model=trained)
+    batch, *_ = ragged_batches()
     la.save_pretrained(tmp_path)
     trained.save_pretrained(tmp_path)
     torch.manual_seed(0)

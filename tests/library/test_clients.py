@@ -44,21 +44,25 @@ def test_the_ensembles_of_lm_polygraph_are_draws_and_without_any_the_trained_mod
     read = PROMPTS, names["polygraph_model"], 4
     stats = GreedyProbsCalculator(output_attentions=False)({}, *read)
     stats |= EntropyCalculator()(stats, *read) | names["EnsembleScores"](writer, 0)(stats, *read)
-    entropy, likelihood = lm.MeanTokenEntropy()(stats), np.exp(-lm.Perplexity()(stats))
+    entropy = lm.MeanTokenEntropy()(stats)
+    likelihood = np.exp(-lm.Perplexity()(stats))
     wanted = {"Ttu": entropy, "Tdu": entropy, "Stu": -likelihood}
     for measure in ("Ttu", "Tdu", "Tmi", "Trmi", "Tepkl", "Stu", "Srmi"):
         for mode in ("EP", "PE"):  # in lm-polygraph's float32
             found = getattr(lm, mode + measure)()(stats)
             np.testing.assert_allclose(found, wanted.get(measure, 0), rtol=1e-6, atol=1e-6)
 
-    text, tokens = text_batches()[0]["input_ids"][:1], torch.tensor([5, 6, 7])
+    text = text_batches()[0]["input_ids"][:1]
+    tokens = torch.tensor([5, 6, 7])
     whole = torch.cat([text, tokens[None]], 1)
     of_models = [writer.model.model, *drawn_models(writer, 5, generator())]
     with torch.no_grad():
         logits = torch.stack([m(whole).logits[0, text.shape[1] - 1 : -1] for m in of_models])
     own, *draws = logits.log_softmax(-1)
     found = names["EnsembleScores"](writer, 5).measures(text, tokens, own)
-    p, weights, totals = torch.stack(draws).exp(), torch.ones(5, 1).double(), {"pe": [], "ep": []}
+    p = torch.stack(draws).exp()
+    weights = torch.ones(5, 1).double()
+    totals = {"pe": [], "ep": []}
     for place, token in enumerate(tokens):
         totals["pe"].append(entr(p[:, place].mean(0)).sum())
         totals["ep"].append(entr((weights * p[:, place]).sum(0) / weights.sum()).sum())
@@ -70,7 +74,8 @@ def test_the_ensembles_of_lm_polygraph_are_draws_and_without_any_the_trained_mod
 
 
 def test_the_wrapper_of_torch_uncertainty_predicts_as_the_posterior_does():
-    model, batches = lora_model("bert"), ragged_batches()
+    model = lora_model("bert")
+    batches = ragged_batches()
     la = fitted(model=model, batches=batches, rank=10)
     la.optimize_prior_precision(method="marglik")
     inputs = la.model.inputs(batches[0])

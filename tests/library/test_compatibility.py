@@ -31,7 +31,8 @@ CASES = [
     for column in COLUMNS
     if family.outcome(column) != MISSING
 ]
-N_FIRST, N = 4, 6  # examples of the first batch, and of both
+N_FIRST = 4
+N = 6  # examples of the first batch, and of both
 
 
 def own_logits(model: nn.Module, example: Example, column: str) -> torch.Tensor:
@@ -51,7 +52,8 @@ def own_logits(model: nn.Module, example: Example, column: str) -> torch.Tensor:
 )
 @pytest.mark.parametrize(("family", "column"), CASES)
 def test_each_family_has_the_outcome_of_the_table(family: Family, column: str):
-    model, side = family.model(column), "left" if column == LEFT else "right"
+    model = family.model(column)
+    side = "left" if column == LEFT else "right"
     examples = [
         {k: v.to(family.dtype) if v.is_floating_point() else v for k, v in example.items()}
         for example in family.examples(N)

@@ -111,7 +111,8 @@ def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it(kind):
-    model, batches = lora_model(kind).eval(), ragged_batches()
+    model = lora_model(kind).eval()
+    batches = ragged_batches()
     rows = [unpadded(batch, row) for batch in batches for row in range(len(batch["labels"]))]
     Js = torch.stack([jacobian(model, inputs) for inputs in rows])
     logits = torch.stack([logits_of(model, inputs) for inputs in rows]).detach()

@@ -35,7 +35,8 @@ def made(kind: Kind) -> nn.Module:
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_each_kind_of_adapter(name: str, structure: str):
     kind = ADAPTERS[name]
-    model, settings = made(kind), RANK if structure == "lowrank_kron" else {}
+    model = made(kind)
+    settings = RANK if structure == "lowrank_kron" else {}
     if kind.refusal:
         with pytest.raises((ValueError, NotImplementedError), match=kind.refusal):
             make(model, structure, **settings)
@@ -58,7 +59,8 @@ def process_group() -> Iterator[None]:
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_each_wrapper(name: str):
-    kind, batches = WRAPPERS[name], ragged_batches()
+    kind = WRAPPERS[name]
+    batches = ragged_batches()
     if kind.refusal:
         with pytest.raises(NotImplementedError, match=kind.refusal):
             make(made(kind), **RANK)
@@ -75,7 +77,8 @@ def test_each_wrapper(name: str):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_each_precision(name: str):
-    precision, (batch, *others) = PRECISIONS[name], ragged_batches()
+    precision = PRECISIONS[name]
+    batch, *others = ragged_batches()
     rounded = in_precision(precision)
     results = []
     for model in (copy.deepcopy(rounded).double(), rounded):

@@ -28,7 +28,8 @@ def test_a_batch_that_is_neither_a_mapping_nor_a_pair_is_refused(la, batch):
 
 
 def test_lists_of_tokens_want_a_collator():
-    la, rows = fitted(), [{"input_ids": [3, 4], "labels": 1}, {"input_ids": [5], "labels": 0}]
+    la = fitted()
+    rows = [{"input_ids": [3, 4], "labels": 1}, {"input_ids": [5], "labels": 0}]
     for use in (la.fit, la.predict, lambda rows: la(rows[0])):
         with pytest.raises(TypeError, match="as collators make them"):
             use(rows)

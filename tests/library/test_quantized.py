@@ -39,7 +39,8 @@ def quantized(name: str, dtype: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_posterior_of_a_quantized_base(name, dtype):
-    model, batches = quantized(name, dtype), ragged_batches()
+    model = quantized(name, dtype)
+    batches = ragged_batches()
     la = make(model, backend_kwargs={"rank": 200})
     la.fit(batches)
     f_mu, f_var = (part.double() for part in la.predictive_moments(batches[0]))

@@ -146,7 +146,8 @@ def test_the_posterior_of_a_7b_adapter_takes_65_mb_at_most():
     blocks = []
     for shape in [(8, 4096), (4096, 8)] * 64:
         small_output = shape[0] == 8
-        device, dtype = torch.device("cpu"), torch.float32
+        device = torch.device("cpu")
+        dtype = torch.float32
         block = KroneckerBlock.zeros(shape, small_output, 10, True, device, dtype)
         StreamingUpdates().add(block.input_factor, torch.randn(32, shape[1]))
         StreamingUpdates().add(block.output_factor, torch.randn(32, shape[0]))

@@ -14,7 +14,8 @@ from tests.support.snapshots import Snapshot, half_trained
 @pytest.mark.parametrize("structure", [*STRUCTURES, "expand"])
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_construction_and_fit_leave_everything(kind, structure):
-    model, settings = half_trained(lora_model(kind)), laplace_keywords(kind)
+    model = half_trained(lora_model(kind))
+    settings = laplace_keywords(kind)
     if structure not in STRUCTURES:
         settings |= {"backend_kwargs": {"kfac_approx": structure}}
         structure = "lowrank_kron"
@@ -61,7 +62,8 @@ SAMPLING_USES: dict[str, Callable[[Any, list], object]] = {
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_uses_leave_everything_but_the_random_state_of_draws(structure, use):
     model = half_trained(lora_model("bert"))
-    la, batches = make(model, structure), ragged_batches()
+    la = make(model, structure)
+    batches = ragged_batches()
     la.fit(batches)
     before = Snapshot(model)
     (USES | SAMPLING_USES)[use](la, batches)
@@ -86,7 +88,8 @@ def test_a_failing_prediction_leaves_everything(structure, use):
     la = make(model, structure)
     la.fit(pairs(3))
     before = Snapshot(model)
-    X, expected = pairs(3)[0][0], la(pairs(3)[0][0])
+    X = pairs(3)[0][0]
+    expected = la(pairs(3)[0][0])
     with pytest.raises(RuntimeError):  # torch's, for matrices that do not fit
         use(la, X[:, :4])
     before.assert_equal(model, random_state=False)  # weights had been drawn

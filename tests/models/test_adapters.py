@@ -61,7 +61,8 @@ def test_files_are_those_of_the_users_own_adapter(tmp_path):
 def test_weights_outside_the_posterior_stay_at_their_map_value(tmp_path):
     la = fitted(layers_to_transform=[1])
     (folder,) = la.sample_adapters(1, tmp_path)
-    model, map_model = reloaded("bert", folder), lora_model("bert")
+    model = reloaded("bert", folder)
+    map_model = lora_model("bert")
     for (name, value), expected in zip(
         model.named_parameters(), map_model.parameters(), strict=True
     ):
@@ -93,7 +94,8 @@ def test_a_name_of_modules_is_warned_of():
 def test_an_adapter_runs_alone_whatever_another_one_has():
     model = lora_model("bert", trainable_token_indices=[1, 5]).eval()
     model.add_adapter("plain", LoraConfig(r=2, target_modules=["key"], init_lora_weights=False))
-    (batch,), found = ragged_batches(batch_size=8), []
+    (batch,) = ragged_batches(batch_size=8)
+    found = []
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
     for adapter, other in (("plain", "default"), ("default", "plain")):
         model.set_adapter(adapter)

@@ -73,7 +73,8 @@ def test_without_a_mask_the_last_token_is_the_last_position_of_tokens_or_embeddi
 
 
 def test_only_answers_are_computed_and_nothing_is_cached():
-    model, outputs = causal_model("gpt2"), []
+    model = causal_model("gpt2")
+    outputs = []
     calls = record_calls(model.base_model.model)
     model.register_forward_hook(lambda *args: outputs.append(args[-1]))
     (batch,) = ragged_batches(lengths=(2, 4), padded_to=4, padding_side="left")
@@ -112,7 +113,8 @@ def test_logits_at_other_positions_than_the_texts_are_refused():
     for batch in ({"input_ids": ids}, ids):
         with pytest.raises(ValueError, match="logits at 8 positions for texts of 5"):
             LogitsModel(ImageFirst(), CLASS_TOKEN_IDS)(batch)
-    model, (batch,) = image_first(), ragged_batches(batch_size=8)
+    model = image_first()
+    (batch,) = ragged_batches(batch_size=8)
     assert torch.isfinite(LogitsModel(model, CLASS_TOKEN_IDS)(batch)).all()
     images = {"pixel_values": torch.randn(len(batch["input_ids"]), 3, 8, 8)}
     with pytest.raises(ValueError, match=r"logits at 12 positions for texts of 7"):
@@ -148,7 +150,8 @@ def test_numbers_of_tokens_may_be_of_any_kind(ids):
 
 
 def test_tokens_beyond_a_trimmed_output_layer_are_named():
-    model, (batch, *_) = llama().eval(), ragged_batches()
+    model = llama().eval()
+    batch, *_ = ragged_batches()
     kept = model.lm_head.weight.data[:40].clone()
     model.lm_head = nn.Linear(16, 40, bias=False)
     model.lm_head.weight.data.copy_(kept)
@@ -161,7 +164,8 @@ def test_tokens_beyond_a_trimmed_output_layer_are_named():
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("batch_size", [3, 8])
 def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(structure, batch_size):
-    model, batches = lora_model("gpt2").eval(), ragged_batches(batch_size=batch_size)
+    model = lora_model("gpt2").eval()
+    batches = ragged_batches(batch_size=batch_size)
     la = make(model, structure, class_token_ids=CLASS_TOKEN_IDS)
     with pytest.warns(UserWarning, match="have only") as caught:
         la.fit(batches)
@@ -181,7 +185,8 @@ def test_answers_that_the_model_gives_are_not_warned_of():
 
 
 def test_a_causal_language_model_needs_class_tokens_which_may_be_the_first_and_the_last():
-    model, (batch, *_) = lora_model("gpt2").eval(), ragged_batches()
+    model = lora_model("gpt2").eval()
+    batch, *_ = ragged_batches()
     with pytest.raises(ValueError, match="pass class_token_ids"):
         make(model)
     ids = [0, VOCABULARY - 1]
@@ -206,7 +211,8 @@ def test_prompts_that_end_in_their_answers_are_warned_of():
 
 @pytest.mark.parametrize("given", [None, [0, 9, 4]])
 def test_an_encoder_decoder_answers_after_its_start_token_or_what_the_batch_gives(given):
-    model, (batch,) = encoder_decoder("bart"), ragged_batches(batch_size=8)
+    model = encoder_decoder("bart")
+    (batch,) = ragged_batches(batch_size=8)
     expected = alone(model, batch, decoder_input_ids=torch.tensor([given or [2]]))
     if given:
         batch["decoder_input_ids"] = torch.tensor([given]).expand(8, -1)
@@ -223,7 +229,8 @@ MASK = 7
 def test_a_masked_language_model_answers_at_its_mask_token(side):
     model = built("BertForMaskedLM").double()
     (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3), padding_side=side)
-    ids, real = batch["input_ids"], batch["attention_mask"].bool()
+    ids = batch["input_ids"]
+    real = batch["attention_mask"].bool()
     ids[ids == MASK] += 1
     ids[torch.arange(4), real.int().argmax(-1) + torch.tensor([5, 1, 0, 2])] = MASK
     rows = []

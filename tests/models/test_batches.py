@@ -55,7 +55,9 @@ def test_every_mapping_and_a_pair_give_the_same_and_are_left_as_they_were(bert, 
     wrapped = [mapping(batch) for batch in batches]
     inputs = [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
     before = dict(wrapped[0])
-    expected, found, of_pairs = make(bert), make(bert), make(bert)
+    expected = make(bert)
+    found = make(bert)
+    of_pairs = make(bert)
     expected.fit(batches)
     found.fit(wrapped)
     of_pairs.fit([(x, batch["labels"]) for x, batch in zip(inputs, batches, strict=True)])
@@ -78,7 +80,8 @@ def test_a_users_module_gets_the_mapping_without_labels_as_it_is(mapping):
             taken.append(batch)
             return self.inner(batch["x"])
 
-    x, labels = torch.randn(2, 5).double(), torch.ones(2)
+    x = torch.randn(2, 5).double()
+    labels = torch.ones(2)
     LogitsModel(Wrapper())(mapping({"x": x, "labels": labels, "lengths": [3, 4]}))
     assert [type(batch) for batch in taken] == [mapping]
     assert list(taken[0]) == ["x", "lengths"]
@@ -118,7 +121,8 @@ class OfNamedInputs(Answering):
 @pytest.mark.parametrize("wrapper", [OfKeywords, OfKeywordsAlone, OfNamedInputs])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(structure, wrapper):
-    model, batches = lora_model("gpt2").eval(), ragged_batches()
+    model = lora_model("gpt2").eval()
+    batches = ragged_batches()
     expected = make(model, structure, class_token_ids=CLASS_TOKEN_IDS)
     found = make(wrapper(model), structure)
     for la in (expected, found):
@@ -136,7 +140,8 @@ def test_keywords_reach_a_wrapper_within_pefts(labels):
     class Pooling(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embedding, self.layer = nn.Embedding(VOCABULARY, 5), nn.Linear(5, 3)
+            self.embedding = nn.Embedding(VOCABULARY, 5)
+            self.layer = nn.Linear(5, 3)
 
         def forward(self, *, input_ids: torch.Tensor) -> torch.Tensor:
             return self.layer(self.embedding(input_ids).mean(1))
@@ -151,13 +156,15 @@ def test_keywords_reach_a_wrapper_within_pefts(labels):
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_a_model_may_be_called_as_transformers_models_are(kind):
-    model, (batch, *_) = adapted(kind), ragged_batches()
+    model = adapted(kind)
+    batch, *_ = ragged_batches()
     assert torch.equal(model(**batch), model(batch))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_labels_that_are_none_are_no_labels(structure):
-    la, (batch, *_) = fitted(structure=structure), ragged_batches()
+    la = fitted(structure=structure)
+    batch, *_ = ragged_batches()
     expected = la.predict_proba(batch)
     unlabelled = batch | {"labels": None}
     inputs = {key: value for key, value in batch.items() if key != "labels"}
@@ -220,7 +227,8 @@ def test_several_texts_in_a_row_are_refused_by_what_shows_them(shown_by, kind):
 
 def test_packed_texts_of_supervised_fine_tuning_are_refused():
     """As transformers' `DataCollatorWithFlattening` makes them; one text by itself is none."""
-    model, tokens = TokensModel(lora_model("gpt2").eval()), torch.tensor([[1, 2, 3, 4, 5]])
+    model = TokensModel(lora_model("gpt2").eval())
+    tokens = torch.tensor([[1, 2, 3, 4, 5]])
     of_two = {
         "position_ids": torch.tensor([[0, 1, 2, 0, 1]]),
         "seq_idx": torch.tensor([[0, 0, 0, 1, 1]]),
@@ -256,7 +264,8 @@ def test_what_a_model_would_read_in_another_way_is_refused(kind, side, change, m
 
 
 def test_what_only_looks_packed_or_padded_is_not_refused():
-    model, batch = adapted("gpt2"), padded_batch()
+    model = adapted("gpt2")
+    batch = padded_batch()
     model(packed(batch) | {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(3, 7)})
     each_row = {"cu_seq_lens_q": torch.tensor([0, 7, 14, 21]), "seq_idx": torch.zeros(3, 7)}
     check_texts(batch | each_row, model.transformer)
@@ -277,7 +286,8 @@ def test_what_lies_by_position_comes_with_its_tokens_and_nothing_else_does():
     """Of a language model: how a classifier pools is its own, and given positions stay."""
     (batch,) = ragged_batches(lengths=(4, 7, 5), padding_side="left")
     mask = batch["attention_mask"]
-    types, features = torch.arange(7).expand(3, 7), torch.randn(3, 7, 2)
+    types = torch.arange(7).expand(3, 7)
+    features = torch.randn(3, 7, 2)
     given = batch | {"token_type_ids": types, "decoder_x": types, "pixel_values": features}
     moved = text_first(given)
     assert moved["attention_mask"].tolist() == [[1] * n + [0] * (7 - n) for n in (4, 7, 5)]

@@ -118,7 +118,8 @@ class ByKeyword(TwoLinear):
 
 @pytest.mark.parametrize("routed", [(torch.zeros(4, 3), None), {}, None, torch.zeros(())], ids=str)
 def test_keywords_are_read_and_what_is_no_tensor_of_rows_is_passed_over(routed):
-    plain, X = ByKeyword(routed), torch.randn(4, 5)
+    plain = ByKeyword(routed)
+    X = torch.randn(4, 5)
     logits, hidden = logits_and_hidden_states(LogitsModel(plain), X)
     assert torch.equal(hidden, plain.first(X).tanh())
     assert torch.equal(logits, plain.second(hidden))

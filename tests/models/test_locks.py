@@ -10,7 +10,8 @@ from tests.support.posteriors import STRUCTURES, fitted
 
 
 def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
-    la, batches = fitted(), ragged_batches()
+    la = fitted()
+    batches = ragged_batches()
     expected = la(batches[0])
     uses = [
         lambda: la.fit(batches),
@@ -25,7 +26,8 @@ def test_fits_statistics_and_predictions_of_one_model_exclude_each_other():
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_partly_compiled_model_has_the_posterior_of_the_model_as_it_was(structure):
-    batch, model = ragged_batches()[0], lora_model("bert")
+    batch = ragged_batches()[0]
+    model = lora_model("bert")
     model.base_model.model.bert.encoder = torch.compile(model.base_model.model.bert.encoder)
     before = [dict(vars(module)) for module in model.modules()]
     expected = fitted(structure=structure).predictive_moments(batch)

@@ -40,7 +40,8 @@ def test_labels_never_reach_the_model_and_other_options_do(bert, key):
 
 
 def test_a_tensor_and_keyword_arguments_are_passed_on_as_they_are():
-    spy, X = Spy(), torch.zeros(3, 1)
+    spy = Spy()
+    X = torch.zeros(3, 1)
     LogitsModel(spy)(X, flag=1)
     assert spy.calls == [((X,), {"flag": 1})]
 
@@ -49,7 +50,8 @@ def test_a_tensor_and_keyword_arguments_are_passed_on_as_they_are():
 
 
 def test_split_gives_inputs_and_labels():
-    x, y = torch.zeros(2, 1), torch.tensor([0, 1])
+    x = torch.zeros(2, 1)
+    y = torch.tensor([0, 1])
     for batch in ({"x": x, "answer": y}, (x, y), [x, [0, 1]]):
         X, labels = LogitsModel(Spy(), dict_key_y="answer").split(batch)
         assert (X["x"] if isinstance(X, Mapping) else X) is x
@@ -58,7 +60,8 @@ def test_split_gives_inputs_and_labels():
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_missing_labels_are_refused_by_batch_and_say_which_keys_there_are(structure):
-    la, batches = make(lora_model("bert"), structure), ragged_batches()
+    la = make(lora_model("bert"), structure)
+    batches = ragged_batches()
     del batches[1]["labels"]
     message = r"batch 1: No labels 'labels'.*\['attention_mask', 'input_ids'\].*dict_key_y"
     with pytest.raises(ValueError, match=message):

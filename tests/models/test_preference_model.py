@@ -24,7 +24,8 @@ class Wrapped(nn.Module):
         self.inner = lora_model("bert", n_labels=1)
 
     def forward(self, batch):
-        ids, mask = batch["input_ids"], batch["attention_mask"]
+        ids = batch["input_ids"]
+        mask = batch["attention_mask"]
         flat = {"input_ids": ids.flatten(0, -2), "attention_mask": mask.flatten(0, -2)}
         return self.inner(**flat).logits.reshape(len(ids), -1)
 
@@ -39,7 +40,8 @@ def fit(model, structure="lowrank_kron"):
 def test_a_classifier_is_treated_as_a_wrapper_that_takes_pairs(structure):
     pairs = preferences()
     first = {key: pairs[key][:, 0] for key in ("input_ids", "attention_mask")}
-    plain, wrapped = fit(lora_model("bert", n_labels=1), structure), fit(Wrapped(), structure)
+    plain = fit(lora_model("bert", n_labels=1), structure)
+    wrapped = fit(Wrapped(), structure)
     torch.testing.assert_close(plain.loss, wrapped.loss)
     torch.testing.assert_close(plain.log_marginal_likelihood(), wrapped.log_marginal_likelihood())
     torch.testing.assert_close(plain(first), wrapped(first))
@@ -48,7 +50,8 @@ def test_a_classifier_is_treated_as_a_wrapper_that_takes_pairs(structure):
 
 def test_rewards_are_those_of_the_model():
     model = lora_model("bert", n_labels=1)
-    la, pairs = fit(model), preferences()
+    la = fit(model)
+    pairs = preferences()
     first = {key: pairs[key][:, 0] for key in ("input_ids", "attention_mask")}
     mean, variance = la(first)
     torch.testing.assert_close(mean, model.eval()(**first).logits.detach())
@@ -61,14 +64,16 @@ def test_rewards_are_those_of_the_model():
 
 
 def test_rewards_have_the_curvature_of_preferences():
-    model, pairs = OfMapping(Wrapped()).eval(), preferences()
+    model = OfMapping(Wrapped()).eval()
+    pairs = preferences()
     la = make(model, likelihood="reward_modeling", backend_kwargs={"rank": 100})
     la.fit([pairs])
     preferred = pairs.pop("labels")
     rewards = model(pairs).detach()
     expected = nn.functional.cross_entropy(rewards, preferred, reduction="sum")
     torch.testing.assert_close(la.loss, expected, **EXACT)
-    Js, H = jacobians(model, pairs), softmax_fisher(rewards)
+    Js = jacobians(model, pairs)
+    H = softmax_fisher(rewards)
     torch.testing.assert_close(la.H.to_matrix(), gradient_curvature(model, Js, H), **EXACT)
 
 

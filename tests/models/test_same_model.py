@@ -62,8 +62,10 @@ def only_values(structure: str = "lowrank_kron", **keywords):
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_weight_that_has_changed_since_the_fit_is_named(part, structure):
-    la, (batch, *_) = only_values(structure), ragged_batches()
-    weight, expected = part(la), la(batch)
+    la = only_values(structure)
+    batch, *_ = ragged_batches()
+    weight = part(la)
+    expected = la(batch)
     before = weight.detach().clone()
     weight.data[0, 0] += 1e-6  # seen by no version counter
     with pytest.raises(RuntimeError, match=PARTS[part]):
@@ -124,7 +126,8 @@ def test_a_scaling_outside_the_posterior_counts_as_well(tmp_path):
 
 
 def test_running_averages_that_move_after_the_fit_are_named(tmp_path):
-    batches, normed = pairs(2), nn.Sequential(nn.BatchNorm1d(5), TwoLinear())
+    batches = pairs(2)
+    normed = nn.Sequential(nn.BatchNorm1d(5), TwoLinear())
     model = with_lora(normed, "first", "second")
     la = make(model)
     la.fit(batches)
@@ -141,7 +144,8 @@ def test_running_averages_that_move_after_the_fit_are_named(tmp_path):
 
 
 def test_an_adapter_may_be_merged_and_unmerged():
-    model, batch = lora_model("bert", torch.float32), ragged_batches()[0]
+    model = lora_model("bert", torch.float32)
+    batch = ragged_batches()[0]
     la = fitted(model=model)
     expected = la(batch)
     for _ in range(3):
@@ -160,9 +164,11 @@ def active_of(model):
 @pytest.mark.parametrize("active", ["other", ["default", "other"]], ids=str)
 @pytest.mark.parametrize("use", USES)
 def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, active):
-    la, batches = fitted(), ragged_batches()
+    la = fitted()
+    batches = ragged_batches()
     torch.manual_seed(0)
-    expected, model = USES[use](la, batches), la.model.model
+    expected = USES[use](la, batches)
+    model = la.model.model
     config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=[target], init_lora_weights=False)
     model.add_adapter("other", config)
     model.base_model.model.classifier.modules_to_save["other"].weight.data.mul_(2)

@@ -7,7 +7,9 @@ from laplace_lora_ext.models.swapping import Swapping
 from tests.support.models import base_model
 from tests.support.posteriors import generator
 
-N_TEXTS, LENGTH, PROMPT = 40, 24, 3
+N_TEXTS = 40
+LENGTH = 24
+PROMPT = 3
 
 
 def texts(padding_side: str = "right") -> dict[str, torch.Tensor]:
@@ -47,7 +49,8 @@ def test_three_tenths_of_what_is_no_prompt_are_swapped_for_tokens_of_texts(paddi
 
 def test_tokens_are_drawn_as_often_as_they_stand_in_texts():
     ids = torch.full((1000, 10), 30)
-    ids[:, 0], ids[:100, 5:] = torch.arange(100, 1100), 40
+    ids[:, 0] = torch.arange(100, 1100)
+    ids[:100, 5:] = 40
     copy = swapped({"input_ids": ids})
     before, after = ((x == 40).double().mean().item() for x in (ids, copy))
     assert abs(after - before) < 0.01
@@ -55,7 +58,8 @@ def test_tokens_are_drawn_as_often_as_they_stand_in_texts():
 
 
 def test_tokens_that_a_configuration_names_stay_and_a_seed_gives_the_same_copy():
-    batch, model = texts(), base_model("gpt2")
+    batch = texts()
+    model = base_model("gpt2")
     named = {"eos_token_id": [25, 26], "image_token_index": 27, "mask_token_id": None}
     model.config.update(named)
     one, same, other = (swapped(batch, model=model, seed=seed) for seed in (0, 0, 1))

@@ -39,7 +39,8 @@ def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(side):
 def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
     model = lora_model("gpt_neox").eval()
     (batch,) = text_batches(batch_size=6)
-    batch["attention_mask"][0, 3], batch["labels"][0, 3] = 0, -100
+    batch["attention_mask"][0, 3] = 0
+    batch["labels"][0, 3] = -100
     adapted = TokensModel(model)
     loss = cross_entropy(adapted(batch), batch["labels"][batch["labels"] != -100])
     torch.testing.assert_close(loss, model(**batch).loss.to(loss))
@@ -68,7 +69,8 @@ def test_an_encoder_reads_left_and_right_padded_texts_alike(kind):
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(kind):
-    model, batch = encoder_decoder(kind), pairs_of_texts()
+    model = encoder_decoder(kind)
+    batch = pairs_of_texts()
     adapted = TokensModel(model)
     loss = cross_entropy(adapted(batch), batch["labels"][batch["labels"] != -100])
     torch.testing.assert_close(loss, model(**batch).loss.to(loss))
@@ -79,7 +81,8 @@ def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(kind):
 
 
 def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
-    model, batch = encoder_decoder("t5"), pairs_of_texts()
+    model = encoder_decoder("t5")
+    batch = pairs_of_texts()
     batch["labels"] = torch.tensor([[5, 6, 7, 8], [-100, 9, -100, 4], [-100, -100, 3, 2]])
     shifted = model.get_base_model().prepare_decoder_input_ids_from_labels(batch["labels"])
     everything = model(**{**batch, "decoder_input_ids": shifted}).logits
@@ -88,7 +91,8 @@ def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
 
 
 def test_what_a_decoder_reads_may_be_given_as_embeddings_or_left_open():
-    model, batch = encoder_decoder("t5"), pairs_of_texts()
+    model = encoder_decoder("t5")
+    batch = pairs_of_texts()
     base = model.get_base_model()
     shifted = base.prepare_decoder_input_ids_from_labels(batch["labels"])
     embeddings = base.get_input_embeddings()(shifted)
@@ -98,7 +102,8 @@ def test_what_a_decoder_reads_may_be_given_as_embeddings_or_left_open():
 
 
 def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
-    model, batch = encoder_decoder("bart"), pairs_of_texts()
+    model = encoder_decoder("bart")
+    batch = pairs_of_texts()
     model.get_base_model().config.decoder_start_token_id = 2
     expected = TokensModel(model)(batch)
     monkeypatch.delattr(type(model.get_base_model()), "prepare_decoder_input_ids_from_labels")
@@ -111,7 +116,8 @@ def test_an_embedding_that_is_also_the_output_layer_and_labels_that_a_model_writ
     sides |= {key.replace("encoder", "decoder"): n for key, n in sides.items()}
     tokens = {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "pad_token_id": 0}
     config = FSMTConfig(langs=["en", "de"], d_model=12, **sides, **tokens)
-    model, batch = FSMTForConditionalGeneration(config).eval(), pairs_of_texts()
+    model = FSMTForConditionalGeneration(config).eval()
+    batch = pairs_of_texts()
     labels = batch["labels"].clone()
     found = TokensModel(model)(batch)
     assert torch.equal(batch["labels"], labels)

@@ -71,7 +71,9 @@ def given(loader):
     """Columns of all ranks, how many batches there were, and how many examples in the largest."""
     share = Share(loader)
     assert share.is_dealt
-    batches, parts, places = [], [torch.empty(0).long()], [torch.empty(0).long()]
+    batches = []
+    parts = [torch.empty(0).long()]
+    places = [torch.empty(0).long()]
     for batch in share.loader:
         batches.append(len(batch))
         here = share.places(len(batch))

@@ -22,7 +22,8 @@ def tables() -> Iterator[str]:
 
 def _covariances() -> dict[str, str]:
     of_float64 = {name: f"{precision.bound:g} of float64" for name, precision in PRECISIONS.items()}
-    single, half = BOUNDS[torch.float32], BOUNDS[torch.bfloat16]
+    single = BOUNDS[torch.float32]
+    half = BOUNDS[torch.bfloat16]
     of_own = f"{single:g} (float32) and {half:g} (bfloat16) of the same model's own gradients"
     return of_float64 | dict.fromkeys(QUANTIZERS, of_own)
 

@@ -81,7 +81,8 @@ def alone(
     """Logits `(N, C)` and Jacobians `(N, C, parameters)`, without vmap, which kernels may lack."""
     weights = [p.requires_grad_() for name, p in model.named_parameters() if "lora_" in name]
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-    logits, Js = [], []
+    logits = []
+    Js = []
     for example in examples:
         of_example = logits_of(model, example)
         rows = [torch.autograd.grad(logit, weights, **options) for logit in of_example]
@@ -177,7 +178,8 @@ def blocks(model, examples, kfac_approx: str) -> list[torch.Tensor]:
         values, vectors = torch.linalg.eigh(H)
         root = vectors * values.clamp_min(0).sqrt()  # (C, C), another factor than the library's
         for total, (a, g) in zip(sums, inputs_and_gradients(model, inputs), strict=True):
-            a, g = a[valid], torch.einsum("cs,ctm->stm", root, g)[:, valid]
+            a = a[valid]
+            g = torch.einsum("cs,ctm->stm", root, g)[:, valid]
             total[0] = total[0] + torch.einsum("stm,stk->mk", g, g)
             total[1] = total[1] + a.T @ a
             total[2] = total[2] + len(a)
@@ -190,7 +192,8 @@ def factor_matrix(factor: Factor) -> torch.Tensor:
         return factor.matrix
     values, vectors = torch.linalg.eigh(factor.columns @ factor.columns.T)
     kept = min(factor.rank, factor.columns.shape[1], factor.size)
-    values, vectors = values[factor.size - kept :], vectors[:, factor.size - kept :]
+    values = values[factor.size - kept :]
+    vectors = vectors[:, factor.size - kept :]
     matrix = vectors @ values.diag() @ vectors.T
     if factor.tail and kept < factor.size:
         rest = torch.eye(factor.size).double() - vectors @ vectors.T
@@ -248,12 +251,15 @@ def assert_exact(la: Any, model: nn.Module, inputs: Sequence[Any]) -> None:
     )
     Js = torch.cat([jacobians(model, X) for X in inputs])
     f_mu = torch.cat([model(X) for X in inputs]).detach()
-    found, fisher = la.H, softmax_fisher(f_mu)
+    found = la.H
+    fisher = softmax_fisher(f_mu)
     H = exact_ggn(Js, fisher)[keep][:, keep]
     if hasattr(found, "to_matrix"):
-        found, H = found.to_matrix(), gradient_curvature(model, Js, fisher)[keep][:, keep]
+        found = found.to_matrix()
+        H = gradient_curvature(model, Js, fisher)[keep][:, keep]
     elif found.ndim == 1:
-        found, H = found.diag(), H.diagonal().diag()
+        found = found.diag()
+        H = H.diagonal().diag()
     covariance = Js[..., keep] @ torch.linalg.inv(H + torch.eye(len(H)).to(H)) @ Js[..., keep].mT
     moments = [la.predictive_moments(X) for X in inputs]
     means, covariances = (torch.cat(parts) for parts in zip(*moments, strict=True))

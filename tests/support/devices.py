@@ -56,7 +56,8 @@ class Pretended(torch.Tensor):
         ours = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Pretended)]
         device = _device_of(function, args, kwargs, ours)
         if kwargs.get("device") is not None:
-            device, kwargs = torch.device(kwargs["device"]), kwargs | {"device": "cpu"}
+            device = torch.device(kwargs["device"])
+            kwargs = kwargs | {"device": "cpu"}
         args, kwargs = tree_map_only(Pretended, lambda tensor: tensor.inner, (args, kwargs))
         known = {id(tensor.inner): tensor for tensor in ours}  # of operations in place
 
@@ -79,7 +80,8 @@ def install() -> None:
         get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
         _is_in_bad_fork = staticmethod(lambda: False)
 
-    hook, guard = registration._DummyPrivateUse1Hook(), registration._DummyDeviceGuard()
+    hook = registration._DummyPrivateUse1Hook()
+    guard = registration._DummyDeviceGuard()
     registration._setup_privateuseone_for_python_backend(NAME, Module(), hook, guard)
     library = torch.library.Library("aten", "IMPL")
     for name, make in _MADE.items():

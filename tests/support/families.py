@@ -33,7 +33,9 @@ MISSING = "-"  # the family has no such model
 REFUSALS = {FUSED_EXPERTS: r"\.experts \(ParamWrapper\)"}
 """From an outcome to a pattern of the error's message."""
 
-CLASSIFIER, RIGHT, LEFT = "classifier", "answer tokens, right", "answer tokens, left"
+CLASSIFIER = "classifier"
+RIGHT = "answer tokens, right"
+LEFT = "answer tokens, left"
 COLUMNS = (CLASSIFIER, RIGHT, LEFT)
 
 _TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

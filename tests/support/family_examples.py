@@ -62,7 +62,8 @@ def of_images_in_texts(n: int) -> list[Example]:
 
 def of_patches_in_texts(n: int) -> list[Example]:
     """Images of 4 x 4 or 4 x 8 patches, four of which make a token."""
-    start, end = torch.full((1, 1), 5), torch.full((1, 1), 6)
+    start = torch.full((1, 1), 5)
+    end = torch.full((1, 1), 6)
     examples = []
     for i in range(n):
         width = 4 if i % 2 else 8

@@ -217,7 +217,8 @@ class OfBatches(nn.Module):
 
     def __init__(self, model: nn.Module, output: str = "logits") -> None:
         super().__init__()
-        self.model, self.output = model, output
+        self.model = model
+        self.output = output
 
     def forward(self, batch: Any) -> torch.Tensor:
         return getattr(self.model(**batch), self.output)

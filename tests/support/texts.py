@@ -61,7 +61,8 @@ def drawn_models(la: Any, n_samples: int, seed: torch.Generator) -> list[nn.Modu
     by_block = zip(la.prior_precision.expand(len(la.blocks)), sizes(la), strict=True)
     prior = torch.cat([precision.expand(size) for precision, size in by_block])
     root = dense.power(la.H.to_matrix() + prior.diag(), -0.5)
-    noise, models = torch.Generator().manual_seed(draw_seed(seed)), []
+    noise = torch.Generator().manual_seed(draw_seed(seed))
+    models = []
     for _ in range(n_samples):
         z = torch.randn(1, la.n_params, generator=noise, dtype=torch.float64)[0]
         models.append(copy.deepcopy(la.model.model))
@@ -75,7 +76,8 @@ def token_logits(
     model: Callable[..., Any], batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits `(N, V)` that predict labelled tokens, and these, `(N,)`: each text by itself."""
-    logits, labels = [], []
+    logits = []
+    labels = []
     for batch in batches:
         for row, mask in enumerate(batch["attention_mask"].bool()):
             following = batch["labels"][row][mask][1:]
