@@ -3,7 +3,6 @@
 from benchmarks.experiments.gpu import Jobs
 from tests.benchmarks.support import run
 
-
 TINY = {"device": "cpu", "lengths": [8, 16]}
 
 

@@ -6,7 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laplace_lora_ext.curvature.factors import DenseFactor, Factor, LowRankFactor, StreamingUpdates
-from tests.support.rows import decaying_rows
+
+
+def decaying_rows(
+    n: int, d: int, power: float = 1.0, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """Draw `(n, d)` rows, of which direction i has the standard deviation `i ** -power`.
+
+    Rows of activations and gradients have eigenvalues that decay like this.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.arange(1, d + 1, dtype=dtype).pow(-power)
+    basis = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=dtype)).Q
+    rows = torch.randn(n, d, generator=generator, dtype=dtype)
+    return (rows * scales) @ basis
 
 
 def low_rank(rows: torch.Tensor, rank: int, tail: bool = True, batch: int = 7) -> LowRankFactor:

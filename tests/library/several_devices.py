@@ -12,8 +12,8 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from laplace.curvature import AsdlGGN
 from torch import nn
 
+from tests.library.pretended_device import NAME, install
 from tests.support.dense import EXACT
-from tests.support.devices import NAME, install
 from tests.support.models import CLASS_TOKEN_IDS, lora_model, pairs, ragged_batches, with_lora
 from tests.support.posteriors import generator, make
 

@@ -7,7 +7,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 import laplace_lora_ext
-from tests.support.kinds import with_dora, with_frozen_a
+from tests.compatibility.kinds import with_dora, with_frozen_a
 from tests.support.models import base_model, lora_model, pairs, plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, fitted, make, sizes
 

@@ -9,9 +9,8 @@ import transformers
 from peft import PeftModel
 from torch import nn
 
-from tests.support.compatibility import tables
-from tests.support.dense import alone, block_diagonal_covariance, gradient_blocks, softmax_fisher
-from tests.support.families import (
+from tests.compatibility.examples import Example, together
+from tests.compatibility.families import (
     CLASSIFIER,
     COLUMNS,
     FAMILIES,
@@ -21,7 +20,8 @@ from tests.support.families import (
     REFUSALS,
     Family,
 )
-from tests.support.family_examples import Example, together
+from tests.compatibility.tables import tables
+from tests.support.dense import alone, block_diagonal_covariance, gradient_blocks, softmax_fisher
 from tests.support.models import CLASS_TOKEN_IDS
 from tests.support.posteriors import make
 

@@ -10,8 +10,8 @@ import torch
 from packaging.version import Version
 from torch import distributed, nn
 
+from tests.compatibility.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind, Precision
 from tests.support.dense import EXACT, assert_exact
-from tests.support.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind, Precision
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make
 

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
 from tests.support.dense import (
     alone,
     as_padded,
@@ -15,7 +16,6 @@ from tests.support.dense import (
 )
 from tests.support.models import base_model, ragged_batches
 from tests.support.posteriors import make
-from tests.support.quantizers import BOUNDS, QUANTIZERS
 
 
 def quantized(name: str, dtype: torch.dtype) -> nn.Module:

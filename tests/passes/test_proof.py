@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from laplace_lora_ext.models.logits_model import Layouts
+from tests.compatibility.examples import together
+from tests.compatibility.families import CLASSIFIER, FAMILIES
 from tests.support.dense import jacobians
-from tests.support.families import CLASSIFIER, FAMILIES
-from tests.support.family_examples import together
 from tests.support.models import VOCABULARY, lora_model, ragged_batches, with_lora
 from tests.support.posteriors import count_forward_passes, make
 

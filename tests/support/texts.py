@@ -10,7 +10,7 @@ from torch import nn
 import tests.support.dense as dense
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.tuning.method import draw_seed
-from tests.support.families import FAMILIES, RIGHT
+from tests.compatibility.families import FAMILIES, RIGHT
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import make, sizes
 

@@ -10,7 +10,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from tests.support.families import FAMILIES, RIGHT, SIDES
+from tests.compatibility.families import FAMILIES, RIGHT, SIDES
 from tests.support.models import VOCABULARY, lora_model, ragged_batches, with_lora
 from tests.support.posteriors import generator
 from tests.support.snapshots import Snapshot, half_trained

@@ -1,6 +1,6 @@
 """Tiny models of many families with random weights, and what the library makes of each of them.
 
-`tests/library/test_compatibility.py` proves what `python -m tests.support.compatibility` prints.
+`tests/library/test_compatibility.py` proves what `python -m tests.compatibility.tables` prints.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from tests.support.family_examples import (
+from tests.compatibility.examples import (
     IMAGE_TOKEN,
     Example,
     of_images,
