@@ -13,6 +13,7 @@ from torchmetrics.functional.classification import (
 )
 
 from laplace_lora_ext.predictive.data_sets import over_loader
+from laplace_lora_ext.predictive.links import DEFAULT_LINK
 
 N_BINS = 15
 
@@ -75,7 +76,7 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    la: Any, loader: Iterable[Any], link_approx: str = "mean_field", progress_bar: bool = False
+    la: Any, loader: Iterable[Any], link_approx: str = DEFAULT_LINK, progress_bar: bool = False
 ) -> Comparison:
     """Measure the trained model and its posterior side by side: `print(compare(la, loader))`.
 

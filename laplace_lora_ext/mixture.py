@@ -202,7 +202,7 @@ class LaplaceMixture:
         if method == "gridsearch" and self.likelihood == "language_modeling":
             method = TokenGridSearch(**options)
         elif method == "gridsearch":
-            method = GridSearch(**{"link_approx": "mean_field", **options})
+            method = GridSearch(**options)
         elif options or not isinstance(method, GridSearch | TokenGridSearch):
             raise ValueError(f'A mixture takes "gridsearch" or a GridSearch(...), not {method!r}.')
         return method(mixture)

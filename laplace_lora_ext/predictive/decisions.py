@@ -13,7 +13,12 @@ from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.amortized import amortized_moments
 from laplace_lora_ext.predictive.data_sets import over_data_set, over_loader
 from laplace_lora_ext.predictive.distributions import moments_for
-from laplace_lora_ext.predictive.links import own_links, shared_noise, softmax_samples
+from laplace_lora_ext.predictive.links import (
+    DEFAULT_LINK,
+    own_links,
+    shared_noise,
+    softmax_samples,
+)
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes.shards import Share
 
@@ -67,7 +72,7 @@ class Prediction(NamedTuple):
 def predict(
     la: Posterior,
     x: Any,
-    link_approx: str = "mean_field",
+    link_approx: str = DEFAULT_LINK,
     n_samples: int = 1000,
     generator: torch.Generator | None = None,
     *,
@@ -85,7 +90,7 @@ def predict(
         one of `datasets`, which is read with its longest texts first. Examples come back in their
         own order. In a `torch.distributed` process group all ranks share a data set, or a loader
         that shows each rank's part, and must all call this; each gets all predictions
-    link_approx : {"mean_field", "probit", "mc"}
+    link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
         link for the probabilities
     n_samples : int, default=1000
         draws of the logits, for entropies and variances
@@ -144,7 +149,7 @@ def predict(
 def predict_proba(
     la: Posterior,
     x: Any,
-    link_approx: str = "mean_field",
+    link_approx: str = DEFAULT_LINK,
     *,
     pred_type: str = "glm",
     collate_fn: Callable[[Any], Any] | None = None,

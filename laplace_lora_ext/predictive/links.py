@@ -16,6 +16,9 @@ _PROBIT = math.pi / 8
 Link = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Turns mean and covariance into log-probabilities `(B, C)`."""
 
+DEFAULT_LINK = "mean_field"
+"""The link of all that chooses one by itself; a bare call of a posterior keeps the host's."""
+
 OF_DIFFERENCES = frozenset({"mean_field", "mc"})
 """Links that only see differences of logits, as a softmax does."""
 

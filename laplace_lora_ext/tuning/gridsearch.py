@@ -14,6 +14,7 @@ import tqdm
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.shards import Share, stacked
 from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod
@@ -37,8 +38,9 @@ class GridSearch(TuningMethod):
         once, and with their statistics not at all
     pred_type : {"glm", "nn"}
         which predictions to score
-    link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}, optional
-        by default "probit", or "mc" with `pred_type="nn"`
+    link_approx : {"mean_field", "probit", "mc", "bridge", "bridge_norm"}, optional
+        link for the predictions to score: choose the one that you predict with. By default
+        "mean_field", or "mc" with `pred_type="nn"`, which has no other
     n_samples : int, default=100
     loss : torchmetrics.Metric or callable, optional
         takes outputs and targets, and of a regression means, variances and targets; by default
@@ -98,7 +100,7 @@ class GridSearch(TuningMethod):
     def _predictions(self, la: Posterior) -> Callable[[], Columns]:
         """Outputs and targets of all validation data at the present prior precision."""
         options: dict[str, Any] = {"pred_type": self.pred_type, "n_samples": self.n_samples}
-        default = "mc" if self.pred_type == "nn" else "probit"
+        default = "mc" if self.pred_type == "nn" else DEFAULT_LINK
         options |= {"link_approx": self.link_approx or default, "fitting": True}
 
         def outputs(x: Any) -> Columns:

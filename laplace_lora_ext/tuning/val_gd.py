@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.links import Link, mean_field, probit, sampled
+from laplace_lora_ext.predictive.links import DEFAULT_LINK, Link, mean_field, probit, sampled
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import (
     Recorder,
@@ -35,8 +35,8 @@ class ValGD(TuningMethod):
     val_loader : DataLoader, iterable or PredictiveStatistics
         validation data with labels. They pass through the model only once, and with their
         statistics not at all
-    link_approx : {"mc", "probit", "mean_field"}
-        link for the predictions to score: choose the one that you predict with
+    link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
+        link for the predictions to score: choose the one that you predict with. The paper's is "mc"
     n_samples : int, default=100
         samples of the logits, with "mc"
     n_steps : int, default=1000
@@ -60,7 +60,7 @@ class ValGD(TuningMethod):
     """
 
     val_loader: Iterable[Any] | PredictiveStatistics
-    link_approx: str = "mc"
+    link_approx: str = DEFAULT_LINK
     n_samples: int = 100
     n_steps: int = 1000
     lr: float = 0.1

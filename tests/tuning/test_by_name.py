@@ -49,7 +49,7 @@ OPTIONS = {
         "val_loader": ragged_batches(seed=7),
         "init_prior_prec": 3.0,
         "prior_structure": "layerwise",
-        "link_approx": "mean_field",
+        "link_approx": "mc",
         "n_samples": 7,
         "n_steps": 4,
         "lr": 0.3,
@@ -62,12 +62,26 @@ OPTIONS = {
         "search": partial(GridSearch, link_approx="probit", grid_size=9),
     },
 }
+FEW = {"gridsearch": GRID, "val_gd": {"n_steps": 1}}
 DATA = {name: required_data(name) for name in METHODS}
 each_method = pytest.mark.parametrize("name", METHODS)
 
 
 def fields_of(name: str) -> dict:
     return {field.name: field for field in fields(METHODS[name])}
+
+
+@pytest.mark.parametrize("method", ["gridsearch", "val_gd"])
+def test_searches_score_the_link_of_predict_unless_told_another(validation, method):
+    histories = [
+        fitted().optimize_prior_precision(
+            method=method, val_loader=validation, **link, **FEW[method]
+        )
+        for link in ({}, {"link_approx": "mean_field"}, {"link_approx": "probit"})
+    ]
+    by_default, by_mean_field, by_probit = (history.objective for history in histories)
+    assert torch.equal(by_default, by_mean_field)
+    assert not torch.equal(by_default, by_probit)
 
 
 @each_method
