@@ -18,10 +18,19 @@ from tests.support.models import (
     sequences,
     with_lora,
 )
-from tests.support.posteriors import KFAC_APPROX, count_forward_passes, make
+from tests.support.posteriors import (
+    KFAC_APPROX,
+    count_forward_passes,
+    make,
+)
 
+# At full rank nothing is left out of a factor, so that the curvature is the same in any order.
 FULL_RANK = {"rank": 100}
 Forward = Callable[[Any, Any], torch.Tensor]
+Batch = dict[str, torch.Tensor]
+
+
+# --- models --------------------------------------------------------------------------------------
 
 
 class Two(nn.Module):
@@ -30,7 +39,8 @@ class Two(nn.Module):
     def __init__(self, run: Forward) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 5)
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 3)
         self.constant = nn.Parameter(torch.zeros(4, 5))
         self.run = run
 
@@ -42,61 +52,117 @@ def adapted(run: Forward) -> nn.Module:
     return with_lora(Two(run), "first", "second")
 
 
-def laid(lay_out: Callable, restore: Callable) -> Forward:
-    """Layers that see rows `(B, T, d)` laid out in some way; then the positions are averaged."""
+def hidden(m: Any, rows: torch.Tensor) -> torch.Tensor:
+    return m.first(rows).tanh()
 
-    def run(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return restore(m.second(m.first(lay_out(x)).tanh()), x).tanh().mean(1)
 
-    return run
+def both_layers(m: Any, rows: torch.Tensor) -> torch.Tensor:
+    return m.second(hidden(m, rows))
+
+
+def average(rows: torch.Tensor) -> torch.Tensor:
+    """`(B, C)` logits of rows `(B, T, C)`, which are mixed by no linear function."""
+    return rows.tanh().mean(1)
+
+
+# Layers that see the rows `(B, T, d)` laid out in some way.
+
+
+def by_example(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return average(both_layers(m, x))
+
+
+def flat(m: Any, x: torch.Tensor) -> torch.Tensor:
+    rows = both_layers(m, x.flatten(0, 1))
+    return average(rows.unflatten(0, x.shape[:2]))
+
+
+def positions_first(m: Any, x: torch.Tensor) -> torch.Tensor:
+    rows = both_layers(m, x.transpose(0, 1))
+    return average(rows.transpose(0, 1))
+
+
+def positions_first_flat(m: Any, x: torch.Tensor) -> torch.Tensor:
+    rows = both_layers(m, x.transpose(0, 1).flatten(0, 1))
+    length = x.shape[1]
+    return average(rows.unflatten(0, (length, -1)).transpose(0, 1))
+
+
+def windows(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Pairs of neighbours are rows of their own, as in attention within windows."""
+    pairs = x.unflatten(1, (-1, 2))
+    rows = both_layers(m, pairs.flatten(0, 1))
+    return average(rows.reshape(*x.shape[:2], -1))
+
+
+def frames(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Two halves of an example take turns, as the frames of a video do."""
+    halves = x.unflatten(1, (2, -1))
+    taking_turns = halves.transpose(1, 2)
+    rows = both_layers(m, taking_turns.flatten(0, 1))
+    restored = rows.reshape(len(x), -1, 2, 3)
+    return average(restored.transpose(1, 2).flatten(1, 2))
+
+
+def backwards(m: Any, x: torch.Tensor) -> torch.Tensor:
+    rows = both_layers(m, x.flip(0))
+    return average(rows.flip(0))
+
+
+LAYOUTS = {
+    "by example": by_example,
+    "flat": flat,
+    "positions first": positions_first,
+    "positions first, flat": positions_first_flat,
+    "windows": windows,
+    "frames": frames,
+    "backwards": backwards,
+}
 
 
 def on_tokens(run: Forward) -> Forward:
     """Of texts, whose proofs are remembered."""
-    return lambda m, ids: run(m, m.embed(ids))
+
+    def run_on_embeddings(m: Any, ids: torch.Tensor) -> torch.Tensor:
+        return run(m, m.embed(ids))
+
+    return run_on_embeddings
 
 
-LAYOUTS = {
-    "by example": laid(lambda x: x, lambda rows, x: rows),
-    "flat": laid(lambda x: x.flatten(0, 1), lambda rows, x: rows.unflatten(0, x.shape[:2])),
-    "positions first": laid(lambda x: x.transpose(0, 1), lambda rows, x: rows.transpose(0, 1)),
-    "positions first, flat": laid(
-        lambda x: x.transpose(0, 1).flatten(0, 1),
-        lambda rows, x: rows.unflatten(0, (x.shape[1], -1)).transpose(0, 1),
-    ),
-    "windows": laid(
-        lambda x: x.unflatten(1, (-1, 2)).flatten(0, 1),
-        lambda rows, x: rows.reshape(*x.shape[:2], -1),
-    ),
-    "frames": laid(
-        lambda x: x.unflatten(1, (2, -1)).transpose(1, 2).flatten(0, 1),
-        lambda rows, x: rows.reshape(len(x), -1, 2, 3).transpose(1, 2).flatten(1, 2),
-    ),
-    "backwards": laid(lambda x: x.flip(0), lambda rows, x: rows.flip(0)),
-}
+# Models that change their layout, share rows or mix examples.
 
 
 def turning(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return LAYOUTS["positions first" if x.shape[1] == 6 else "by example"](m, x)
+    """Another layout at another length."""
+    if x.shape[1] == 6:
+        return positions_first(m, x)
+    return by_example(m, x)
 
 
 def both_ways(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return m.second(m.first(m.first(x).tanh().transpose(0, 1)).tanh()).mean(0)
+    """Two calls of one layer, by example and with positions first."""
+    rows = hidden(m, x).transpose(0, 1)
+    return both_layers(m, rows).mean(0)
 
 
 def shared(*leading: int) -> Forward:
     """Rows without a batch dimension go through the layer of the inputs, as in DeBERTa."""
 
     def run(m: Any, x: torch.Tensor) -> torch.Tensor:
-        distances = m.first(m.constant[: leading[-1]].reshape(*leading, 5)).reshape(-1, 5)
-        return m.second(((m.first(x) @ distances.T).softmax(-1) @ distances).tanh()).mean(1)
+        constant = m.constant[: leading[-1]]
+        distances = m.first(constant.reshape(*leading, 5))
+        distances = distances.reshape(-1, 5)
+        attention = (m.first(x) @ distances.T).softmax(-1)
+        return m.second((attention @ distances).tanh()).mean(1)
 
     return run
 
 
 def contrast(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """An example is compared with the mean of its batch."""
     rows = m.first(x)
-    return m.second((rows - rows.mean(0)).tanh()).mean(1)
+    compared = rows - rows.mean(0)
+    return m.second(compared.tanh()).mean(1)
 
 
 def needs_pairs(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -106,40 +172,71 @@ def needs_pairs(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def ordering(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Examples are sorted by their first number, and come back in their own order."""
     order = x[:, 0, 0].argsort()
-    return LAYOUTS["by example"](m, x[order])[order.argsort()]
+    return by_example(m, x[order])[order.argsort()]
 
 
 def routed(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Positions go to one of two layers, by their first number."""
     out = x.new_zeros(*x.shape[:2], 3)
-    for chosen, layer in ((x[..., 0] > 0, m.first), (x[..., 0] <= 0, m.second)):
+    to_first = x[..., 0] > 0
+    for chosen, layer in (
+        (to_first, m.first),
+        (~to_first, m.second),
+    ):
         if chosen.any():
-            out = out.masked_scatter(chosen[..., None], layer(x[chosen]).tanh()[:, :3])
+            routed_rows = layer(x[chosen]).tanh()[:, :3]
+            out = out.masked_scatter(chosen[..., None], routed_rows)
     return out.mean(1)
 
 
-def of_windows(m: Any, x: torch.Tensor) -> torch.Tensor:
+def unequal_windows(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Windows of two positions, as many as a text has before its zeros."""
-    counts = ((x[..., 0] != 0).sum(1) + 1) // 2
-    windows = [x.unflatten(0, (-1, 2))[:n] for x, n in zip(x, counts, strict=True)]
-    rows = m.first(torch.cat(windows)).tanh().mean(1)
-    return m.second(torch.stack([part.mean(0) for part in rows.split(counts.tolist())]))
+    lengths = (x[..., 0] != 0).sum(1)
+    counts = (lengths + 1) // 2
+    of_texts = [text.unflatten(0, (-1, 2))[:n] for text, n in zip(x, counts, strict=True)]
+    rows = hidden(m, torch.cat(of_texts)).mean(1)
+    means = [of_text.mean(0) for of_text in rows.split(counts.tolist())]
+    return m.second(torch.stack(means))
 
 
-def of_batch(m: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if "classes" in batch:  # texts, as CLIP has
-        images, classes = (m.second(m.first(batch[key]).tanh()) for key in ("x", "classes"))
-        return images.mean(1) @ classes.mean(1).T
-    if "text" in batch:  # which a window belongs to
-        windows = batch["x"] if "x" in batch else m.embed(batch["input_ids"])
-        rows = m.first(windows).tanh().mean(1)
-        return m.second(one_hot(batch["text"]).to(rows).T @ rows)
+# Models of batches with several inputs.
+
+
+def windows_of_texts(m: Any, batch: Batch) -> torch.Tensor:
+    """Rows are windows, and a second input tells which text each belongs to."""
+    rows = hidden(m, batch["x"]).mean(1)
+    owners = one_hot(batch["text"]).to(rows)
+    return m.second(owners.T @ rows)
+
+
+def windows_of_tokens(m: Any, batch: Batch) -> torch.Tensor:
+    embedded = {
+        "x": m.embed(batch["input_ids"]),
+        "text": batch["text"],
+    }
+    return windows_of_texts(m, embedded)
+
+
+def texts_as_classes(m: Any, batch: Batch) -> torch.Tensor:
+    """The logits are products of images and texts, as in CLIP."""
+    images = both_layers(m, batch["x"]).mean(1)
+    classes = both_layers(m, batch["classes"]).mean(1)
+    return images @ classes.T
+
+
+def images_in_texts(m: Any, batch: Batch) -> torch.Tensor:
+    """Images take the places of tokens, as in LLaVA."""
     x = m.embed(batch["input_ids"])
-    if "x" in batch:  # images, as LLaVA has
+    if "x" in batch:
         is_image = (batch["input_ids"] == 0)[..., None]
-        x = x.masked_scatter(is_image, m.first(batch["x"]).tanh().mean(1))
+        images = hidden(m, batch["x"]).mean(1)
+        x = x.masked_scatter(is_image, images)
     return m.second(x.tanh().mean(1))
+
+
+# --- inputs --------------------------------------------------------------------------------------
 
 
 def numbers(*sizes: tuple[int, int]) -> list[torch.Tensor]:
@@ -151,127 +248,297 @@ def texts(*sizes: tuple[int, int]) -> list[torch.Tensor]:
     return [torch.randint(1, VOCABULARY, size, generator=generator) for size in sizes]
 
 
+def first_positions(n_positions: int, counts: Sequence[int]) -> torch.Tensor:
+    """`(B, n_positions)`, true at so many positions of each example."""
+    return torch.arange(n_positions) < torch.tensor(counts)[:, None]
+
+
 def choices(*counts: Sequence[int]) -> list[torch.Tensor]:
     """So many of four positions of each example go to the first layer."""
-    batches = numbers(*((len(of_batch), 4) for of_batch in counts))
-    for X, of_batch in zip(batches, counts, strict=True):
-        X[..., 0] = torch.where(torch.arange(4) < torch.tensor(of_batch)[:, None], 1.0, -1.0)
+    batches = []
+    for of_batch in counts:
+        X, _ = sequences(len(of_batch), 4)
+        to_first = first_positions(4, of_batch)
+        X[..., 0] = torch.where(to_first, 1.0, -1.0)
+        batches.append(X)
     return batches
 
 
 def ending_at(*lengths: Sequence[int]) -> list[torch.Tensor]:
-    batches = numbers(*((len(of_batch), max(of_batch)) for of_batch in lengths))
-    for X, of_batch in zip(batches, lengths, strict=True):
-        X[torch.arange(X.shape[1]) >= torch.tensor(of_batch)[:, None]] = 0
+    """Examples that are zero from some position on."""
+    batches = []
+    for of_batch in lengths:
+        X, _ = sequences(len(of_batch), max(of_batch))
+        X[~first_positions(X.shape[1], of_batch)] = 0
+        batches.append(X)
     return batches
 
 
-def with_images(*counts: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+def with_images(
+    *counts: Sequence[int],
+) -> list[Batch]:
+    """Texts of four tokens, of which so many stand for images."""
     batches = []
     for of_batch in counts:
-        is_image = torch.arange(4) < torch.tensor(of_batch)[:, None]
-        ids = torch.where(is_image, 0, texts((len(of_batch), 4))[0])
-        images = {"x": sequences(sum(of_batch), 4)[0]} if sum(of_batch) else {}
-        batches.append({"input_ids": ids, **images})
+        (tokens,) = texts((len(of_batch), 4))
+        batch = {"input_ids": torch.where(first_positions(4, of_batch), 0, tokens)}
+        n_images = sum(of_batch)
+        if n_images:
+            batch["x"] = sequences(n_images, 4)[0]
+        batches.append(batch)
     return batches
 
 
-def in_windows(*counts: Sequence[int]) -> list[dict[str, torch.Tensor]]:
-    owners = [torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in counts]
-    return [{"x": sequences(len(text), 4)[0], "text": text} for text in owners]
+def owners_of(n_windows: Sequence[int]) -> torch.Tensor:
+    """The number of the text that each window belongs to."""
+    return torch.arange(len(n_windows)).repeat_interleave(torch.tensor(n_windows))
 
 
-SORTED = sequences(4, 3)[0]
-SORTED = SORTED[SORTED[:, 0, 0].argsort()]
-SIZES = (4, 4), (1, 4), (3, 4), (2, 6), (6, 6), (4, 8)
-COUNTS = (1, 1), (2, 0), (1, 3), (3, 1), (4, 0, 2), (2, 2), (0, 2), (3, 3)
-CASES: dict[str, tuple[Forward, Sequence[Any]]] = {
-    **{name: (run, numbers(*SIZES)) for name, run in LAYOUTS.items()},
-    **{f"texts, {name}": (on_tokens(run), texts(*SIZES)) for name, run in LAYOUTS.items()},
-    "examples alike": (LAYOUTS["positions first"], [X[:1].expand_as(X) for X in numbers((4, 4))]),
-    "by length": (turning, numbers((4, 3), (4, 6), (6, 6), (4, 3))),
-    "two calls of a layer, two layouts": (both_ways, numbers((4, 4), (3, 3), (3, 5))),
-    "one shared row": (shared(1), numbers((1, 3), (4, 3), (2, 5))),
-    "as many shared rows as examples": (shared(3), numbers((1, 3), (3, 3), (2, 5), (4, 4))),
-    "shared rows with a leading one": (shared(1, 3), numbers((3, 3), (2, 5))),
-    "texts, shared rows": (on_tokens(shared(3)), texts((3, 3), (2, 5), (1, 3))),
-    "examples that count for others": (contrast, numbers((4, 3), (3, 3))),
-    "no example alone": (needs_pairs, numbers((4, 3), (3, 3))),
-    "sorted": (ordering, [SORTED, SORTED.flip(0), SORTED, SORTED[[2, 0, 1]]]),
-    "routed": (routed, choices(*COUNTS)),
-    "unequal windows of texts": (of_windows, ending_at((4, 4), (2, 6), (4, 4), (6, 2))),
-    "windows as rows": (of_batch, in_windows((2, 2), (1, 3), (1, 2), (3, 1, 1), (1, 3, 2))),
-    "windows of tokens as rows": (
-        of_batch,
-        [
-            {"input_ids": texts((len(window["text"]), 4))[0], "text": window["text"]}
-            for window in in_windows((2, 2), (1, 3))
-        ],
-    ),
-    "texts as classes": (
-        of_batch,
-        [{"x": X, "classes": SORTED[:3]} for X in numbers((3, 3), (6, 3))],
-    ),
-    "images in texts": (of_batch, with_images((1, 1), (2, 0), (0, 2), (1, 3), (0, 0), (1, 2, 0))),
-}
+def in_windows(
+    *counts: Sequence[int],
+) -> list[Batch]:
+    batches = []
+    for n_windows in counts:
+        text = owners_of(n_windows)
+        X, _ = sequences(len(text), 4)
+        batches.append({"x": X, "text": text})
+    return batches
 
 
-def checked(model: nn.Module, inputs: Sequence[Any], structure: str = "lowrank_kron") -> Any:
+def tokens_in_windows(
+    *counts: Sequence[int],
+) -> list[Batch]:
+    batches = []
+    for n_windows in counts:
+        text = owners_of(n_windows)
+        (ids,) = texts((len(text), 4))
+        batches.append({"input_ids": ids, "text": text})
+    return batches
+
+
+def with_classes(
+    *sizes: tuple[int, int],
+) -> list[Batch]:
+    return [{"x": X, "classes": SORTED[:3]} for X in numbers(*sizes)]
+
+
+def examples_alike() -> list[torch.Tensor]:
+    (X,) = numbers((4, 4))
+    return [X[:1].expand_as(X)]
+
+
+def in_some_orders() -> list[torch.Tensor]:
+    return [SORTED, SORTED.flip(0), SORTED, SORTED[[2, 0, 1]]]
+
+
+UNSORTED = sequences(4, 3)[0]
+SORTED = UNSORTED[UNSORTED[:, 0, 0].argsort()]
+# The first size is a square, in which rows and positions could be taken for each other.
+SIZES = ((4, 4), (1, 4), (3, 4), (2, 6), (6, 6), (4, 8))
+COUNTS = (
+    (1, 1),
+    (2, 0),
+    (1, 3),
+    (3, 1),
+    (4, 0, 2),
+    (2, 2),
+    (0, 2),
+    (3, 3),
+)
+
+
+# --- curvature and covariance --------------------------------------------------------------------
+
+
+def checked(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    structure: str = "lowrank_kron",
+) -> Any:
     """A posterior that is compared with Jacobians that know of no rows."""
-    model = OfMapping(model) if isinstance(inputs[0], Mapping) else model
-    settings = {"backend_kwargs": FULL_RANK} if structure == "lowrank_kron" else {}
-    la = make(model, structure, **settings)
-    la.fit([(X, torch.arange(len(model(X))) % 3) for X in inputs])
+    if isinstance(inputs[0], Mapping):
+        model = OfMapping(model)
+    if structure == "lowrank_kron":
+        la = make(model, structure, backend_kwargs=FULL_RANK)
+    else:
+        la = make(model, structure)
+    batches = []
+    for X in inputs:
+        n_examples = len(model(X))
+        batches.append((X, torch.arange(n_examples) % 3))
+    la.fit(batches)
     assert_exact(la, model, inputs)
     return la
 
 
+CASES = [
+    *(pytest.param(run, numbers(*SIZES), id=name) for name, run in LAYOUTS.items()),
+    *(
+        pytest.param(on_tokens(run), texts(*SIZES), id=f"texts, {name}")
+        for name, run in LAYOUTS.items()
+    ),
+    pytest.param(
+        positions_first,
+        examples_alike(),
+        id="examples alike",
+    ),
+    pytest.param(
+        turning,
+        numbers((4, 3), (4, 6), (6, 6), (4, 3)),
+        id="by length",
+    ),
+    pytest.param(
+        both_ways,
+        numbers((4, 4), (3, 3), (3, 5)),
+        id="two calls of a layer, two layouts",
+    ),
+    pytest.param(
+        shared(1),
+        numbers((1, 3), (4, 3), (2, 5)),
+        id="one shared row",
+    ),
+    pytest.param(
+        shared(3),
+        numbers((1, 3), (3, 3), (2, 5), (4, 4)),
+        id="as many shared rows as examples",
+    ),
+    pytest.param(
+        shared(1, 3),
+        numbers((3, 3), (2, 5)),
+        id="shared rows with a leading one",
+    ),
+    pytest.param(
+        on_tokens(shared(3)),
+        texts((3, 3), (2, 5), (1, 3)),
+        id="texts, shared rows",
+    ),
+    pytest.param(
+        contrast,
+        numbers((4, 3), (3, 3)),
+        id="examples that count for others",
+    ),
+    pytest.param(
+        needs_pairs,
+        numbers((4, 3), (3, 3)),
+        id="no example alone",
+    ),
+    pytest.param(
+        ordering,
+        in_some_orders(),
+        id="sorted",
+    ),
+    pytest.param(
+        routed,
+        choices(*COUNTS),
+        id="routed",
+    ),
+    pytest.param(
+        unequal_windows,
+        ending_at((4, 4), (2, 6), (4, 4), (6, 2)),
+        id="unequal windows of texts",
+    ),
+    pytest.param(
+        windows_of_texts,
+        in_windows((2, 2), (1, 3), (1, 2), (3, 1, 1), (1, 3, 2)),
+        id="windows as rows",
+    ),
+    pytest.param(
+        windows_of_tokens,
+        tokens_in_windows((2, 2), (1, 3)),
+        id="windows of tokens as rows",
+    ),
+    pytest.param(
+        texts_as_classes,
+        with_classes((3, 3), (6, 3)),
+        id="texts as classes",
+    ),
+    pytest.param(
+        images_in_texts,
+        with_images((1, 1), (2, 0), (0, 2), (1, 3), (0, 0), (1, 2, 0)),
+        id="images in texts",
+    ),
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", CASES)
-def test_curvature_and_covariance_are_exact(case):
-    run, inputs = CASES[case]
+@pytest.mark.parametrize(("run", "inputs"), CASES)
+def test_curvature_and_covariance_are_exact(run, inputs):
     checked(adapted(run), inputs)
 
 
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_shared_rows_in_the_hosts_structures(structure):
+    checked(adapted(shared(3)), numbers((4, 3), (2, 3)), structure)
+
+
 def matrix(model: nn.Module, batches: Sequence[Any], kfac_approx: str) -> torch.Tensor:
-    la = make(model, backend_kwargs={**FULL_RANK, "kfac_approx": kfac_approx})
+    la = make(
+        model,
+        backend_kwargs={**FULL_RANK, "kfac_approx": kfac_approx},
+    )
     la.fit(batches)
     return la.H.to_matrix()
 
 
-@pytest.mark.parametrize("run", [LAYOUTS["flat"], LAYOUTS["positions first"], shared(3)])
+@pytest.mark.parametrize("run", [flat, positions_first, shared(3)])
 def test_factors_of_expand_are_those_of_batches_of_one(run):
-    model, batches = adapted(run), [sequences(4, 4), sequences(3, 6)]
-    of_one = [(X[n : n + 1], y[n : n + 1]) for X, y in batches for n in range(len(X))]
-    torch.testing.assert_close(
-        matrix(model, batches, "expand"), matrix(model, of_one, "expand"), **EXACT
-    )
+    model = adapted(run)
+    batches = [sequences(4, 4), sequences(3, 6)]
+    of_one = []
+    for X, y in batches:
+        of_one += zip(X.split(1), y.split(1), strict=True)
+    found = matrix(model, batches, "expand")
+    expected = matrix(model, of_one, "expand")
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+# --- masks ---------------------------------------------------------------------------------------
 
 
 def padded(joined: int) -> Forward:
     """Flat positions, of which so many neighbours were added up."""
 
-    def run(m: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def run(m: Any, batch: Batch) -> torch.Tensor:
         mask = batch["attention_mask"][..., None]
-        rows = (m.embed(batch["input_ids"]) * mask).unflatten(1, (-1, joined)).sum(2)
-        hidden = m.first(rows.flatten(0, 1)).tanh().unflatten(0, rows.shape[:2])
-        return m.second((hidden * mask[:, ::joined]).sum(1))
+        embedded = m.embed(batch["input_ids"]) * mask
+        rows = embedded.unflatten(1, (-1, joined)).sum(2)
+        flat_rows = hidden(m, rows.flatten(0, 1))
+        of_positions = flat_rows.unflatten(0, rows.shape[:2])
+        real = of_positions * mask[:, ::joined]
+        return m.second(real.sum(1))
 
     return run
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
-def test_padding_does_not_count_and_a_mask_of_other_positions_is_refused(kfac_approx):
-    batches = [ragged_batches(padded_to=length) for length in (7, 11)]
-    torch.testing.assert_close(
-        *(matrix(adapted(padded(1)), some, kfac_approx) for some in batches), **EXACT
+def test_padding_does_not_count_and_a_mask_of_other_positions_is_refused(
+    kfac_approx,
+):
+    short = matrix(
+        adapted(padded(1)),
+        ragged_batches(padded_to=7),
+        kfac_approx,
     )
+    long = matrix(
+        adapted(padded(1)),
+        ragged_batches(padded_to=11),
+        kfac_approx,
+    )
+    torch.testing.assert_close(short, long, **EXACT)
+    joined = ragged_batches(padded_to=8)
     if kfac_approx == "gradient":
-        assert matrix(adapted(padded(2)), ragged_batches(padded_to=8), kfac_approx).any()
+        # Gradients of whole examples need no mask of the positions.
+        assert matrix(adapted(padded(2)), joined, kfac_approx).any()
         return
-    with pytest.raises(NotImplementedError, match=r"first\S+: the layer sees 4 .*use kfac"):
-        matrix(adapted(padded(2)), ragged_batches(padded_to=8), kfac_approx)
-    with pytest.raises(NotImplementedError, match=r'rows of others: use kfac_approx="gradient"'):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"first\S+: the layer sees 4 .*use kfac",
+    ):
+        matrix(adapted(padded(2)), joined, kfac_approx)
+    with pytest.raises(
+        NotImplementedError,
+        match=r'rows of others: use kfac_approx="gradient"',
+    ):
         matrix(adapted(contrast), [sequences(4, 3)], kfac_approx)
 
 
@@ -279,51 +546,76 @@ def test_padding_does_not_count_and_a_mask_of_other_positions_is_refused(kfac_ap
 def test_one_mask_of_all_texts_is_that_of_each(kfac_approx):
     (batch,) = ragged_batches(lengths=(5, 5, 5), padded_to=7)
     shared_by_all = batch | {"attention_mask": batch["attention_mask"][:1]}
-    torch.testing.assert_close(
-        *(matrix(adapted(padded(1)), [some], kfac_approx) for some in (shared_by_all, batch)),
-        **EXACT,
-    )
+    found = matrix(adapted(padded(1)), [shared_by_all], kfac_approx)
+    expected = matrix(adapted(padded(1)), [batch], kfac_approx)
+    torch.testing.assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.parametrize("n_queries", [1, 7])
-def test_a_mask_of_what_tokens_attend_to_is_exact_or_refused(n_queries):
+def test_a_mask_of_what_tokens_attend_to_is_exact_or_refused(
+    n_queries,
+):
     (batch,) = ragged_batches(lengths=(4, 7, 5))
-    is_padding = batch["attention_mask"][:, None, None].expand(3, 1, n_queries, 7) == 0
-    of_queries = batch | {"attention_mask": is_padding.double() * torch.finfo(torch.float64).min}
-    torch.testing.assert_close(
-        *(matrix(lora_model("bert"), [some], "gradient") for some in (of_queries, batch)), **EXACT
-    )
+    mask = batch["attention_mask"][:, None, None]
+    is_padding = mask.expand(3, 1, n_queries, 7) == 0
+    additive = is_padding.double() * torch.finfo(torch.float64).min
+    of_queries = batch | {"attention_mask": additive}
+    found = matrix(lora_model("bert"), [of_queries], "gradient")
+    expected = matrix(lora_model("bert"), [batch], "gradient")
+    torch.testing.assert_close(found, expected, **EXACT)
     with pytest.raises(NotImplementedError, match=r"1, \d, 7\): use kfac_approx"):
         matrix(lora_model("bert"), [of_queries], "expand")
-    with pytest.raises(NotImplementedError, match=r"does not show .* pass one of shape \(3, 7\)"):
-        make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS).fit([of_queries])
+    # The last token, whose logits are the answers, can't be found in such a mask.
+    la = make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS)
+    with pytest.raises(
+        NotImplementedError,
+        match=r"does not show .* pass one of shape \(3, 7\)",
+    ):
+        la.fit([of_queries])
+
+
+def without_mask(m: Any, batch: Batch) -> torch.Tensor:
+    return m.second(hidden(m, batch["x"]).mean(1))
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 4, 4), (3, 1, 4, 4)])
-def test_a_mask_beside_features_counts_no_padding_as_positions(shape):
+def test_a_mask_beside_features_counts_no_padding_as_positions(
+    shape,
+):
     mask = (torch.arange(4) > 0).expand(shape)
-    batch = {"x": sequences(3, 4)[0], "attention_mask": mask, "labels": torch.arange(3)}
-
-    def run(m: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return m.second(m.first(batch["x"]).tanh().mean(1))
-
-    assert matrix(adapted(run), [batch], "gradient").any()
+    batch = {
+        "x": sequences(3, 4)[0],
+        "attention_mask": mask,
+        "labels": torch.arange(3),
+    }
+    assert matrix(adapted(without_mask), [batch], "gradient").any()
     with pytest.raises(NotImplementedError, match='use kfac_approx="gradient"'):
-        matrix(adapted(run), [batch], "expand")
+        matrix(adapted(without_mask), [batch], "expand")
 
 
-@pytest.mark.parametrize("run", [LAYOUTS["by example"], shared(3), contrast])
+# --- passes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", [by_example, shared(3), contrast])
 def test_jacobians_are_differentiable_in_the_inputs(run):
-    model, (x, expected) = adapted(run), (sequences(3, 3)[0].requires_grad_() for _ in range(2))
+    model = adapted(run)
+    x = sequences(3, 3)[0].requires_grad_()
     Js, f = make(model).backend.jacobians(x, enable_backprop=True)
     (Js.square().sum() + f.sum()).backward()
-    (jacobians(model, expected).square().sum() + model(expected).sum()).backward()
-    torch.testing.assert_close(x.grad, expected.grad, **EXACT)
+    same_x = sequences(3, 3)[0].requires_grad_()
+    expected_Js = jacobians(model, same_x)
+    (expected_Js.square().sum() + model(same_x).sum()).backward()
+    torch.testing.assert_close(x.grad, same_x.grad, **EXACT)
 
 
 @pytest.mark.parametrize(
     ("run", "n_passes"),
-    [(LAYOUTS["flat"], 1), (shared(3), 1 + 4), (contrast, 1 + 4 + 1), (needs_pairs, 1 + 1)],
+    [
+        (flat, 1),
+        (shared(3), 1 + 4),
+        (contrast, 1 + 4 + 1),
+        (needs_pairs, 1 + 1),
+    ],
 )
 def test_an_example_comes_alone_or_through_the_batch(run, n_passes):
     """The batch's own pass, one of each example, and another one of the batch if it is needed."""
@@ -334,8 +626,3 @@ def test_an_example_comes_alone_or_through_the_batch(run, n_passes):
     if run is not needs_pairs:
         la.fit([sequences(1, 3)])
         assert len(calls) == n_passes + 1
-
-
-@pytest.mark.parametrize("structure", ["diag", "full"])
-def test_shared_rows_in_the_hosts_structures(structure):
-    checked(adapted(shared(3)), numbers((4, 3), (2, 3)), structure)
