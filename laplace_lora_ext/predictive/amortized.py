@@ -24,16 +24,17 @@ from laplace_lora_ext.processes.exchange import together
 PENALTIES = torch.logspace(-10, 1, 23, dtype=torch.float64)
 """Penalties to choose from, in units of the largest squared singular value of the features."""
 
-_MARGIN = math.log(2)
+_MARGIN = math.log(2)  # how far a logarithm may lie beyond those learnt
 _ROUNDING = 1e-6  # ten times that of single precision
 _COMPONENTS = 64  # all there are up to ten classes
-_OF_POSTERIOR = {"prior_precision", "curvature_scale"}
 _SWAPPED = "swapped"
+# What moves with a model. What tells the posterior stays, to be compared with the present one.
+_REGRESSION = ("mean", "scale", "weights", "components", "offset", "lowest", "highest")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LearntVariance:
-    """Variances of a posterior's logits as a function of features x `(B, p)`, one forward pass's.
+    """Predicts the variances of a posterior's logits from features x `(B, p)` of a forward pass.
 
     Beside the C logits stands a last number f_0, which is always 0. For each two of them
 
@@ -90,54 +91,75 @@ class LearntVariance:
 
         All is computed in float64, and kept on the CPU.
         """
-        X, Y = features.cpu().double(), log_variances.cpu().double()
+        X = features.cpu().double()
+        Y = log_variances.cpu().double()
         if len(X) < 3:
             raise ValueError(f"Variances can't be learnt from {len(X)} examples: give more.")
-        mean, scale, offset = X.mean(0), X.std(0, correction=0), Y.mean(0)
-        # What does not vary says nothing, and rounding makes no feature.
+        mean = X.mean(0)
+        scale = X.std(0, correction=0)
+        # What does not vary says nothing, and rounding makes no feature: divided by infinity, it
+        # counts as 0 wherever it is met later.
         varies = scale > 1e-6 * X.abs().amax(0)
         scale = torch.where(varies, scale, torch.inf)
-        U, s, components = torch.linalg.svd(Y - offset, full_matrices=False)
-        scores = (U * s)[:, :_COMPONENTS]
+
+        # Regress the leading principal components of the logarithms, in place of all pairs.
+        offset = Y.mean(0)
+        centred = Y - offset
+        U, s, components = torch.linalg.svd(centred, full_matrices=False)
         components = components[:_COMPONENTS]
+        scores = (U * s)[:, :_COMPONENTS]
         weights, residuals = ridge((X - mean) / scale, scores)
-        errors = Y - offset - (scores - residuals) @ components
-        total = (Y - offset).square().sum()
+
+        # The errors of each example when it is left out, from the components back to all pairs.
+        errors = centred - (scores - residuals) @ components
+        # Logarithms that do not vary at all are explained perfectly, not 0 / 0.
+        smallest = torch.finfo(X.dtype).tiny
+        total = centred.square().sum().clamp_min(smallest)
+        unexplained = errors.square().sum() / total
         return cls(
-            *(mean, scale, weights, components, offset, Y.amin(0), Y.amax(0)),
-            *(prior_precision.detach().cpu().clone(), curvature_scale.detach().cpu().clone()),
-            1 - (errors.square().sum() / total.clamp_min(torch.finfo(X.dtype).tiny)).item(),
-            errors.abs().mean().item(),
-            len(X),
+            mean=mean,
+            scale=scale,
+            weights=weights,
+            components=components,
+            offset=offset,
+            lowest=Y.amin(0),
+            highest=Y.amax(0),
+            prior_precision=prior_precision.detach().cpu().clone(),
+            curvature_scale=curvature_scale.detach().cpu().clone(),
+            r_squared=1 - unexplained.item(),
+            mean_error=errors.abs().mean().item(),
+            n_examples=len(X),
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LearntVariance:
-        """The same elsewhere or in another precision."""
-        tensors = {k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
-        kept = {k: v.to(device, dtype) for k, v in tensors.items() if k not in _OF_POSTERIOR}
-        return replace(self, **kept)
+        """Move the regression to a device and a precision."""
+        moved = {name: getattr(self, name).to(device, dtype) for name in _REGRESSION}
+        return replace(self, **moved)
 
     def is_of(self, prior_precision: torch.Tensor, curvature_scale: torch.Tensor) -> bool:
-        """Whether these are the variances of a posterior with this prior and scale."""
-        return _alike(prior_precision, self.prior_precision) and _alike(
-            curvature_scale, self.curvature_scale
-        )
+        """Tell whether these are the variances of a posterior with this prior and scale."""
+        same_prior = _alike(prior_precision, self.prior_precision)
+        return same_prior and _alike(curvature_scale, self.curvature_scale)
 
     def covariance(self, features: torch.Tensor) -> torch.Tensor:
-        """Covariances `(B, C, C)` for features `(B, p)`.
+        """Predict covariances `(B, C, C)` from features `(B, p)`.
 
         The variances of logits and of their differences are those learnt; as they need not fit
         together, the matrices may have negative eigenvalues.
         """
         scores = ((features - self.mean) / self.scale) @ self.weights
         logs = self.offset + scores @ self.components
-        return covariances(logs.clamp(self.lowest - _MARGIN, self.highest + _MARGIN).exp())
+        logs = logs.clamp(self.lowest - _MARGIN, self.highest + _MARGIN)
+        return covariances(logs.exp())
 
 
 def _alike(now: torch.Tensor, then: torch.Tensor) -> bool:
-    """Whether numbers are the same, but for a model's move into another precision and place."""
-    now, then = now.detach().cpu().double(), then.cpu().double()
-    return now.shape == then.shape and torch.allclose(now, then, rtol=_ROUNDING, atol=0.0)
+    """Tell whether numbers are the same, but for a model's move to another precision and place."""
+    now = now.detach().cpu().double()
+    then = then.cpu().double()
+    if now.shape != then.shape:
+        return False
+    return torch.allclose(now, then, rtol=_ROUNDING, atol=0.0)
 
 
 def ridge(X: torch.Tensor, Y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,47 +171,61 @@ def ridge(X: torch.Tensor, Y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     `h_n = 1/N + Σ_k U_nk² s_k² / (s_k² + penalty)` is the leverage with a free intercept.
     """
     U, s, Vt = torch.linalg.svd(X, full_matrices=False)
-    kept = s > s[:1] * max(X.shape) * torch.finfo(s.dtype).eps
-    U, s, Vt = U[:, kept], s[kept], Vt[kept]
-    along, squares = U.mT @ Y, s.square()
+    # As numpy's `matrix_rank`: what is smaller is rounding.
+    rounding = max(X.shape) * torch.finfo(s.dtype).eps
+    is_kept = s > rounding * s[:1]
+    U, s, Vt = U[:, is_kept], s[is_kept], Vt[is_kept]
+    squares = s.square()
+    along = U.mT @ Y  # the targets in the span of the features, and what no features explain
     across = Y - U @ along
     free = 1 - 1 / len(X) - U.square().sum(1)  # 1 - h without a penalty
 
     def errors(penalty: torch.Tensor) -> torch.Tensor:
-        left = penalty / (squares + penalty)
-        return (across + U @ (left[:, None] * along)) / (free + U.square() @ left)[:, None]
+        shrunk_away = penalty / (squares + penalty)
+        residuals = across + U @ (shrunk_away[:, None] * along)
+        not_leverage = free + U.square() @ shrunk_away
+        return residuals / not_leverage[:, None]
 
-    penalties = PENALTIES * (squares[0] if len(squares) else 1)
-    best = min(penalties, key=lambda penalty: errors(penalty).square().mean().item())
-    return Vt.mT @ ((s / (squares + best))[:, None] * along), errors(best)
+    def mean_square(penalty: torch.Tensor) -> float:
+        return errors(penalty).square().mean().item()
+
+    largest = squares[0] if len(squares) else 1  # features may all be constant
+    best = min(PENALTIES * largest, key=mean_square)
+    coefficients = s / (squares + best)
+    weights = Vt.mT @ (coefficients[:, None] * along)
+    return weights, errors(best)
 
 
 def log_variances(f_var: torch.Tensor) -> torch.Tensor:
-    """Logarithms of the variances of C logits and of all their differences, `(B, P)`.
+    """Take the logarithms of the variances of C logits and of their differences, `(B, P)`.
 
     These are the differences of C + 1 numbers, the first of which is 0. Of covariances
     `(B, C, C)`; a variance of 0 counts as the smallest that rounding leaves beside the others.
     """
-    V = pad(f_var, (1, 0, 1, 0))
+    V = pad(f_var, (1, 0, 1, 0))  # with the number 0 in front
+    n_numbers = V.shape[-1]
     own = V.diagonal(dim1=-2, dim2=-1)
-    j, k = torch.triu_indices(*V.shape[-2:], offset=1, device=V.device)
+    j, k = torch.triu_indices(n_numbers, n_numbers, offset=1, device=V.device)
     variances = own[..., j] + own[..., k] - 2 * V[..., j, k]
     precision = torch.finfo(V.dtype)
-    least = (precision.eps * own.amax(-1, keepdim=True)).clamp_min(precision.tiny)
-    return variances.maximum(least).log()
+    rounding = precision.eps * own.amax(-1, keepdim=True)
+    return variances.maximum(rounding.clamp_min(precision.tiny)).log()
 
 
 def covariances(variances: torch.Tensor) -> torch.Tensor:
-    """Covariances `(B, C, C)` from variances `(B, P)` in the order of `log_variances`.
+    """Turn variances `(B, P)`, in the order of `log_variances`, into covariances `(B, C, C)`.
 
     With D_j0 = Var(f_j) and D_jk = Var(f_j - f_k): `V_jk = (D_j0 + D_k0 - D_jk) / 2`.
     """
+    # P pairs are of n numbers, where n (n - 1) / 2 = P.
     n_numbers = (1 + math.isqrt(1 + 8 * variances.shape[-1])) // 2
     j, k = torch.triu_indices(n_numbers, n_numbers, offset=1, device=variances.device)
     D = variances.new_zeros(*variances.shape[:-1], n_numbers, n_numbers)
-    D[..., j, k] = D[..., k, j] = variances
+    D[..., j, k] = variances
+    D[..., k, j] = variances
     own = D[..., 0, 1:]
-    return (own[..., :, None] + own[..., None, :] - D[..., 1:, 1:]) / 2
+    sums = own[..., :, None] + own[..., None, :]
+    return (sums - D[..., 1:, 1:]) / 2
 
 
 @exclusive
@@ -234,37 +270,56 @@ def amortize(
     """
     if la.predicted_likelihood is not la.trained_likelihood:
         raise ValueError(f"amortize is for classification and regression, not {la.likelihood}.")
+    if isinstance(unlabelled, str) and unlabelled != _SWAPPED:
+        raise ValueError(f'unlabelled must be "swapped", data or None, not {unlabelled!r}.')
     la.check_model()
-    texts = []
+    swapped = None
     if unlabelled == _SWAPPED:
-        batches = (la.model.text(batch) for _, batch in named_batches(loader))
-        texts = [text for text in batches if text is not None]
-    generator = generator or torch.Generator()
-    swapped = Swapping(texts, la.model.transformer, generator) if texts else None
+        swapped = _swapping(la, loader, generator or torch.Generator())
 
-    def learnt_from(batch: Any) -> Columns:
-        inputs = la.model.inputs(batch)
-        f_var = predictive_distribution(la, inputs)[1].detach()
-        return _features(la, inputs)[1].cpu(), log_variances(f_var).cpu()
-
-    def with_copy(batch: Any) -> Columns:
+    def versions(batch: Any) -> Columns:
+        """Learn from K versions of each example: features `(B, K, p)` and logs `(B, K, P)`."""
+        pairs = [_learnt_from(la, batch)]
         text = la.model.text(batch)
-        if swapped is None or text is None:
-            return learnt_from(batch)
-        return *learnt_from(batch), *learnt_from(swapped(text))
+        if swapped is not None and text is not None:
+            pairs.append(_learnt_from(la, swapped(text)))
+        features, logs = zip(*pairs, strict=True)
+        return torch.stack(features, dim=1), torch.stack(logs, dim=1)
 
-    columns = over_loader(loader, with_copy, "[Variances]", progress_bar)
-    if unlabelled not in (None, _SWAPPED):
-        more: Any = unlabelled
-        columns += over_loader(more, learnt_from, "[Variances, unlabelled]", progress_bar)
-    features, logs = torch.cat(columns[::2]), torch.cat(columns[1::2])
+    features, logs = over_loader(loader, versions, "[Variances]", progress_bar)
+    features = features.transpose(0, 1).flatten(0, 1)  # all examples, then all their copies
+    logs = logs.transpose(0, 1).flatten(0, 1)
+    if unlabelled is not None and not isinstance(unlabelled, str):
+        more_features, more_logs = over_loader(
+            unlabelled,
+            lambda batch: _learnt_from(la, batch),
+            "[Variances, unlabelled]",
+            progress_bar,
+        )
+        features = torch.cat([features, more_features])
+        logs = torch.cat([logs, more_logs])
     learnt = LearntVariance.of(features, logs, la.prior_precision, la.curvature_scale)
     la.learnt_variance = learnt.to(la.model.device, la.blocks[0].statistics_dtype)
     return la.learnt_variance
 
 
+def _swapping(la: Posterior, loader: Iterable[Any], generator: torch.Generator) -> Swapping | None:
+    """Read a loader for tokens to swap; None where it holds no texts."""
+    batches = (la.model.text(batch) for _, batch in named_batches(loader))
+    texts = [text for text in batches if text is not None]
+    return Swapping(texts, la.model.transformer, generator) if texts else None
+
+
+def _learnt_from(la: Posterior, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute features `(B, p)` and exact logarithms of variances `(B, P)`, on the CPU."""
+    inputs = la.model.inputs(batch)
+    _, f_var = predictive_distribution(la, inputs)
+    _, features = _features(la, inputs)
+    return features.cpu(), log_variances(f_var.detach()).cpu()
+
+
 def amortized_moments(la: Posterior, x: Any) -> Moments:
-    """Mean and learnt covariance of a batch's logits, from one forward pass.
+    """Predict mean and learnt covariance of a batch's logits, by one forward pass.
 
     A `ValueError` if nothing was learnt, or the fit or the prior precision has changed since.
     """
@@ -283,9 +338,10 @@ def amortized_moments(la: Posterior, x: Any) -> Moments:
 
 
 def _features(la: Posterior, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `(B, C)`, and features `(B, p)` that their variances are learnt from."""
+    """Compute logits `(B, C)`, and features `(B, p)` that their variances are learnt from."""
     with la.model.prepared():
         logits, hidden = logits_and_hidden_states(la.model, inputs)
-    outputs = logits if la.predicted_likelihood.is_gaussian else logits.log_softmax(-1)
-    features = outputs if hidden is None else torch.cat([hidden, outputs], dim=-1)
+    features = logits if la.predicted_likelihood.is_gaussian else logits.log_softmax(-1)
+    if hidden is not None:
+        features = torch.cat([hidden, features], dim=-1)
     return logits, features.to(la.blocks[0].statistics_dtype)

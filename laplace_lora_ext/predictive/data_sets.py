@@ -26,24 +26,26 @@ def over_loader(
     progress_bar: bool = False,
     alone: bool = False,
 ) -> Columns:
-    """What a function makes of each batch, in the data's order and each example once.
+    """Evaluate a function of each batch, in the data's order and each example once.
 
     All ranks must call this, each with its own part of the data, and get the same, unless a rank is
     to be `alone`. A share may be passed over several times. Loaders without data, and with labels
     in some batches only, are refused by a `ValueError`; an error of a batch names it.
     """
-    share = copy(loader) if isinstance(loader, Share) else Share(loader)  # it counts batches
-    parts, found = [], [torch.empty(0, dtype=torch.long)]
+    # A share counts the batches of one pass: a given one is copied, to be passed over again.
+    share = copy(loader) if isinstance(loader, Share) else Share(loader)
+    parts: list[Columns] = []
+    places = [torch.empty(0, dtype=torch.long)]  # where the examples of the parts belong
     with nullcontext() if alone else together():
         for name, batch in named_batches(share.loader, description, progress_bar):
             with naming(name):
                 columns = evaluate(batch)
-                places = share.places(len(columns[0]))
-            if len(places):
+                of_batch = share.places(len(columns[0]))
+            if len(of_batch):  # else it is there to keep the ranks' passes alike
                 parts.append(columns)
-                found.append(places)
+                places.append(of_batch)
         own = stacked(parts) if parts else None
-        of_all = own if alone else joined(torch.cat(found), own)
+        of_all = own if alone else joined(torch.cat(places), own)
     if of_all is None:
         raise ValueError("The loader has no data. (A generator can be read once.)")
     return of_all
@@ -57,13 +59,21 @@ def over_data_set(
     description: str,
     progress_bar: bool,
 ) -> Columns:
-    """As `over_loader`, of a data set that all ranks share, its longest texts first."""
-    rows = (data[place] for place in range(len(data)))
-    lengths = [
-        len(row["input_ids"]) if isinstance(row, Mapping) and "input_ids" in row else 0
-        for row in rows
-    ]
-    order = torch.tensor(lengths).argsort(descending=True, stable=True)
+    """Evaluate as `over_loader` does, on a data set that all ranks share.
+
+    Its longest texts come first: batches of alike lengths have little padding, and if memory does
+    not suffice, this shows at once. The columns are in the data set's own order.
+    """
+    lengths = torch.tensor([_length(data[place]) for place in range(len(data))])
+    order = lengths.argsort(descending=True, stable=True)
     loader = in_order(Subset(data, order.tolist()), batch_size, collate_fn)
     columns = over_loader(loader, evaluate, description, progress_bar)
-    return tuple(column[order.argsort().to(column.device)] for column in columns)
+    places = order.argsort()  # of each example among the columns
+    return tuple(column[places.to(column.device)] for column in columns)
+
+
+def _length(row: Any) -> int:
+    """Count the tokens of an example; 0 where it is no text."""
+    if isinstance(row, Mapping) and "input_ids" in row:
+        return len(row["input_ids"])
+    return 0

@@ -22,6 +22,8 @@ from laplace_lora_ext.predictive.links import (
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes.shards import Share
 
+_BATCHES = (Mapping, torch.Tensor, np.ndarray, tuple)  # and of moments, which are tuples
+
 
 class Prediction(NamedTuple):
     """Predictions for B examples and C classes, with entropies in nats.
@@ -57,7 +59,7 @@ class Prediction(NamedTuple):
 
     @classmethod
     def of_draws(cls, probabilities: torch.Tensor, drawn: torch.Tensor) -> Prediction:
-        """From a link's probabilities, and those of draws, `(S, B, C)`."""
+        """Sum up draws `(S, B, C)`, beside the probabilities of a link."""
         labels = probabilities.argmax(-1)
         total = torch.special.entr(drawn.mean(0)).sum(-1)
         aleatoric = torch.special.entr(drawn).sum(-1).mean(0)
@@ -81,7 +83,7 @@ def predict(
     batch_size: int = 32,
     progress_bar: bool = False,
 ) -> Prediction:
-    """Class probabilities, and what else a decision needs, of a batch or of a whole data set.
+    """Predict class probabilities, and what else a decision needs, of a batch or a data set.
 
     Parameters
     ----------
@@ -119,30 +121,47 @@ def predict(
     links = own_links(n_samples, generator)
     if link_approx not in links:
         raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
+    link = links[link_approx]
     state = None if generator is None else generator.get_state()
 
     def of_batch(batch: Any) -> Prediction:
         if generator is not None and state is not None:
-            generator.set_state(state)
-        found, draws = [], []
-        for moments in _moments_of_members(la, batch, link_approx, pred_type):
+            generator.set_state(state)  # the same draws for every batch
+        by_link, draws = [], []
+        for f_mu, f_var in _moments_of_members(la, batch, link_approx, pred_type):
             with torch.autocast(la.model.device.type, enabled=False):
-                found.append(links[link_approx](*moments).exp())
-                noise = shared_noise(moments.f_mu, n_samples, generator)
-                draws.append(softmax_samples(*moments, noise).exp())
-        return Prediction.of_draws(torch.stack(found).mean(0), torch.cat(draws))
+                by_link.append(link(f_mu, f_var).exp())
+                noise = shared_noise(f_mu, n_samples, generator)
+                draws.append(softmax_samples(f_mu, f_var, noise).exp())
+        # A mixture's probabilities are the mean of its members', and its draws are all theirs.
+        probabilities = torch.stack(by_link).mean(0)
+        return Prediction.of_draws(probabilities, torch.cat(draws))
 
     def of_inputs(batch: Any) -> Prediction:
         return of_batch(la.model.inputs(batch))
 
-    if isinstance(x, Mapping | torch.Tensor | np.ndarray | tuple) and collate_fn is None:
+    if collate_fn is None and isinstance(x, _BATCHES):
         return of_batch(x)
-    is_data_set = hasattr(x, "__getitem__") and hasattr(x, "__len__") and not isinstance(x, list)
+    is_indexed = hasattr(x, "__getitem__") and hasattr(x, "__len__")
+    is_data_set = is_indexed and not isinstance(x, list)  # a list is one of batches
     if is_data_set or collate_fn is not None:
-        found = over_data_set(x, of_inputs, collate_fn, batch_size, "[Predictions]", progress_bar)
+        columns = over_data_set(
+            x,
+            of_inputs,
+            collate_fn=collate_fn,
+            batch_size=batch_size,
+            description="[Predictions]",
+            progress_bar=progress_bar,
+        )
     else:
-        found = over_loader(x, of_inputs, "[Predictions]", progress_bar, not Share(x).is_dealt)
-    return Prediction(*found)
+        columns = over_loader(
+            x,
+            of_inputs,
+            description="[Predictions]",
+            progress_bar=progress_bar,
+            alone=not Share(x).is_dealt,  # a rank's own batches are no other rank's business
+        )
+    return Prediction(*columns)
 
 
 @exclusive
@@ -156,20 +175,31 @@ def predict_proba(
     batch_size: int = 32,
     progress_bar: bool = False,
 ) -> np.ndarray:
-    """Class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
+    """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
 
     Parameters and errors are those of `predict`; nothing is drawn but for the link "mc".
     """
-    draws = 1000 if link_approx == "mc" else 1, torch.Generator()
-    how: dict[str, Any] = {"pred_type": pred_type, "collate_fn": collate_fn}
-    how |= {"batch_size": batch_size, "progress_bar": progress_bar}
-    return predict(la, x, link_approx, *draws, **how).probabilities.detach().cpu().numpy()
+    # Draws serve entropies too, which nobody asks for here: without "mc", one is enough.
+    n_samples = 1000 if link_approx == "mc" else 1
+    prediction = predict(
+        la,
+        x,
+        link_approx,
+        n_samples=n_samples,
+        generator=torch.Generator(),
+        pred_type=pred_type,
+        collate_fn=collate_fn,
+        batch_size=batch_size,
+        progress_bar=progress_bar,
+    )
+    return prediction.probabilities.detach().cpu().numpy()
 
 
 def _moments_of_members(la: Any, x: Any, link_approx: str, pred_type: str) -> Iterator[Moments]:
-    """Those of a posterior, or of each member of a mixture, as a link needs them."""
+    """Compute those of a posterior, or of each member of a mixture, as a link needs them."""
     if pred_type not in ("glm", "amortized"):
         raise ValueError(f'pred_type {pred_type!r} is neither "glm" nor "amortized".')
     for member, part in la.each(x) if hasattr(la, "each") else [(la, x)]:
-        part = amortized_moments(member, part) if pred_type == "amortized" else part
+        if pred_type == "amortized":
+            part = amortized_moments(member, part)
         yield moments_for(member, part, link_approx)

@@ -20,18 +20,18 @@ from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, uncor
 def predictive_moments(
     la: Posterior, x: Any, *, joint: bool = False
 ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
-    """Mean `(B, C)` and covariance `(B, C, C)` of a batch's logits, without link or noise.
+    """Predict mean `(B, C)` and covariance `(B, C, C)` of a batch's logits, without link or noise.
 
     With `joint` a pair of tensors, `(B * C,)` and `(B * C, B * C)`.
     """
-    moments = predictive_distribution(la, x, joint)
-    return moments if joint else Moments(*moments)
+    f_mu, f_var = predictive_distribution(la, x, joint)
+    return (f_mu, f_var) if joint else Moments(f_mu, f_var)
 
 
 def predictive_distribution(
     la: Posterior, X: Any, joint: bool = False, diagonal_output: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the host asks for: mean and covariance, or variances, of a batch or of `Moments`."""
+    """Compute mean and covariance, or variances, of a batch or of `Moments`, as the host asks."""
     f_mu, f_var = _moments(la, X, joint)
     if joint:
         f_mu = f_mu.flatten()
@@ -41,10 +41,11 @@ def predictive_distribution(
 
 
 def moments_for(la: Posterior, X: Any, link_approx: str) -> Moments:
-    """Moments of a batch, or `Moments`, as a link needs them, by as few backward passes as it can.
+    """Compute moments of a batch as a link needs them, by as few backward passes as it can.
 
-    Links that only see differences of logits get the C - 1 from the most probable logit (one where
-    there are two classes). All other links get all logits, by C passes.
+    Given `Moments` serve every link. Links that only see differences of logits get the C - 1 from
+    the most probable logit (one where there are two classes). All other links get all logits, by C
+    passes.
     """
     sees_all = link_approx not in OF_DIFFERENCES or la.predicted_likelihood.is_gaussian
     if sees_all or la.n_outputs < 2 or isinstance(X, Moments):
@@ -53,14 +54,21 @@ def moments_for(la: Posterior, X: Any, link_approx: str) -> Moments:
 
 
 def _of_contrasts(la: Posterior, X: Any) -> Moments:
-    """Covariances of how far the other logits are from the most probable one, at their places."""
+    """Compute covariances of how far the other logits are from the most probable one.
+
+    They stand at the other logits' places, beside zeros at that of the most probable one. So the
+    matrices differ from those of all logits, but say the same of every difference of two.
+    """
 
     def ranked(logits: torch.Tensor) -> torch.Tensor:
+        """Rows of the identity `(C, B, C)`, that of the most probable class first."""
         places = logits.argsort(dim=-1, descending=True, stable=True)
-        return one_hot(places, logits.shape[-1]).transpose(0, 1).to(logits)  # (C, B, C)
+        rows = one_hot(places, logits.shape[-1])
+        return rows.transpose(0, 1).to(logits)
 
     def contrasts(logits: torch.Tensor) -> torch.Tensor:
-        return ranked(logits)[1:] - ranked(logits)[:1]
+        rows = ranked(logits)
+        return rows[1:] - rows[:1]
 
     f_mu, f_var = _moments(la, X, directions=contrasts)
     others = ranked(f_mu.detach())[1:].transpose(0, 1).to(f_var)  # (B, C - 1, C)
@@ -71,16 +79,15 @@ def _of_contrasts(la: Posterior, X: Any) -> Moments:
 def _moments(
     la: Posterior, X: Any, joint: bool = False, directions: Directions = every_output
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(X, Moments):
-        if joint:
-            raise ValueError("Moments hold no covariance between examples: pass the inputs.")
-        # Some links change them in place.
-        f_mu, f_var = X.to(la.model.device, la.blocks[0].statistics_dtype, copy=True)
-    else:
+    """Compute mean and covariance of a batch's logits, or of combinations; `Moments` pass."""
+    if not isinstance(X, Moments):
         la.check_model()
         with torch.set_grad_enabled(la.enable_backprop):
-            f_mu, f_var = la.moments(X, joint, directions)
-    return f_mu, f_var
+            return la.moments(X, joint, directions)
+    if joint:
+        raise ValueError("Moments hold no covariance between examples: pass the inputs.")
+    # A copy, since some links change them in place.
+    return X.to(la.model.device, la.blocks[0].statistics_dtype, copy=True)
 
 
 @exclusive
@@ -93,19 +100,22 @@ def functional_samples(
     diagonal_output: bool = False,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Logits `(S, B, C)`, drawn from Gaussians."""
+    """Draw logits `(S, B, C)` from Gaussians."""
     if diagonal_output:
         f_var = uncorrelated(f_var)
     # Unlike the host's Cholesky factor, a symmetric root of a singular covariance exists.
-    return gaussian_samples(f_mu, f_var, shared_noise(f_mu, n_samples, generator))
+    noise = shared_noise(f_mu, n_samples, generator)
+    return gaussian_samples(f_mu, f_var, noise)
 
 
 def drawn_weights(la: Posterior, generator: torch.Generator | None) -> Values:
-    """One draw of the LoRA weights."""
+    """Draw the LoRA weights once."""
     check_in_place(la.blocks, "A draw of the weights")
+    (drawn,) = la.sample(1, generator)
     weights = [block.weight for block in la.blocks]
-    parts = la.sample(1, generator)[0].split([weight.numel() for weight in weights])
-    return [part.reshape(w.shape).to(w) for part, w in zip(parts, weights, strict=True)]
+    parts = drawn.split([weight.numel() for weight in weights])
+    pairs = zip(parts, weights, strict=True)
+    return [part.reshape(weight.shape).to(weight) for part, weight in pairs]
 
 
 def network_samples(
@@ -115,19 +125,26 @@ def network_samples(
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Logits `(S, B, C)` under draws of the weights."""
+    """Compute logits `(S, B, C)` under draws of the weights."""
     if isinstance(X, Moments):
         raise ValueError('Moments hold no inputs: pass a batch for pred_type="nn".')
     check_counts(n_samples=n_samples)
     la.check_model()
-    found = []
+    samples = []
     for _ in range(n_samples):
         drawn = drawn_weights(la, generator)
         with la.model.prepared(), torch.set_grad_enabled(la.enable_backprop):
-            found.append(called_with(la.model, la.blocks, drawn, X, **model_kwargs))
-    return torch.stack(found)
+            samples.append(called_with(la.model, la.blocks, drawn, X, **model_kwargs))
+    return torch.stack(samples)
 
 
-def mean_probabilities(la: Posterior, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Mean over draws of the weights of the softmax probabilities, `(B, C)`."""
-    return network_samples(la, *args, **kwargs).softmax(-1).mean(0)
+def mean_probabilities(
+    la: Posterior,
+    X: Any,
+    n_samples: int = 100,
+    generator: torch.Generator | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor:
+    """Average softmax probabilities `(B, C)` over draws of the weights."""
+    samples = network_samples(la, X, n_samples, generator, **model_kwargs)
+    return samples.softmax(-1).mean(0)

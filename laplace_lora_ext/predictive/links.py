@@ -30,7 +30,7 @@ def probit(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
 
 
 def monte_carlo(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Mean probability over samples of the logits; with many samples, the exact integral.
+    """Average probabilities over samples of the logits; with many, this is the exact integral.
 
     `noise` holds standard normal numbers, as for `gaussian_samples`.
     """
@@ -39,7 +39,7 @@ def monte_carlo(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) ->
 
 
 def softmax_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities `(S, B, C)` of sampled logits; `noise` is as for `gaussian_samples`.
+    """Draw log-probabilities `(S, B, C)`, by noise as for `gaussian_samples`.
 
     Covariances that say the same of all differences of two logits draw the same.
     """
@@ -47,7 +47,7 @@ def softmax_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor
 
 
 def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
-    """Logarithm of the mean softmax of Gaussian logits, by a mean-field approximation.
+    """Approximate the logarithm of the mean softmax of Gaussian logits by mean fields.
 
     A softmax only depends on differences of logits: `p_k = 1 / Σ_j exp(-(f_k - f_j))`. Each
     difference is Gaussian. We replace it by its mean, shrunk by its own variance just as the probit
@@ -66,14 +66,14 @@ def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
     (1992), for two classes.
     """
     own = f_var.diagonal(dim1=-2, dim2=-1)
-    variance = own[..., :, None] + own[..., None, :] - f_var - f_var.mT
+    variance = own[..., :, None] + own[..., None, :] - f_var - f_var.mT  # of differences
     difference = f_mu[..., :, None] - f_mu[..., None, :]
     shrunk = difference / (1 + _PROBIT * variance.clamp_min(0)).sqrt()
     return (-torch.logsumexp(-shrunk, dim=-1)).log_softmax(-1)
 
 
 def sampled(n_samples: int, generator: torch.Generator | None) -> Link:
-    """`monte_carlo` with separate noise for each example, drawn anew in every call."""
+    """Make a link of samples, with separate noise for each example, drawn anew in every call."""
 
     def link(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
         noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
@@ -83,10 +83,11 @@ def sampled(n_samples: int, generator: torch.Generator | None) -> Link:
 
 
 def own_links(n_samples: int, generator: torch.Generator | None) -> dict[str, Link]:
-    """Links of this library, by name; "mc" has the same noise for all examples of a batch."""
+    """Make this library's links, by name; "mc" has the same noise for all examples of a batch."""
 
     def sampled_alike(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
-        return monte_carlo(f_mu, f_var, shared_noise(f_mu, n_samples, generator))
+        noise = shared_noise(f_mu, n_samples, generator)
+        return monte_carlo(f_mu, f_var, noise)
 
     return {"probit": probit, "mean_field": mean_field, "mc": sampled_alike}
 
@@ -94,6 +95,6 @@ def own_links(n_samples: int, generator: torch.Generator | None) -> dict[str, Li
 def shared_noise(
     f_mu: torch.Tensor, n_samples: int, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """`(S, 1, C)` standard normal numbers, in the host's order."""
+    """Draw `(S, 1, C)` standard normal numbers, in the host's order."""
     check_counts(n_samples=n_samples)
     return standard_normal((f_mu.shape[-1], n_samples), f_mu, generator).T[:, None]

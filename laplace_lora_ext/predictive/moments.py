@@ -30,9 +30,10 @@ class Moments(NamedTuple):
         return Moments(self.f_mu.to(*args, **kwargs), self.f_var.to(*args, **kwargs))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def split(self, size: int) -> Iterator[Moments]:
-        """Consecutive examples, so many at once."""
-        pairs = zip(self.f_mu.split(size), self.f_var.split(size), strict=True)
-        return (Moments(f_mu, f_var) for f_mu, f_var in pairs)
+        """Divide the examples into consecutive parts of a size."""
+        means = self.f_mu.split(size)
+        covariances = self.f_var.split(size)
+        return map(Moments, means, covariances)
 
 
 class MixtureMoments(NamedTuple):
@@ -41,31 +42,34 @@ class MixtureMoments(NamedTuple):
     members: tuple[Moments, ...]
 
     def split(self, size: int) -> Iterator[MixtureMoments]:
-        """Consecutive examples, so many at once."""
+        """Divide the examples into consecutive parts of a size."""
         parts = zip(*(moments.split(size) for moments in self.members), strict=True)
         return (MixtureMoments(part) for part in parts)
 
 
 def mixed(means: torch.Tensor, covariances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Moments of a mixture of Gaussians `(M, ..., C)`, with variances or covariances."""
+    """Compute moments of a mixture of Gaussians `(M, ..., C)`, by variances or covariances."""
     mean = means.mean(0)
     apart = means - mean
     if covariances.ndim == means.ndim:
-        return mean, (covariances + apart.square()).mean(0)
-    return mean, (covariances + apart[..., :, None] * apart[..., None, :]).mean(0)
+        between = apart.square()
+    else:
+        between = apart[..., :, None] * apart[..., None, :]
+    # The law of total variance: what each member has, and how far apart their means are.
+    return mean, (covariances + between).mean(0)
 
 
 def centred(f_var: torch.Tensor) -> torch.Tensor:
-    """Covariances `(B, C, C)` without what all logits of an example share: J V J, J = I - 11ᵀ/C.
+    """Remove from covariances `(B, C, C)` what all logits of an example share.
 
-    Variances of differences of two logits stay as they are.
+    That is J V J with J = I - 11ᵀ/C. Variances of differences of two logits stay as they are.
     """
     rows = f_var - f_var.mean(-1, keepdim=True)
     return rows - rows.mean(-2, keepdim=True)
 
 
 def uncorrelated(f_var: torch.Tensor) -> torch.Tensor:
-    """Covariances `(B, C, C)` with everything but the variances set to 0."""
+    """Set everything but the variances of covariances `(B, C, C)` to 0."""
     return torch.diag_embed(f_var.diagonal(dim1=-2, dim2=-1))
 
 
@@ -80,10 +84,12 @@ class _SymmetricRoot(torch.autograd.Function):
     def forward(ctx: Any, covariance: torch.Tensor) -> torch.Tensor:
         values, vectors = torch.linalg.eigh(covariance.double())
         # A 0 that rounding turned into a small number would have a much larger root.
-        noise = covariance.shape[-1] * torch.finfo(covariance.dtype).eps * values[..., -1:]
+        rounding = covariance.shape[-1] * torch.finfo(covariance.dtype).eps
+        noise = rounding * values[..., -1:]
         roots = torch.where(values > noise, values, 0).sqrt()
         ctx.save_for_backward(roots, vectors)
-        return ((vectors * roots[..., None, :]) @ vectors.mT).to(covariance.dtype)
+        root = (vectors * roots[..., None, :]) @ vectors.mT
+        return root.to(covariance.dtype)
 
     @staticmethod
     @once_differentiable
@@ -98,22 +104,23 @@ class _SymmetricRoot(torch.autograd.Function):
 
 
 def square_root(covariance: torch.Tensor) -> torch.Tensor:
-    """Symmetric square roots `(..., C, C)`, once differentiable even where some are singular."""
+    """Take symmetric square roots `(..., C, C)`, differentiable once even if V is singular."""
     return _SymmetricRoot.apply(covariance)  # pyright: ignore[reportReturnType]
 
 
 def semidefinite(covariance: torch.Tensor) -> torch.Tensor:
-    """The nearest matrices `(..., C, C)` without negative eigenvalues."""
+    """Find the nearest matrices `(..., C, C)` without negative eigenvalues."""
     root = square_root(covariance)
     return root @ root.mT
 
 
 def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Reparametrised samples `(S, B, C)` of logits.
+    """Turn noise into reparametrised samples `(S, B, C)` of logits.
 
     `noise` holds standard normal numbers: `(S, B, C)`, or `(S, 1, C)` for all examples alike.
     """
-    root, noise = square_root(f_var), noise.to(f_mu.device).expand(-1, len(f_mu), -1)
+    root = square_root(f_var)
+    noise = noise.to(f_mu.device).expand(-1, len(f_mu), -1)
     with torch.autocast(f_mu.device.type, enabled=False):
         return f_mu + torch.einsum("bck,sbk->sbc", root, noise)
 
@@ -121,6 +128,6 @@ def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tenso
 def standard_normal(
     shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """Standard normal numbers in the dtype of `like`, drawn on the generator's device."""
+    """Draw standard normal numbers in the dtype of `like`, on the generator's device."""
     device = like.device if generator is None else generator.device
     return torch.randn(shape, generator=generator, device=device, dtype=like.dtype)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from laplace_lora_ext.curvature.matrix import Spectrum
+from laplace_lora_ext.curvature.block import DecomposedBlock
+from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed, Spectrum
+from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.locks import as_tensor, cpu_as_default, without_autocast
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.derivatives import in_parts, visit_jacobians
 from laplace_lora_ext.predictive.data_sets import Columns
 from laplace_lora_ext.predictive.moments import MixtureMoments, Moments
@@ -61,18 +65,24 @@ class PredictiveStatistics:
 
     @property
     def columns(self) -> Columns:
-        """All tensors with a row for each example."""
-        columns = self.f_mu, self.projections, self.inner_products
-        return columns if self.targets is None else (*columns, self.targets)
+        """List all tensors with a row for each example."""
+        if self.targets is None:
+            return self.f_mu, self.projections, self.inner_products
+        return self.f_mu, self.projections, self.inner_products, self.targets
 
     def of(self, columns: Columns) -> PredictiveStatistics:
-        """Statistics of other examples of the same fit, from their `columns`."""
+        """Take `columns` of other examples of the same fit."""
         f_mu, projections, inner_products, *targets = columns
-        fit = self.spectrum, self.scale
-        return PredictiveStatistics(f_mu, projections, inner_products, *fit, *targets)
+        return replace(
+            self,
+            f_mu=f_mu,
+            projections=projections,
+            inner_products=inner_products,
+            targets=targets[0] if targets else None,
+        )
 
     def required_targets(self) -> torch.Tensor:
-        """The targets; an error if the data had none."""
+        """Return the targets; a `ValueError` if the data had none."""
         if self.targets is None:
             raise ValueError("Validation data need labels, but the loader gives none.")
         return self.targets
@@ -90,7 +100,7 @@ class PredictiveStatistics:
     @cpu_as_default()
     @without_autocast
     def moments(self, prior_precision: float | torch.Tensor) -> Moments:
-        """Mean and covariance of the logits under a prior precision.
+        """Compute mean and covariance of the logits under a prior precision.
 
         Parameters
         ----------
@@ -105,21 +115,24 @@ class PredictiveStatistics:
             f_mu, `(N, C)`, and f_var, `(N, C, C)`
         """
         deltas = as_tensor(prior_precision).to(self.spectrum.leading)
-        eigenvalues = self.spectrum.shifted(self.scale, deltas)
-        leading, remaining = (values.reciprocal().to(self.f_mu) for values in eigenvalues)
+        leading, remaining = self.spectrum.shifted(self.scale, deltas)
+        of_leading = leading.reciprocal().to(self.f_mu)
+        of_remaining = remaining.reciprocal().to(self.f_mu)
         covariances = []
         for z, R in zip(
-            self.projections.split(_AT_ONCE), self.inner_products.split(_AT_ONCE), strict=True
+            self.projections.split(_AT_ONCE),
+            self.inner_products.split(_AT_ONCE),
+            strict=True,
         ):
-            weighted = z * leading.sqrt()
-            of_remainders = torch.einsum("nfab,f->nab", R, remaining)
-            covariances.append(weighted @ weighted.mT + of_remainders)
+            weighted = z * of_leading.sqrt()
+            remainders = torch.einsum("nfab,f->nab", R, of_remaining)
+            covariances.append(weighted @ weighted.mT + remainders)
         return Moments(self.f_mu, torch.cat(covariances))
 
 
 @dataclass(eq=False)
 class MixtureStatistics:
-    """What each member keeps of a data set, to predict it under any prior.
+    """Each member's statistics of a data set, to predict it under any prior.
 
     Attributes
     ----------
@@ -144,49 +157,85 @@ class MixtureStatistics:
             )
 
     def moments(self, factor: float | torch.Tensor) -> MixtureMoments:
-        """Moments with the members' prior precisions multiplied by a factor."""
-        pairs = zip(self.members, self.priors, strict=True)
+        """Compute moments with the members' prior precisions multiplied by a factor."""
         factor = as_tensor(factor)
-        return MixtureMoments(
-            tuple(statistics.moments(factor.to(prior) * prior) for statistics, prior in pairs)
-        )
+        pairs = zip(self.members, self.priors, strict=True)
+        of_members = [member.moments(factor.to(prior) * prior) for member, prior in pairs]
+        return MixtureMoments(tuple(of_members))
 
     def required_targets(self) -> torch.Tensor:
-        """The targets; an error if the data had none."""
+        """Return the targets; a `ValueError` if the data had none."""
         return self.members[0].required_targets()
 
 
+class LowRankPosterior(Protocol):
+    """What statistics need of a fitted `LowRankKronLoRALaplace`."""
+
+    model: LogitsModel
+    blocks: list[Block]
+    trained_likelihood: Likelihood
+    n_outputs: int
+
+    @property
+    def H(self) -> LowRankKronDecomposed: ...  # noqa: N802 - the host's name
+
+    @property
+    def curvature_scale(self) -> torch.Tensor: ...
+
+
+class _OfBlock(NamedTuple):
+    """A block's part of the statistics of a few examples."""
+
+    projections: torch.Tensor
+    inner_products: torch.Tensor
+
+    def to(self, device: torch.device) -> _OfBlock:
+        return _OfBlock(self.projections.to(device), self.inner_products.to(device))
+
+
 def statistics_of_batch(
-    la: Any,
+    la: LowRankPosterior,
     batch: tuple[Any, torch.Tensor | None],
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> PredictiveStatistics:
-    """Pass over inputs, and targets if any, with a fitted `LowRankKronLoRALaplace`."""
+    """Pass over inputs, and targets if any, to keep what any prior precision needs."""
     X, y = batch
+    n_blocks = len(la.blocks)
 
     def of_part(part: Any, place: slice) -> PredictiveStatistics:
-        projected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by block, in any order
+        by_block: dict[int, _OfBlock] = {}  # blocks come in any order
 
         def project(index: int, jacobian: torch.Tensor) -> None:
-            block = la.H.blocks[index]
-            leading, remainder = block.project(jacobian)
-            remainder = remainder.transpose(1, 2)[:, : None if block.n_left_out else 0]
-            projected[index] = leading.flatten(2), remainder @ remainder.mT
+            by_block[index] = _projected(la.H.blocks[index], jacobian)
 
         with torch.autocast(la.blocks[0].device.type, enabled=False):
             f_mu = visit_jacobians(la.model, la.blocks, part, project)
+        in_order = [by_block[index].to(f_mu.device) for index in range(n_blocks)]
         # All blocks together: each copy from an accelerator waits for the work there.
-        in_order = zip(*(projected[index] for index in range(len(la.blocks))), strict=True)
-        leading, products = (
-            torch.cat([each.to(f_mu.device) for each in of_blocks], dim=dim).to(device, dtype)
-            for of_blocks, dim in zip(in_order, (2, 1), strict=True)
+        projections = torch.cat([each.projections for each in in_order], dim=2)
+        products = torch.cat([each.inner_products for each in in_order], dim=1)
+        targets = None
+        if y is not None:
+            targets = la.trained_likelihood.check_targets(y[place], f_mu).to(device)
+        return PredictiveStatistics(
+            f_mu=f_mu.to(device, dtype),
+            projections=projections.to(device, dtype),
+            inner_products=products.to(device, dtype),
+            spectrum=la.H.spectrum,
+            scale=la.curvature_scale.detach(),
+            targets=targets,
         )
-        check = la.trained_likelihood.check_targets
-        targets = None if y is None else check(y[place], f_mu).to(device)
-        fit = la.H.spectrum, la.curvature_scale.detach()
-        return PredictiveStatistics(f_mu.to(device, dtype), leading, products, *fit, targets)
 
     n_examples = None if y is None else len(y)
     parts = in_parts(la.model, X, la.n_outputs, of_part, n_examples)
     return parts[0].of(stacked([part.columns for part in parts]))
+
+
+def _projected(block: DecomposedBlock, jacobian: torch.Tensor) -> _OfBlock:
+    """Project Jacobians `(B, C, r, d)` on a block's eigenvectors; multiply what remains."""
+    leading, remainder = block.project(jacobian)
+    by_row = remainder.transpose(1, 2)  # (B, r, C, d)
+    if not block.n_left_out:
+        by_row = by_row[:, :0]  # as the `Spectrum`, which has no eigenvalues for them
+    return _OfBlock(leading.flatten(2), by_row @ by_row.mT)

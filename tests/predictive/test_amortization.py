@@ -165,6 +165,7 @@ PACKED = {"input_ids": torch.ones(1, 4).long(), "position_ids": torch.tensor([[0
 REFUSED = [
     (lambda la, b: la.amortize([]), "The loader has no data"),
     (lambda la, b: la.amortize([b[0], PACKED], None), "batch 1: Several texts are packed"),
+    (lambda la, b: la.amortize(b, "shuffled"), 'must be "swapped", data or None'),
     (lambda la, b: la(PACKED, **AMORTIZED), "Several texts are packed"),
     (lambda la, b: la(la.predictive_moments(b[0]), **AMORTIZED), "Moments hold no inputs"),
     (lambda la, b: la.predict(b[0], pred_type="nn"), 'neither "glm" nor "amortized"'),
