@@ -4,6 +4,9 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +22,39 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from laplace_lora_ext import LaplaceMixture, from_pretrained, in_stages, train_in_stages
+from laplace_lora_ext import (
+    LaplaceMixture,
+    from_pretrained,
+    in_stages,
+    train_in_stages,
+)
 from laplace_lora_ext.metrics import quality
-from tests.support.models import base_model, lora_model, plain_model
-from tests.support.posteriors import fitted, generator, validation_loss
+from tests.support.models import (
+    base_model,
+    lora_model,
+    plain_model,
+)
+from tests.support.posteriors import (
+    fitted,
+    generator,
+    validation_loss,
+)
 from tests.support.ranks import Texts, on_ranks
 from tests.support.snapshots import Snapshot
-from tests.support.trainers import N, Stop, Watch, trainer_of, values
+from tests.support.trainers import (
+    N,
+    Stop,
+    Watch,
+    trainer_of,
+    values,
+)
 
 BATCH = Texts(4).batches[0]
+# With it nothing is left out of a factor, so that the curvature is the same in any order.
+FULL_RANK = 24
+
+
+# --- texts ---------------------------------------------------------------------------------------
 
 
 class Learnable(Texts):
@@ -35,102 +62,226 @@ class Learnable(Texts):
 
     def __getitem__(self, index):
         text = super().__getitem__(index)
-        tokens = torch.where(text["attention_mask"].bool(), 10 + index % 3, text["input_ids"])
-        return text | {"input_ids": tokens, "labels": torch.tensor(index * (index % 5 > 0) % 3)}
+        is_real = text["attention_mask"].bool()
+        told = index % 3
+        tokens = torch.where(is_real, 10 + told, text["input_ids"])
+        label = told if index % 5 else 0
+        return text | {
+            "input_ids": tokens,
+            "labels": torch.tensor(label),
+        }
 
 
-@pytest.mark.parametrize(
-    ("settings", "held_out", "steps", "warmup"),
-    [
-        ({"max_steps": 10}, 0.2, (8, 2), 0),
-        ({"max_steps": 10, "warmup_steps": 5}, 0.4, (6, 2), (3, 1)),
-        ({"max_steps": -1, "num_train_epochs": 2}, 0.2, (8, 3), 0),
-        ({"max_steps": -1, "gradient_accumulation_steps": 2}, 0.2, (6, 3), 0),
-        ({"max_steps": -1, "per_device_train_batch_size": 2}, 0.7, (9, 8), 0),  # 0.3 / (1 - 0.7)
-    ],
-    ids=str,
-)
-def test_each_stage_takes_its_share_of_the_steps(tmp_path, settings, held_out, steps, warmup):
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+def labelled(labels):
+    texts = Texts(len(labels))
+    return [text | {"labels": label} for text, label in zip(texts, labels, strict=True)]
+
+
+def of_two_classes(*others):
+    """Texts of two classes, but for the given ones."""
+    labels = torch.arange(N) % 2
+    labels[list(others)] = 2
+    return labelled(labels)
+
+
+def packed():
+    """Texts whose positions begin anew within them."""
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3])
+    return [text | {"position_ids": positions} for text in Texts(N)]
+
+
+def fresh_base(dtype=torch.float32):
+    """The model that an adapter of `lora_model("bert")` belongs to."""
+    torch.manual_seed(0)
+    return base_model("bert").to(dtype)
+
+
+# --- stages of a trainer -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Settings of a trainer, and the steps that its stages take of them."""
+
+    settings: Mapping[str, Any]
+    held_out: float
+    steps: tuple[int, int]
+    warmup_steps: tuple[int, int] = (0, 0)
+
+
+SHARES = {
+    "steps": Shares(
+        settings={"max_steps": 10},
+        held_out=0.2,
+        steps=(8, 2),
+    ),
+    "warmup": Shares(
+        settings={"max_steps": 10, "warmup_steps": 5},
+        held_out=0.4,
+        steps=(6, 2),
+        warmup_steps=(3, 1),
+    ),
+    "epochs": Shares(
+        settings={"max_steps": -1, "num_train_epochs": 2},
+        held_out=0.2,
+        steps=(8, 3),
+    ),
+    "accumulated gradients": Shares(
+        settings={
+            "max_steps": -1,
+            "gradient_accumulation_steps": 2,
+        },
+        held_out=0.2,
+        steps=(6, 3),
+    ),
+    # 1 - 0.7 is a little more than 0.3, which must not add a step.
+    "most texts held out": Shares(
+        settings={
+            "max_steps": -1,
+            "per_device_train_batch_size": 2,
+        },
+        held_out=0.7,
+        steps=(9, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_each_stage_takes_its_share_of_the_steps(tmp_path, name):
+    case = SHARES[name]
     watch = Watch()
-    trainer = trainer_of(tmp_path, watch, **settings)
-    train_in_stages(trainer, held_out)
-    assert tuple(map(len, watch.steps)) == steps
-    for number, rates in zip(warmup or (0, 0), watch.steps, strict=True):
-        rate, size = rates[0]
-        assert size == 0  # the optimizer remembers nothing
-        assert rate == (0 if number else 1e-2)
-        assert max(range(len(rates)), key=lambda i: rates[i][0]) == number
-    stages = [e["stage"] for e in trainer.state.log_history if "learning_rate" in e]
-    assert stages == ["stage_1"] * steps[0] + ["stage_2"] * steps[1]
+    trainer = trainer_of(tmp_path, watch, **case.settings)
+    train_in_stages(trainer, case.held_out)
+    assert tuple(map(len, watch.steps)) == case.steps
+    for n_warmup, steps in zip(case.warmup_steps, watch.steps, strict=True):
+        first_rate, n_remembered = steps[0]
+        assert n_remembered == 0  # by the optimizer
+        assert first_rate == (0 if n_warmup else 1e-2)
+        rates = [rate for rate, _ in steps]
+        assert rates.index(max(rates)) == n_warmup
+    first, second = case.steps
+    logged = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
+    stages = [entry["stage"] for entry in logged]
+    assert stages == ["stage_1"] * first + ["stage_2"] * second
 
 
-def test_the_seed_chooses_what_is_held_out_and_the_second_stage_learns_it(tmp_path):
+def test_the_seed_chooses_what_is_held_out_and_the_second_stage_learns_it(
+    tmp_path,
+):
     watch = Watch()
     for seed in (1, 2):
-        settings = {"max_steps": 2, "save_strategy": "no"}
+        trainer = trainer_of(
+            tmp_path,
+            watch,
+            data_seed=seed,
+            max_steps=2,
+            save_strategy="no",
+        )
         with pytest.warns(UserWarning, match="looks trained"):
-            train_in_stages(trainer_of(tmp_path, watch, data_seed=seed, **settings), 0.25)
+            train_in_stages(trainer, 0.25)
     assert [len(data) for data in watch.data] == [15, N, 15, N]
-    assert watch.data[0].indices != watch.data[2].indices
+    one, _, other, _ = watch.data
+    assert one.indices != other.indices
 
 
 @pytest.mark.parametrize("place", range(0, N, 4))
 def test_the_last_text_of_a_class_is_never_held_out(place):
     seen = []
+
+    def train(model, examples, share):
+        seen.append(examples)
+
     loader = DataLoader(of_two_classes(place), batch_size=4)
-    in_stages(lambda *given: seen.append(given[1]), lora_model("bert"), loader, 0.4)
-    first = torch.stack([text["labels"] for text in seen[0]])
-    assert sorted(first.bincount().tolist()) == [1, 5, 6]
+    in_stages(train, lora_model("bert"), loader, 0.4)
+    labels = torch.stack([text["labels"] for text in seen[0]])
+    assert sorted(labels.bincount().tolist()) == [1, 5, 6]
 
 
 def test_the_prior_is_what_the_held_out_texts_choose(tmp_path):
-    watch, model, data = Watch(), lora_model("bert"), Learnable(N)
-    settings = {"learning_rate": 0.05, "max_steps": 20, "save_strategy": "no"}
-    trainer = trainer_of(tmp_path, watch, model=model, data=data, **settings)
-    la = train_in_stages(trainer, 0.4, backend_kwargs={"rank": 24})  # exact in any order
-    rest = watch.data[0].indices
-    held = [place for place in range(N) if place not in rest]
-    rest, held = (list(DataLoader(Subset(data, places), 20)) for places in (rest, held))
-    torch.manual_seed(0)
-    first = PeftModel.from_pretrained(base_model("bert").double(), tmp_path / "stage_1")
-    of_first = fitted(batches=rest, model=first, rank=24)
+    watch = Watch()
+    model = lora_model("bert")
+    data = Learnable(N)
+    trainer = trainer_of(
+        tmp_path,
+        watch,
+        model=model,
+        data=data,
+        learning_rate=0.05,
+        max_steps=20,
+        save_strategy="no",
+    )
+    la = train_in_stages(trainer, 0.4, backend_kwargs={"rank": FULL_RANK})
+    of_first_stage = watch.data[0].indices
+    held_out = [place for place in range(N) if place not in of_first_stage]
+
+    # The same by hand: the first stage's adapter, fitted to its texts, on a grid.
+    first = PeftModel.from_pretrained(fresh_base(torch.float64), tmp_path / "stage_1")
+    rest = list(DataLoader(Subset(data, of_first_stage), N))
+    validation = list(DataLoader(Subset(data, held_out), N))
+    of_first = fitted(batches=rest, model=first, rank=FULL_RANK)
     grid = torch.logspace(-4, 4, 100).tolist()
-    losses = [validation_loss(of_first, point, held, link_approx="mean_field") for point in grid]
-    assert 0 < losses.index(min(losses)) < 99
-    figures, found = trainer.state.log_history[-1], la.prior_precision.item()
+    losses = []
+    for precision in grid:
+        loss = validation_loss(
+            of_first,
+            precision,
+            validation,
+            link_approx="mean_field",
+        )
+        losses.append(loss)
+    best = losses.index(min(losses))
+    assert 0 < best < 99
+    figures = trainer.state.log_history[-1]
+    chosen = la.prior_precision.item()
     assert figures["laplace_held_out_nll"] == pytest.approx(min(losses), rel=1e-5)
-    assert figures["laplace_prior_precision"] == found
-    assert found == pytest.approx(grid[losses.index(min(losses))])
-    of_second = fitted(batches=DataLoader(data, 20), model=model, rank=24)
-    of_second.prior_precision = found
+    assert figures["laplace_prior_precision"] == chosen
+    assert chosen == pytest.approx(grid[best])
+
+    # The posterior is that of the second stage's weights, with the prior of the first.
+    of_second = fitted(batches=DataLoader(data, N), model=model, rank=FULL_RANK)
+    of_second.prior_precision = chosen
     torch.testing.assert_close(la(BATCH), of_second(BATCH))
 
 
 @pytest.mark.parametrize(("adapter", "members"), [("mine", 1), ("default", 2)])
 def test_all_is_in_the_output_folder_and_the_logs(tmp_path, adapter, members):
-    torch.manual_seed(0)
     config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
-    model = get_peft_model(base_model("bert"), config, adapter)
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    trainer = trainer_of(tmp_path, model=model, eval_data=Texts(9), **settings)
+    model = get_peft_model(fresh_base(), config, adapter)
+    trainer = trainer_of(
+        tmp_path,
+        model=model,
+        eval_data=Texts(9),
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+    )
     la = train_in_stages(trainer, members=members)
+
     log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert log == trainer.state.log_history
-    best = [min(e["eval_loss"] for e in log if "eval_loss" in e and e["stage"] == stage)
-            for stage in ("stage_1", "stage_2")]  # fmt: skip
-    eval_batches = list(DataLoader(Texts(9), batch_size=5))
-    predicted = torch.cat([la(batch, link_approx="mean_field") for batch in eval_batches])
-    expected = quality(predicted, torch.cat([batch["labels"] for batch in eval_batches]))
+    predicted = []
+    labels = []
+    for batch in DataLoader(Texts(9), batch_size=5):
+        predicted.append(la(batch, link_approx="mean_field"))
+        labels.append(batch["labels"])
+    expected = quality(torch.cat(predicted), torch.cat(labels))
     assert log[-1]["eval_laplace_nll"] == pytest.approx(expected["nll"], abs=1e-5)
+
     assert (tmp_path / "stage_1" / "checkpoint-4").exists()
-    torch.manual_seed(0)
-    fresh = base_model("bert")
     if members == 1:
-        fresh = PeftModel.from_pretrained(fresh, tmp_path / adapter)
-        again = from_pretrained(fresh, tmp_path)
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(best[1], rel=1e-5)
+        loaded = PeftModel.from_pretrained(fresh_base(), tmp_path / adapter)
+        again = from_pretrained(loaded, tmp_path)
+        evaluations = [entry for entry in log if "eval_loss" in entry]
+        of_second = [e["eval_loss"] for e in evaluations if e["stage"] == "stage_2"]
+        loss = trainer.evaluate()["eval_loss"]
+        assert loss == pytest.approx(min(of_second), rel=1e-5)
     else:
-        again = LaplaceMixture.from_pretrained(fresh, tmp_path)
+        again = LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
         one, other = (member.mean for member in la.members)
         assert not torch.equal(one, other)  # the best of "default" is not the other's
     torch.testing.assert_close(again(BATCH), la(BATCH))
@@ -139,18 +290,26 @@ def test_all_is_in_the_output_folder_and_the_logs(tmp_path, adapter, members):
 
 def test_rows_of_embeddings_belong_to_each_member(tmp_path):
     model = lora_model("bert", torch.float32, trainable_token_indices=[1, 5])
-    with pytest.warns(UserWarning, match=r"Other trainable weights.*trainable_tokens_delta"):
-        la = train_in_stages(trainer_of(tmp_path, model=model), members=2)
-    deltas = [w for name, w in model.named_parameters() if "trainable_tokens_delta" in name]
-    assert not torch.equal(*deltas)
-    torch.manual_seed(0)
-    again = LaplaceMixture.from_pretrained(base_model("bert"), tmp_path)
-    torch.testing.assert_close(again(BATCH), la(BATCH))
-    torch.manual_seed(0)
-    renamed = PeftModel.from_pretrained(base_model("bert"), tmp_path / "member_1", "mine")
-    torch.testing.assert_close(
-        from_pretrained(renamed, tmp_path / "member_1")(BATCH), la.members[1](BATCH)
+    trainer = trainer_of(tmp_path, model=model)
+    with pytest.warns(
+        UserWarning,
+        match=r"Other trainable weights.*trainable_tokens_delta",
+    ):
+        la = train_in_stages(trainer, members=2)
+    one, other = (
+        weight for name, weight in model.named_parameters() if "trainable_tokens_delta" in name
     )
+    assert not torch.equal(one, other)
+    again = LaplaceMixture.from_pretrained(fresh_base(), tmp_path)
+    torch.testing.assert_close(again(BATCH), la(BATCH))
+    # A member's folder is also that of one posterior, under any adapter's name.
+    folder = tmp_path / "member_1"
+    renamed = PeftModel.from_pretrained(fresh_base(), folder, "mine")
+    member = from_pretrained(renamed, folder)
+    torch.testing.assert_close(member(BATCH), la.members[1](BATCH))
+
+
+# --- runs that were killed -----------------------------------------------------------------------
 
 
 def moved(folder, to):
@@ -163,140 +322,258 @@ def moved(folder, to):
     return to
 
 
+def losses_of(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 @pytest.mark.parametrize(("members", "stops"), [(1, (3, 6, 7)), (2, (8,))])
 def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path, members, stops):
-    options = {"members": members}
     whole = trainer_of(tmp_path / "whole", max_steps=6)
-    expected, weights = train_in_stages(whole, **options), values(whole.model)
-    for at in stops:  # of five steps of the first stage, for each member, and two of the second
-        folder = tmp_path / str(at)
-        if at == 3:  # there are checkpoints of other trainings
+    expected = train_in_stages(whole, members=members)
+    weights = values(whole.model)
+    for stop in stops:  # of five steps of the first stage, for each member, and two of the second
+        folder = tmp_path / str(stop)
+        has_others = stop == 3  # checkpoints of other trainings
+        if has_others:
             trainer_of(folder, learning_rate=0.1).train()
-            train_in_stages(trainer_of(folder, learning_rate=0.1, max_steps=8), **options)
-        trainer = trainer_of(folder, Stop(at), max_steps=6)
-        args, data = trainer.args, trainer.train_dataset
+            another = trainer_of(folder, learning_rate=0.1, max_steps=8)
+            train_in_stages(another, members=members)
+
+        killed = trainer_of(folder, Stop(stop), max_steps=6)
+        args = killed.args
+        data = killed.train_dataset
         with pytest.raises(RuntimeError, match="killed"):
-            train_in_stages(trainer, **options)
-        assert (trainer.args, trainer.train_dataset, trainer.optimizer) == (args, data, None)
-        assert list(trainer.model.peft_config) == ["default"]
-        if at == 3:
+            train_in_stages(killed, members=members)
+        assert killed.args == args
+        assert killed.train_dataset == data
+        assert killed.optimizer is None
+        assert list(killed.model.peft_config) == ["default"]
+        if has_others:
             folder = moved(folder, tmp_path / "moved")
-        steps = Watch()
-        trainer = trainer_of(folder, steps, max_steps=6)
-        la = train_in_stages(trainer, resume_from_checkpoint=True, **options)
-        assert sum(map(len, steps.steps)) == 7 * members - at + 1
-        found = values(trainer.model)
+
+        watch = Watch()
+        resumed = trainer_of(folder, watch, max_steps=6)
+        la = train_in_stages(resumed, resume_from_checkpoint=True, members=members)
+        assert sum(map(len, watch.steps)) == 7 * members - stop + 1
+        found = values(resumed.model)
         assert [name for name in weights if not torch.equal(found[name], weights[name])] == []
         assert torch.equal(la(BATCH), expected(BATCH))
-        logs = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (trainer, whole)]
-        assert logs[0] == logs[1]
+        assert losses_of(resumed) == losses_of(whole)
 
 
 def test_a_run_goes_on_with_the_same_texts_alone(tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
         train_in_stages(trainer_of(tmp_path, Stop(3), max_steps=6))
-    trainer = trainer_of(tmp_path, steps := Watch(), max_steps=6)
-    with pytest.raises(ValueError, match="stage_1 is of a training on 16 examples, not 12"):
+    watch = Watch()
+    trainer = trainer_of(tmp_path, watch, max_steps=6)
+    with pytest.raises(
+        ValueError,
+        match="stage_1 is of a training on 16 examples, not 12",
+    ):
         train_in_stages(trainer, 0.4, resume_from_checkpoint=True)
-    assert steps.steps == []
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        return iter([])
-
-
-def labelled(labels):
-    return [
-        text | {"labels": label} for text, label in zip(Texts(len(labels)), labels, strict=True)
-    ]
-
-
-def of_two_classes(*others):
-    """Texts of two classes, but for the given ones."""
-    labels = torch.arange(N) % 2
-    labels[list(others)] = 2
-    return labelled(labels)
-
-
-POSITIONS = torch.tensor([0, 1, 2, 0, 1, 2, 3])
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "message"),
-    [
-        ({"train_dataset": None}, {}, "has a length"),
-        ({"train_dataset": Endless()}, {}, "has a length"),
-        ({"model": lora_model("bert").requires_grad_(False)}, {}, "is_trainable=True"),
-        ({"model_init": lambda: None}, {}, "model_init makes a new model"),
-        ({"optimizer": object()}, {}, "was given an optimizer"),
-        ({"get_train_dataloader": lambda: DataLoader(Texts(N))}, {}, "must read self.train_data"),
-        ({"train_dataset": labelled(torch.arange(3))}, {"held_out": 0.4}, "No class has examples"),
-        ({"train_dataset": [t | {"position_ids": POSITIONS} for t in Texts(N)]}, {}, "packed"),
-        ({}, {"held_out": 1.0}, "between 0 and 1"),
-        ({}, {"held_out": 0.01}, "too few"),
-        ({}, {"members": 0}, "members must be"),
-        ({}, {"members": 2}, "has an adapter 'member_1' already"),
-        ({}, {"likelihood": "best"}, "best"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_cannot_work_is_refused_before_any_training(tmp_path, change, options, message):
-    trainer = trainer_of(tmp_path, watch := Watch())
-    trainer.model.add_adapter("member_1", trainer.model.peft_config["default"])
-    vars(trainer).update(change)
-    names = "args", "train_dataset", "optimizer", "lr_scheduler", "state", "model"
-    before, model = [getattr(trainer, name) for name in names], Snapshot(trainer.model)
-    with pytest.raises((ValueError, NotImplementedError), match=message):
-        train_in_stages(trainer, **options)
     assert watch.steps == []
-    assert all(getattr(trainer, n) is value for n, value in zip(names, before, strict=True))
+
+
+# --- what cannot work ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Attributes that a trainer has, arguments of the call, and what the error says."""
+
+    message: str
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def no_model():
+    """A `model_init` of the user's."""
+
+
+def loader_of_ones_own():
+    return DataLoader(Texts(N))
+
+
+REFUSED = {
+    "no data": Refused(
+        "has a length",
+        attributes={"train_dataset": None},
+    ),
+    "endless data": Refused(
+        "has a length",
+        attributes={"train_dataset": Endless()},
+    ),
+    "nothing to train": Refused(
+        "is_trainable=True",
+        attributes={"model": lora_model("bert").requires_grad_(False)},
+    ),
+    "model_init": Refused(
+        "model_init makes a new model",
+        attributes={"model_init": no_model},
+    ),
+    "an optimizer": Refused(
+        "was given an optimizer",
+        attributes={"optimizer": object()},
+    ),
+    "a loader": Refused(
+        "must read self.train_data",
+        attributes={"get_train_dataloader": loader_of_ones_own},
+    ),
+    "one text a class": Refused(
+        "No class has examples",
+        attributes={"train_dataset": labelled(torch.arange(3))},
+        arguments={"held_out": 0.4},
+    ),
+    "packed texts": Refused(
+        "packed",
+        attributes={"train_dataset": packed()},
+    ),
+    "all held out": Refused(
+        "between 0 and 1",
+        arguments={"held_out": 1.0},
+    ),
+    "none held out": Refused(
+        "too few",
+        arguments={"held_out": 0.01},
+    ),
+    "no members": Refused(
+        "members must be",
+        arguments={"members": 0},
+    ),
+    "a member's name": Refused(
+        "has an adapter 'member_1' already",
+        arguments={"members": 2},
+    ),
+    "likelihood": Refused(
+        "best",
+        arguments={"likelihood": "best"},
+    ),
+}
+# What a refused call leaves in a trainer.
+KEPT = (
+    "args",
+    "train_dataset",
+    "optimizer",
+    "lr_scheduler",
+    "state",
+    "model",
+)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_before_any_training(tmp_path, name):
+    case = REFUSED[name]
+    watch = Watch()
+    trainer = trainer_of(tmp_path, watch)
+    trainer.model.add_adapter("member_1", trainer.model.peft_config["default"])
+    vars(trainer).update(case.attributes)
+    before = {attribute: getattr(trainer, attribute) for attribute in KEPT}
+    model = Snapshot(trainer.model)
+    with pytest.raises((ValueError, NotImplementedError), match=case.message):
+        train_in_stages(trainer, **case.arguments)
+    assert watch.steps == []
+    for attribute, value in before.items():
+        assert getattr(trainer, attribute) is value, attribute
     model.assert_equal(trainer.model)
 
 
-def test_a_loop_of_ones_own_trains_on_what_its_loader_gives():
-    model, calls = plain_model(2), []
+# --- a loop of one's own -------------------------------------------------------------------------
+
+
+def differences():
+    """Twelve inputs, and examples whose targets are differences of their numbers."""
     X = torch.randn(12, 5, generator=generator()).double()
-    data, places = [(x, x[:2] - x[2:4]) for x in X], [0, 1, 2, 4, 5, 7, 8, 9, 10, 11]
+    return X, [(x, x[:2] - x[2:4]) for x in X]
+
+
+def no_training(model, examples, share):
+    """Weights that a loop leaves as they are."""
+
+
+def test_a_loop_of_ones_own_trains_on_what_its_loader_gives():
+    model = plain_model(2)
+    calls = []
+    X, data = differences()
+    places = [0, 1, 2, 4, 5, 7, 8, 9, 10, 11]
 
     def train(trained, examples, share):
         assert trained is model
         x, _ = next(iter(DataLoader(examples, len(examples))))
-        calls.append(([p for p in range(12) if X[p].tolist() in x.tolist()], share))
+        seen = [place for place in range(12) if X[place].tolist() in x.tolist()]
+        calls.append((seen, share))
         for weight in model.parameters():
             weight.data.mul_(0.9)
 
     loader = DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(places))
-    la = in_stages(train, model, loader, 0.3, likelihood="regression", sigma_noise=0.5)
+    la = in_stages(
+        train,
+        model,
+        loader,
+        0.3,
+        likelihood="regression",
+        sigma_noise=0.5,
+    )
     (rest, first_share), everything = calls
-    assert (len(rest), first_share) == (7, 0.7)
+    assert len(rest) == 7
+    assert first_share == 0.7
     assert set(rest) < set(places)
     assert everything == (places, 0.25)
-    assert (la.likelihood, la.n_data, la.sigma_noise.item()) == ("regression", 10, 0.5)
+    assert la.likelihood == "regression"
+    assert la.n_data == 10
+    assert la.sigma_noise.item() == 0.5
 
 
 @pytest.mark.parametrize(
-    ("sigma_noise", "says"), [(0.5, "first.*too small"), (1.3, None), (5.0, "last.*too large")]
+    ("sigma_noise", "says"),
+    [
+        (0.5, "first.*too small"),
+        (1.3, None),
+        (5.0, "last.*too large"),
+    ],
 )
 def test_a_choice_at_the_end_of_the_grid_is_said_once(sigma_noise, says):
-    X = torch.randn(12, 5, generator=generator()).double()
-    loader = DataLoader([(x, x[:2] - x[2:4]) for x in X], batch_size=4)
-    settings = {"likelihood": "regression", "sigma_noise": sigma_noise}
+    _, data = differences()
+    loader = DataLoader(data, batch_size=4)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        in_stages(lambda *_: None, plain_model(2), loader, 0.3, **settings)
-    found = [str(one.message) for one in said if "of the grid" in str(one.message)]
-    assert len(found) == (says is not None)
-    assert all(re.search(says or "", message) for message in found)
+        in_stages(
+            no_training,
+            plain_model(2),
+            loader,
+            0.3,
+            likelihood="regression",
+            sigma_noise=sigma_noise,
+        )
+    messages = [str(warning.message) for warning in said]
+    of_grid = [message for message in messages if "of the grid" in message]
+    if says is None:
+        assert of_grid == []
+    else:
+        (message,) = of_grid
+        assert re.search(says, message)
+
+
+# --- several processes ---------------------------------------------------------------------------
 
 
 def in_ranks(rank, folder):
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    os.environ |= {name: str(value) for name, value in place.items()}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29517"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29517",
+    }
+    # Of the process that this one was forked from.
     PartialState._reset_state()
     AcceleratorState._reset_state()
-    trainer = trainer_of(folder, max_steps=2, ddp_backend="gloo", eval_data=Texts(9))
+    trainer = trainer_of(
+        folder,
+        max_steps=2,
+        ddp_backend="gloo",
+        eval_data=Texts(9),
+    )
     la = train_in_stages(trainer, members=2)
     return la(BATCH), (la.n_data, trainer.state.log_history[-1])
 
@@ -304,10 +581,16 @@ def in_ranks(rank, folder):
 def without_training(rank=0):
     """A text of the rare class is on each rank, and one of them is held out."""
     texts = of_two_classes(3, 8)
-    sampler = DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None
-    loader = DataLoader(texts, batch_size=2, sampler=sampler)
-    options = {"generator": generator(42), "backend_kwargs": {"rank": 24}}  # exact in any order
-    la = in_stages(lambda *_: None, lora_model("bert"), loader, **options)
+    sampler = None
+    if dist.is_initialized():
+        sampler = DistributedSampler(texts, shuffle=False)
+    la = in_stages(
+        no_training,
+        lora_model("bert"),
+        DataLoader(texts, batch_size=2, sampler=sampler),
+        generator=generator(42),
+        backend_kwargs={"rank": FULL_RANK},
+    )
     return la.prior_precision, la.n_data
 
 

@@ -1,5 +1,7 @@
 """Generated texts, against a loop over drawn models without caches, and the models' own."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -11,52 +13,131 @@ from transformers import (
 )
 
 from tests.compatibility.families import FAMILIES, RIGHT, SIDES
-from tests.support.models import VOCABULARY, lora_model, ragged_batches, with_lora
+from tests.support.models import (
+    VOCABULARY,
+    lora_model,
+    ragged_batches,
+    with_lora,
+)
 from tests.support.posteriors import generator
 from tests.support.snapshots import Snapshot, half_trained
-from tests.support.texts import drawn_models, encoder_decoder, fitted_text, pairs_of_texts
+from tests.support.texts import (
+    drawn_models,
+    encoder_decoder,
+    fitted_text,
+    pairs_of_texts,
+)
 
 N_NEW = 5
+N_TEXTS = 3
 PAD = 0
-GREEDY = {"max_new_tokens": N_NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": PAD}
-SAMPLING = {"max_new_tokens": N_NEW, "do_sample": True, "temperature": 0.7, "pad_token_id": PAD}
-_SOUNDS = {
-    **{"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    **{"decoder_start_token_id": 2, "d_model": 8, "input_feat_per_channel": 4},
-    **{"conv_channels": 8, "max_target_positions": 16, **SIDES},
+NO_TOKEN = -1  # as the end of a text, so that all texts have their full length
+GREEDY = {
+    "max_new_tokens": N_NEW,
+    "do_sample": False,
+    "eos_token_id": NO_TOKEN,
+    "pad_token_id": PAD,
 }
+SAMPLING = {
+    "max_new_tokens": N_NEW,
+    "do_sample": True,
+    "temperature": 0.7,
+    "pad_token_id": PAD,
+}
+# So broad that draws write other texts than the model.
+BROAD = 20.0
 
 
-def writer(kind):
-    """A posterior and a batch of what it continues: three texts, padded, or sounds."""
-    if kind in ("t5", "bart"):
-        batch = pairs_of_texts()
-        la = fitted_text(encoder_decoder(kind), [batch], prior_precision=20.0)
-        return la, {key: batch[key] for key in ("input_ids", "attention_mask")}
-    if kind == "sounds":
-        torch.manual_seed(0)
-        model = Speech2TextForConditionalGeneration(Speech2TextConfig(**_SOUNDS))
-        model = with_lora(model, "q_proj", "v_proj").double().eval()
-        sounds = torch.randn(3, 24, 4, generator=generator()).double()
-        mask = (torch.arange(24) < torch.tensor([[24], [20], [12]])).long()
-        given = {"input_features": sounds, "attention_mask": mask}
-        labels = {"labels": torch.tensor([[5, 6, 2], [7, 2, -100], [9, 8, 2]])}
-        return fitted_text(model, [given | labels], prior_precision=20.0), given
-    model = lora_model("gpt2").eval() if kind == "gpt2" else FAMILIES[kind].model(RIGHT)
+# --- what writes ---------------------------------------------------------------------------------
+
+
+class Writer(NamedTuple):
+    """A posterior, and a batch of what it continues."""
+
+    la: Any
+    given: dict[str, torch.Tensor]
+
+
+def inputs_of(batch):
+    return {key: batch[key] for key in ("input_ids", "attention_mask")}
+
+
+def row_of(batch, row):
+    return {key: value[row : row + 1] for key, value in batch.items()}
+
+
+def translator(kind: str) -> Writer:
+    """Of three padded texts, which an encoder reads."""
+    batch = pairs_of_texts()
+    la = fitted_text(encoder_decoder(kind), [batch], prior_precision=BROAD)
+    return Writer(la, inputs_of(batch))
+
+
+def transcriber() -> Writer:
+    """Of three sounds of several lengths."""
+    torch.manual_seed(0)
+    config = Speech2TextConfig(
+        vocab_size=VOCABULARY,
+        pad_token_id=PAD,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=2,
+        d_model=8,
+        input_feat_per_channel=4,
+        conv_channels=8,
+        max_target_positions=16,
+        **SIDES,
+    )
+    model = with_lora(
+        Speech2TextForConditionalGeneration(config),
+        "q_proj",
+        "v_proj",
+    )
+    lengths = torch.tensor([[24], [20], [12]])
+    given = {
+        "input_features": torch.randn(3, 24, 4, generator=generator()).double(),
+        "attention_mask": (torch.arange(24) < lengths).long(),
+    }
+    labels = torch.tensor([[5, 6, 2], [7, 2, -100], [9, 8, 2]])
+    batch = given | {"labels": labels}
+    la = fitted_text(model.double().eval(), [batch], prior_precision=BROAD)
+    return Writer(la, given)
+
+
+def continuer(kind: str) -> Writer:
+    """Of three prompts, padded on the left."""
+    model = lora_model("gpt2") if kind == "gpt2" else FAMILIES[kind].model(RIGHT)
     (batch,) = ragged_batches((4, 2, 3), padding_side="left", padded_to=4)
-    prompts = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    return fitted_text(model, prior_precision=20.0), prompts
+    la = fitted_text(model.eval(), prior_precision=BROAD)
+    return Writer(la, inputs_of(batch))
+
+
+def writer(kind: str) -> Writer:
+    if kind in ("t5", "bart"):
+        return translator(kind)
+    if kind == "sounds":
+        return transcriber()
+    return continuer(kind)
+
+
+# --- texts ---------------------------------------------------------------------------------------
 
 
 def continued(models, given, begun):
     """Tokens that a mixture of models writes after others, and their log-probabilities."""
-    tokens, log_probs = begun, []
+    tokens = begun
+    written = "decoder_input_ids" if given else "input_ids"
+    log_probs = []
     with torch.no_grad():
         for _ in range(N_NEW):
-            read = {"decoder_input_ids": tokens} if given else {"input_ids": tokens}
-            p = torch.stack([model(**given, **read).logits[0, -1].softmax(-1) for model in models])
-            log_probs.append(p.mean(0).max().log())
-            tokens = torch.cat([tokens, p.mean(0).argmax().view(1, 1)], dim=1)
+            of_models = []
+            for model in models:
+                logits = model(**given, **{written: tokens}).logits
+                of_models.append(logits[0, -1].softmax(-1))
+            p = torch.stack(of_models).mean(0)
+            log_probs.append(p.max().log())
+            best = p.argmax().view(1, 1)
+            tokens = torch.cat([tokens, best], dim=1)
     return tokens[0], torch.stack(log_probs)
 
 
@@ -65,20 +146,31 @@ def continued(models, given, begun):
 def test_texts_are_those_of_a_mixture_of_drawn_models(kind, cached):
     la, given = writer(kind)
     models = drawn_models(la, 3, generator())
-    options = GREEDY | {"use_cache": cached, "forced_eos_token_id": None}
-    found = la.generate(**given, n_samples=3, generator=generator(), **options)
+    found = la.generate(
+        **given,
+        n_samples=3,
+        generator=generator(),
+        use_cache=cached,
+        forced_eos_token_id=None,
+        **GREEDY,
+    )
+    # T5 normalises in float32.
+    rtol = 1e-5 if kind == "t5" else 1e-8
     for row, mask in enumerate(given["attention_mask"].bool()):
-        text = given["input_ids"][row][mask][None]
+        ids = given["input_ids"][row]
+        text = ids[mask][None]
         if kind == "gpt2":
             expected, log_probs = continued(models, {}, text)
-            expected = torch.cat([given["input_ids"][row][~mask], expected])
+            padding = ids[~mask]
+            expected = torch.cat([padding, expected])
         else:
-            start = torch.tensor([[la.model.model.config.decoder_start_token_id]])
-            expected, log_probs = continued(models, {"input_ids": text}, start)
+            start = la.model.model.config.decoder_start_token_id
+            begun = torch.tensor([[start]])
+            expected, log_probs = continued(models, {"input_ids": text}, begun)
         assert torch.equal(found.sequences[row], expected)
-        of_tokens = found.scores.tokens.log_prob[row][found.scores.labelled[row]]
-        exact = {"rtol": 1e-5 if kind == "t5" else 1e-8, "atol": 0}  # T5 normalises in float32
-        torch.testing.assert_close(of_tokens, log_probs, **exact)
+        is_new = found.scores.labelled[row]
+        of_tokens = found.scores.tokens.log_prob[row][is_new]
+        torch.testing.assert_close(of_tokens, log_probs, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampling"])
@@ -89,53 +181,73 @@ def test_without_draws_texts_are_the_models_own_row_by_row(kind, options):
     torch.manual_seed(0)
     found = la.generate(**given, n_samples=0, **options)
     torch.manual_seed(0)
-    rows = [{key: of[row : row + 1] for key, of in given.items()} for row in range(3)]
-    texts = [la.model.model.generate(**row, **options)[0] for row in rows]
+    texts = []
+    for row in range(N_TEXTS):
+        (text,) = la.model.model.generate(**row_of(given, row), **options)
+        texts.append(text)
     expected = pad_sequence(texts, batch_first=True, padding_value=PAD)
     assert torch.equal(found.sequences, expected)
-    n_read = given["input_ids"].shape[1] if kind in ("gpt2", "Mamba") else 1
-    assert found.scores.labelled.sum(1).tolist() == [len(text) - n_read for text in texts]
+    # A decoder beside an encoder begins with one token of its own.
+    has_decoder_alone = kind in ("gpt2", "Mamba")
+    n_read = given["input_ids"].shape[1] if has_decoder_alone else 1
+    n_new = [len(text) - n_read for text in texts]
+    assert found.scores.labelled.sum(1).tolist() == n_new
 
 
 @pytest.mark.parametrize("kind", ["sounds", "Mamba"])
 def test_caches_change_no_text(kind):
     la, given = writer(kind)
-    texts = []
-    for cached in (True, False):
+
+    def write(cached):
         torch.manual_seed(0)
-        options = SAMPLING | {"eos_token_id": -1, "use_cache": cached}
-        found = la.generate(**given, n_samples=2, generator=generator(), **options)
-        texts.append(found.sequences)
-    assert torch.equal(*texts)
+        found = la.generate(
+            **given,
+            n_samples=2,
+            generator=generator(),
+            eos_token_id=NO_TOKEN,
+            use_cache=cached,
+            **SAMPLING,
+        )
+        return found.sequences
+
+    assert torch.equal(write(cached=True), write(cached=False))
 
 
 def test_each_new_token_takes_a_pass_a_draw_and_encoders_read_once_a_draw():
     la, given = writer("t5")
-    passes, encodings = [], []
-    la.model.transformer.register_forward_hook(lambda *_: passes.append(1))
-    la.model.transformer.get_encoder().register_forward_hook(lambda *_: encodings.append(1))
+    passes = []
+    encodings = []
+    transformer = la.model.transformer
+    transformer.register_forward_hook(lambda *_: passes.append(1))
+    transformer.get_encoder().register_forward_hook(lambda *_: encodings.append(1))
     la.generate(**given, n_samples=3, **GREEDY)
-    of_scores = 1 + 3
-    assert len(passes) == 3 * N_NEW * (1 + 3) + of_scores
-    assert len(encodings) == 3 * (1 + 3) + of_scores
+    n_models = 1 + 3  # the model itself and its draws
+    of_scores = n_models
+    assert len(passes) == N_TEXTS * N_NEW * n_models + of_scores
+    assert len(encodings) == N_TEXTS * n_models + of_scores
 
 
 def test_texts_of_many_lengths_are_padded_and_scored_up_to_their_ends():
     la, given = writer("gpt2")
-    greedy = la.generate(**given, n_samples=2, generator=generator(), **GREEDY).sequences
+    n_read = 4
+
+    def write(batch, **options):
+        return la.generate(**batch, n_samples=2, generator=generator(), **options)
+
+    greedy = write(given, **GREEDY).sequences
     end = int(greedy[0, 5])
     options = GREEDY | {"eos_token_id": torch.tensor([end])}
-    found = la.generate(**given, n_samples=2, generator=generator(), **options)
-    assert not found.scores.labelled[:, :4].any()
+    found = write(given, **options)
+    assert not found.scores.labelled[:, :n_read].any()
     for row, text in enumerate(found.sequences):
-        stops = (greedy[row, 4:] == end).nonzero()[:, 0].tolist() or [N_NEW - 1]
-        n_new = stops[0] + 1
-        assert torch.equal(text[: 4 + n_new], greedy[row, : 4 + n_new])
-        assert (text[4 + n_new :] == PAD).all()
+        new = greedy[row, n_read:].tolist()
+        n_new = new.index(end) + 1 if end in new else N_NEW
+        length = n_read + n_new
+        assert torch.equal(text[:length], greedy[row, :length])
+        assert (text[length:] == PAD).all()
         assert found.scores.labelled[row].sum() == n_new
-        alone = {key: of[row : row + 1] for key, of in given.items()}
-        again = la.generate(**alone, n_samples=2, generator=generator(), **options).scores
-        torch.testing.assert_close(found.scores.log_prob[row], again.log_prob[0])
+        alone = write(row_of(given, row), **options).scores
+        torch.testing.assert_close(found.scores.log_prob[row], alone.log_prob[0])
 
 
 def test_processors_see_log_probabilities_and_what_they_forbid_stays_forbidden():
@@ -146,70 +258,149 @@ def test_processors_see_log_probabilities_and_what_they_forbid_stays_forbidden()
         return scores
 
     la, given = writer("gpt2")
-    options = {"n_samples": 2, "max_new_tokens": 1, "pad_token_id": PAD}
-    processors = {"logits_processor": LogitsProcessorList([note])}
-    usual = la.generate(**given, generator=generator(), **options, **processors).sequences
+
+    def new_tokens(**options):
+        found = la.generate(
+            **given,
+            n_samples=2,
+            generator=generator(),
+            max_new_tokens=1,
+            pad_token_id=PAD,
+            **options,
+        )
+        return found.sequences[:, -1].tolist()
+
+    usual = new_tokens(logits_processor=LogitsProcessorList([note]))
     torch.testing.assert_close(torch.stack(sums), torch.ones(3, 1))
-    forbidden = {"suppress_tokens": usual[:, -1].tolist()}
-    other = la.generate(**given, generator=generator(), **options, **forbidden).sequences
-    assert not set(other[:, -1].tolist()) & set(usual[:, -1].tolist())
+    others = new_tokens(suppress_tokens=usual)
+    assert not set(others) & set(usual)
+
+
+def fail(*_):
+    raise KeyError
 
 
 def test_draws_are_seeded_and_the_model_stays_as_it_was():
     model = half_trained(lora_model("gpt2"))
-    la = fitted_text(model, prior_precision=20.0)
+    la = fitted_text(model, prior_precision=BROAD)
     _, given = writer("gpt2")
     before = Snapshot(model)
-    runs = [la.generate(**given, n_samples=2, generator=generator(), **GREEDY) for _ in range(2)]
-    assert torch.equal(runs[0].sequences, runs[1].sequences)
-    assert torch.equal(runs[0].scores.tokens.total, runs[1].scores.tokens.total)
-    other = la.generate(**given, n_samples=2, generator=generator(1), **GREEDY)
-    assert not torch.equal(runs[0].scores.tokens.total, other.scores.tokens.total)
+
+    def write(seed):
+        return la.generate(
+            **given,
+            n_samples=2,
+            generator=generator(seed),
+            **GREEDY,
+        )
+
+    one = write(seed=0)
+    same = write(seed=0)
+    assert torch.equal(one.sequences, same.sequences)
+    assert torch.equal(one.scores.tokens.total, same.scores.tokens.total)
+    other = write(seed=1)
+    assert not torch.equal(one.scores.tokens.total, other.scores.tokens.total)
     before.assert_equal(model, random_state=False)
-
-    def fail(*_):
-        raise KeyError
-
     with pytest.raises(KeyError):
-        la.generate(**given, n_samples=2, stopping_criteria=StoppingCriteriaList([fail]))
+        la.generate(
+            **given,
+            n_samples=2,
+            stopping_criteria=StoppingCriteriaList([fail]),
+        )
     before.assert_equal(model, random_state=False)
 
 
-def reading_another_text(la):
-    def read(input_ids, scores):
-        la.model.model(input_ids=input_ids[:, :1])
-        return scores
+# --- what can't be continued ---------------------------------------------------------------------
 
-    return GREEDY | {"n_samples": 2, "logits_processor": LogitsProcessorList([read])}
-
-
-ON_THE_RIGHT = {"input_ids": torch.tensor([[7, 8, 9], [5, 6, 0]])}
-SEVERAL = [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}]
-SEVERAL += [{"guidance_scale": 1.5}]
+PROMPTS = torch.tensor([[7, 8, 9], [5, 6, 0]])  # padded on the right
 REFUSED = [
-    *(("gpt2", option, "one text a prompt.*" + next(iter(option))) for option in SEVERAL),
-    ("gpt2", {"input_ids": None, "inputs_embeds": torch.zeros(1, 2, 12)}, "Pass input_ids"),
-    ("gpt2", {"token_type_ids": torch.zeros(3, 4)}, "plain texts, without token_type_ids"),
-    (
+    pytest.param(
+        "gpt2",
+        {"num_beams": 2},
+        "one text a prompt.*num_beams",
+        id="beams",
+    ),
+    pytest.param(
+        "gpt2",
+        {"num_return_sequences": 2, "do_sample": True},
+        "one text a prompt.*num_return_sequences",
+        id="several texts",
+    ),
+    pytest.param(
+        "gpt2",
+        {"guidance_scale": 1.5},
+        "one text a prompt.*guidance_scale",
+        id="guidance",
+    ),
+    pytest.param(
+        "gpt2",
+        {
+            "input_ids": None,
+            "inputs_embeds": torch.zeros(1, 2, 12),
+        },
+        "Pass input_ids",
+        id="embeddings",
+    ),
+    pytest.param(
+        "gpt2",
+        {"token_type_ids": torch.zeros(3, 4)},
+        "plain texts, without token_type_ids",
+        id="token types",
+    ),
+    pytest.param(
         "t5",
         {"decoder_input_ids": torch.ones(3, 2).long()},
         "plain texts, without decoder_input_ids",
+        id="a decoder's tokens",
     ),
-    *(
-        ("gpt2", ON_THE_RIGHT | padded, "pad on the left")
-        for padded in (
-            {"attention_mask": (ON_THE_RIGHT["input_ids"] > 0).long()},
-            {"attention_mask": None, "pad_token_id": 0, "eos_token_id": 59},
-        )
+    pytest.param(
+        "gpt2",
+        {
+            "input_ids": PROMPTS,
+            "attention_mask": (PROMPTS > 0).long(),
+        },
+        "pad on the left",
+        id="padding on the right",
     ),
-    ("gpt2", reading_another_text, "other texts in turn"),
+    pytest.param(
+        "gpt2",
+        {
+            "input_ids": PROMPTS,
+            "attention_mask": None,
+            "pad_token_id": 0,
+            "eos_token_id": 59,
+        },
+        "pad on the left",
+        id="padding on the right without a mask",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
 def test_what_can_not_be_continued_is_refused(kind, options, message):
     la, given = writer(kind)
-    options = given | (options(la) if callable(options) else options)
-    options = {name: value for name, value in options.items() if value is not None}
+    changed = given | options
+    # None stands for an input that is left out.
+    passed = {name: value for name, value in changed.items() if value is not None}
     with pytest.raises((ValueError, NotImplementedError), match=message):
-        la.generate(**options)
+        la.generate(**passed)
+
+
+def test_other_texts_that_are_read_in_turn_are_refused():
+    la, given = writer("gpt2")
+
+    def read(input_ids, scores):
+        la.model.model(input_ids=input_ids[:, :1])
+        return scores
+
+    processors = LogitsProcessorList([read])
+    with pytest.raises(
+        (ValueError, NotImplementedError),
+        match="other texts in turn",
+    ):
+        la.generate(
+            **given,
+            n_samples=2,
+            logits_processor=processors,
+            **GREEDY,
+        )
