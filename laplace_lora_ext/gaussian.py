@@ -14,8 +14,7 @@ from laplace_lora_ext.models.locks import exclusive, kept, without_autocast
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.passes.derivatives import jacobians
-from laplace_lora_ext.passes.recording import Directions, every_output
+from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive import amortized, decisions, distributions
 from laplace_lora_ext.predictive.links import own_links
 from laplace_lora_ext.predictive.moments import semidefinite, uncorrelated
@@ -47,6 +46,7 @@ class LoRAGaussian(ParametricLaplace):
     _methods: ClassVar[Mapping[str, type[TuningMethod]]] = METHODS  # to choose the prior precision
     model: LogitsModel
     blocks: list[Block]
+    recorder: Recorder
     mean: torch.Tensor
     trained_likelihood: Likelihood
     predicted_likelihood: Likelihood
@@ -276,7 +276,7 @@ class LoRAGaussian(ParametricLaplace):
 
         With other `directions`, the covariance is that of S combinations of the outputs.
         """
-        Js, f_mu = jacobians(self.model, self.blocks, X, self.enable_backprop, directions)
+        Js, f_mu = self.recorder.jacobians(X, directions, self.enable_backprop)
         return f_mu, self.functional_covariance(Js) if joint else self.functional_variance(Js)
 
     @without_autocast

@@ -15,7 +15,7 @@ from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.passes.graph import check_logits
-from laplace_lora_ext.passes.recording import Directions, every_output
+from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.text.generation import generate_texts
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch, TokenSecondTraining
 from laplace_lora_ext.text.scores import draw_logits, score_texts

@@ -30,6 +30,7 @@ from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
 from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.passes.checks import check_called, inspected
+from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.sums import Sums, sums_of
@@ -102,6 +103,7 @@ class LoRALaplace(LoRAGaussian):
             self.blocks = find_blocks(model, target_modules, layers_to_transform)
             warn_of_other_trainable(model)
         self.model.adapter = self.blocks[0].adapter
+        self.recorder = Recorder(self.model, self.blocks)
         if is_untrained(self.blocks):
             warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
@@ -109,7 +111,7 @@ class LoRALaplace(LoRAGaussian):
         self.learnt_variance: LearntVariance | None = None
         self._fitted: ModelState | None = None
         if issubclass(backend, LowRankKronInterface):
-            backend_kwargs = {"blocks": self.blocks, **(backend_kwargs or {})}
+            backend_kwargs = {"recorder": self.recorder, **(backend_kwargs or {})}
         else:
             check_known_to_host(self.blocks)
         with self._prepared():  # the host collects the parameters that require grad
@@ -171,7 +173,7 @@ class LoRALaplace(LoRAGaussian):
         """
         targets = self.trained_likelihood.as_targets(y.clone(), self._dtype)
         check = partial(self.trained_likelihood.check_targets, y)
-        with self._prepared(), torch.enable_grad(), inspected(self.model, self.blocks, X, check):
+        with self._prepared(), torch.enable_grad(), inspected(self.recorder, X, check):
             loss, of_batch = self._curv_closure(X, targets, N=1)
         diagonal = of_batch if getattr(of_batch, "ndim", 2) == 1 else of_batch.diag()
         for block, part in zip(self.blocks, diagonal.split(self._sizes), strict=True):
@@ -344,4 +346,4 @@ class LoRALaplace(LoRAGaussian):
     @property
     def _backend_options(self) -> dict[str, Any]:
         """The user's `backend_kwargs`, which know nothing of this model."""
-        return {k: v for k, v in self._backend_kwargs.items() if k != "blocks"}
+        return {k: v for k, v in self._backend_kwargs.items() if k != "recorder"}

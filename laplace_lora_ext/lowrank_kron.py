@@ -15,8 +15,7 @@ from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterf
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.locks import exclusive, without_autocast
-from laplace_lora_ext.passes.derivatives import in_parts, visit_jacobians
-from laplace_lora_ext.passes.recording import Directions, every_output
+from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics, statistics_of_batch
@@ -107,15 +106,14 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
         def moments(part: Any, _: slice) -> Moments:
             covariances.clear()
-            how = add, self.enable_backprop, directions
-            f_mu = visit_jacobians(self.model, self.blocks, part, *how)
+            f_mu = self.recorder.visit_jacobians(part, add, directions, self.enable_backprop)
             of_blocks = [covariance.to(f_mu.device) for covariance in covariances]
             return Moments(f_mu, torch.stack(of_blocks).sum(0))
 
         if joint:
             return moments(X, slice(None))
         n_directions = len(directions(torch.zeros(1, self.n_outputs)))
-        f_mu, f_var = zip(*in_parts(self.model, X, n_directions, moments), strict=True)
+        f_mu, f_var = zip(*self.recorder.in_parts(X, n_directions, moments), strict=True)
         return torch.cat(f_mu), torch.cat(f_var)
 
     @property

@@ -23,7 +23,7 @@ from benchmarks.options import Gpu
 from benchmarks.report import Result, Row, say, table
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.passes.derivatives import jacobians
+from laplace_lora_ext.passes.recorder import Recorder
 
 GIGABYTE = 1e9
 ANSWERS = (11, 12, 13, 14)  # tokens
@@ -382,7 +382,7 @@ def exactness(attention: str, dtype: str, checkpointed: bool, device: str) -> di
     batch = {"input_ids": tokens.to(device), "attention_mask": mask.to(device)}
     wrapped = LogitsModel(model, ANSWERS)
     blocks = find_blocks(model)
-    Js, _ = jacobians(wrapped, blocks, batch)
+    Js, _ = Recorder(wrapped, blocks).jacobians(batch)
     expected = by_rows(wrapped, [block.weight for block in blocks], batch)
     figures = {"jacobians": relative(Js, expected)}
 

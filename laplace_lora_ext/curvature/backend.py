@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
@@ -18,9 +17,8 @@ from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Seeds
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.models.weights import Block, read
-from laplace_lora_ext.passes.derivatives import jacobians
-from laplace_lora_ext.passes.recording import record
+from laplace_lora_ext.models.weights import read
+from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.processes.exchange import rank
 
 PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
@@ -40,8 +38,8 @@ class LowRankKronInterface(CurvatureInterface):
     likelihood : {"classification", "regression", "language_modeling"}
     dict_key_x, dict_key_y : str
         keys of a batch's inputs and labels
-    blocks : sequence of Block, optional
-        the LoRA weights that take part; by default all of the active adapter
+    recorder : Recorder, optional
+        of the model and the LoRA weights that take part; by default all of the active adapter
     rank : int, default=10
         how many eigenvectors to keep of a large factor (the paper's `n_kfac`)
     kfac_approx : {"gradient", "expand"}
@@ -68,7 +66,7 @@ class LowRankKronInterface(CurvatureInterface):
         *,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
-        blocks: Sequence[Block] | None = None,
+        recorder: Recorder | None = None,
         rank: int = 10,
         kfac_approx: str = "gradient",
         tail: bool = True,
@@ -77,13 +75,20 @@ class LowRankKronInterface(CurvatureInterface):
             raise ValueError(f"kfac_approx {kfac_approx!r} is none of {list(KFAC_APPROX)}.")
         if rank < 0:
             raise ValueError(f"The rank must not be negative, but is {rank}.")
-        if not isinstance(model, LogitsModel):
-            model = LogitsModel(model, dict_key_y=dict_key_y)
+        if recorder is None:
+            if not isinstance(model, LogitsModel):
+                model = LogitsModel(model, dict_key_y=dict_key_y)
+            recorder = Recorder(model, find_blocks(model.model))
         self._likelihood = LIKELIHOODS[likelihood]
-        name = self._likelihood.name
-        super().__init__(model, name, dict_key_x=dict_key_x, dict_key_y=dict_key_y)
-        self.model: LogitsModel = model
-        self.blocks = find_blocks(model.model) if blocks is None else list(blocks)
+        super().__init__(
+            recorder.model,
+            self._likelihood.name,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+        )
+        self.model: LogitsModel = recorder.model
+        self.recorder = recorder
+        self.blocks = recorder.blocks
         self.rank, self.kfac_approx, self.tail = rank, kfac_approx, tail
         self.n_before = 0
 
@@ -112,17 +117,13 @@ class LowRankKronInterface(CurvatureInterface):
         numbers that are not finite (`ValueError`), a mask that "expand" can't apply to a layer's
         rows (`NotImplementedError`), and what `record` refuses.
         """
-        keeps_inputs = KFAC_APPROX[self.kfac_approx].add_inputs is not None
-        with record(self.model, self.blocks, x, keeps_inputs=keeps_inputs) as recording:
+        updates = StreamingUpdates(H.nbytes)
+        statistics = KFAC_APPROX[self.kfac_approx](H.blocks, updates)
+        with self.recorder.record(x, keeps_inputs=statistics.sees_inputs) as recording:
             logits = recording.logits.detach()
             y = self._likelihood.check_targets(y, logits)
-            updates = StreamingUpdates(H.nbytes)
-            statistics = KFAC_APPROX[self.kfac_approx](H.blocks, updates)
-            recording.backward(
-                *self.seeds(logits, y),
-                statistics.add_gradients,
-                visit_inputs=statistics.add_inputs,
-            )
+            seeds = self.seeds(logits, y)
+            recording.backward(seeds.vectors, statistics, weights=seeds.weights)
             with torch.autocast(logits.device.type, enabled=False):
                 updates.finish()
             self._check_finite(H)
@@ -144,7 +145,7 @@ class LowRankKronInterface(CurvatureInterface):
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Jacobians `(B, C, parameters)` of the logits in the blocks' weights, and the logits."""
-        return jacobians(self.model, self.blocks, x, enable_backprop)
+        return self.recorder.jacobians(x, enable_backprop=enable_backprop)
 
     def gradients(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of each example's loss, `(B, parameters)`, and the loss of the batch."""

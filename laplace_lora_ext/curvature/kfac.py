@@ -8,28 +8,18 @@ for it, since the positions that a layer sees need not be the mask's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import torch
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import StreamingUpdates
-from laplace_lora_ext.passes.derivatives import per_sample_gradients
-from laplace_lora_ext.passes.recording import Rows
+from laplace_lora_ext.passes.recording import Gradients, Inputs, Visitor
 
 
-class KfacApprox:
+class KfacApprox(Visitor):
     """Adds a batch's inputs and gradients to the blocks of a curvature."""
-
-    add_inputs: Any = None  # sums an input of some blocks, where it counts apart from gradients
 
     def __init__(self, blocks: Sequence[KroneckerBlock], updates: StreamingUpdates) -> None:
         self.blocks = blocks
         self.updates = updates
-
-    def add_gradients(self, rows: Rows) -> None:
-        """Sum a batch's gradients of one or more seeds."""
-        raise NotImplementedError
 
 
 class Expand(KfacApprox):
@@ -38,17 +28,20 @@ class Expand(KfacApprox):
     The setting of the paper (section 3), and KFAC-expand of Eschenhagen et al. (2023).
     """
 
-    def add_inputs(self, indices: list[int], rows: Rows) -> None:
-        inputs = _valid(rows, rows.a[None])
-        for index in indices:
-            block = self.blocks[index]
-            self.updates.add(block.input_factor, inputs)
-            block.normalizer = block.normalizer + len(inputs)
+    sees_inputs = True
 
-    def add_gradients(self, rows: Rows) -> None:
-        g = _valid(rows, rows.g)
+    def inputs(self, inputs: Inputs) -> None:
+        a = inputs.rows.valid(inputs.a[None])
+        for index in inputs.indices:
+            block = self.blocks[index]
+            self.updates.add(block.input_factor, a)
+            block.normalizer = block.normalizer + len(a)
+
+    def gradients(self, gradients: Gradients) -> None:
+        g = gradients.rows.valid(gradients.g)
         # After the last attention, only the positions that the model pools have a gradient.
-        self.updates.add(self.blocks[rows.index].output_factor, g[g.any(dim=1)])
+        g = g[g.any(dim=1)]
+        self.updates.add(self.blocks[gradients.index].output_factor, g)
 
 
 class Gradient(KfacApprox):
@@ -59,18 +52,12 @@ class Gradient(KfacApprox):
     padding needs no mask.
     """
 
-    def add_gradients(self, rows: Rows) -> None:
-        block = self.blocks[rows.index]
-        gradients = per_sample_gradients(rows.a, rows.g).flatten(0, 1)
-        self.updates.add(block.output_factor, gradients.mT.flatten(0, 1))
-        energy = self.updates.add(block.input_factor, gradients.flatten(0, 1))
+    def gradients(self, gradients: Gradients) -> None:
+        block = self.blocks[gradients.index]
+        G = gradients.of_weight().flatten(0, 1)
+        self.updates.add(block.output_factor, G.mT.flatten(0, 1))
+        energy = self.updates.add(block.input_factor, G.flatten(0, 1))
         block.normalizer = block.normalizer + energy
 
 
 KFAC_APPROX: dict[str, type[KfacApprox]] = {"expand": Expand, "gradient": Gradient}
-
-
-def _valid(rows: Rows, x: torch.Tensor) -> torch.Tensor:
-    """Valid positions `(N, d)` of inputs or gradients `(S, B, T, d)`."""
-    mask = rows.valid()
-    return (x.flatten(1, 2) if mask is None else x[:, mask]).flatten(0, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from typing import Any
 
@@ -38,17 +37,6 @@ _ROUNDING_OF_HALF, _ROUNDING = 0.05, 1e-3
 _LAST = 8  # calls of layers to search for the logits, so that few activations are kept
 
 
-@dataclass
-class Layouts:
-    """What recorded passes have learnt of a model, so that they need not find it out again."""
-
-    # The size of the largest batch that proved a site's rows to be each example's own. A site is
-    # the name of a LoRA layer, whose halves see the same rows, and which of how many calls of it.
-    proven: dict[tuple[str, int, int], int] = field(default_factory=dict)
-    examples_apart: bool = False  # rows of some batch were not each example's own
-    seeds_apart: bool = False  # a kernel can't run under `torch.func.vmap`
-
-
 class LogitsModel(nn.Module):
     """A model that maps a batch to the logits of its classes, `(B, C)`, in float32 or better.
 
@@ -63,7 +51,6 @@ class LogitsModel(nn.Module):
 
     adapter: str | None  # which is active in prepared passes, whichever is otherwise; None for any
     output_size: int  # C; 0 before the first forward pass
-    layouts: Layouts
 
     def __init__(
         self,
@@ -89,7 +76,6 @@ class LogitsModel(nn.Module):
         self._first_place = parameters[0].name if by_position else None
         self._has_more_places = len(parameters) > 1
         self._answers = self._find_answers(class_token_ids, mask_token_id)
-        self.layouts = Layouts()
 
     @property
     def transformer(self) -> PreTrainedModel | None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.graph import check_differentiable, check_logits, tapped
+from laplace_lora_ext.passes.recorder import Recorder
 
 
 @contextmanager
@@ -43,8 +43,7 @@ def check_called(blocks: Sequence[Block], called: Collection[int]) -> None:
 
 @contextmanager
 def inspected(
-    model: LogitsModel,
-    blocks: Sequence[Block],
+    recorder: Recorder,
     x: Any,
     check_targets: Callable[[torch.Tensor], object],
 ) -> Iterator[None]:
@@ -53,6 +52,7 @@ def inspected(
     What the first one returns goes to `check_targets`. Hooks that the host leaves behind are
     removed, and where it fails, one more pass names the reason.
     """
+    model, blocks = recorder.model, recorder.blocks
     called: set[int] = set()
     differentiable: list[bool] = []
 
@@ -68,7 +68,7 @@ def inspected(
             model.register_forward_hook(finished)
             yield
     except Exception as error:
-        with tapped(model, blocks) as taps:
+        with tapped(model, blocks, recorder.layouts) as taps:
             used = taps.run(x).calls
         silent = [b.name for b, calls in zip(blocks, used, strict=True) if not calls]
         if silent:

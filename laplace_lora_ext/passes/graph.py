@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,23 @@ import torch
 from torch import nn
 
 from laplace_lora_ext.models.checkpointing import Checkpoints
-from laplace_lora_ext.models.logits_model import Layouts, LogitsModel
+from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block
 
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
 _ROWS = 512
+
+
+@dataclass
+class Layouts:
+    """What recorded passes have learnt of a model, so that they need not find it out again."""
+
+    # The size of the largest batch that proved a site's rows to be each example's own. A site is
+    # the name of a LoRA layer, whose halves see the same rows, and which of how many calls of it.
+    proven: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    examples_apart: bool = False  # rows of some batch were not each example's own
+    seeds_apart: bool = False  # a kernel can't run under `torch.func.vmap`
 
 
 def check_logits(logits: torch.Tensor) -> None:
@@ -37,26 +49,31 @@ def check_differentiable(*logits_require_grad: bool) -> None:
 
 
 class Call:
-    """A call of a layer."""
+    """A call of a block's layer."""
 
-    def __init__(self, layer: str, inputs: torch.Tensor, output: torch.Tensor) -> None:
+    def __init__(self, index: int, layer: str, inputs: torch.Tensor, output: torch.Tensor) -> None:
+        self.index = index  # of the block
         self.layer = layer  # the name of its weight
         self.rows = output.shape[:-1]  # shape of what it returned, without their size m
         self.inputs: torch.Tensor | None = inputs  # None once a checkpoint may forget them
         self.version = _version(inputs)
         self.node: Any = None  # of the graph, where gradients of the output pass
-        self.receive: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self.backward_pass: _Pass | None = None  # that runs now
 
 
-Arrived = Mapping[Call, tuple[torch.Tensor, torch.Tensor]]
-"""Inputs, and gradients `(S, ...)` of what calls of a layer returned."""
+@dataclass(frozen=True)
+class Arrived:
+    """What a backward pass brought to the calls of a block's layer, one entry for each call."""
 
-Deliver = Callable[[slice, int, Arrived], None]
-"""Takes seeds, the index of a layer, and what has arrived at its calls."""
+    index: int  # of the block
+    seeds: slice
+    calls: list[Call] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)  # `(S, ...)`, of what they returned
 
 
 class _Tap(torch.autograd.Function):
-    """Returns what a layer returned, and hands its input and its gradient to the call.
+    """Returns what a layer returned, and hands its input and its gradient to the backward pass.
 
     The input is saved as autograd saves all that a backward pass needs: where a checkpointed layer
     is computed anew, it is computed anew as well.
@@ -76,12 +93,17 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Nothing is received where the user differentiates what a pass of ours has returned.
-        if gradient is not None and ctx.call.receive is not None:
+        call: Call = ctx.call
+        # No pass of ours runs where the user differentiates what one has returned.
+        if gradient is not None and call.backward_pass is not None:
             (inputs,) = ctx.saved_tensors
-            if _version(inputs) != ctx.call.version:
-                raise _overwritten(ctx.call.layer)
-            ctx.call.receive(inputs, gradient)
+            if _version(inputs) != call.version:
+                raise _overwritten(call.layer)
+            arrive = partial(call.backward_pass.arrive, call, inputs)
+            if call.backward_pass.is_batched:
+                _OutsideVmap.apply(gradient, arrive)
+            else:
+                arrive(gradient[None])
         return gradient, None, None, None
 
 
@@ -112,16 +134,11 @@ class Graph:
         rows = max(sum(call.rows.numel() for call in calls) for calls in self.calls)
         return max(1, _ROWS // max(1, rows))
 
-    @property
-    def is_checkpointed(self) -> bool:
-        """Whether each backward pass computes layers anew."""
-        return any(call.inputs is None for calls in self.calls for call in calls)
-
     def back_propagate(
         self,
         vectors: torch.Tensor,
         at_once: int,
-        deliver: Deliver,
+        deliver: Callable[[Arrived], None],
         *,
         retain_graph: bool,
         create_graph: bool = False,
@@ -136,16 +153,16 @@ class Graph:
             return
         n_seeds = len(vectors)
         for start in range(0, n_seeds, at_once):
-            together = slice(start, min(start + at_once, n_seeds))
-            batched = _Pass(self.calls, partial(deliver, together), is_batched=True)
-            if together.stop - start > 1 and self._batched(
-                vectors[together], batched, create_graph
-            ):
+            stop = min(start + at_once, n_seeds)
+            together = _Pass(self.calls, slice(start, stop), deliver, is_batched=True)
+            if stop - start > 1 and self._batched(vectors[start:stop], together, create_graph):
                 continue
-            for seed in range(start, together.stop):
-                alone = slice(seed, seed + 1)
-                retain = retain_graph or alone.stop < n_seeds
-                with _Pass(self.calls, partial(deliver, alone), batched.delivered):
+            for seed in range(start, stop):
+                # A pass of all seeds that failed midway has brought some layers theirs.
+                known = together.delivered
+                alone = _Pass(self.calls, slice(seed, seed + 1), deliver, passed_over=known)
+                retain = retain_graph or seed + 1 < n_seeds
+                with alone:
                     self._grad(vectors[seed], retain, create_graph)
 
     def _batched(self, vectors: torch.Tensor, backward: _Pass, create_graph: bool) -> bool:
@@ -186,58 +203,53 @@ class Graph:
 class _Pass:
     """A backward pass: gathers what arrives at each layer's calls, and delivers it.
 
-    Layers that an earlier pass has `delivered` are passed over.
+    Layers that are `passed_over` have had these seeds from an earlier pass.
     """
 
     def __init__(
         self,
         calls: Sequence[Sequence[Call]],
-        deliver: Callable[[int, Arrived], None],
-        delivered: Collection[int] = (),
+        seeds: slice,
+        deliver: Callable[[Arrived], None],
+        *,
+        passed_over: Collection[int] = (),
         is_batched: bool = False,
     ) -> None:
-        self._calls = calls
-        self._deliver = deliver
-        self._waiting: dict[int, dict[Call, tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._is_batched = is_batched
-        self.delivered = set(delivered)
+        self.is_batched = is_batched
+        self.delivered = set(passed_over)
         self.is_delivering = False
+        self._calls = calls
+        self._seeds = seeds
+        self._deliver = deliver
+        self._waiting: dict[int, Arrived] = {}
 
     def __enter__(self) -> None:
-        for index, calls in enumerate(self._calls):
-            for call in calls:
-                call.receive = partial(self._receive, index, call)
+        for of_layer in self._calls:
+            for call in of_layer:
+                call.backward_pass = self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for calls in self._calls:
-            for call in calls:
-                call.receive = None
+        for of_layer in self._calls:
+            for call in of_layer:
+                call.backward_pass = None
         if kind is None:
             for index in sorted(self._waiting):  # not all of the layer's calls had a gradient
                 self._finish(index)
 
-    def _receive(
-        self, index: int, call: Call, inputs: torch.Tensor, gradient: torch.Tensor
-    ) -> None:
-        arrive = partial(self._arrive, index, call, inputs)
-        if self._is_batched:
-            _OutsideVmap.apply(gradient, arrive)
-        else:
-            arrive(gradient[None])
-
-    def _arrive(
-        self, index: int, call: Call, inputs: torch.Tensor, gradients: torch.Tensor
-    ) -> None:
-        if index in self.delivered:
+    def arrive(self, call: Call, inputs: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Take what has come to a call; deliver what has come to its layer, if that is all."""
+        if call.index in self.delivered:
             return
-        of_layer = self._waiting.setdefault(index, {})
-        of_layer[call] = inputs, gradients
-        if len(of_layer) == len(self._calls[index]):
-            self._finish(index)
+        of_layer = self._waiting.setdefault(call.index, Arrived(call.index, self._seeds))
+        of_layer.calls.append(call)
+        of_layer.inputs.append(inputs)
+        of_layer.gradients.append(gradients)
+        if len(of_layer.calls) == len(self._calls[call.index]):
+            self._finish(call.index)
 
     def _finish(self, index: int) -> None:
         self.is_delivering = True
-        self._deliver(index, self._waiting.pop(index))
+        self._deliver(self._waiting.pop(index))
         self.is_delivering = False
         self.delivered.add(index)
 
@@ -266,9 +278,17 @@ class _OutsideVmap(torch.autograd.Function):
 class Taps:
     """Hooks on the blocks' layers, which note the calls of passes; made by `tapped`."""
 
-    def __init__(self, model: LogitsModel, blocks: Sequence[Block], keeps_inputs: bool) -> None:
+    def __init__(
+        self,
+        model: LogitsModel,
+        blocks: Sequence[Block],
+        layouts: Layouts,
+        *,
+        keeps_inputs: bool,
+    ) -> None:
         self._model = model
         self._blocks = blocks
+        self._layouts = layouts
         self._keeps_inputs = keeps_inputs
         self._anchor = torch.zeros((), requires_grad=True)
         self._calls: list[list[Call]] | None = None  # of the pass that runs now
@@ -290,7 +310,7 @@ class Taps:
             for call in of_layer:
                 if call.inputs is not None and _version(call.inputs) != call.version:
                     raise _overwritten(block.name)
-        return Graph(logits, calls, self._anchor, self._model.layouts)
+        return Graph(logits, calls, self._anchor, self._layouts)
 
     def hear(
         self, index: int, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
@@ -300,7 +320,7 @@ class Taps:
         if not torch.is_grad_enabled():  # as where an indexer of sparse attention picks keys
             return output
         inputs = args[0].clone() if args[0].is_inference() else args[0]  # autograd can't save it
-        call = Call(self._blocks[index].name, inputs, output)
+        call = Call(index, self._blocks[index].name, inputs, output)
         tapped: Any = _Tap.apply(output, self._anchor, inputs, call)
         if self._calls is None:  # a checkpointed layer is computed anew for a backward pass
             return tapped
@@ -315,6 +335,7 @@ class Taps:
 def tapped(
     model: LogitsModel,
     blocks: Sequence[Block],
+    layouts: Layouts,
     *,
     checkpointed: bool = True,
     keeps_inputs: bool = False,
@@ -324,7 +345,7 @@ def tapped(
     With `checkpointed`, layers that the user's training checkpoints are so here too, and unless
     `keeps_inputs` is asked for, the inputs of LoRA layers are computed anew with them.
     """
-    taps = Taps(model, blocks, keeps_inputs)
+    taps = Taps(model, blocks, layouts, keeps_inputs=keeps_inputs)
     with ExitStack() as hooks:
         for index, block in enumerate(blocks):  # before the user's hooks, which may change outputs
             handle = block.layer.register_forward_hook(partial(taps.hear, index), prepend=True)

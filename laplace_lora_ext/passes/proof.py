@@ -83,15 +83,15 @@ def _reached(
     of_logits = positions.logits_of(words).to(graph.logits)
     vectors = of_logits[..., None] * vector.to(graph.logits)
 
-    def note(seeds: slice, index: int, arrived: Arrived) -> None:
-        block, sites = blocks[index], _sites(graph, blocks, index)
-        for call, (_, of_call) in arrived.items():
-            place = graph.calls[index].index(call)
-            finite.append((block.name, torch.isfinite(of_call).all()))
-            rows = of_call.detach().any(-1)
+    def note(arrived: Arrived) -> None:
+        sites = _sites(graph, blocks, arrived.index)
+        for call, gradients in zip(arrived.calls, arrived.gradients, strict=True):
+            site = sites[graph.calls[arrived.index].index(call)]
+            finite.append((call.layer, torch.isfinite(gradients).all()))
+            rows = gradients.detach().any(-1)
             rows = rows.reshape(len(rows), n_examples, -1)
             none = rows.new_zeros(n_seeds, *rows.shape[1:])
-            reached.setdefault(sites[place], none)[seeds] |= rows
+            reached.setdefault(site, none)[arrived.seeds] |= rows
 
     graph.back_propagate(vectors, graph.seeds_at_once, note, retain_graph=True)
     for (name, _), is_finite in zip(finite, read([flag for _, flag in finite]), strict=True):

@@ -1,53 +1,30 @@
-"""Records a forward pass, and brings back inputs and gradients of its LoRA layers by example."""
+"""A recorded batch: backward passes bring visitors inputs and gradients of layers by example."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from laplace_lora_ext.messages import naming
-from laplace_lora_ext.models.batches import Positions, number_of_rows, part_of
-from laplace_lora_ext.models.locks import unfused_attention
-from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.batches import Positions
 from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.passes.graph import Arrived, Graph, Taps, tapped
-from laplace_lora_ext.passes.proof import is_proven
-
-# What models raise on inputs that are no example, or not alone.
-_NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
-
-Directions = Callable[[torch.Tensor], torch.Tensor]
-"""Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
-
-
-def every_output(logits: torch.Tensor) -> torch.Tensor:
-    """Each output by itself."""
-    n_examples, n_outputs = logits.shape
-    return torch.eye(n_outputs).to(logits)[:, None].expand(-1, n_examples, -1)
+from laplace_lora_ext.passes.graph import Arrived, Graph
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Inputs of one layer and gradients of its outputs, by example, in the statistics' dtype.
+    """Says which positions the rows of a layer's calls are, one call after the other."""
 
-    The examples are those of the batch, or one of them where they come one at a time.
-    """
-
-    index: int  # of the block
-    a: torch.Tensor  # inputs `(B, T, n)`; T counts the positions of all calls of the layer
-    g: torch.Tensor  # gradients of outputs `(S, B, T, m)`; none where inputs are visited alone
-    lengths: Sequence[int]  # positions of each call
+    lengths: list[int]  # positions of each call
     positions: Positions | None  # None where rows of other examples are among them
-    example: int | None = None  # its number, where they come one at a time
-    seeds: slice | None = None  # which of the vectors g belongs to
 
-    def valid(self) -> torch.Tensor | None:
-        """`(B, T)` booleans, false at padding; None where nothing is padded.
+    def valid(self, x: torch.Tensor) -> torch.Tensor:
+        """Select the rows `(N, d)` of `(S, B, T, d)` that are no padding.
 
         A `NotImplementedError` if the mask can't be applied to the layer's rows.
         """
@@ -58,14 +35,62 @@ class Rows:
             )
         masks = [self.positions.valid(length) for length in self.lengths]
         if all(mask is None for mask in masks):
-            return None
-        everywhere = torch.ones(self.a.shape[:2], dtype=torch.bool, device=self.a.device)
-        of_calls = zip(everywhere.split(list(self.lengths), dim=1), masks, strict=True)
-        return torch.cat([call if mask is None else mask.to(call) for call, mask in of_calls], 1)
+            return x.flatten(0, 2)
+        everywhere = torch.ones(x.shape[1:3], dtype=torch.bool, device=x.device)
+        of_calls = everywhere.split(self.lengths, dim=1)
+        is_valid = torch.cat(
+            [
+                call if mask is None else mask.to(call)
+                for call, mask in zip(of_calls, masks, strict=True)
+            ],
+            dim=1,
+        )
+        return x[:, is_valid].flatten(0, 1)
 
 
 @dataclass(frozen=True)
-class _Part:
+class Inputs:
+    """One call's inputs, in the statistics' dtype, of blocks whose layers were given the same."""
+
+    indices: list[int]  # of the blocks
+    a: torch.Tensor  # `(B, T, n)`
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A block's inputs and gradients of its outputs, by example, in the statistics' dtype.
+
+    The examples are those of the batch, or one of them where they come one at a time.
+    """
+
+    index: int  # of the block
+    a: torch.Tensor  # inputs `(B, T, n)`; T counts the positions of all calls of the layer
+    g: torch.Tensor  # scaled gradients of outputs `(S, B, T, m)`
+    rows: Rows
+    example: int | None  # its number, where they come one at a time
+    seeds: slice  # which of the vectors g belongs to
+
+    def of_weight(self) -> torch.Tensor:
+        """Compute the gradients `Σ_t g_t a_tᵀ` of the weight, `(S, B, m, n)`."""
+        return torch.einsum("bti,sbto->sboi", self.a, self.g)
+
+
+class Visitor:
+    """Takes what a recorded batch brings to each block."""
+
+    sees_inputs = False  # whether `inputs` is called, before any gradients
+
+    def inputs(self, inputs: Inputs) -> None:
+        """Take the inputs of one call, of all blocks that share them."""
+
+    def gradients(self, gradients: Gradients) -> None:
+        """Take a block's gradients of one or more seeds."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Part:
     """Examples that are back-propagated together: those of the batch, or one of them."""
 
     graph: Graph
@@ -74,21 +99,27 @@ class _Part:
     logits: torch.Tensor | None = None  # `(N,)` booleans: the example's own among the batch's
 
     def vectors(self, of_batch: torch.Tensor) -> torch.Tensor:
-        """`(S, N, C)` vectors for the logits of the graph."""
+        """Select or blank out the `(S, N, C)` vectors for the logits of the graph."""
         if self.logits is None:
             return of_batch
-        in_batch = self.positions is None
-        return of_batch * self.logits[:, None] if in_batch else of_batch[:, self.logits]
+        if self.positions is None:
+            return of_batch * self.logits[:, None]
+        return of_batch[:, self.logits]
 
-    def weights(self, of_batch: torch.Tensor | None) -> torch.Tensor | None:
-        """`(S, B)` weights of its examples."""
-        if of_batch is None or self.example is None or of_batch.shape[1] == 1:
+    def weights(self, of_batch: torch.Tensor) -> torch.Tensor:
+        """Select the `(S, B)` weights of its examples."""
+        if self.example is None or of_batch.shape[1] == 1:
             return of_batch
         return of_batch[:, [self.example]]
 
+    @property
+    def n_examples(self) -> int:
+        """The number of examples, one if the graph is of others too."""
+        return 1 if self.positions is None else self.positions.n_examples
+
 
 class Recording:
-    """A batch whose LoRA layers are recorded; made by `record`.
+    """A batch whose LoRA layers are recorded; made by `Recorder.record`.
 
     No parameter needs to require grad: the outputs of the first layers are the leaves of the
     graph. Nothing is added to any `.grad`. Where examples come one at a time, all layers are
@@ -96,174 +127,86 @@ class Recording:
     """
 
     def __init__(
-        self, logits: torch.Tensor, blocks: Sequence[Block], parts: Callable[[], Iterable[_Part]]
+        self,
+        logits: torch.Tensor,
+        blocks: Sequence[Block],
+        parts: Callable[[], Iterable[Part]],
+        create_graph: bool,
     ) -> None:
         self.logits = logits  # (B, C)
         self._blocks = blocks
         self._parts = parts
+        self._create_graph = create_graph
 
     def backward(
         self,
         vectors: torch.Tensor,
-        weights: torch.Tensor | None,
-        visit: Callable[[Rows], None],
+        visitor: Visitor,
         *,
-        visit_inputs: Callable[[list[int], Rows], None] | None = None,
+        weights: torch.Tensor | None = None,
         at_once: int | None = None,
-        create_graph: bool = False,
     ) -> None:
-        """Back-propagate `Seeds`, and visit each layer with its inputs and scaled gradients.
+        """Back-propagate `(S, B, C)` vectors, and bring what each layer gets to a visitor.
 
-        Without weights, gradients are not scaled. `visit_inputs` is called before, with the inputs
-        of each call of the layers of some blocks: those whose layers were given the same tensors,
-        as `lora_A` of query, key and value projections are, come together. A pass takes `at_once`
-        vectors, by default one, unless so few rows go through the layers that more are faster.
+        Gradients are scaled by `(S, B)` weights. A pass takes `at_once` vectors, by default one,
+        unless so few rows go through the layers that more are faster.
         """
         for part in self._parts():
-            if visit_inputs is not None:
-                self._visit_inputs(part, visit_inputs)
+            if visitor.sees_inputs:
+                self._visit_inputs(part, visitor)
+            of_part = None if weights is None else part.weights(weights)
             part.graph.back_propagate(
                 part.vectors(vectors),
                 at_once or part.graph.seeds_at_once,
-                partial(self._deliver, part, part.weights(weights), visit),
-                retain_graph=create_graph or part.positions is None,
-                create_graph=create_graph,
+                partial(self._visit_gradients, part, of_part, visitor),
+                retain_graph=self._create_graph or part.positions is None,
+                create_graph=self._create_graph,
             )
             del part  # before the next one is recorded
 
     @torch.no_grad()
-    def _visit_inputs(self, part: _Part, visit: Callable[[list[int], Rows], None]) -> None:
+    def _visit_inputs(self, part: Part, visitor: Visitor) -> None:
+        # Query, key and value projections, say, are given the same tensor.
         sharing: dict[tuple[Any, ...], list[int]] = {}
         for index, block in enumerate(self._blocks):
-            inputs = (id(call.inputs) for call in part.graph.calls[index])
-            sharing.setdefault((block.statistics_dtype, *inputs), []).append(index)
+            tensors = (id(call.inputs) for call in part.graph.calls[index])
+            sharing.setdefault((block.statistics_dtype, *tensors), []).append(index)
         for indices in sharing.values():
+            block = self._blocks[indices[0]]
             for call in part.graph.calls[indices[0]]:
                 assert call.inputs is not None  # `record` was asked to keep them
-                with self._mathematics(indices[0], call.inputs.device):
-                    visit(indices, self._rows(part, indices[0], [call.inputs], []))
+                with _mathematics(block, call.inputs.device):
+                    a = call.inputs.reshape(part.n_examples, -1, call.inputs.shape[-1])
+                    a = a.to(block.statistics_dtype)
+                    rows = Rows([a.shape[1]], part.positions)
+                    visitor.inputs(Inputs(indices, a, rows))
 
-    def _deliver(
-        self,
-        part: _Part,
-        weights: torch.Tensor | None,
-        visit: Callable[[Rows], None],
-        seeds: slice,
-        index: int,
-        arrived: Arrived,
+    def _visit_gradients(
+        self, part: Part, weights: torch.Tensor | None, visitor: Visitor, arrived: Arrived
     ) -> None:
         """Arrange a layer's inputs and gradients by example, join its calls, and scale."""
-        inputs = [inputs for inputs, _ in arrived.values()]
-        gradients = [gradient for _, gradient in arrived.values()]
-        with self._mathematics(index, gradients[0].device):
-            rows = replace(self._rows(part, index, inputs, gradients), seeds=seeds)
-            if weights is not None:
-                rows = replace(rows, g=rows.g * weights[seeds, :, None, None].to(rows.g))
-            visit(rows)
-
-    def _rows(
-        self,
-        part: _Part,
-        index: int,
-        inputs: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-    ) -> Rows:
-        """Inputs and gradients of a layer's calls by example, one call after the other."""
-        block = self._blocks[index]
-        n_examples = 1 if part.positions is None else part.positions.n_examples
-        a = [rows.reshape(n_examples, -1, rows.shape[-1]) for rows in inputs]
-        g = [rows.reshape(len(rows), n_examples, -1, rows.shape[-1]) for rows in gradients]
-        lengths = [rows.shape[1] for rows in a]
+        block = self._blocks[arrived.index]
         dtype = block.statistics_dtype
-        of_layer = _joined(a, dtype), _joined(g, dtype)
-        return Rows(index, *of_layer, lengths, part.positions, part.example)
+        n_seeds = arrived.seeds.stop - arrived.seeds.start
+        n, m = part.n_examples, arrived.gradients[0].shape[-1]
+        with _mathematics(block, arrived.gradients[0].device):
+            inputs = [each.reshape(n, -1, each.shape[-1]) for each in arrived.inputs]
+            a = _joined(inputs).to(dtype)
+            gradients = [each.reshape(n_seeds, n, -1, m) for each in arrived.gradients]
+            g = _joined(gradients).to(dtype)
+            if weights is not None:
+                g = g * weights[arrived.seeds, :, None, None].to(g)
+            rows = Rows([each.shape[1] for each in inputs], part.positions)
+            visitor.gradients(Gradients(arrived.index, a, g, rows, part.example, arrived.seeds))
 
-    @contextmanager
-    def _mathematics(self, index: int, device: torch.device) -> Iterator[None]:
-        """Full precision within; what goes wrong names the layer."""
-        name = f"LoRA layer {self._blocks[index].name}"
-        with naming(name), torch.autocast(device.type, enabled=False):
-            yield
 
-
-def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Positions of several calls, one after the other; nothing where there is none."""
-    if not parts:
-        return torch.empty(0, dtype=dtype)
-    return (parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-2)).to(dtype)
+def _joined(of_calls: list[torch.Tensor]) -> torch.Tensor:
+    """Join the positions of several calls, one after the other."""
+    return of_calls[0] if len(of_calls) == 1 else torch.cat(of_calls, dim=-2)
 
 
 @contextmanager
-def record(
-    model: LogitsModel,
-    blocks: Sequence[Block],
-    x: Any,
-    create_graph: bool = False,
-    keeps_inputs: bool = False,
-) -> Iterator[Recording]:
-    """Run the model on a batch and record the calls of the blocks' layers.
-
-    Where the rows of some layer were not each example's own, as in DeBERTa or where a router picks
-    them, examples are recorded one at a time. One whose logits are others than in the batch is
-    back-propagated through the batch.
-
-    With `create_graph`, gradients can be differentiated: torch's attention then runs without its
-    fused kernels, which have no second derivatives, and nothing is checkpointed. Otherwise layers
-    that the user's training checkpoints are checkpointed here too; who visits inputs before
-    gradients asks for their being kept.
-
-    Within the `with` block the model is in evaluation mode, and no parameter requires grad. A
-    `RuntimeError` if the logits carry no gradient to the layers that were called; a `ValueError` if
-    a number is not finite.
-    """
-    attention = unfused_attention() if create_graph else nullcontext()
-    listening = tapped(model, blocks, checkpointed=not create_graph, keeps_inputs=keeps_inputs)
-    with (
-        model.prepared(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        attention,
-        listening as taps,
-    ):
-        part = _whole(model, blocks, taps, x)
-        if part is not None:
-            yield Recording(part.graph.logits, blocks, lambda: [part])
-        else:
-            with torch.set_grad_enabled(create_graph):
-                logits = model(x)
-            yield Recording(logits, blocks, partial(_one_at_a_time, model, taps, x, logits))
-
-
-def _whole(model: LogitsModel, blocks: Sequence[Block], taps: Taps, x: Any) -> _Part | None:
-    """The batch as one part, unless its rows are not proven to be each example's own."""
-    layouts = model.layouts
-    if layouts.examples_apart and number_of_rows(x) != 1:
-        return None
-    graph = taps.run(x)
-    positions = model.positions(x, len(graph.logits))
-    if is_proven(graph, blocks, positions, layouts.proven):
-        return _Part(graph, positions)
-    layouts.examples_apart = True
-    return None
-
-
-def _one_at_a_time(model: LogitsModel, taps: Taps, x: Any, logits: torch.Tensor) -> Iterator[_Part]:
-    """Each example by itself, or through the batch if it has other logits there, or only there."""
-    positions, of_batch = model.positions(x, len(logits)), None
-    itself = torch.eye(positions.n_examples, dtype=torch.bool, device=logits.device)
-    for number, own in enumerate(positions.logits_of(itself)):
-        if not own.any():  # a text without a label
-            continue
-        example = part_of(x, slice(number, number + 1), len(itself))
-        graph, alone = None, logits.detach().clone()
-        try:
-            graph = taps.run(example)
-            alone[own] = graph.logits.detach()
-        except _NO_EXAMPLE:
-            alone.fill_(torch.nan)
-        if graph is not None and model.agree(logits.detach(), alone):
-            yield _Part(graph, model.positions(example, len(graph.logits)), number, own)
-        else:
-            of_batch = of_batch or taps.run(x)
-            yield _Part(of_batch, None, number, own)
-        del graph
+def _mathematics(block: Block, device: torch.device) -> Iterator[None]:
+    """Compute in full precision within, and name the block's layer where something goes wrong."""
+    with naming(f"LoRA layer {block.name}"), torch.autocast(device.type, enabled=False):
+        yield

@@ -11,7 +11,7 @@ from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.locks import exclusive, without_autocast
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import Values, called_with, check_in_place
-from laplace_lora_ext.passes.recording import Directions, every_output
+from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES, shared_noise
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, uncorrelated
 

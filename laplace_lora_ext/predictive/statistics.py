@@ -11,9 +11,8 @@ from laplace_lora_ext.curvature.block import DecomposedBlock
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed, Spectrum
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.locks import as_tensor, cpu_as_default, without_autocast
-from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.passes.derivatives import in_parts, visit_jacobians
+from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.predictive.data_sets import Columns
 from laplace_lora_ext.predictive.moments import MixtureMoments, Moments
 from laplace_lora_ext.processes.shards import stacked
@@ -171,7 +170,7 @@ class MixtureStatistics:
 class LowRankPosterior(Protocol):
     """What statistics need of a fitted `LowRankKronLoRALaplace`."""
 
-    model: LogitsModel
+    recorder: Recorder
     blocks: list[Block]
     trained_likelihood: Likelihood
     n_outputs: int
@@ -210,7 +209,7 @@ def statistics_of_batch(
             by_block[index] = _projected(la.H.blocks[index], jacobian)
 
         with torch.autocast(la.blocks[0].device.type, enabled=False):
-            f_mu = visit_jacobians(la.model, la.blocks, part, project)
+            f_mu = la.recorder.visit_jacobians(part, project)
         in_order = [by_block[index].to(f_mu.device) for index in range(n_blocks)]
         # All blocks together: each copy from an accelerator waits for the work there.
         projections = torch.cat([each.projections for each in in_order], dim=2)
@@ -228,7 +227,7 @@ def statistics_of_batch(
         )
 
     n_examples = None if y is None else len(y)
-    parts = in_parts(la.model, X, la.n_outputs, of_part, n_examples)
+    parts = la.recorder.in_parts(X, la.n_outputs, of_part, n_examples)
     return parts[0].of(stacked([part.columns for part in parts]))
 
 

@@ -8,7 +8,9 @@ from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
 from torch import nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
+from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.passes.recorder import Recorder
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -36,7 +38,8 @@ def flat_net() -> nn.Sequential:
 def ours(backend, X, y, likelihood="classification"):
     net = LinearNet()
     blocks = [Block("down", "lora_A", "own", net.down), Block("up", "lora_B", "own", net.up)]
-    curvature = backend(net, likelihood, blocks=blocks, rank=10, kfac_approx="expand")
+    recorder = Recorder(LogitsModel(net), blocks)
+    curvature = backend(net, likelihood, recorder=recorder, rank=10, kfac_approx="expand")
     return curvature.kron(X, y, N=len(X))
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.checks import inspected
+from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.dense import assert_exact
 from tests.support.models import OfMapping, Sorting, TwoLinear, pairs, plain_model, with_lora
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, count_forward_passes, make
@@ -163,6 +164,7 @@ def test_where_a_pass_of_somebody_else_fails_no_hook_is_left_and_the_reason_name
     model, (X, _) = LogitsModel(plain_model()), pairs()[0]
     model.register_forward_hook(lambda *_: None)  # a user's own
     X, before, shapes = X * factor, hooks_of(model), []
+    recorder = Recorder(model, find_blocks(model.model))
 
     def passes() -> None:
         model.model.second.register_forward_hook(lambda *_: None)
@@ -172,7 +174,7 @@ def test_where_a_pass_of_somebody_else_fails_no_hook_is_left_and_the_reason_name
 
     with (
         pytest.raises((ValueError, torch.linalg.LinAlgError), match=message),
-        inspected(model, find_blocks(model.model), X, lambda logits: shapes.append(logits.shape)),
+        inspected(recorder, X, lambda logits: shapes.append(logits.shape)),
     ):
         passes()
     assert hooks_of(model) == before

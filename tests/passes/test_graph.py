@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.passes.derivatives import jacobians
 from laplace_lora_ext.passes.graph import Graph
+from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.dense import jacobians as dense_jacobians
 from tests.support.models import pairs, ragged_batches, with_lora
 from tests.support.posteriors import fitted, make
@@ -34,11 +34,11 @@ class Overwriting(nn.Module):
 
 def test_a_model_that_overwrites_what_its_layers_were_given_is_refused():
     model, (x, _) = with_lora(Overwriting(), "first"), pairs()[0]
-    Js, _ = jacobians(LogitsModel(model), find_blocks(model), x)
+    Js, _ = Recorder(LogitsModel(model), find_blocks(model)).jacobians(x)
     torch.testing.assert_close(Js, dense_jacobians(model, x))
     model.overwrites = True
     with pytest.raises(NotImplementedError, match=r"overwrites .* first\.lora_A.*target_modules"):
-        jacobians(LogitsModel(model), find_blocks(model), x)
+        Recorder(LogitsModel(model), find_blocks(model)).jacobians(x)
 
 
 def test_hooks_of_the_users_own_are_part_of_the_model():
@@ -46,7 +46,7 @@ def test_hooks_of_the_users_own_are_part_of_the_model():
     for block in find_blocks(model):
         block.layer.register_forward_hook(lambda *called: 1.5 * called[-1])
         block.layer.register_forward_pre_hook(lambda _, args: (args[0].sin(),))
-    Js, _ = jacobians(LogitsModel(model), find_blocks(model), x)
+    Js, _ = Recorder(LogitsModel(model), find_blocks(model)).jacobians(x)
     torch.testing.assert_close(Js, dense_jacobians(model, x))
 
 
@@ -71,7 +71,7 @@ class CalledTwice(nn.Module):
 
 def test_calls_without_a_gradient_hold_back_no_other_call():
     model, (x, _) = with_lora(CalledTwice(), "first"), pairs()[0]
-    Js, _ = jacobians(LogitsModel(model), find_blocks(model), x)
+    Js, _ = Recorder(LogitsModel(model), find_blocks(model)).jacobians(x)
     weights = [block.weight.requires_grad_() for block in find_blocks(model)]
     rows = [torch.autograd.grad(f, weights, retain_graph=True) for f in model(x).flatten()]
     expected = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
@@ -143,8 +143,8 @@ def test_kernels_that_write_into_their_arguments_take_one_seed_at_a_time(n_token
         probabilities = expected(x, link_approx=link_approx)
         torch.testing.assert_close(ours(x, link_approx=link_approx), probabilities)
     # What was found out once is remembered: no further pass is tried in vain.
-    assert ours.model.layouts.seeds_apart
-    assert not expected.model.layouts.seeds_apart
+    assert ours.recorder.layouts.seeds_apart
+    assert not expected.recorder.layouts.seeds_apart
 
 
 def test_no_graph_waits_for_the_garbage_collector(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_lora_ext.models.logits_model import Layouts
+from laplace_lora_ext.passes.graph import Layouts
 from tests.compatibility.examples import together
 from tests.compatibility.families import CLASSIFIER, FAMILIES
 from tests.support.dense import jacobians
@@ -111,12 +111,12 @@ def test_texts_are_proven_at_larger_sizes_and_other_inputs_every_time(passes):
     sizes = [3, 2, 3, 1, 4, 7, 8, 5, 2]
     found = [proofs_of(la, {k: v[:n] for k, v in batch.items()}, passes) for n in sizes]
     assert found == [1, 0, 0, 0, 1, 0, 1, 0, 0]
-    la.model.layouts = Layouts()
+    la.recorder.layouts = Layouts()
     assert [proofs_of(la, {k: v[:n] for k, v in batch.items()}, passes) for n in (8, 2)] == [1, 0]
-    known = la.model.layouts
+    known = la.recorder.layouts
     copies = copy.deepcopy(known), pickle.loads(pickle.dumps(known))
     for layouts, n_proofs in ((copies[0], 0), (copies[1], 0), (Layouts(), 1)):
-        la.model.layouts = layouts
+        la.recorder.layouts = layouts
         assert proofs_of(la, batch, passes) == n_proofs
     embedded = la.model.transformer.get_input_embeddings()(batch["input_ids"]).detach()
     inputs = {"inputs_embeds": embedded, "attention_mask": batch["attention_mask"]}

@@ -6,7 +6,7 @@ from torch import nn
 
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.passes.derivatives import jacobians as library_jacobians
+from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.dense import EXACT, assert_exact, jacobians
 from tests.support.models import Detour, Sorting, TwoLinear, pairs, ragged_batches, with_lora
 from tests.support.posteriors import count_forward_passes, fitted, generator, make
@@ -47,7 +47,7 @@ def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(kind
     model, ((X, _),) = with_lora(kind(), *layers), pairs()
     combined = torch.randn(number, len(X), 3, generator=torch.Generator().manual_seed(5)).double()
     blocks = find_blocks(model)
-    Js, _ = library_jacobians(LogitsModel(model), blocks, X, directions=lambda _: combined)
+    Js, _ = Recorder(LogitsModel(model), blocks).jacobians(X, lambda _: combined)
     expected = torch.einsum("sbc,bcp->bsp", combined, jacobians(model, X))
     torch.testing.assert_close(Js, expected, **EXACT)
 
@@ -58,7 +58,7 @@ def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(kind
 @pytest.fixture
 def small(monkeypatch):
     """Two texts of seven tokens with three outputs go at once."""
-    monkeypatch.setattr("laplace_lora_ext.passes.derivatives._ON_CPU", 2 * 7 * 3)
+    monkeypatch.setattr("laplace_lora_ext.passes.recorder._ON_CPU", 2 * 7 * 3)
 
 
 def facts(la, batch):
@@ -93,7 +93,7 @@ def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
     la = make(with_lora(Normalized(), "first", "second"))
     la.fit([(X, y)])
     whole = la.predictive_moments(X)
-    monkeypatch.setattr("laplace_lora_ext.passes.derivatives._ON_CPU", 2 * 3)
+    monkeypatch.setattr("laplace_lora_ext.passes.recorder._ON_CPU", 2 * 3)
     torch.testing.assert_close(la.predictive_moments(X), whole, **EXACT)
     statistics = la.predictive_statistics([(X, y)], dtype=torch.float64)
     torch.testing.assert_close(statistics.f_mu, whole.f_mu, **EXACT)

@@ -1,0 +1,280 @@
+"""Records passes of one model through its LoRA layers, and makes Jacobians of its logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+
+from laplace_lora_ext.models.batches import number_of_rows, part_of
+from laplace_lora_ext.models.locks import unfused_attention
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.weights import Block, read
+from laplace_lora_ext.passes.graph import Layouts, Taps, tapped
+from laplace_lora_ext.passes.proof import is_proven
+from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Visitor
+
+# What models raise on inputs that are no example, or not alone.
+_NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
+
+# Rows that go through a layer in one backward pass of all outputs, unless a single example has
+# more: on a CPU, where more are no faster, and on an accelerator.
+_ON_CPU, _AT_ONCE = 768, 2**13
+
+Directions = Callable[[torch.Tensor], torch.Tensor]
+"""Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
+
+
+def every_output(logits: torch.Tensor) -> torch.Tensor:
+    """Return a direction for each output by itself."""
+    n_examples, n_outputs = logits.shape
+    return torch.eye(n_outputs).to(logits)[:, None].expand(-1, n_examples, -1)
+
+
+class Recorder:
+    """Records passes of a model through some blocks' layers, and remembers what they showed.
+
+    A posterior makes one, for its fits and its predictions alike.
+
+    Attributes
+    ----------
+    model : LogitsModel
+    blocks : list of Block
+    layouts : Layouts
+    """
+
+    def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
+        self.model = model
+        self.blocks = list(blocks)
+        self.layouts = Layouts()
+
+    @contextmanager
+    def record(
+        self, batch: Any, *, create_graph: bool = False, keeps_inputs: bool = False
+    ) -> Iterator[Recording]:
+        """Run the model on a batch and record the calls of the blocks' layers.
+
+        Where the rows of some layer were not each example's own, as in DeBERTa or where a router
+        picks them, examples are recorded one at a time. One whose logits are others than in the
+        batch is back-propagated through the batch.
+
+        With `create_graph`, gradients can be differentiated: torch's attention then runs without
+        its fused kernels, which have no second derivatives, and nothing is checkpointed. Otherwise
+        layers that the user's training checkpoints are checkpointed here too; who visits inputs
+        before gradients asks for their being kept.
+
+        Within the `with` block the model is in evaluation mode, and no parameter requires grad. A
+        `RuntimeError` if the logits carry no gradient to the layers that were called; a
+        `ValueError` if a number is not finite.
+        """
+        attention = unfused_attention() if create_graph else nullcontext()
+        listening = tapped(
+            self.model,
+            self.blocks,
+            self.layouts,
+            checkpointed=not create_graph,
+            keeps_inputs=keeps_inputs,
+        )
+        with (
+            self.model.prepared(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            attention,
+            listening as taps,
+        ):
+            whole = self._whole(taps, batch)
+            if whole is not None:
+                logits = whole.graph.logits
+                parts = partial(iter, [whole])
+            else:
+                with torch.set_grad_enabled(create_graph):
+                    logits = self.model(batch)
+                parts = partial(self._one_at_a_time, taps, batch, logits)
+            yield Recording(logits, self.blocks, parts, create_graph)
+
+    def _whole(self, taps: Taps, batch: Any) -> Part | None:
+        """Record the batch as one part, unless its rows are not proven to be each example's own."""
+        layouts = self.layouts
+        if layouts.examples_apart and number_of_rows(batch) != 1:
+            return None
+        graph = taps.run(batch)
+        positions = self.model.positions(batch, len(graph.logits))
+        if is_proven(graph, self.blocks, positions, layouts.proven):
+            return Part(graph, positions)
+        layouts.examples_apart = True
+        return None
+
+    def _one_at_a_time(self, taps: Taps, batch: Any, logits: torch.Tensor) -> Iterator[Part]:
+        """Record each example by itself, or through the batch if it has other logits there."""
+        positions = self.model.positions(batch, len(logits))
+        of_batch = None
+        itself = torch.eye(positions.n_examples, dtype=torch.bool, device=logits.device)
+        for number, own in enumerate(positions.logits_of(itself)):
+            if not own.any():  # a text without a label
+                continue
+            example = part_of(batch, slice(number, number + 1), positions.n_examples)
+            graph = None
+            alone = logits.detach().clone()
+            try:
+                graph = taps.run(example)
+                alone[own] = graph.logits.detach()
+            except _NO_EXAMPLE:  # it may only exist in the batch
+                alone.fill_(torch.nan)
+            if graph is not None and self.model.agree(logits.detach(), alone):
+                positions_alone = self.model.positions(example, len(graph.logits))
+                yield Part(graph, positions_alone, number, own)
+            else:
+                of_batch = of_batch or taps.run(batch)
+                yield Part(of_batch, None, number, own)
+            del graph  # before the next example is recorded
+
+    def visit_jacobians(
+        self,
+        batch: Any,
+        visit: Callable[[int, torch.Tensor], None],
+        directions: Directions = every_output,
+        enable_backprop: bool = False,
+    ) -> torch.Tensor:
+        """Make Jacobians block by block, by one forward and one batched backward pass.
+
+        `visit` receives a block's index and its Jacobian `(B, C, r, d)`, small side first, 0 where
+        the logits don't depend on the block. Only one is in memory at a time, unless examples come
+        one at a time; that all are finite is known at the end. The method returns the logits
+        `(B, C)`. With other `directions`, Jacobians are those of S combinations of the logits, in
+        place of C. With `enable_backprop`, Jacobians and logits are differentiable in the inputs.
+        Errors are those of `record`.
+        """
+        with self.record(batch, create_graph=enable_backprop) as recording:
+            logits = recording.logits
+            vectors = directions(logits.detach())
+            visitor = _Jacobians(self.blocks, len(logits), len(vectors), visit)
+            recording.backward(vectors, visitor, at_once=len(vectors))
+            visitor.finish()
+        return logits if enable_backprop else logits.detach()
+
+    def jacobians(
+        self,
+        batch: Any,
+        directions: Directions = every_output,
+        enable_backprop: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make Jacobians `(B, C, parameters)` of the logits in all weights, and the logits.
+
+        With other `directions` they are `(B, S, parameters)`.
+        """
+        of_blocks: dict[int, torch.Tensor] = {}
+        device = self.model.device
+
+        def keep(index: int, jacobian: torch.Tensor) -> None:
+            weights = self.blocks[index].small_side_first(jacobian)
+            of_blocks[index] = weights.flatten(-2).to(device)
+
+        f = self.visit_jacobians(batch, keep, directions, enable_backprop)
+        in_order = [of_blocks[index] for index in range(len(self.blocks))]
+        return torch.cat(in_order, dim=-1), f
+
+    def in_parts(
+        self,
+        batch: Any,
+        n_outputs: int,
+        evaluate: Callable[[Any, slice], Any],
+        n_examples: int | None = None,
+    ) -> list[Any]:
+        """Evaluate a few examples at a time, or the whole batch where parts differ from it.
+
+        Windows of texts, say, lie in rows of their own: parts then have another number of logits
+        than of rows. Logits may also depend on the other examples, as where a model normalises a
+        batch.
+
+        `evaluate` takes a part, and its place in the batch; what it returns has their logits
+        `f_mu`. `n_outputs` vectors are back-propagated at once. Where labels tell `n_examples`,
+        inputs with another number of rows stay undivided.
+        """
+        n_rows = number_of_rows(batch)
+        at_once = _ON_CPU if self.model.device.type == "cpu" else _AT_ONCE
+        size = max(1, at_once // max(1, n_outputs * _n_positions(batch)))
+        if n_rows is None or n_rows <= size or n_examples not in (None, n_rows):
+            return [evaluate(batch, slice(None))]
+        n_parts = -(-n_rows // size)
+        results: list[Any] = []
+        for places in torch.arange(n_rows).tensor_split(n_parts):
+            place = slice(int(places[0]), int(places[-1]) + 1)
+            results.append(evaluate(part_of(batch, place, n_rows), place))
+            if len(results[-1].f_mu) != len(places):
+                return [evaluate(batch, slice(None))]
+        # Where rows are proven to be each example's own, no other example can count.
+        if self.layouts.examples_apart:
+            with self.model.prepared(), torch.no_grad():
+                whole = self.model(batch)
+            f_mu = torch.cat([result.f_mu for result in results])
+            if not self.model.agree(whole, f_mu.to(whole)):
+                return [evaluate(batch, slice(None))]
+        return results
+
+
+class _Jacobians(Visitor):
+    """Completes each block's Jacobian, whose examples and seeds may come one at a time."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        n_examples: int,
+        n_seeds: int,
+        visit: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        self._blocks = blocks
+        self._size = torch.Size((n_examples, n_seeds))
+        self._visit = visit
+        self._incomplete: dict[int, torch.Tensor] = {}
+        self._n_rows: Counter[int] = Counter()  # of them that are there, by block
+        self._sums: dict[int, torch.Tensor] = {}  # of complete ones, to see if they are finite
+
+    def gradients(self, gradients: Gradients) -> None:
+        index = gradients.index
+        jacobian = gradients.of_weight().transpose(0, 1)
+        if jacobian.shape[:2] == self._size:
+            self._complete(index, jacobian)
+            return
+        if index not in self._incomplete:  # some examples may not reach the layer
+            self._incomplete[index] = self._zeros(index)
+        examples = slice(None)
+        if gradients.example is not None:
+            examples = slice(gradients.example, gradients.example + 1)
+        self._incomplete[index][examples, gradients.seeds] = jacobian
+        self._n_rows[index] += jacobian.shape[:2].numel()
+        if self._n_rows[index] == self._size.numel():
+            self._complete(index, self._incomplete.pop(index))
+
+    def finish(self) -> None:
+        """Complete the Jacobians that some or all gradients never reached; check all."""
+        for index in range(len(self._blocks)):
+            if index in self._incomplete:
+                self._complete(index, self._incomplete.pop(index))
+            elif index not in self._sums:
+                self._complete(index, self._zeros(index))
+        sums = read(list(self._sums.values()))
+        for index, total in zip(self._sums, sums, strict=True):
+            if not isfinite(total):
+                raise ValueError(f"LoRA layer {self._blocks[index].name}: non-finite gradients")
+
+    def _complete(self, index: int, jacobian: torch.Tensor) -> None:
+        self._sums[index] = jacobian.detach().sum()
+        self._visit(index, self._blocks[index].small_side_first(jacobian))
+
+    def _zeros(self, index: int) -> torch.Tensor:
+        block = self._blocks[index]
+        shape = (*self._size, *block.shape)
+        return block.values.new_zeros(shape, dtype=block.statistics_dtype)
+
+
+def _n_positions(batch: Any) -> int:
+    """Count the tokens of an example, where they can be seen."""
+    tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2 or tokens.is_floating_point():
+        return 1
+    return tokens.shape[1:].numel()
