@@ -61,19 +61,21 @@ class LaplaceCallback(TrainerCallback):
         trainer: Any = None,
         **options: Any,
     ) -> None:
-        self._needed = required_data(method) if method else []  # refuses other names
+        # Other names are refused here, before any training.
+        self._needed = required_data(method) if method else []
         if method == _TRAINS and trainer is None:
             raise ValueError(f'method="{_TRAINS}" trains again: pass trainer=trainer.')
         self.la: LoRALaplace | None = None
         self.history: TuningHistory | None = None
-        self._method, self._trainer = method, trainer
-        self._options = {"likelihood": likelihood, **options}
+        self._method = method
+        self._trainer = trainer
+        self._settings = {"likelihood": likelihood, **options}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what could not be fitted in the end."""
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fit will warn
-            Laplace(kwargs["model"], **self._options)
+            Laplace(kwargs["model"], **self._settings)
         if not isinstance(kwargs["train_dataloader"].dataset, Sized):
             raise ValueError("A posterior needs all training data: give these a length.")
         if "val_loader" in self._needed and not args.do_eval:
@@ -84,23 +86,15 @@ class LaplaceCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Fit the trained model."""
-        loaders = {"train_loader": kwargs["train_dataloader"]}
+        data: dict[str, Any] = {"train_loader": _once(kwargs["train_dataloader"], args)}
         if kwargs.get("eval_dataloader") is not None:
-            loaders["val_loader"] = kwargs["eval_dataloader"]
-        data: dict[str, Any] = {
-            name: in_order(each.dataset, args.per_device_eval_batch_size, each.collate_fn)
-            for name, each in loaders.items()
-        }
+            data["val_loader"] = _once(kwargs["eval_dataloader"], args)
+        shown = state.is_world_process_zero and not args.disable_tqdm
         with same_random_states():
-            la: Any = Laplace(kwargs["model"], **self._options)
-            shown = state.is_world_process_zero and not args.disable_tqdm
+            la = Laplace(kwargs["model"], **self._settings)
             la.fit(data["train_loader"], progress_bar=shown)
-            default = "marglik" if la.trained_likelihood.is_gaussian else "agreement"
-            method = self._method or default
-            needed = {name: data[name] for name in required_data(method)}
-            if method == _TRAINS:
-                needed = {"trainer": self._trainer}
-            self.la, self.history = la, la.optimize_prior_precision(method=method, **needed)
+            self.la = la
+            self.history = self._choose_prior(la, data)
             figures = {
                 "laplace_evidence": la.log_marginal_likelihood().item(),
                 "laplace_prior_precision": la.prior_precision.mean().item(),
@@ -114,18 +108,44 @@ class LaplaceCallback(TrainerCallback):
         elif state.is_world_process_zero:
             state.log_history.append({**figures, "step": state.global_step})
 
+    def _choose_prior(self, la: LoRALaplace, data: dict[str, Any]) -> TuningHistory:
+        """Choose the prior precision with what the method needs of a trainer's data."""
+        # Agreement compares classes, which a regression has not.
+        default = "marglik" if la.trained_likelihood.is_gaussian else "agreement"
+        method = self._method or default
+        if method == _TRAINS:
+            return la.optimize_prior_precision(method=method, trainer=self._trainer)
+        needed = {name: data[name] for name in required_data(method)}
+        return la.optimize_prior_precision(method=method, **needed)
+
+
+def _once(loader: DataLoader, args: Any) -> DataLoader:
+    """Give a trainer's loader each example once and in order, in batches of evaluation."""
+    return in_order(loader.dataset, args.per_device_eval_batch_size, loader.collate_fn)
+
 
 def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
-    """NLL and ECE on evaluation data; of texts the NLL of a token, of a regression nothing."""
+    """Measure a posterior on evaluation data.
+
+    The figures are its NLL and ECE, of texts the NLL of a token, and of a regression there is none.
+    """
     if la.trained_likelihood.is_gaussian:
         return {}
     if la.likelihood == "language_modeling":
+        return {"eval_laplace_nll": _nll_of_tokens(la, loader)}
+    measured = compare(la, loader).posterior
+    return {
+        "eval_laplace_nll": measured["nll"],
+        "eval_laplace_ece": measured["ece"],
+    }
 
-        def of_batch(batch: Any) -> Columns:
-            scores = la.score(batch)
-            return scores.sums.log_prob, scores.labelled.sum(1)
 
-        log_probs, counts = over_loader(loader, of_batch)
-        return {"eval_laplace_nll": -log_probs.double().sum().item() / counts.sum().item()}
-    found = compare(la, loader).posterior
-    return {f"eval_laplace_{name}": found[name] for name in ("nll", "ece")}
+def _nll_of_tokens(la: Any, loader: DataLoader) -> float:
+    """Compute the mean negative log-likelihood of a token under the posterior predictive."""
+
+    def of_texts(batch: Any) -> Columns:
+        scores = la.score(batch)
+        return scores.sums.log_prob, scores.labelled.sum(1)
+
+    log_probs, counts = over_loader(loader, of_texts)
+    return -log_probs.double().sum().item() / counts.sum().item()

@@ -1,1 +1,1 @@
-"""How to train again: on some examples, with the user's trainer, in an adapter of its own."""
+"""Trains again: on some examples, with the user's trainer, in an adapter of its own."""

@@ -1,11 +1,12 @@
-"""A student: an adapter that learns a posterior's probabilities, and needs no posterior itself."""
+"""Trains a student: an adapter that learns a posterior's probabilities and needs no posterior."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from scipy.optimize import minimize_scalar
 from torch import nn
 from torch.nn.functional import kl_div
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 
 from laplace_lora_ext.models.adapters import (
     add_fresh_adapter,
@@ -102,15 +104,10 @@ def distill(
         raise ValueError("Pass the trainer of the posterior's model: this one has another.")
     folder = Path(trainer.args.output_dir)
     with restored(trainer), own_adapter_back(peft_model):
-        teacher = getattr(la, "members", [la])[0].blocks[0].adapter
-        if peft_model.active_adapter != teacher:
-            peft_model.set_adapter(teacher)
-        add_fresh_adapter(peft_model, adapter_name)
-        of_teacher = own_weights(peft_model, teacher)
-        for name, weight in own_weights(peft_model, adapter_name).items():
-            weight.data.copy_(of_teacher[name].data)
-        records, logits = [], []
+        _add_student(peft_model, _members(la)[0].blocks[0].adapter, adapter_name)
         head = _head(peft_model, adapter_name, la.model.output_size)
+        records: list[Record] = []
+        logits: list[torch.Tensor] = []
         batches = _texts(la.model, trainer, unlabelled, generator)
         for batch in tqdm.tqdm(batches, "[Teacher's probabilities]", disable=not progress_bar):
             records += _taught(la, batch)
@@ -118,9 +115,8 @@ def distill(
                 with la.model.prepared(), torch.no_grad():
                     logits.append(la.model(batch).cpu())
         if head:
-            scale = _best_scale(torch.cat(logits), torch.stack([r[_TEACHER] for r in records]))
-            for weight in head:
-                weight.requires_grad_(False).mul_(scale)
+            targets = torch.stack([record[_TEACHER] for record in records])
+            _scale_and_freeze(head, _best_scale(torch.cat(logits), targets))
         with _without_dropout(peft_model), _teaching(trainer, la.model):
             train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
@@ -128,111 +124,161 @@ def distill(
     return adapter_name
 
 
+def _members(la: Any) -> Sequence[Any]:
+    """List the posteriors of a mixture; any other is alone."""
+    return getattr(la, "members", [la])
+
+
+def _add_student(model: PeftModel, teacher: str, student: str) -> None:
+    """Add an adapter with the weights of the teacher's, and make it the active one."""
+    if model.active_adapter != teacher:
+        model.set_adapter(teacher)
+    add_fresh_adapter(model, student)
+    of_teacher = own_weights(model, teacher)
+    for name, weight in own_weights(model, student).items():
+        weight.data.copy_(of_teacher[name].data)
+
+
 def _head(model: PeftModel, adapter: str, n_outputs: int) -> list[nn.Parameter]:
-    """An adapter's own weights of the layer that makes the logits, if it has any."""
-    own, size = f".modules_to_save.{adapter}.", (n_outputs,)
-    return [w for name, w in model.named_parameters() if own in name and w.shape[:1] == size]
+    """List an adapter's own weights of the layer that makes the logits, if it has any."""
+    return [
+        weight
+        for name, weight in model.named_parameters()
+        if f".modules_to_save.{adapter}." in name and weight.shape[:1] == (n_outputs,)
+    ]
 
 
 def _best_scale(logits: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """The number of which times logits `(N, C)` are nearest to probabilities `(N, C)`."""
+    """Find the factor with which logits `(N, C)` are nearest to probabilities `(N, C)`."""
 
-    def divergence(logarithm: float) -> float:
-        log_p = (logits * math.exp(logarithm)).log_softmax(-1)
+    def divergence(log_scale: float) -> float:
+        log_p = (logits * math.exp(log_scale)).log_softmax(-1)
         return kl_div(log_p, probabilities, reduction="batchmean").item()
 
-    found: Any = minimize_scalar(divergence, bounds=(-math.log(1e3), math.log(10)))
-    return math.exp(found.x)
+    # A posterior may be far less sure than its model, but hardly surer.
+    result = minimize_scalar(divergence, bounds=(-math.log(1e3), math.log(10)))
+    return math.exp(result.x)
+
+
+def _scale_and_freeze(head: list[nn.Parameter], scale: float) -> None:
+    """Multiply the logits of a head, whose weight and bias both scale them."""
+    for weight in head:
+        weight.requires_grad_(False)
+        weight.mul_(scale)
 
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-    rates = [module.p for module in dropouts]
-    for module in dropouts:
+    """Switch dropout off within, whatever mode the model is in."""
+    rates = {module: module.p for module in model.modules() if isinstance(module, nn.Dropout)}
+    for module in rates:
         module.p = 0.0
     try:
         yield
     finally:
-        for module, rate in zip(dropouts, rates, strict=True):
+        for module, rate in rates.items():
             module.p = rate
 
 
 def _texts(
     model: LogitsModel, trainer: Any, unlabelled: Any, generator: torch.Generator | None
 ) -> Iterator[Any]:
-    """Batches without labels: training texts, and more."""
+    """Yield batches without labels: training texts, and more."""
     if isinstance(unlabelled, str) and unlabelled != "swapped":
         raise ValueError(f'unlabelled must be "swapped", texts or None, not {unlabelled!r}.')
-    batches = [model.inputs(b) for _, b in named_batches(loader_of(trainer, trainer.train_dataset))]
-    yield from batches
+    training = list(_inputs(model, loader_of(trainer, trainer.train_dataset)))
+    yield from training
     if isinstance(unlabelled, str):
-        texts = [text for batch in batches if (text := model.text(batch)) is not None]
-        if texts and model.transformer is not None:
-            generator = generator or torch.Generator().manual_seed(0)
-            yield from map(Swapping(texts, model.transformer, generator), texts)
+        yield from _swapped(model, training, generator or torch.Generator().manual_seed(0))
     elif unlabelled is not None:
-        for _, batch in named_batches(loader_of(trainer, unlabelled)):
-            yield model.inputs(batch)
+        yield from _inputs(model, loader_of(trainer, unlabelled))
+
+
+def _inputs(model: LogitsModel, loader: DataLoader) -> Iterator[Any]:
+    """Yield what a model reads of each batch."""
+    for _, batch in named_batches(loader):
+        yield model.inputs(batch)
+
+
+def _swapped(
+    model: LogitsModel, batches: Sequence[Any], generator: torch.Generator
+) -> Iterator[Any]:
+    """Yield copies of batches with tokens of other batches, where a model reads tokens."""
+    texts = [text for batch in batches if (text := model.text(batch)) is not None]
+    if texts and model.transformer is not None:
+        swapping = Swapping(texts, model.transformer, generator)
+        yield from map(swapping, texts)
 
 
 @torch.no_grad()
 def _taught(la: Any, batch: Any) -> Iterator[Record]:
-    """A batch's texts without padding and labels, in main memory, with probabilities to learn."""
+    """Yield a batch's texts, each with the probabilities to learn from it."""
     probabilities = la(batch, link_approx="mean_field")
-    if la.model.class_token_ids is not None:  # the tokens of all answers keep their share
-        log_p = []
-        for member in getattr(la, "members", [la]):
-            with member.model.prepared():
-                log_p.append(member.model.log_probs(batch))
-        others = torch.stack(log_p)[..., -1:].exp().mean(0)
-        probabilities = torch.cat([(1 - others) * probabilities, others], dim=1)
-    mask, labels = batch.get("attention_mask"), {la.model.dict_key_y, "label", "labels"}
+    if la.model.class_token_ids is not None:
+        probabilities = _with_other_tokens(la, batch, probabilities)
+    labels = {la.model.dict_key_y, "label", "labels"}
+    columns = {
+        key: column
+        for key, column in batch.items()
+        if isinstance(column, torch.Tensor) and key not in labels
+    }
     for row, targets in enumerate(probabilities.cpu()):
-        record = {_TEACHER: targets}
-        for key, value in batch.items():
-            if isinstance(value, torch.Tensor) and key not in labels:
-                value = value[row]
-                if mask is not None and value.shape[:1] == mask[row].shape:
-                    value = value[mask[row].bool()]  # without padding
-                record[key] = value.cpu()
-        yield record
+        yield {_TEACHER: targets, **_text(columns, row)}
+
+
+def _with_other_tokens(la: Any, batch: Any, probabilities: torch.Tensor) -> torch.Tensor:
+    """Append what all tokens but the answers have together, `(N, C + 1)`.
+
+    The trained models decide it: `la` shares out the rest among the answers.
+    """
+    of_members = []
+    for member in _members(la):
+        with member.model.prepared():
+            of_members.append(member.model.log_probs(batch)[:, -1:])
+    others = torch.stack(of_members).exp().mean(0)
+    return torch.cat([(1 - others) * probabilities, others], dim=1)
+
+
+def _text(columns: Mapping[str, torch.Tensor], row: int) -> Record:
+    """Take one text out of a batch, without its padding and in main memory."""
+    mask = columns["attention_mask"][row] if "attention_mask" in columns else None
+    record = {}
+    for key, column in columns.items():
+        values = column[row]
+        # What has another length has no padding that the mask tells of.
+        if mask is not None and values.shape[:1] == mask.shape:
+            values = values[mask.bool()]
+        record[key] = values.cpu()
+    return record
 
 
 @contextmanager
 def _teaching(trainer: Any, model: LogitsModel) -> Iterator[None]:
-    """Within, a trainer's steps have a student's loss, and batches of taught texts.
+    """Give a trainer's steps a student's loss within, and batches of taught texts.
 
     What its training reads is changed while it makes its loader and in a step alone, so that
     evaluations between the steps have the user's own loss, collator and columns.
     """
     padding = pad_token(model.transformer) or 0
     students: dict[int, LogitsModel] = {}
-    make_loader, take_step = trainer.get_train_dataloader, trainer.training_step
+    make_loader = trainer.get_train_dataloader
+    take_step = trainer.training_step
 
     def compute_loss(run: Any, inputs: Any, **kwargs: Any) -> torch.Tensor:
+        # The trainer may have wrapped the model, and a `LogitsModel` is costly to make.
+        if id(run) not in students:
+            students[id(run)] = LogitsModel(
+                run, model.class_token_ids, model.dict_key_y, model.mask_token_id
+            )
         targets = inputs.pop(_TEACHER)
-        if id(run) not in students:  # once: the trainer may have wrapped the model
-            answers = model.class_token_ids, model.dict_key_y, model.mask_token_id
-            students[id(run)] = LogitsModel(run, *answers)
         log_p = students[id(run)].log_probs(inputs)
         return kl_div(log_p, targets.to(log_p), reduction="batchmean")
 
-    def collate(records: Sequence[Record]) -> Record:
-        columns = {key: [record[key] for record in records] for key in records[0]}
-        return {
-            key: torch.stack(values)
-            if len({value.shape for value in values}) == 1
-            else pad_sequence(
-                values, batch_first=True, padding_value=padding if key == "input_ids" else 0
-            )
-            for key, values in columns.items()
-        }
-
     def get_train_dataloader() -> Any:
         args = copy(trainer.args)
+        # The trainer knows nothing of the column that a student learns.
         args.remove_unused_columns = False
-        with with_attributes(trainer, args=args, data_collator=collate):
+        with with_attributes(trainer, args=args, data_collator=partial(_collate, padding)):
             return make_loader()
 
     def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -240,8 +286,9 @@ def _teaching(trainer: Any, model: LogitsModel) -> Iterator[None]:
             trainer,
             compute_loss=compute_loss,
             compute_loss_func=None,
+            # With both, the trainer divides the loss by the number of accumulated steps.
             model_accepts_loss_kwargs=False,
-            loss_is_scaled_for_ga=False,  # the trainer divides by accumulated steps
+            loss_is_scaled_for_ga=False,
         ):
             return take_step(*args, **kwargs)
 
@@ -249,3 +296,16 @@ def _teaching(trainer: Any, model: LogitsModel) -> Iterator[None]:
         trainer, get_train_dataloader=get_train_dataloader, training_step=training_step
     ):
         yield
+
+
+def _collate(padding: int, records: Sequence[Record]) -> Record:
+    """Join taught texts to a batch, padded on the right."""
+    batch = {}
+    for key in records[0]:
+        values = [record[key] for record in records]
+        if len({value.shape for value in values}) == 1:
+            batch[key] = torch.stack(values)
+        else:
+            fill = padding if key == "input_ids" else 0
+            batch[key] = pad_sequence(values, batch_first=True, padding_value=fill)
+    return batch

@@ -1,4 +1,4 @@
-"""The user's own trainer, on some of its examples and for a share of its steps."""
+"""Runs the user's own trainer on some of its examples, for a share of its steps."""
 
 from __future__ import annotations
 
@@ -38,23 +38,28 @@ def check_trainer(trainer: Any) -> None:
 
 
 def loader_of(trainer: Any, examples: Any) -> DataLoader:
-    """A trainer's batches of some examples, each once and in order.
+    """Make a trainer's batches of some examples, each once and in order.
 
     They have the columns and the collator of training, and the batch size of evaluation.
     """
     before = trainer.train_dataset
     trainer.train_dataset = examples
     try:
+        # A shuffling loader draws its seed as soon as it is made.
         with same_random_states():
-            made = trainer.get_train_dataloader()
+            of_training = trainer.get_train_dataloader()
     finally:
         trainer.train_dataset = before
-    if len(made.dataset) != len(examples):
+    if len(of_training.dataset) != len(examples):
         raise ValueError(
             "The trainer can't train on some of its examples: its get_train_dataloader must read "
             "self.train_dataset."
         )
-    return in_order(made.dataset, trainer.args.per_device_eval_batch_size, made.collate_fn)
+    return in_order(
+        of_training.dataset,
+        trainer.args.per_device_eval_batch_size,
+        of_training.collate_fn,
+    )
 
 
 def train(
@@ -70,64 +75,97 @@ def train(
     with checkpoints in a folder; one of these is where to go on. Its arguments and data are the
     user's again afterwards, also after an error.
     """
-    args, data = trainer.args, trainer.train_dataset
-    trainer.args = copy(args)
+    args = trainer.args
+    data = trainer.train_dataset
+    trainer.args = _arguments_for(trainer, examples, share_of_steps)
     trainer.args.output_dir = str(folder)
-    if args.max_steps > 0:
-        trainer.args.max_steps = max(1, round(share_of_steps * args.max_steps))
-    else:
-        epochs = share_of_steps * len(data) / len(examples) * args.num_train_epochs
-        trainer.args.num_train_epochs = round(epochs, 9)  # rounding errors would add a step
-    if args.warmup_steps >= 1:  # below 1 it is a share
-        trainer.args.warmup_steps = round(share_of_steps * args.warmup_steps)
     trainer.train_dataset = examples
-    trainer.optimizer = trainer.lr_scheduler = None
-    trainer.model_wrapped = trainer.model  # a wrapper knows the weights that were trained before
+    _forget_optimizer(trainer)
+    # A wrapper knows the weights that were trained before.
+    trainer.model_wrapped = trainer.model
     try:
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
-        trainer.args, trainer.train_dataset = args, data
-        trainer.optimizer = trainer.lr_scheduler = None
-    best, model = trainer.state.best_model_checkpoint, find_peft_model(trainer.model)
-    adapter: Any = model.active_adapter
-    if args.load_best_model_at_end and best is not None and adapter != "default":
-        read_adapter(model, adapter, Path(best))  # the trainer has read "default"
+        trainer.args = args
+        trainer.train_dataset = data
+        _forget_optimizer(trainer)
+    if args.load_best_model_at_end:
+        _load_best(trainer)
+
+
+def _arguments_for(trainer: Any, examples: Any, share_of_steps: float) -> Any:
+    """Copy a trainer's arguments for other examples and a share of its steps."""
+    args = copy(trainer.args)
+    if args.max_steps > 0:
+        args.max_steps = max(1, round(share_of_steps * args.max_steps))
+    else:
+        # An epoch of fewer examples has fewer steps.
+        whole = len(trainer.train_dataset) / len(examples) * args.num_train_epochs
+        # Rounding errors would add a step, since trainers round up.
+        args.num_train_epochs = round(share_of_steps * whole, 9)
+    # Below 1, transformers takes the number for a share of all steps.
+    if args.warmup_steps >= 1:
+        args.warmup_steps = round(share_of_steps * args.warmup_steps)
+    return args
+
+
+def _forget_optimizer(trainer: Any) -> None:
+    """Let a trainer make an optimizer and a schedule when it next trains."""
+    trainer.optimizer = None
+    trainer.lr_scheduler = None
+
+
+def _load_best(trainer: Any) -> None:
+    """Load the best checkpoint, if there is one, where the trainer itself reads another adapter."""
+    model = find_peft_model(trainer.model)
+    adapter = str(model.active_adapter)
+    best = trainer.state.best_model_checkpoint
+    # The trainer has read "default", which PEFT saves beside the other adapters' folders.
+    if best is not None and adapter != "default":
+        read_adapter(model, adapter, Path(best))
 
 
 @contextmanager
 def with_attributes(trainer: Any, **values: Any) -> Iterator[None]:
-    """Within, a trainer has some attributes of its own; afterwards those that it had, if any."""
-    before = {name: vars(trainer)[name] for name in values if name in vars(trainer)}
-    vars(trainer).update(values)
+    """Give a trainer some attributes within; afterwards it has those that it had, if any."""
+    attributes = vars(trainer)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
         yield
     finally:
+        # A trainer's methods are its class's: an attribute put back would hide later changes.
         for name in values:
-            del vars(trainer)[name]
-        vars(trainer).update(before)
+            del attributes[name]
+        attributes.update(before)
 
 
 @contextmanager
 def restored(trainer: Any) -> Iterator[None]:
-    """Afterwards a trainer, its callbacks, its model's mode and all random states are as before.
+    """Leave a trainer, its callbacks, its model's mode and all random states as they were.
 
     Within, callbacks that fit posteriors take no part.
     """
     handler = trainer.callback_handler
     before = _Contents(trainer)
-    modes = [(module, module.training) for module in trainer.model.modules()]
-    handler.callbacks = [c for c in handler.callbacks if not getattr(c, "fits_posteriors", False)]
+    modes = {module: module.training for module in trainer.model.modules()}
+    handler.callbacks = [
+        callback
+        for callback in handler.callbacks
+        if not getattr(callback, "fits_posteriors", False)
+    ]
     try:
         with same_random_states():
             yield
     finally:
         before.put_back()
-        for module, mode in modes:
-            module.training = mode
+        for module, training in modes.items():
+            # Not `train`, which would change the modules within too.
+            module.training = training
 
 
 class _Contents:
-    """What a trainer holds now, in attributes, dictionaries, lists and sets at any depth.
+    """Remembers what a trainer holds, in attributes, dictionaries, lists and sets at any depth.
 
     Of its state, arguments, callbacks and accelerator, and of other data classes, attributes count;
     other objects and the data do not.
@@ -136,41 +174,48 @@ class _Contents:
     def __init__(self, trainer: Any) -> None:
         self._mappings: list[tuple[Any, dict[Any, Any]]] = []
         self._collections: list[tuple[Any, list[Any]]] = []
-        found: list[Any] = [vars(trainer)]
+        waiting: list[Any] = [vars(trainer)]
+        # Data are large, and no training changes them.
         seen = {id(trainer.train_dataset), id(trainer.eval_dataset)}
-        while found:
-            value = found.pop()
+        while waiting:
+            value = waiting.pop()
+            # Callbacks may hold their trainer, and so themselves.
             if id(value) in seen:
                 continue
             seen.add(id(value))
             if isinstance(value, TrainerCallback | Accelerator) or is_dataclass(value):
-                found.append(getattr(value, "__dict__", None))
+                waiting.append(getattr(value, "__dict__", None))
+            # Exact types alone: a subclass may refuse to be cleared.
             elif type(value) in _MAPPINGS:
                 self._mappings.append((value, dict(value)))
-                found += value.values()
+                waiting += value.values()
             elif type(value) in _COLLECTIONS:
                 self._collections.append((value, list(value)))
-                found += value
+                waiting += value
             elif isinstance(value, tuple):
-                found += value
+                waiting += value
 
     def put_back(self) -> None:
+        """Give each container what it held, in place: others may refer to it."""
         for mapping, before in self._mappings:
             mapping.clear()
             mapping.update(before)
         for collection, before in self._collections:
             collection.clear()
-            add_all = collection.update if isinstance(collection, set) else collection.extend
-            add_all(before)
+            if isinstance(collection, set):
+                collection.update(before)
+            else:
+                collection.extend(before)
 
 
 @contextmanager
 def same_random_states() -> Iterator[None]:
-    """Restore every random state in the end."""
-    states = random.getstate(), np.random.get_state()
+    """Restore the random states of Python, NumPy and torch in the end."""
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

@@ -1,4 +1,4 @@
-"""The prior precision that held-out examples choose for another training."""
+"""Trains again without some of the examples, which then choose the prior precision."""
 
 from __future__ import annotations
 
@@ -114,36 +114,40 @@ class SecondTraining(TuningMethod):
     def _search(self, la: Posterior) -> TuningHistory:
         la.check_model()
         loader = self._loader()
-        searches, histories, sizes, others = [], [], [], []
         check_divisible(loader, self.held_out, self.trainings)
         groups = groups_of(la, self._batches(taken(loader), loader), self.held_out)
         divisions = divided(loader, self.held_out, groups, self.generator, self.trainings)
+        others = []
         with own_adapter_back(la.model) as activate:
-            for number, (part, rest) in enumerate(divisions):
-                other = self._other(la, part, number)
+            for number, (rest, held) in enumerate(divisions):
+                posterior = self._around_another_training(la, rest, number)
                 activate()
-                other.fit(self._batches(part, loader), progress_bar=self.progress_bar)
-                search = self.search(
-                    val_loader=self._batches(rest, loader),
-                    init_prior_prec=self.init_prior_prec,
-                    prior_structure=self.prior_structure,
-                    progress_bar=self.progress_bar,
-                )
-                searches.append(search)
-                histories.append(search.choose(other))
-                sizes.append(len(rest))
-                others.append(other)
-        history = histories[0] if self.trainings == 1 else _mean(histories, sizes)
-        la.prior_precision = (
-            others[0].prior_precision
-            if self.trainings == 1
-            else history.prior_precision[history.objective.argmin()]
+                posterior.fit(self._batches(rest, loader), progress_bar=self.progress_bar)
+                search = self._search_on(self._batches(held, loader))
+                history = search.choose(posterior)
+                others.append(_Training(posterior, search, history, len(held)))
+        if self.trainings == 1:
+            history = others[0].history
+            # A search need not be of a grid: its last step may be its choice.
+            la.prior_precision = others[0].posterior.prior_precision
+        else:
+            history = _mean(others)
+            la.prior_precision = history.prior_precision[history.objective.argmin()]
+        # Once, on what all trainings have chosen together.
+        others[0].search.remark(la, history)
+        return replace(history, posteriors=tuple(other.posterior for other in others))
+
+    def _search_on(self, held: DataLoader) -> TuningMethod:
+        """Make the method that chooses by held-out examples."""
+        return self.search(
+            val_loader=held,
+            init_prior_prec=self.init_prior_prec,
+            prior_structure=self.prior_structure,
+            progress_bar=self.progress_bar,
         )
-        searches[0].remark(la, history)  # once, on what all trainings have chosen together
-        return replace(history, posteriors=tuple(others))
 
     def _loader(self) -> DataLoader:
-        """Of all examples; their columns are those that a trainer divides."""
+        """Return a loader of all examples, with the columns that a trainer divides."""
         if self.trainer is None:
             assert self.train_loader is not None
             return self.train_loader
@@ -151,23 +155,25 @@ class SecondTraining(TuningMethod):
         return in_order(self.trainer.train_dataset, 1)
 
     def _batches(self, examples: Any, like: DataLoader) -> DataLoader:
+        """Make batches of some examples, as those of training."""
         if self.trainer is None:
             return in_order_like(like, examples)
         return loader_of(self.trainer, examples)
 
-    def _other(self, la: Posterior, part: Dataset, number: int) -> Any:
-        """A posterior of the same kind around another training, without a fit."""
+    def _around_another_training(self, la: Posterior, rest: Dataset, number: int) -> Any:
+        """Train another adapter, and make a posterior of the same kind around it, without a fit."""
         if self.trainer is not None:
-            model = self._from_trainer(la, part, number)
+            model = self._from_trainer(la, rest, number)
         else:
             assert self.train is not None
-            model = self.train(part)
+            model = self.train(rest)
         if not isinstance(model, nn.Module):
             raise TypeError(f"train must return the model it has trained, not {model!r}.")
         la.check_model()
         other = la.for_model(model)
-        fitted, found = (flattened(blocks, la.model.device) for blocks in (la.blocks, other.blocks))
-        if torch.equal(fitted, found.to(fitted.dtype)):
+        fitted_weights = flattened(la.blocks, la.model.device)
+        other_weights = flattened(other.blocks, la.model.device)
+        if torch.equal(fitted_weights, other_weights.to(fitted_weights.dtype)):
             raise ValueError(
                 "train has returned the LoRA weights of the fitted model, which has seen the "
                 "held-out examples: train another adapter in each call, on the given examples "
@@ -175,27 +181,44 @@ class SecondTraining(TuningMethod):
             )
         return other
 
-    def _from_trainer(self, la: Posterior, part: Dataset, number: int) -> nn.Module:
-        model, adapter = find_peft_model(la.model), _NAME.format(number)
+    def _from_trainer(self, la: Posterior, rest: Dataset, number: int) -> nn.Module:
+        """Let the trainer train a new adapter of the fitted model."""
+        model = find_peft_model(la.model)
         if find_peft_model(self.trainer.model) is not model:
             raise ValueError("Pass the trainer of the posterior's model: this one has another.")
+        fitted_adapter = la.blocks[0].adapter
+        new_adapter = _NAME.format(number)
         with restored(self.trainer):
+            # Not the seed of the first training, whose weights the new ones would begin with.
             set_seed(self.trainer.args.seed + 1 + number)
-            if model.active_adapter != la.blocks[0].adapter:
-                model.set_adapter(la.blocks[0].adapter)
-            add_fresh_adapter(model, adapter)
-            folder = Path(self.trainer.args.output_dir, adapter)
-            train_with(self.trainer, part, 1 - self.held_out, folder)
+            if model.active_adapter != fitted_adapter:
+                model.set_adapter(fitted_adapter)
+            add_fresh_adapter(model, new_adapter)
+            folder = Path(self.trainer.args.output_dir, new_adapter)
+            train_with(self.trainer, rest, 1 - self.held_out, folder)
         return la.model.model
 
 
-def _mean(histories: Sequence[TuningHistory], sizes: Sequence[int]) -> TuningHistory:
-    """The mean loss of several searches, weighted by how many examples each asked."""
-    first, *others = histories
-    if any(not torch.equal(other.prior_precision, first.prior_precision) for other in others):
-        raise ValueError(
-            "The searches of several trainings must try the same prior precisions: use GridSearch."
-        )
-    objectives = torch.stack([history.objective for history in histories])
-    weights = torch.tensor(sizes, dtype=objectives.dtype) / sum(sizes)
-    return replace(first, objective=weights @ objectives)
+@dataclass(frozen=True)
+class _Training:
+    """Holds another training's posterior, and what its held-out examples have chosen."""
+
+    posterior: Any
+    search: TuningMethod
+    history: TuningHistory
+    n_held_out: int
+
+
+def _mean(trainings: Sequence[_Training]) -> TuningHistory:
+    """Average the losses of several searches, weighted by how many examples each asked."""
+    first = trainings[0].history
+    for training in trainings:
+        if not torch.equal(training.history.prior_precision, first.prior_precision):
+            raise ValueError(
+                "The searches of several trainings must try the same prior precisions: use "
+                "GridSearch."
+            )
+    objectives = torch.stack([training.history.objective for training in trainings])
+    sizes = torch.tensor([training.n_held_out for training in trainings], dtype=objectives.dtype)
+    shares = sizes / sizes.sum()
+    return replace(first, objective=shares @ objectives)
