@@ -4,7 +4,6 @@ Importing this package registers `subset_of_weights="lora"` with `laplace.Laplac
 structures "lowrank_kron", "kron", "diag" and "full".
 """
 
-from laplace_lora_ext.callback import LaplaceCallback
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS
 from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
@@ -14,10 +13,11 @@ from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.stages import in_stages, train_in_stages
 from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
+from laplace_lora_ext.training.callback import LaplaceCallback
+from laplace_lora_ext.training.stages import in_stages, train_in_stages
 from laplace_lora_ext.tuning import Agreement, GridSearch, Marglik, SecondTraining, ValGD
 from laplace_lora_ext.tuning.method import TuningHistory
 

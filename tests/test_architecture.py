@@ -18,8 +18,8 @@ FLOORS = [
     {"lowrank_kron", "structures"},
     {"language_model"},
     {"laplace"},
-    {"callback", "mixture"},
-    {"stages"},
+    {"mixture", "training.callback"},
+    {"training.stages"},
     {"__init__"},
 ]
 MOVING = {"torch.as_tensor", "torch.asarray"}  # to the default device, if they are told no other
@@ -59,8 +59,12 @@ def imports(name: str) -> set[str]:
 
 
 def floor(name: str) -> int:
-    (number,) = (i for i, rooms in enumerate(FLOORS) if name.split(".")[0] in rooms)
-    return number
+    """A file's own floor, or its folder's: what trains a model needs less than what fits it too."""
+    for room in (name, name.split(".")[0]):
+        for number, rooms in enumerate(FLOORS):
+            if room in rooms:
+                return number
+    raise AssertionError(f"{name} has no floor")
 
 
 def test_imports_run_one_way():

@@ -1,7 +1,6 @@
 """Training in stages and mixtures of what it trains, beside what they compete with."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import process_time
 from typing import Any
@@ -44,12 +43,11 @@ from benchmarks.models import AdaptedModel
 from benchmarks.options import Stages
 from benchmarks.report import Result, Row, say
 from benchmarks.training import Records, Smoothed
-from laplace_lora_ext import LaplaceMixture
 from laplace_lora_ext.metrics import negative_log_likelihood
-from laplace_lora_ext.models.adapters import active_again, add_fresh_adapter
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import divided
-from laplace_lora_ext.stages import SECOND_STAGE
+from laplace_lora_ext.training import stages
+from laplace_lora_ext.training.stages import SECOND_STAGE, Stage
 from laplace_lora_ext.training.students import STEPS
 
 HELD_OUT = 0.2
@@ -190,9 +188,10 @@ class Trial:
 
     def _second_training(self, model: Any, member: Member) -> Member:
         """Choose the prior precision of a posterior by a second training; return that one's."""
+        adapters = stages.Members(model)
 
         def train(examples: Any) -> Any:
-            self._add_member(model, 1)
+            self._add_member(adapters, 1)
             self.train(model, list(examples), FIRST_STAGE, 1)
             return model
 
@@ -207,37 +206,30 @@ class Trial:
     def in_stages(self, members: int) -> Iterator[Row]:
         """Do what `laplace_lora_ext.in_stages` does for each number of members, and MAPs alone.
 
-        It is put together here from its parts, since more members share what fewer have trained
-        and fitted: a test asks for equality.
+        Its parts are put together anew, since more members share what fewer have trained and
+        fitted: a test asks for equality.
         """
         counts = [count for count in COUNTS if count <= members]
+        trainings = stages.Stages(HELD_OUT, counts[-1])
         model = untrained(self.pretrained, self.seed)
-        activate = [active_again(model)]
-        for number in range(1, counts[-1]):
-            self._add_member(model, number)
-            activate.append(active_again(model))
-        firsts = self._stage(model, activate, self.rest, FIRST_STAGE, self.held_loaders)
+        adapters = stages.Members(model)
+        for number in range(1, trainings.members):
+            self._add_member(adapters, number)
+
+        def first_stage(stage: Stage) -> Member:
+            self.train(model, self.rest, stage.share, stage.member)
+            return self._fitted(model, self.rest, self.held_loaders)
+
+        def second_stage(stage: Stage) -> Member:
+            self.train(model, self.records, stage.share, stage.member)
+            return self._fitted(model, self.records, self.loaders)
+
+        firsts = adapters.run(trainings.first, first_stage)
         # The second stage changes the weights that these posteriors are around.
         choices = {count: self._choices(firsts[:count]) for count in counts}
-        seconds = self._stage(model, activate, self.records, SECOND_STAGE, self.loaders)
+        seconds = adapters.run(trainings.second, second_stage)
         for count in counts:
             yield from self._staged(firsts[:count], seconds[:count], choices[count])
-
-    def _stage(
-        self,
-        model: Any,
-        activate: Sequence[Callable[[], None]],
-        records: Records,
-        share: float,
-        loaders: Loaders,
-    ) -> list[Member]:
-        """Train all members on some texts, and fit them to these."""
-        members = []
-        for number, activate_member in enumerate(activate):
-            activate_member()
-            self.train(model, records, share, number)
-            members.append(self._fitted(model, records, loaders))
-        return members
 
     def _staged(
         self,
@@ -265,7 +257,8 @@ class Trial:
         )
         if count > MOST_TAUGHT:
             return
-        la = _joined(members, prior_precisions)
+        las = [member.la for member in members]
+        la = stages.joined(stages.with_priors(las, prior_precisions))
         # One member shows what the texts without labels are good for; two take them for granted.
         taught_by = (None, SWAPPED) if count == 1 else (SWAPPED,)
         for unlabelled in taught_by:
@@ -357,9 +350,10 @@ class Trial:
         self.train(model, self.rest, FIRST_STAGE, 0, smoothing)
         return AdaptedModel(model, self.pretrained.class_token_ids)
 
-    def _add_member(self, model: Any, number: int) -> None:
+    def _add_member(self, adapters: stages.Members, number: int) -> None:
+        """Add an adapter whose first weights are the same, however many members there are."""
         transformers.set_seed(self.seed + MEMBER_SEEDS * number)
-        add_fresh_adapter(model, f"member_{number}")
+        adapters.add()
 
     def train(
         self,
@@ -405,17 +399,9 @@ class Trial:
     def _choices(self, firsts: Sequence[Member]) -> list[torch.Tensor]:
         """Let held-out texts choose for one posterior, or for the mixture of several."""
         held = tuple(member.statistics[HELD] for member in firsts)
-        if len(firsts) == 1:
-            # The choice changes a posterior's prior, and this one is part of mixtures too.
-            la = copy(firsts[0].la)
-            (val_loader,) = held
-            chosen_for = [la]
-        else:
-            la = LaplaceMixture([member.la for member in firsts])
-            val_loader = MixtureStatistics(held, ())
-            chosen_for = la.members
-        la.optimize_prior_precision(method="gridsearch", val_loader=val_loader, link_approx=LINK)
-        return [each.prior_precision.clone() for each in chosen_for]
+        val_loader = held[0] if len(held) == 1 else MixtureStatistics(held, ())
+        posteriors = [member.la for member in firsts]
+        return stages.choose_priors(posteriors, val_loader).prior_precisions
 
     def _temperature(self, members: Sequence[Member]) -> float:
         """Find the temperature with which the members' mean predicts held-out texts best."""
@@ -477,16 +463,3 @@ class Trial:
             fit_seconds=fit_seconds,
             trainings=trainings,
         )
-
-
-def _joined(members: Sequence[Member], prior_precisions: Sequence[torch.Tensor]) -> Any:
-    """Join posteriors to a mixture; one member is a posterior by itself."""
-    las = []
-    for member, prior_precision in zip(members, prior_precisions, strict=True):
-        # Other numbers of members have other prior precisions.
-        la = copy(member.la)
-        la.prior_precision = prior_precision
-        las.append(la)
-    if len(las) == 1:
-        return las[0]
-    return LaplaceMixture(las)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +71,8 @@ class SecondTraining(TuningMethod):
         how many times to train, each time with other examples held out
     search : callable, optional
         takes `val_loader` and the options of `TuningMethod`, and returns the method that chooses:
-        by default `GridSearch` with the link "mean_field". For several trainings it must try the
-        same prior precisions, as a grid search does
+        by default `GridSearch`. For several trainings it must try the same prior precisions, as a
+        grid search does
     generator : torch.Generator, optional
         for the examples to hold out; if omitted, every call holds out the same
     init_prior_prec, prior_structure, progress_bar
@@ -95,7 +94,7 @@ class SecondTraining(TuningMethod):
     train_loader: DataLoader | None = None
     held_out: float = 0.2
     trainings: int = 1
-    search: Callable[..., TuningMethod] = partial(GridSearch, link_approx="mean_field")  # noqa: RUF009
+    search: Callable[..., TuningMethod] = GridSearch
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:

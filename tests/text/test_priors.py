@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from laplace_lora_ext import TokenAgreement, TokenGridSearch
-from laplace_lora_ext.callback import eval_figures
+from laplace_lora_ext.training.callback import eval_figures
 from laplace_lora_ext.tuning.method import draw_seed
 from tests.support.models import lora_model
 from tests.support.posteriors import another_training, count_forward_passes, generator

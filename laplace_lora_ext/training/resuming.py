@@ -1,0 +1,121 @@
+"""Trains with a trainer, or reads what an interrupted run has trained already.
+
+A mark in a training's folder says whose it is, and once the training has ended what its log is. So
+do marks in its checkpoints: a folder may hold those of other runs, and may have been copied since.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from transformers import TrainerCallback
+
+from laplace_lora_ext.models.adapters import find_peft_model, read_adapter, write_adapter
+from laplace_lora_ext.processes.exchange import of_first
+from laplace_lora_ext.training.trainers import train
+
+_MARK = "laplace_stage.json"
+
+Log = list[dict[str, Any]]
+"""What a trainer has logged."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Marks the folder of a training."""
+
+    run: str
+    n_examples: int
+    log: Log | None = None  # None until the training has ended
+
+    @classmethod
+    def read(cls, folder: Path) -> Mark | None:
+        """Read a folder's mark; None if there is none."""
+        if not (folder / _MARK).exists():
+            return None
+        return cls(**_read(folder))
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, asdict(self))
+
+    def last_checkpoint(self, folder: Path) -> Path | None:
+        """Find the last checkpoint in a folder that is whole and of the same run."""
+        steps = {}
+        for path in folder.glob(f"checkpoint-*/{_MARK}"):
+            of_checkpoint = _read(path.parent)
+            if of_checkpoint["run"] == self.run:
+                steps[path.parent] = of_checkpoint["step"]
+        return max(steps, key=steps.__getitem__, default=None)
+
+
+class MarkCheckpoints(TrainerCallback):
+    """Marks each checkpoint with its run's name once it is whole."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the mark, last of all files of the checkpoint."""
+        if args.should_save:
+            checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            _write(checkpoint, {"run": self.run, "step": state.global_step})
+
+
+def forget(folder: Path) -> None:
+    """Remove the mark of an earlier run, which nobody is to go on with."""
+    (folder / _MARK).unlink(missing_ok=True)
+
+
+def train_or_read(
+    trainer: Any, examples: Any, share_of_steps: float, folder: Path, resume: bool
+) -> Log:
+    """Train the active adapter as `train` does and save it; to resume, go on where a run stopped.
+
+    Returns the training's log.
+    """
+    model = find_peft_model(trainer.model)
+    adapter = str(model.active_adapter)
+    mark = None
+    checkpoint = None
+    if resume:
+        mark = Mark.read(folder)
+        checkpoint = mark and mark.last_checkpoint(folder)
+    # Processes may see other files, where each machine has a disk of its own.
+    mark, checkpoint = of_first((mark, checkpoint))
+    if mark is not None and mark.n_examples != len(examples):
+        raise ValueError(
+            f"{folder} is of a training on {mark.n_examples} examples, not {len(examples)}: "
+            "resume with the same held_out and data, or train anew without resuming."
+        )
+    if mark is not None and mark.log is not None:
+        read_adapter(model, adapter, folder)
+        return mark.log
+    if mark is None:
+        mark = Mark(of_first(uuid4().hex), len(examples))
+        if trainer.args.should_save:
+            mark.write(folder)
+    marking = MarkCheckpoints(mark.run)
+    trainer.add_callback(marking)
+    try:
+        train(trainer, examples, share_of_steps, folder, checkpoint)
+    finally:
+        trainer.remove_callback(marking)
+    log = trainer.state.log_history
+    if trainer.args.should_save:
+        write_adapter(model, adapter, {}, folder)
+        # Last: a log says that the adapter is whole.
+        replace(mark, log=log).write(folder)
+    return log
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / _MARK).read_text(encoding="utf-8"))
+
+
+def _write(folder: Path, content: dict[str, Any]) -> None:
+    (folder / _MARK).write_text(json.dumps(content), encoding="utf-8")

@@ -1,0 +1,439 @@
+"""Trains in stages: the first holds out texts that choose the prior, a short one learns them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import set_seed
+
+from laplace_lora_ext.laplace import Laplace
+from laplace_lora_ext.lora_laplace import LoRALaplace
+from laplace_lora_ext.messages import check_counts, warn
+from laplace_lora_ext.mixture import LaplaceMixture
+from laplace_lora_ext.models.adapters import (
+    active_again,
+    add_fresh_adapter,
+    find_peft_model,
+    own_adapter_back,
+)
+from laplace_lora_ext.models.logits_model import find_transformer
+from laplace_lora_ext.models.lora_layers import is_untrained
+from laplace_lora_ext.processes.shards import (
+    check_divisible,
+    divided,
+    in_order,
+    in_order_like,
+    taken,
+)
+from laplace_lora_ext.training.callback import eval_figures
+from laplace_lora_ext.training.groups import groups_of
+from laplace_lora_ext.training.resuming import Log, forget, train_or_read
+from laplace_lora_ext.training.trainers import check_trainer, loader_of, same_random_states
+from laplace_lora_ext.tuning.method import TuningHistory
+
+SECOND_STAGE = 0.25
+"""Steps of the second stage, relative to a training on all texts."""
+
+_MEMBER = "member_{}"  # adapters of a mixture but the first, which is the user's
+
+Train = Callable[[nn.Module, Dataset, float], object]
+"""Trains a model's active adapter on examples, for a share of the steps of a whole training."""
+
+Done = TypeVar("Done")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One training of one member.
+
+    Attributes
+    ----------
+    name : {"stage_1", "stage_2"}
+        the first is without the held-out examples
+    member : int
+        from 0, which is the user's own adapter
+    folder : Path
+        below the output folder, for checkpoints and for what has been trained
+    share : float
+        of the steps of a whole training
+    number : int
+        its place among all trainings, from 1
+    """
+
+    name: str
+    member: int
+    folder: Path
+    share: float
+    number: int
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Lists what is trained: all members without the held-out examples, then all on everything.
+
+    Parameters
+    ----------
+    held_out : float, default=0.2
+        the share of the examples that the first stages hold out
+    members : int, default=1
+        how many adapters to train on the same base model
+
+    Raises
+    ------
+    ValueError
+        If `members` is below 1.
+    """
+
+    held_out: float = 0.2
+    members: int = 1
+
+    def __post_init__(self) -> None:
+        check_counts(members=self.members)
+
+    @property
+    def first(self) -> list[Stage]:
+        """The first stage of each member."""
+        return [
+            Stage(
+                name="stage_1",
+                member=member,
+                folder=Path("stage_1", _MEMBER.format(member) if member else ""),
+                share=1 - self.held_out,
+                number=1 + member,
+            )
+            for member in range(self.members)
+        ]
+
+    @property
+    def second(self) -> list[Stage]:
+        """The second stage of each member."""
+        return [
+            Stage(
+                name="stage_2",
+                member=member,
+                # The user's own adapter ends where an ordinary training would leave it.
+                folder=Path("stage_2", _MEMBER.format(member)) if member else Path(),
+                share=SECOND_STAGE,
+                number=1 + self.members + member,
+            )
+            for member in range(self.members)
+        ]
+
+    def __iter__(self) -> Iterator[Stage]:
+        """Yield all trainings, in the order in which they run."""
+        yield from self.first
+        yield from self.second
+
+
+class Members:
+    """Keeps adapters of one model, to train them one after the other.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        its active adapter is the first member
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._activate = [active_again(model)]
+
+    def add(self) -> None:
+        """Add an untrained adapter like the active one; torch's random state decides its values."""
+        add_fresh_adapter(find_peft_model(self.model), _MEMBER.format(len(self._activate)))
+        self._activate.append(active_again(self.model))
+
+    def run(self, stages: Sequence[Stage], work: Callable[[Stage], Done]) -> list[Done]:
+        """Do each stage's work while its member is the active adapter."""
+        results = []
+        for stage in stages:
+            self._activate[stage.member]()
+            results.append(work(stage))
+        return results
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Holds the prior precision that held-out examples chose for each member, and their losses."""
+
+    prior_precisions: list[torch.Tensor]
+    history: TuningHistory
+
+
+def choose_priors(
+    posteriors: Sequence[LoRALaplace], held_out: Any, progress_bar: bool = False
+) -> Choice:
+    """Let held-out examples choose for one posterior, or for the mixture of several.
+
+    The posteriors keep their own prior precisions.
+
+    Parameters
+    ----------
+    posteriors : sequence of LoRALaplace
+    held_out : DataLoader
+        or what `predictive_statistics` of the posterior, or of the mixture, returned
+    progress_bar : bool, default=False
+    """
+    together = joined(posteriors)
+    # Texts that are written have no link, and all others are predicted with the default one.
+    history = together.optimize_prior_precision(
+        method="gridsearch", val_loader=held_out, progress_bar=progress_bar
+    )
+    members = together.members if isinstance(together, LaplaceMixture) else [together]
+    return Choice([member.prior_precision.detach().clone() for member in members], history)
+
+
+def joined(posteriors: Sequence[LoRALaplace]) -> LoRALaplace | LaplaceMixture:
+    """Copy a posterior, or join copies of several to a mixture."""
+    return copy(posteriors[0]) if len(posteriors) == 1 else LaplaceMixture(posteriors)
+
+
+def with_priors(
+    posteriors: Sequence[LoRALaplace], prior_precisions: Sequence[torch.Tensor]
+) -> list[LoRALaplace]:
+    """Copy posteriors, and give the copies these prior precisions."""
+    copies = [copy(la) for la in posteriors]
+    for la, prior_precision in zip(copies, prior_precisions, strict=True):
+        la.prior_precision = prior_precision
+    return copies
+
+
+@dataclass(frozen=True)
+class _Training:
+    """Trains a model in stages, with a trainer or a loop of the user's own."""
+
+    model: nn.Module
+    loader: DataLoader  # of all examples
+    batches_of: Callable[[Any], DataLoader]
+    train: Callable[[Stage, Any], object]  # the active adapter, on these examples
+    generator: torch.Generator | None
+    progress_bar: bool
+    settings: dict[str, Any]  # for the Laplace class
+
+    def run(self, stages: Stages) -> tuple[LoRALaplace | LaplaceMixture, TuningHistory]:
+        """Return the posterior of all examples, and the losses of the held-out ones."""
+        check_divisible(self.loader, stages.held_out)
+        everything = taken(self.loader)
+        groups = self._groups(everything, stages.held_out)
+        ((rest, held),) = divided(self.loader, stages.held_out, groups, self.generator)
+        validation = self.batches_of(held)
+
+        def first_stage(stage: Stage) -> LoRALaplace:
+            self.train(stage, rest)
+            return self._fitted(rest)
+
+        def second_stage(stage: Stage) -> LoRALaplace:
+            self.train(stage, everything)
+            return self._fitted(everything)
+
+        with own_adapter_back(self.model):
+            members = Members(self.model)
+            for _ in range(1, stages.members):
+                members.add()
+            firsts = members.run(stages.first, first_stage)
+            # Now: the second stage changes the weights that these posteriors are around.
+            choice = choose_priors(firsts, validation, self.progress_bar)
+            seconds = members.run(stages.second, second_stage)
+        return joined(with_priors(seconds, choice.prior_precisions)), choice.history
+
+    def _groups(self, everything: Any, held_out: float) -> torch.Tensor:
+        """Find which examples are alike, and refuse what could not be fitted in the end."""
+        with same_random_states(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the fits will warn
+            batches = self.batches_of(everything)
+            la = Laplace(self.model, **self.settings)
+            la.fit(list(islice(batches, 1)))
+            groups = groups_of(la, batches, held_out)
+        if not is_untrained(la.blocks):
+            warn(
+                "The adapter looks trained: its lora_B is not 0. If it knows these texts, held-out "
+                "ones are no test, and the prior precision becomes too large. Begin with a new "
+                "adapter."
+            )
+        return groups
+
+    def _fitted(self, examples: Any) -> LoRALaplace:
+        """Fit a posterior around the active adapter."""
+        la = Laplace(self.model, **self.settings)
+        la.fit(self.batches_of(examples), progress_bar=self.progress_bar)
+        return la
+
+
+def train_in_stages(
+    trainer: Any,
+    held_out: float = 0.2,
+    *,
+    members: int = 1,
+    likelihood: str | None = None,
+    resume_from_checkpoint: bool = False,
+    progress_bar: bool = False,
+    **options: Any,
+) -> Any:
+    """Train a calibrated model, in place of `trainer.train()`, at 1.05 times its cost.
+
+    The first stage trains without a share of the texts, which then choose the prior precision; the
+    second trains the same adapter on all texts for a quarter of the steps, with an optimizer and a
+    schedule of its own, and keeps the prior precision. No label is lost. With few texts the first
+    stage may leave a poor model that the second does not mend: compare its accuracy once.
+
+    Callbacks, logs, evaluations and checkpoints of the trainer work in both stages. The adapter and
+    the posterior end in its `output_dir`, checkpoints of the first stage in "stage_1" there, and
+    the posterior's figures in `trainer.state.log_history`, with the logs of all stages. After each
+    training the random states are those of the trainer's seed.
+
+    Parameters
+    ----------
+    trainer : transformers.Trainer
+        or a subclass, such as TRL's `SFTTrainer` and `RewardTrainer`, with a PEFT model and a
+        `train_dataset` that has a length
+    held_out : float, default=0.2
+        the share of the texts that the first stage holds out, between 0 and 1: of each class as
+        of all, but never its last text, and of numbers by quantiles
+    members : int, default=1
+        how many adapters to train on the same base model. All hold out the same texts, which choose
+        the prior of their mixture; each costs as much as the first
+    likelihood : str, optional
+        as for `laplace_lora_ext.Laplace`; of a reward trainer "reward_modeling", and of a language
+        model without `class_token_ids` "language_modeling"
+    resume_from_checkpoint : bool, default=False
+        go on after an interruption, in whichever stage it was
+    progress_bar : bool, default=False
+    **options
+        for the Laplace class, such as `class_token_ids` and `backend_kwargs`
+
+    Returns
+    -------
+    LoRALaplace or LaplaceMixture
+        fitted, with its prior precision; a mixture if there are several members
+
+    Raises
+    ------
+    ValueError
+        Before any training: if the trainer's data can't be divided, no class has a second text, or
+        the model or a batch does not suit the likelihood.
+    """
+    check_trainer(trainer)
+    stages = Stages(held_out, members)
+    output = Path(trainer.args.output_dir)
+    if not resume_from_checkpoint and trainer.args.should_save:
+        for stage in stages:
+            forget(output / stage.folder)
+    log: Log = []
+
+    def train(stage: Stage, examples: Any) -> None:
+        entries = train_or_read(
+            trainer, examples, stage.share, output / stage.folder, resume_from_checkpoint
+        )
+        log.extend(entry | {"stage": stage.name} for entry in entries)
+        # Whether it has been trained now, or before it was interrupted.
+        set_seed(trainer.args.seed + stage.number)
+
+    training = _Training(
+        model=trainer.model,
+        loader=in_order(trainer.train_dataset, 1),
+        batches_of=partial(loader_of, trainer),
+        train=train,
+        generator=torch.Generator().manual_seed(trainer.args.data_seed or trainer.args.seed),
+        progress_bar=progress_bar,
+        settings=options | {"likelihood": likelihood or _likelihood(trainer, options)},
+    )
+    la, history = training.run(stages)
+    trainer.save_model()
+    if trainer.args.should_save:
+        la.save_pretrained(output)
+    trainer.state.log_history = log
+    trainer.log(_figures(trainer, la, history))
+    trainer.save_state()
+    return la
+
+
+def in_stages(
+    train: Train,
+    model: nn.Module,
+    train_loader: DataLoader,
+    held_out: float = 0.2,
+    *,
+    members: int = 1,
+    generator: torch.Generator | None = None,
+    progress_bar: bool = False,
+    **options: Any,
+) -> Any:
+    """Train in stages as `train_in_stages` does, with a training loop of one's own.
+
+    Parameters
+    ----------
+    train : callable
+        `train(model, data_set, share)` trains the active adapter on the data set, for that share of
+        a whole training's steps, with a new optimizer and schedule. The data set is a
+        `torch.utils.data.Subset`, or what the `select` of a `datasets.Dataset` returns
+    model : torch.nn.Module
+        with an adapter to be trained; for several members a `PeftModel`
+    train_loader : DataLoader
+        of all examples; its collator and batch size also serve the fits
+    held_out, members, progress_bar
+        as for `train_in_stages`
+    generator : torch.Generator, optional
+        for the examples to hold out; if omitted, every call holds out the same
+    **options
+        for `laplace_lora_ext.Laplace`, such as `likelihood` and `class_token_ids`
+
+    Returns
+    -------
+    LoRALaplace or LaplaceMixture
+
+    Raises
+    ------
+    ValueError
+        Before any training, as `train_in_stages`.
+    """
+
+    def train_stage(stage: Stage, examples: Any) -> None:
+        train(model, examples, stage.share)
+
+    training = _Training(
+        model=model,
+        loader=train_loader,
+        batches_of=partial(in_order_like, train_loader),
+        train=train_stage,
+        generator=generator,
+        progress_bar=progress_bar,
+        settings=options,
+    )
+    la, _ = training.run(Stages(held_out, members))
+    return la
+
+
+def _likelihood(trainer: Any, options: dict[str, Any]) -> str | None:
+    """Tell the likelihood by the kind of a trainer; None if the model tells it."""
+    # By name, since TRL need not be installed.
+    if any(cls.__name__ == "RewardTrainer" for cls in type(trainer).__mro__):
+        return "reward_modeling"
+    transformer = find_transformer(trainer.model)
+    writes = transformer is not None and transformer.can_generate()
+    return "language_modeling" if writes and not options.get("class_token_ids") else None
+
+
+def _figures(
+    trainer: Any, la: LoRALaplace | LaplaceMixture, history: TuningHistory
+) -> dict[str, float]:
+    """Measure a posterior: on held-out texts, and on the trainer's evaluation data."""
+    members = la.members if isinstance(la, LaplaceMixture) else [la]
+    priors = [member.prior_precision.mean().item() for member in members]
+    figures = {
+        "laplace_held_out_nll": history.objective.min().item(),
+        "laplace_prior_precision": sum(priors) / len(priors),
+    }
+    # A dictionary is of several data sets, and each would need figures of its own.
+    if trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict):
+        figures |= eval_figures(la, loader_of(trainer, trainer.eval_dataset))
+    return figures
