@@ -12,7 +12,7 @@ from torchmetrics.functional.classification import (
     multiclass_calibration_error,
 )
 
-from laplace_lora_ext.predictive.data_sets import over_loader
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 
 N_BINS = 15
@@ -21,7 +21,7 @@ N_BINS = 15
 def quality(
     probabilities: torch.Tensor, labels: torch.Tensor, n_bins: int = N_BINS
 ) -> dict[str, float]:
-    """Accuracy, negative log-likelihood, expected calibration error and Brier score.
+    """Measure accuracy, negative log-likelihood, expected calibration error and Brier score.
 
     Parameters
     ----------
@@ -45,19 +45,22 @@ def quality(
     """
     if not torch.isfinite(probabilities).all():
         raise ValueError("Probabilities are not finite.")
+    n_classes = probabilities.shape[1]
     # torchmetrics takes anything outside [0, 1] for logits, even a rounding error.
-    p, n_classes = probabilities.double().clamp(0, 1), probabilities.shape[1]
-    error = multiclass_calibration_error(p, labels, n_classes, n_bins=n_bins, norm="l1")
+    p = probabilities.double().clamp(0, 1)
+    accuracy = multiclass_accuracy(p, labels, n_classes, average="micro")
+    calibration_error = multiclass_calibration_error(p, labels, n_classes, n_bins=n_bins, norm="l1")
+    squared_distances = (p - one_hot(labels, n_classes)).square().sum(-1)
     return {
-        "accuracy": multiclass_accuracy(p, labels, n_classes, average="micro").item(),
+        "accuracy": accuracy.item(),
         "nll": negative_log_likelihood(p, labels),
-        "ece": error.item(),
-        "brier": (p - one_hot(labels, n_classes)).square().sum(-1).mean().item(),
+        "ece": calibration_error.item(),
+        "brier": squared_distances.mean().item(),
     }
 
 
 class Comparison(NamedTuple):
-    """The trained model and its posterior on the same data; printed, it is a table.
+    """Figures of the trained model and of its posterior on the same data; printed, a table.
 
     Attributes
     ----------
@@ -69,9 +72,11 @@ class Comparison(NamedTuple):
     posterior: dict[str, float]
 
     def __str__(self) -> str:
-        rows = [f"{'':<10}" + "".join(f"{name:>10}" for name in self.trained)]
-        for name, found in self._asdict().items():
-            rows.append(f"{name:<10}" + "".join(f"{value:>10.4f}" for value in found.values()))
+        measures = "".join(f"{name:>10}" for name in self.trained)
+        rows = [f"{'':<10}{measures}"]
+        for name, figures in self._asdict().items():
+            cells = "".join(f"{figure:>10.4f}" for figure in figures.values())
+            rows.append(f"{name:<10}{cells}")
         return "\n".join(rows)
 
 
@@ -101,7 +106,7 @@ def compare(
     if la.trained_likelihood.is_gaussian:
         raise ValueError(f"{la.likelihood} has no class probabilities to compare.")
 
-    def evaluate(batch: Any) -> tuple[torch.Tensor, ...]:
+    def evaluate(batch: Any) -> Columns:
         X, y = la.model.split(batch)
         posterior = la(X, link_approx=link_approx, fitting=True).detach()
         with la.model.prepared(), torch.no_grad():
@@ -114,6 +119,6 @@ def compare(
 
 
 def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean in nats; a probability of 0 counts as the smallest positive number."""
+    """Average in nats; a probability of 0 counts as the smallest positive number."""
     smallest = torch.finfo(probabilities.dtype).tiny
     return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()

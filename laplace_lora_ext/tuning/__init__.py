@@ -30,7 +30,7 @@ def build(
     options: Mapping[str, Any],
     methods: Mapping[str, type[TuningMethod]] = METHODS,
 ) -> TuningMethod:
-    """The object of a method: a key of `methods` with the object's fields, or the object itself.
+    """Build a method from a key of `methods` and the object's fields; an object stays itself.
 
     Unknown methods and options, and missing ones, are refused by a `ValueError`.
     """
@@ -39,10 +39,12 @@ def build(
             raise ValueError(f"Pass {', '.join(options)} to {type(method).__name__} itself.")
         return method
     if method == "marglik":
-        options = {key: options[key] for key in options.keys() - PREDICTIONS}
+        options = {name: value for name, value in options.items() if name not in PREDICTIONS}
     needed = required_data(method, methods)
     known = [field.name for field in fields(methods[method])]
-    if not set(needed) <= options.keys() <= set(known):
+    lacks_data = not set(needed) <= options.keys()
+    has_others = not options.keys() <= set(known)
+    if lacks_data or has_others:
         raise ValueError(
             f'method="{method}" needs {", ".join(needed) or "no data"}, and got '
             f"{', '.join(options) or 'nothing'}; its options are {', '.join(known)}."
@@ -51,7 +53,7 @@ def build(
 
 
 def required_data(method: str, methods: Mapping[str, type[TuningMethod]] = METHODS) -> list[str]:
-    """What a method needs, by name, such as "train_loader"."""
+    """List the options without which a method does nothing, such as "train_loader"."""
     if method not in methods:
         raise ValueError(f"method {method!r} is none of {list(methods)}.")
     return [field.name for field in fields(methods[method]) if field.default is MISSING]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import tqdm
 from scipy.optimize import brentq
+from torch.utils.data import DataLoader
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
@@ -23,10 +24,10 @@ from laplace_lora_ext.processes.shards import Share, chosen, data_size, examples
 from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod, draw_seed
 
 _CHUNK = 2**22  # numbers that are sampled at once
-# Of the logarithm of a factor of the prior precision where the search starts:
+# The search is in the logarithm of a factor by which the start is multiplied.
 _FARTHEST = math.log(1e8)
 _STRIDE = math.log(10.0)  # until the change that is allowed is passed
-_ACCURACY = 1e-2
+_ACCURACY = 1e-2  # one per cent of the prior precision
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,39 +94,48 @@ class Agreement(TuningMethod):
                 '"marglik", or "gridsearch" with validation data.'
             )
         start = self._start(la)
-        seed = of_first(0 if self.generator is None else draw_seed(self.generator))
+        seed = 0 if self.generator is None else draw_seed(self.generator)
+        seed = of_first(seed)
         moments = _moments_along(la, self._data(seed), self.progress_bar)
 
         def change(prior_precision: torch.Tensor) -> float:
+            # The same draws at every prior precision: then the change falls with it smoothly.
             draws = torch.Generator().manual_seed(seed)
-            of_all = moments(prior_precision).to("cpu")
-            n_examples, n_outputs = of_all.f_mu.shape
-            total = 0.0
-            for f_mu, f_var in of_all.split(max(1, _CHUNK // (self.n_samples * n_outputs))):
-                noise = standard_normal((self.n_samples, *f_mu.shape), f_mu, draws)
-                drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
-                distance = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2  # total variation
-                total += distance.double().mean(0).sum().item()
-            return total / n_examples
+            return _mean_change(moments(prior_precision).to("cpu"), self.n_samples, draws)
 
         return broadest(la, start, self.max_change, change, self.progress_bar)
 
-    def _data(self, seed: int) -> Any:
-        """The loader, or one of as many examples as there may be, drawn at random."""
-        loader: Any = self.train_loader
-        of_ranks = count() > 1 and not Share(loader).is_dealt
-        if isinstance(loader, PredictiveStatistics) or data_size(loader) is None or of_ranks:
+    def _data(self, seed: int) -> Iterable[Any] | PredictiveStatistics:
+        """Draw as many examples from the loader as there may be, where they can be drawn."""
+        loader = self.train_loader
+        if isinstance(loader, PredictiveStatistics) or data_size(loader) is None:
             return loader
+        if count() > 1 and not Share(loader).is_dealt:
+            return loader  # each rank has other examples
         examples = examples_of(loader)
         if len(examples) <= self.max_examples:
             return loader
+        assert isinstance(loader, DataLoader)  # nothing else tells how large its data set is
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
-        some = examples[order[: self.max_examples]].tolist()
-        return in_order_like(loader, chosen(loader.dataset, some))
+        drawn = examples[order[: self.max_examples]]
+        return in_order_like(loader, chosen(loader.dataset, drawn.tolist()))
+
+
+def _mean_change(moments: Moments, n_samples: int, generator: torch.Generator) -> float:
+    """Average the total variation distance of draws from the model, over draws and examples."""
+    n_examples, n_outputs = moments.f_mu.shape
+    at_once = max(1, _CHUNK // (n_samples * n_outputs))
+    total = 0.0
+    for f_mu, f_var in moments.split(at_once):
+        noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
+        drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
+        distances = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2
+        total += distances.double().mean(0).sum().item()
+    return total / n_examples
 
 
 def check_max_change(max_change: float) -> None:
-    """Refuse a change that is no distance between distributions, or the largest."""
+    """Refuse a change that is no distance between distributions, or that is the largest."""
     if not 0 < max_change < 1:
         raise ValueError(f"max_change must be between 0 and 1, not {max_change}.")
 
@@ -165,24 +175,24 @@ def broadest(
 
 
 def _falling_root(excess: Callable[[float], float]) -> float:
-    """Where a falling function of a factor's logarithm passes 0, or the farthest place tried."""
-    here, value = 0.0, excess(0.0)
-    direction = 1.0 if value > 0 else -1.0
+    """Find where a falling function of a factor's logarithm passes 0, or the farthest place."""
+    here = 0.0
+    is_above = excess(here) > 0
+    stride = _STRIDE if is_above else -_STRIDE
     while abs(here) < _FARTHEST:
-        there = max(-_FARTHEST, min(here + direction * _STRIDE, _FARTHEST))
-        next_value = excess(there)
-        if (next_value > 0) != (value > 0):
-            root = brentq(excess, *sorted((here, there)), xtol=_ACCURACY)
+        there = max(-_FARTHEST, min(here + stride, _FARTHEST))
+        if (excess(there) > 0) != is_above:
+            root = brentq(excess, min(here, there), max(here, there), xtol=_ACCURACY)
             assert isinstance(root, float)
             return root
-        here, value = there, next_value
+        here = there
     return here
 
 
 def _moments_along(
-    la: Posterior, loader: Any, progress_bar: bool
+    la: Posterior, loader: Iterable[Any] | PredictiveStatistics, progress_bar: bool
 ) -> Callable[[torch.Tensor], Moments]:
-    """A function from a prior precision to the data's moments.
+    """Make a function from a prior precision to the data's moments.
 
     The loader is read once. With "lowrank_kron" the data pass through the model once, or not at all
     if they are statistics; with other structures at every prior precision, which `la` is left with.
@@ -193,10 +203,12 @@ def _moments_along(
 
     data = Share.read_once(loader)
 
+    def of_batch(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return predictive_distribution(la, la.model.inputs(batch))
+
     def of_batches(prior_precision: torch.Tensor) -> Moments:
         la.prior_precision = prior_precision
-        return Moments(
-            *over_loader(data, lambda batch: predictive_distribution(la, la.model.inputs(batch)))
-        )
+        f_mu, f_var = over_loader(data, of_batch)
+        return Moments(f_mu, f_var)
 
     return of_batches

@@ -71,9 +71,14 @@ class GridSearch(TuningMethod):
     log_prior_prec_base: float = 10.0
 
     def _search(self, la: Posterior) -> TuningHistory:
-        limits = self.log_prior_prec_min, self.log_prior_prec_max
-        base = self._start(la) if self._is_base else None
-        grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, base)
+        grid = grid_of_priors(
+            self.log_prior_prec_min,
+            self.log_prior_prec_max,
+            self.grid_size,
+            self.log_prior_prec_base,
+            base=self._start(la) if self._is_base else None,
+        )
+        la.check_model()
         predictions = self._predictions(la)
 
         def score(prior_precision: torch.Tensor) -> float:
@@ -82,11 +87,7 @@ class GridSearch(TuningMethod):
                 *outputs, targets = (column.to(la.model.device) for column in predictions())
                 if self.loss is not None:
                     return _evaluated(self.loss, outputs, targets)
-                if la.trained_likelihood.is_gaussian:
-                    predicted = [output.double() for output in outputs]
-                else:
-                    predicted = [outputs[0].double().log()]
-                return la.trained_likelihood.nll(predicted, targets, la.sigma_noise).mean().item()
+                return _nll(la, outputs, targets).mean().item()
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
                 return math.inf  # as the host does, for a matrix that is not a covariance
 
@@ -98,39 +99,65 @@ class GridSearch(TuningMethod):
         warn_of_ends(la, history)
 
     def _predictions(self, la: Posterior) -> Callable[[], Columns]:
-        """Outputs and targets of all validation data at the present prior precision."""
-        options: dict[str, Any] = {"pred_type": self.pred_type, "n_samples": self.n_samples}
-        default = "mc" if self.pred_type == "nn" else DEFAULT_LINK
-        options |= {"link_approx": self.link_approx or default, "fitting": True}
+        """Make a function that predicts all validation data at the present prior precision.
 
-        def outputs(x: Any) -> Columns:
-            found: Any = la(x, **options)
-            return found if isinstance(found, tuple) else (found,)
-
-        def of_batch(batch: Any) -> Columns:
-            X, y = la.model.split(batch)
-            logits = torch.zeros(
-                len(y), la.n_outputs, device=la.model.device, dtype=la.blocks[0].statistics_dtype
-            )
-            return *outputs(X), la.trained_likelihood.check_targets(y, logits)
-
-        la.check_model()
+        It returns outputs and targets.
+        """
         statistics: PredictiveStatistics | None = None
         if self.pred_type == "glm":
             statistics = la.statistics_of(self.val_loader, self.progress_bar)
         if statistics is None:
             data = Share.read_once(self.val_loader)
-            return lambda: over_loader(data, of_batch)
+            return lambda: over_loader(data, lambda batch: self._of_batch(la, batch))
         targets = statistics.required_targets()
 
         def of_moments() -> Columns:
-            moments = statistics.moments(la.prior_precision)
-            return *stacked([outputs(part) for part in moments.split(_ROWS)]), targets
+            parts = statistics.moments(la.prior_precision).split(_ROWS)
+            outputs = stacked([self._outputs(la, part) for part in parts])
+            return *outputs, targets
 
         return of_moments
 
+    def _of_batch(self, la: Posterior, batch: Any) -> Columns:
+        """Predict a batch; its outputs and targets."""
+        X, y = la.model.split(batch)
+        outputs = self._outputs(la, X)
+        # The check asks logits for their shape and place alone: none are computed for it.
+        logits = torch.zeros(
+            len(y),
+            la.n_outputs,
+            device=la.model.device,
+            dtype=la.blocks[0].statistics_dtype,
+        )
+        return *outputs, la.trained_likelihood.check_targets(y, logits)
 
-def _evaluated(loss: Any, outputs: Sequence[torch.Tensor], targets: torch.Tensor) -> float:
+    def _outputs(self, la: Posterior, x: Any) -> Columns:
+        """Predict probabilities, or of numbers means and variances."""
+        default = "mc" if self.pred_type == "nn" else DEFAULT_LINK
+        outputs = la(
+            x,
+            pred_type=self.pred_type,
+            link_approx=self.link_approx or default,
+            n_samples=self.n_samples,
+            fitting=True,
+        )
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _nll(la: Posterior, outputs: Sequence[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+    """Compute each example's negative log-likelihood `(N,)`, in float64."""
+    predicted = [output.double() for output in outputs]
+    if not la.trained_likelihood.is_gaussian:
+        predicted = [predicted[0].log()]
+    return la.trained_likelihood.nll(predicted, targets, la.sigma_noise)
+
+
+def _evaluated(
+    loss: torchmetrics.Metric | Callable[..., torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    targets: torch.Tensor,
+) -> float:
+    """Evaluate a loss of the user's own on all data."""
     if not isinstance(loss, torchmetrics.Metric):
         return loss(*outputs, targets).item()
     loss.reset()
@@ -141,10 +168,12 @@ def _evaluated(loss: Any, outputs: Sequence[torch.Tensor], targets: torch.Tensor
 def grid_of_priors(
     low: float, high: float, size: int, power: float, base: torch.Tensor | None
 ) -> torch.Tensor:
-    """Powers of a number as `(size,)` prior precisions, or times a base, as `(size, blocks)`."""
+    """List powers of a number as `(size,)` prior precisions, or of a base, `(size, blocks)`."""
     # In float32, whatever the default is.
     grid = torch.logspace(low, high, size, base=power, dtype=torch.float32)
-    return grid if base is None else grid[:, None].to(base) * base
+    if base is None:
+        return grid
+    return grid[:, None].to(base) * base
 
 
 def search_grid(
@@ -158,8 +187,9 @@ def search_grid(
     points = tqdm.tqdm(grid, disable=not progress_bar)
     for index, point in enumerate(points):
         result = loss(point)
-        middle = point.log().mean().exp()
-        points.set_description(f"[Grid search | prior_prec: {middle:.3e}, loss: {result:.3f}]")
+        points.set_description(
+            f"[Grid search | prior_prec: {_middle(point):.3e}, loss: {result:.3f}]"
+        )
         recorder.add(index, result, point)
     if not any(map(math.isfinite, recorder.objectives)):
         raise ValueError("The validation loss is finite nowhere on the grid: check it.")
@@ -173,16 +203,16 @@ def search_grid(
 
 def warn_of_ends(la: Posterior, history: TuningHistory) -> None:
     """Warn where nothing is better than the first or the last prior precision of a grid."""
-    losses, is_regression = history.objective, la.trained_likelihood.is_gaussian
+    losses = history.objective
     best = losses.min()
     if len(losses) < 3 or (losses == best).all():
         return  # a grid without a middle, or one of which `search_grid` has warned
-    is_first, is_last = (
-        torch.isclose(losses[end], best, rtol=_EQUAL, atol=0.0).item() for end in (0, -1)
-    )
-    first, last = (history.prior_precision[end].log().mean().exp().item() for end in (0, -1))
-    if is_last and losses.argmin() > 0:
-        noise = " With regression, sigma_noise may be too large instead." if is_regression else ""
+    is_regression = la.trained_likelihood.is_gaussian
+    noise = ""
+    if torch.isclose(losses[-1], best, rtol=_EQUAL, atol=0.0) and losses.argmin() > 0:
+        last = _middle(history.prior_precision[-1])
+        if is_regression:
+            noise = " With regression, sigma_noise may be too large instead."
         warn(
             f"The best prior precision of the grid is the last, {last:.3g}: there is nothing to "
             "broaden. Predictions of these data are best without variance of the weights, since "
@@ -190,11 +220,18 @@ def warn_of_ends(la: Posterior, history: TuningHistory) -> None:
             f"no posterior makes it surer.{noise} If a larger prior precision may be better still, "
             "raise log_prior_prec_max."
         )
-    elif is_first:
-        noise = " With regression, sigma_noise may be too small instead." if is_regression else ""
+    elif torch.isclose(losses[0], best, rtol=_EQUAL, atol=0.0):
+        first = _middle(history.prior_precision[0])
+        if is_regression:
+            noise = " With regression, sigma_noise may be too small instead."
         warn(
             f"The best prior precision of the grid is the first, {first:.3g}: still more variance "
             "might be better. The model is far too sure of these data, or knows nothing of them: "
             f"check that it is trained, and with these labels.{noise} If it is, lower "
             "log_prior_prec_min."
         )
+
+
+def _middle(prior_precision: torch.Tensor) -> float:
+    """Take the geometric mean of a prior's precisions."""
+    return prior_precision.log().mean().exp().item()

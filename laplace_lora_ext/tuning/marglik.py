@@ -54,32 +54,46 @@ class Marglik(TuningMethod):
     optimize_sigma_noise: bool = False
 
     def _search(self, la: Posterior) -> TuningHistory:
-        logarithms = [self._start(la).log().requires_grad_()]
+        log_prior = self._start(la).log().requires_grad_()
+        log_noise = None
         if self.optimize_sigma_noise:
-            logarithms.append(la.sigma_noise.detach().log().requires_grad_())
-        history = self._climb(la, logarithms)
-        la.prior_precision = logarithms[0].detach().exp()
-        if self.optimize_sigma_noise:
-            la.sigma_noise = of_first(logarithms[1].detach().exp()).to(la.model.device)
+            log_noise = la.sigma_noise.detach().log().requires_grad_()
+        history = self._climb(la, log_prior, log_noise)
+        la.prior_precision = log_prior.detach().exp()
+        if log_noise is not None:
+            # Ranks may differ in the last digit.
+            la.sigma_noise = of_first(log_noise.detach().exp()).to(la.model.device)
         return history
 
-    def _climb(self, la: Posterior, logarithms: list[torch.Tensor]) -> TuningHistory:
+    def _climb(
+        self, la: Posterior, log_prior: torch.Tensor, log_noise: torch.Tensor | None
+    ) -> TuningHistory:
         """Climb the evidence in the logarithms of the prior precision and perhaps of the noise.
 
         The evidence is smooth, has no noise and, for a layerwise prior, is a sum of functions of
         one variable each. That suits Rprop (Riedmiller & Braun, ICNN 1993), which adapts each
         variable's step to the signs of its slopes.
         """
-        recorder, spread = Recorder(), math.inf
+        logarithms = [log_prior] if log_noise is None else [log_prior, log_noise]
         optimizer = torch.optim.Rprop(logarithms, lr=self.lr, step_sizes=(1e-6, 1.0))
 
         def loss() -> torch.Tensor:
-            return -la.log_marginal_likelihood(*(logarithm.exp() for logarithm in logarithms))
+            sigma_noise = None if log_noise is None else log_noise.exp()
+            return -la.log_marginal_likelihood(log_prior.exp(), sigma_noise)
 
-        how = self.n_steps, "[Maximizing evidence]", self.progress_bar
-        for step, value in descent(loss, logarithms, optimizer, *how):
-            recorder.add(step, -value.item(), logarithms[0].exp())
-            recent = recorder.objectives[-_WINDOW - 1 :]
+        recorder = Recorder()
+        spread = math.inf
+        steps = descent(
+            loss,
+            logarithms,
+            optimizer,
+            n_steps=self.n_steps,
+            description="[Maximizing evidence]",
+            progress_bar=self.progress_bar,
+        )
+        for step, value in steps:
+            recorder.add(step, -value.item(), log_prior.exp())
+            recent = recorder.objectives[-_WINDOW - 1 :]  # ten steps lie between eleven values
             if len(recent) > _WINDOW:
                 spread = max(recent) - min(recent)
                 if spread < self.tolerance:

@@ -16,9 +16,10 @@ from laplace_lora_ext.models.locks import as_tensor, exclusive
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 
-# Of the logarithm of a prior precision.
-_REACH = (math.log(torch.finfo(torch.float32).tiny), math.log(torch.finfo(torch.float32).max))
-# Options of some methods.
+# Limits of a prior precision's logarithm: what float32 holds.
+_LOWEST = math.log(torch.finfo(torch.float32).tiny)
+_HIGHEST = math.log(torch.finfo(torch.float32).max)
+# Options of which some methods have one or more.
 _COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples", "trainings")
 _STRUCTURES = ["scalar", "layerwise", "diag"]
 
@@ -50,7 +51,7 @@ class TuningHistory:
 
 
 class Recorder:
-    """Gathers a history."""
+    """Gathers a history, step by step."""
 
     def __init__(self) -> None:
         self.objectives: list[float] = []
@@ -68,8 +69,12 @@ class Recorder:
         self._rows.append(row)
 
     def history(self) -> TuningHistory:
-        objectives = torch.tensor(self.objectives, dtype=torch.float64)
-        return TuningHistory(torch.tensor(self._steps), objectives, torch.stack(self._rows))
+        """Put what was recorded into tensors."""
+        return TuningHistory(
+            step=torch.tensor(self._steps),
+            objective=torch.tensor(self.objectives, dtype=torch.float64),
+            prior_precision=torch.stack(self._rows),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,7 +95,8 @@ class TuningMethod:
     progress_bar: bool = False
 
     def __post_init__(self) -> None:
-        check_counts(**{name: getattr(self, name) for name in _COUNTS if hasattr(self, name)})
+        counts = {name: getattr(self, name) for name in _COUNTS if hasattr(self, name)}
+        check_counts(**counts)
         if self.prior_structure not in _STRUCTURES:
             raise ValueError(f"prior_structure {self.prior_structure!r} is none of {_STRUCTURES}.")
 
@@ -116,8 +122,12 @@ class TuningMethod:
         history = method._search(la)
         if count() > 1:  # ranks may differ in the last digit
             la.prior_precision = of_first(la.prior_precision).to(la.model.device)
-            tried = history.step, history.objective, history.prior_precision
-            history = TuningHistory(*of_first(tried), history.posteriors)
+            history = replace(
+                history,
+                step=of_first(history.step),
+                objective=of_first(history.objective),
+                prior_precision=of_first(history.prior_precision),
+            )
         return history
 
     def remark(self, la: Posterior, history: TuningHistory) -> None:
@@ -128,17 +138,24 @@ class TuningMethod:
 
     @property
     def _is_base(self) -> bool:
-        """Whether the user gave several numbers to start from."""
+        """Tell whether the user gave several numbers to start from."""
         return as_tensor(self.init_prior_prec).numel() > 1
 
     def _start(self, la: Posterior) -> torch.Tensor:
-        """Where the search starts: `(1,)`, `(blocks,)` or `(parameters,)`, in float64."""
-        start: Any = as_tensor(self.init_prior_prec).detach()
+        """Set the prior to where the search starts: `(1,)`, `(blocks,)` or `(parameters,)`.
+
+        It is returned in float64.
+        """
+        start = as_tensor(self.init_prior_prec).detach()
         if start.numel() == 1 and self.prior_structure != "scalar":
-            weights = [block.weight.numel() for block in la.blocks]
-            where = la.model.device, la.blocks[0].statistics_dtype
-            shape = self.prior_structure, len(weights), sum(weights)
-            start = fix_prior_prec_structure(start, *shape, *where)
+            start = fix_prior_prec_structure(
+                start,
+                self.prior_structure,
+                n_layers=len(la.blocks),
+                n_params=sum(block.weight.numel() for block in la.blocks),
+                device=la.model.device,
+                dtype=la.blocks[0].statistics_dtype,
+            )
         if not (start > 0).all():
             raise ValueError("init_prior_prec must be above 0.")
         la.prior_precision = start  # raises if the curvature lacks this structure
@@ -164,7 +181,7 @@ def descent(
         value.backward()
         optimizer.step()
         for logarithm in logarithms:
-            logarithm.detach().clamp_(*_REACH)
+            logarithm.detach().clamp_(_LOWEST, _HIGHEST)
 
 
 def draw_seed(generator: torch.Generator | None) -> int:

@@ -89,6 +89,9 @@ class ValGD(TuningMethod):
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
 
+    def _link(self, generator: torch.Generator | None) -> Link:
+        return _SMOOTH.get(self.link_approx) or sampled(self.n_samples, generator)
+
     def _descend(
         self, la: Posterior, statistics: PredictiveStatistics, logarithm: torch.Tensor
     ) -> TuningHistory:
@@ -98,33 +101,44 @@ class ValGD(TuningMethod):
         last steps average over minibatches. The history is the loss of the whole set before the
         first step and 20 times on the way, always with the same draws.
         """
-        targets, recorder = statistics.required_targets(), Recorder()
+        targets = statistics.required_targets()
+        recorder = Recorder()
         optimizer = torch.optim.Adam([logarithm], lr=self.lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.n_steps)
         seed = draw_seed(self.generator)
         minibatches = _minibatches(len(statistics), self.batch_size, self.generator)
 
         def losses(
-            index: torch.Tensor | slice, precision: torch.Tensor, generator: torch.Generator | None
+            places: torch.Tensor | slice,
+            prior_precision: torch.Tensor,
+            generator: torch.Generator | None,
         ) -> torch.Tensor:
-            link = _SMOOTH.get(self.link_approx) or sampled(self.n_samples, generator)
-            moments = statistics[index].moments(precision)
-            likelihood = la.trained_likelihood
-            predicted = moments if likelihood.is_gaussian else [link(*moments)]
-            return likelihood.nll(predicted, targets[index], la.sigma_noise)
+            moments = statistics[places].moments(prior_precision)
+            predicted = moments  # of numbers, which need no link
+            if not la.trained_likelihood.is_gaussian:
+                predicted = [self._link(generator)(moments.f_mu, moments.f_var)]
+            return la.trained_likelihood.nll(predicted, targets[places], la.sigma_noise)
 
         def measure(step: int) -> None:
-            draws, precision = torch.Generator().manual_seed(seed), logarithm.detach().exp()
-            parts = [slice(i, i + _ROWS) for i in range(0, len(statistics), _ROWS)]
-            of_all = torch.cat([losses(part, precision, draws) for part in parts])
-            recorder.add(step, of_all.double().mean().item(), precision)
+            draws = torch.Generator().manual_seed(seed)
+            prior_precision = logarithm.detach().exp()
+            starts = range(0, len(statistics), _ROWS)
+            parts = [losses(slice(i, i + _ROWS), prior_precision, draws) for i in starts]
+            recorder.add(step, torch.cat(parts).double().mean().item(), prior_precision)
 
         def loss() -> torch.Tensor:
             return losses(next(minibatches), logarithm.exp(), self.generator).mean()
 
         every = max(1, self.n_steps // _CHECKPOINTS)
-        how = self.n_steps, "[Minimizing validation loss]", self.progress_bar
-        for step, _ in descent(loss, [logarithm], optimizer, *how):
+        steps = descent(
+            loss,
+            [logarithm],
+            optimizer,
+            n_steps=self.n_steps,
+            description="[Minimizing validation loss]",
+            progress_bar=self.progress_bar,
+        )
+        for step, _ in steps:
             if step:
                 schedule.step()
             if step % every == 0:
@@ -136,7 +150,7 @@ class ValGD(TuningMethod):
 def _minibatches(
     n_examples: int, batch_size: int, generator: torch.Generator | None
 ) -> Iterator[torch.Tensor]:
-    """Random minibatches without end, with each example once a round."""
+    """Draw random minibatches without end, with each example once a round."""
     device = None if generator is None else generator.device
     while True:
         order = torch.randperm(n_examples, generator=generator, device=device)
