@@ -1,6 +1,9 @@
 """A mean of several posteriors' predictions."""
 
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,13 +12,34 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, LaplaceMixture
 from laplace_lora_ext.models.adapters import add_fresh_adapter
-from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
-from tests.support.models import base_model, lora_model, ragged_batches, real_targets
-from tests.support.posteriors import count_forward_passes, fitted, generator, make, plain_regression
+from laplace_lora_ext.predictive.links import (
+    shared_noise,
+    softmax_samples,
+)
+from tests.support.models import (
+    base_model,
+    lora_model,
+    ragged_batches,
+    real_targets,
+)
+from tests.support.posteriors import (
+    count_forward_passes,
+    fitted,
+    generator,
+    make,
+    plain_regression,
+)
 from tests.support.ranks import Texts
 from tests.support.texts import fitted_text, text_batches
 
-GRID = {"log_prior_prec_min": -1, "log_prior_prec_max": 1, "grid_size": 3}
+GRID = {
+    "log_prior_prec_min": -1,
+    "log_prior_prec_max": 1,
+    "grid_size": 3,
+}
+
+
+# --- posteriors around two adapters --------------------------------------------------------------
 
 
 def numbers():
@@ -24,25 +48,58 @@ def numbers():
 
 
 def preferences():
+    """Pairs of texts, of which one is preferred."""
     batch, *_ = ragged_batches(n_classes=2)
-    texts = {key: value for key, value in batch.items() if key != "labels"}
-    pairs = {key: torch.stack([value, value.flip(0)], 1) for key, value in texts.items()}
-    return [pairs | {"labels": batch["labels"]}]
+    pairs = {"labels": batch["labels"]}
+    for key in ("input_ids", "attention_mask"):
+        text = batch[key]
+        pairs[key] = torch.stack([text, text.flip(0)], dim=1)
+    return [pairs]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, its data, and what its posteriors are made with."""
+
+    base: str = "bert"
+    n_labels: int = 3
+    data: Callable[[], list] = ragged_batches
+    keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
 KINDS = {
-    "classes": ("bert", {}, ragged_batches, {}),
-    "diagonal": ("bert", {}, ragged_batches, {"structure": "diag"}),
-    "answers": ("gpt2", {}, ragged_batches, {}),
-    "numbers": ("bert", {"n_labels": 2}, numbers, {"likelihood": "regression"}),
-    "rewards": ("bert", {"n_labels": 1}, preferences, {"likelihood": "reward_modeling"}),
+    "classes": Kind(),
+    "diagonal": Kind(keywords={"structure": "diag"}),
+    "answers": Kind(base="gpt2"),
+    "numbers": Kind(
+        n_labels=2,
+        data=numbers,
+        keywords={"likelihood": "regression"},
+    ),
+    "rewards": Kind(
+        n_labels=1,
+        data=preferences,
+        keywords={"likelihood": "reward_modeling"},
+    ),
 }
+
+
+class Two(NamedTuple):
+    """Posteriors around two adapters of one model, the first of which is active; their data."""
+
+    first: Any
+    second: Any
+    batches: list
+
+    def mixture(self) -> LaplaceMixture:
+        return LaplaceMixture([self.first, self.second])
 
 
 def add_second(model, **other):
     """A second adapter, which is active then, with random weights."""
     if other:
-        model.add_adapter("second", type(model.peft_config["default"])(r=2, **other))
+        config = type(model.peft_config["default"])(r=2, **other)
+        model.add_adapter("second", config)
         model.set_adapter("second")
     else:
         add_fresh_adapter(model, "second")
@@ -51,71 +108,169 @@ def add_second(model, **other):
             torch.nn.init.normal_(weight, std=0.4)
 
 
-def two(kind: str = "classes", **other):
-    """Posteriors around two adapters of one model, the first of which is active; their data."""
-    base, options, data, keywords = KINDS[kind]
-    model, batches = lora_model(base, **options), data()
-    first = fitted(base, batches, model=model, prior_precision=2.0, **keywords)
-    add_second(model, **other)
-    second = fitted(base, batches, model=model, prior_precision=0.5, **keywords)
-    model.set_adapter("default")
-    return first, second, batches
+def two(name: str = "classes", **other) -> Two:
+    kind = KINDS[name]
+    model = lora_model(kind.base, n_labels=kind.n_labels)
+    batches = kind.data()
 
+    def posterior(prior_precision):
+        return fitted(
+            kind.base,
+            batches,
+            model=model,
+            prior_precision=prior_precision,
+            **kind.keywords,
+        )
+
+    first = posterior(2.0)
+    add_second(model, **other)
+    second = posterior(0.5)
+    model.set_adapter("default")
+    return Two(first, second, batches)
+
+
+# --- predictions ---------------------------------------------------------------------------------
 
 CALLS = [
-    *({"link_approx": link} for link in ("probit", "mean_field", "bridge", "bridge_norm", "mc")),
-    {"pred_type": "nn", "link_approx": "mc", "n_samples": 3},
+    {"link_approx": "probit"},
+    {"link_approx": "mean_field"},
+    {"link_approx": "bridge"},
+    {"link_approx": "bridge_norm"},
+    {"link_approx": "mc"},
+    {"link_approx": "mc", "pred_type": "nn", "n_samples": 3},
 ]
 
 
 @pytest.mark.parametrize("kind", ["classes", "answers"])
 def test_probabilities_are_the_members_mean(kind):
-    first, second, (batch, *_) = two(kind)
-    mixture = LaplaceMixture([first, second])
+    both = two(kind)
+    mixture = both.mixture()
+    batch = both.batches[0]
     for call in CALLS:
-        shared = generator()
-        expected = sum(la(batch, generator=shared, **call) for la in (first, second)) / 2
-        torch.testing.assert_close(mixture(batch, generator=generator(), **call), expected)
+        shared = generator()  # the second member draws after the first
+        first = both.first(batch, generator=shared, **call)
+        second = both.second(batch, generator=shared, **call)
+        found = mixture(batch, generator=generator(), **call)
+        torch.testing.assert_close(found, (first + second) / 2)
+
+
+def squared(mean, covariance):
+    """Of each number where variances are given, and of pairs of numbers where covariances are."""
+    if covariance.ndim == mean.ndim:
+        return mean**2
+    return mean[..., None] * mean[..., None, :]
 
 
 @pytest.mark.parametrize("kind", ["numbers", "rewards"])
 def test_numbers_have_the_mixtures_moments(kind):
-    first, second, (batch,) = two(kind)
-    mixture = LaplaceMixture([first, second])
-
-    def squared(mean, like):
-        return mean**2 if like.ndim == mean.ndim else mean[..., None] * mean[..., None, :]
-
-    for options in ({}, {"joint": True}, {"diagonal_output": True}):
-        (m, S), (n, T) = (la(batch, **options) for la in (first, second))
+    both = two(kind)
+    mixture = both.mixture()
+    (batch,) = both.batches
+    for options in (
+        {},
+        {"joint": True},
+        {"diagonal_output": True},
+    ):
+        m, S = both.first(batch, **options)
+        n, T = both.second(batch, **options)
         mean, covariance = mixture(batch, **options)
         torch.testing.assert_close(mean, (m + n) / 2)
-        second_moment = (S + squared(m, S) + T + squared(n, T)) / 2
-        torch.testing.assert_close(covariance + squared(mean, S), second_moment)
+        of_first = S + squared(m, S)
+        of_second = T + squared(n, T)
+        second_moment = covariance + squared(mean, covariance)
+        torch.testing.assert_close(second_moment, (of_first + of_second) / 2)
     for predict in (mixture.predict, mixture.predict_proba):
         with pytest.raises(ValueError, match="predicts numbers"):
             predict(batch)
     if kind == "rewards":
-        preferred = [la(batch, fitting=True) for la in (first, second)]
-        torch.testing.assert_close(mixture(batch, fitting=True), sum(preferred) / 2)
+        first = both.first(batch, fitting=True)
+        second = both.second(batch, fitting=True)
+        torch.testing.assert_close(mixture(batch, fitting=True), (first + second) / 2)
+
+
+def test_entropies_are_those_of_all_members_draws():
+    both = two()
+    mixture = both.mixture()
+    batch = both.batches[0]
+    passes = [count_forward_passes(la) for la in mixture.members]
+    found = mixture.predict(batch, "probit", n_samples=40, generator=generator(5))
+    assert passes == [[1], [1]]
+    shared = generator(5)
+    drawn = []
+    for la in (both.first, both.second):
+        moments = la.predictive_moments(batch)
+        noise = shared_noise(moments.f_mu, 40, shared)
+        drawn.append(softmax_samples(*moments, noise).exp())
+    drawn = torch.cat(drawn)
+    total = torch.special.entr(drawn.mean(0)).sum(-1)
+    aleatoric = torch.special.entr(drawn).sum(-1).mean(0)
+    torch.testing.assert_close(found.probabilities, mixture(batch, link_approx="probit"))
+    torch.testing.assert_close(found.total_entropy, total)
+    torch.testing.assert_close(found.epistemic_entropy, total - aleatoric)
+    of_label = drawn[:, range(3), found.labels]
+    torch.testing.assert_close(found.label_variance, of_label.var(0, correction=0))
+    expected = mixture(batch, link_approx="mean_field").numpy()
+    assert mixture.predict_proba(batch) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles(
+    labelled,
+):
+    mixture = two().mixture()
+    n = 11
+    texts = [Texts()[place] for place in range(n)]
+    if not labelled:
+        for text in texts:
+            del text["labels"]
+    torch.manual_seed(0)
+    shuffled = DataLoader(texts, batch_size=3, shuffle=True)
+    statistics = mixture.predictive_statistics(shuffled, dtype=torch.float64)
+    found = mixture(statistics.moments(1.0), link_approx="mean_field")
+    in_order = [mixture(batch, link_approx="mean_field") for batch in DataLoader(texts)]
+    expected = torch.cat(in_order)
+    # Each prediction is nearest to that of its own text.
+    distances = (found[:, None] - expected).abs().sum(-1)
+    order = distances.argmin(1)
+    assert order.tolist() != list(range(n))
+    assert sorted(order.tolist()) == list(range(n))
+    torch.testing.assert_close(found, expected[order])
+    has_targets = statistics.members[0].targets is not None
+    assert has_targets == labelled
+
+
+# --- priors --------------------------------------------------------------------------------------
+
+
+def loss_by_hand(both, batches):
+    """Mean negative log-likelihood of what a mixture of the posteriors predicts."""
+    mixture = both.mixture()
+    predicted = []
+    for batch in batches:
+        found = mixture(batch, link_approx="mean_field", fitting=True)
+        predicted.append(found if isinstance(found, tuple) else (found,))
+    outputs = [torch.cat(parts) for parts in zip(*predicted, strict=True)]
+    labels = torch.cat([batch["labels"] for batch in batches])
+    likelihood = both.first.trained_likelihood
+    if not likelihood.is_gaussian:
+        outputs = [outputs[0].log()]
+    return likelihood.nll(outputs, labels, both.first.sigma_noise).mean().item()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
-    first, second, batches = two(kind)
-    mixture = LaplaceMixture([first, second])
+def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(
+    kind,
+):
+    both = two(kind)
+    batches = both.batches
+    mixture = both.mixture()
     history = mixture.optimize_prior_precision(val_loader=batches, **GRID)
-    losses, factors = [], [0.1, 1, 10]
+    factors = [0.1, 1, 10]
+    losses = []
     for factor in factors:
-        first.prior_precision, second.prior_precision = 2 * factor, 0.5 * factor
-        by_hand = LaplaceMixture([first, second])
-        found = [by_hand(batch, link_approx="mean_field", fitting=True) for batch in batches]
-        found = [one if isinstance(one, tuple) else (one,) for one in found]
-        outputs = [torch.cat(parts) for parts in zip(*found, strict=True)]
-        labels = torch.cat([batch["labels"] for batch in batches])
-        likelihood = first.trained_likelihood
-        outputs = outputs if likelihood.is_gaussian else [outputs[0].log()]
-        losses.append(likelihood.nll(outputs, labels, first.sigma_noise).mean().item())
+        both.first.prior_precision = 2 * factor
+        both.second.prior_precision = 0.5 * factor
+        losses.append(loss_by_hand(both, batches))
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
     best = factors[losses.index(min(losses))]
     assert mixture.prior_precision.item() == pytest.approx(best)
@@ -127,30 +282,16 @@ def test_a_factor_of_the_members_priors_is_chosen_for_the_mixture(kind):
         assert torch.equal(search(mixture).objective, history.objective)
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-def test_members_pass_over_the_same_rows_of_a_loader_that_shuffles(labelled):
-    mixture = LaplaceMixture(two()[:2])
-    texts = [Texts()[place] for place in range(11)]
-    if not labelled:
-        texts = [{key: row[key] for key in row.keys() - {"labels"}} for row in texts]
-    torch.manual_seed(0)
-    shuffled = DataLoader(texts, batch_size=3, shuffle=True)
-    statistics = mixture.predictive_statistics(shuffled, dtype=torch.float64)
-    found = mixture(statistics.moments(1.0), link_approx="mean_field")
-    in_order = [mixture(batch, link_approx="mean_field") for batch in DataLoader(texts)]
-    expected = torch.cat(in_order)
-    order = (found[:, None] - expected).abs().sum(-1).argmin(1)
-    assert order.tolist() != list(range(11))
-    assert sorted(order.tolist()) == list(range(11))
-    torch.testing.assert_close(found, expected[order])
-    assert (statistics.members[0].targets is not None) == labelled
+def priors_of(*posteriors):
+    return [la.prior_precision.item() for la in posteriors]
 
 
 def test_given_posteriors_keep_their_priors_and_the_mixture_its_own():
-    first, second, batches = two()
-    mixture, before = LaplaceMixture([first, second]), first(batches[0])
+    first, second, batches = both = two()
+    mixture = both.mixture()
+    before = first(batches[0])
     mixture.prior_precision = 10
-    assert [la.prior_precision.item() for la in (first, second)] == [2, 0.5]
+    assert priors_of(first, second) == [2, 0.5]
     assert torch.equal(first(batches[0]), before)
     first.prior_precision = 7
     first.fit(batches[:1])
@@ -159,32 +300,35 @@ def test_given_posteriors_keep_their_priors_and_the_mixture_its_own():
     with pytest.raises(ZeroDivisionError):
         mixture.optimize_prior_precision(val_loader=batches, loss=lambda *_: 1 / 0)
     assert mixture.prior_precision.item() == 10
-    assert [la.prior_precision.item() for la in mixture.members] == [20, 6]
+    assert priors_of(*mixture.members) == [20, 6]
 
 
 def test_a_search_in_inference_mode_keeps_ordinary_numbers():
-    first, second, batches = two()
+    both = two()
     with torch.inference_mode():
-        mixture = LaplaceMixture([first, second])
-        mixture.optimize_prior_precision(val_loader=batches, **GRID)
+        mixture = both.mixture()
+        mixture.optimize_prior_precision(val_loader=both.batches, **GRID)
         mixture.prior_precision = 2 * mixture.prior_precision
-    kept = [mixture, *mixture.members]
-    assert not any(each.prior_precision.is_inference() for each in kept)
+    for each in (mixture, *mixture.members):
+        assert not each.prior_precision.is_inference()
 
 
 def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
-    first, second, (batch, *_) = two()
-    mixture, futures = LaplaceMixture([first, second]), []
+    both = two()
+    mixture = both.mixture()
+    batch = both.batches[0]
     expected = mixture(batch)
+    futures = []
 
     with ThreadPoolExecutor(1) as pool:
 
         def change_prior(*_):
             if not futures:
-                futures.append(pool.submit(setattr, mixture, "prior_precision", 100.0))
+                change = pool.submit(setattr, mixture, "prior_precision", 100.0)
+                futures.append(change)
                 wait(futures, timeout=1)  # without a lock it would be done by now
 
-        handle = first.model.model.register_forward_hook(change_prior)
+        handle = both.first.model.model.register_forward_hook(change_prior)
         found = mixture(batch)
         handle.remove()
     assert torch.equal(found, expected)
@@ -192,105 +336,150 @@ def test_a_prediction_is_of_one_factor_whatever_other_threads_do():
     assert not torch.equal(mixture(batch), expected)
 
 
-def test_entropies_are_those_of_all_members_draws():
-    first, second, (batch, *_) = two()
-    mixture = LaplaceMixture([first, second])
-    passes = [count_forward_passes(la) for la in mixture.members]
-    found = mixture.predict(batch, "probit", n_samples=40, generator=generator(5))
-    assert passes == [[1], [1]]
-    shared, drawn = generator(5), []
-    for la in (first, second):
-        moments = la.predictive_moments(batch)
-        noise = shared_noise(moments.f_mu, 40, shared)
-        drawn.append(softmax_samples(*moments, noise).exp())
-    drawn = torch.cat(drawn)
-    total, aleatoric = (torch.special.entr(p).sum(-1) for p in (drawn.mean(0), drawn))
-    torch.testing.assert_close(found.probabilities, mixture(batch, link_approx="probit"))
-    torch.testing.assert_close(found.total_entropy, total)
-    torch.testing.assert_close(found.epistemic_entropy, total - aleatoric.mean(0))
-    of_label = drawn[:, range(3), found.labels]
-    torch.testing.assert_close(found.label_variance, of_label.var(0, correction=0))
-    expected = mixture(batch, link_approx="mean_field").numpy()
-    assert mixture.predict_proba(batch) == pytest.approx(expected)
+# --- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("targets", [{}, {"target_modules": ["key"], "task_type": "SEQ_CLS"}])
+def trainable(model):
+    return [name for name, weight in model.named_parameters() if weight.requires_grad]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {},
+        {"target_modules": ["key"], "task_type": "SEQ_CLS"},
+    ],
+)
 def test_it_is_saved_and_loaded_with_its_adapters_and_heads(targets, tmp_path):
-    first, second, (batch, *_) = two(**targets)
-    mixture = LaplaceMixture([first, second])
+    both = two(**targets)
+    mixture = both.mixture()
+    batch = both.batches[0]
     mixture.prior_precision = 3
     mixture.save_pretrained(tmp_path)
     torch.manual_seed(0)
-    bare, model = base_model("bert").double(), lora_model("bert")  # which has the first adapter
-    trainable = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    bare = base_model("bert").double()
+    model = lora_model("bert")  # which has the first adapter
+    before = trainable(model)
     for given in (bare, model):
         loaded = LaplaceMixture.from_pretrained(given, tmp_path)
         torch.testing.assert_close(loaded(batch), mixture(batch))
     assert model.active_adapter == "default"
-    assert trainable == [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert trainable(model) == before
+
+
+def test_no_damaged_mixture_is_loaded(tmp_path):
+    two().mixture().save_pretrained(tmp_path)
+    model = lora_model("bert")
     description = tmp_path / "laplace_mixture.json"
     content = description.read_text()
-    for damaged in (content.replace("second", "default"), content[:-1], '{"members":["second"]}'):
+    twice = content.replace("second", "default")
+    cut_off = content[:-1]
+    of_one = '{"members":["second"]}'
+    message = r"laplace_mixture.json (is damaged|holds no mixture)"
+    for damaged in (twice, cut_off, of_one):
         description.write_text(damaged)
-        with pytest.raises(ValueError, match=r"laplace_mixture.json (is damaged|holds no mixture)"):
+        with pytest.raises(ValueError, match=message):
             LaplaceMixture.from_pretrained(model, tmp_path)
     description.write_text(content)
     (tmp_path / "second" / "laplace_posterior.safetensors").write_text("{")
     with pytest.raises(ValueError, match="second"):
-        LaplaceMixture.from_pretrained(model := lora_model("bert"), tmp_path)
+        LaplaceMixture.from_pretrained(model, tmp_path)
     assert list(model.peft_config) == ["default"]
 
 
 def test_adapters_are_drawn_from_each_member(tmp_path):
-    first, second, _ = two()
-    folders = LaplaceMixture([first, second]).sample_adapters(3, tmp_path / "m", generator(2))
-    shared = generator(2)
-    own = first.sample_adapters(2, tmp_path / "a", shared)
-    own += second.sample_adapters(1, tmp_path / "b", shared)
-    parts = [folder.relative_to(tmp_path / "m").as_posix() for folder in folders]
+    both = two()
+    mixed = tmp_path / "mixed"
+    folders = both.mixture().sample_adapters(3, mixed, generator(2))
+    parts = [folder.relative_to(mixed).as_posix() for folder in folders]
     assert parts == ["sample_0", "sample_1", "sample_2/second"]
-    for folder, other in zip(folders, own, strict=True):
-        found, expected = (load_peft_weights(str(path)) for path in (folder, other))
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    shared = generator(2)
+    by_hand = [
+        *both.first.sample_adapters(2, tmp_path / "first", shared),
+        *both.second.sample_adapters(1, tmp_path / "second", shared),
+    ]
+    for folder, other in zip(folders, by_hand, strict=True):
+        found = load_peft_weights(str(folder))
+        expected = load_peft_weights(str(other))
+        for name, weight in expected.items():
+            assert torch.equal(found[name], weight)
 
 
-def test_members_score_and_write_texts_together():
-    model, (batch, *_) = lora_model("gpt2").eval(), text_batches()
+# --- free text -----------------------------------------------------------------------------------
+
+
+def two_of_texts() -> Two:
+    model = lora_model("gpt2").eval()
     first = fitted_text(model)
     add_second(model)
     second = fitted_text(model.eval())
-    mixture, shared = LaplaceMixture([first, second]), generator()
-    found = mixture.score(batch, 3, generator()).tokens
-    one, other = first.score(batch, 2, shared).tokens, second.score(batch, 1, shared).tokens
+    return Two(first, second, text_batches())
+
+
+def test_members_score_texts_together():
+    both = two_of_texts()
+    batch = both.batches[0]
+    found = both.mixture().score(batch, 3, generator()).tokens
+    # Of three draws the first member gives two.
+    shared = generator()
+    one = both.first.score(batch, 2, shared).tokens
+    other = both.second.score(batch, 1, shared).tokens
     expected = (2 * one.log_prob.exp() + other.log_prob.exp()) / 3
     torch.testing.assert_close(found.log_prob.exp(), expected)
     expected = (one.map_log_prob.exp() + other.map_log_prob.exp()) / 2
     torch.testing.assert_close(found.map_log_prob.exp(), expected)
-    text = batch["input_ids"][:1, :4]
-    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    found = mixture.generate(input_ids=text, n_samples=0, **options).sequences
+
+
+def test_members_write_texts_together():
+    both = two_of_texts()
+    model = both.first.model.model
+    text = both.batches[0]["input_ids"][:1, :4]
+
+    def write(mixture):
+        return mixture.generate(
+            input_ids=text,
+            n_samples=0,
+            max_new_tokens=3,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+
+    expected = text
+    found = write(both.mixture()).sequences
     for _ in range(3):
         p = 0
         for adapter in ("default", "second"):
             model.set_adapter(adapter)
-            p = p + model(input_ids=text).logits[:, -1].softmax(-1)
-        text = torch.cat([text, p.argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(found, text)
+            logits = model(input_ids=expected).logits
+            p = p + logits[:, -1].softmax(-1)
+        expected = torch.cat([expected, p.argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(found, expected)
     with pytest.raises(ValueError, match="adapters of one model"):
-        LaplaceMixture([second, fitted_text()]).generate(input_ids=text, **options)
+        write(LaplaceMixture([both.second, fitted_text()]))
 
 
-def with_other(change):
-    """Two posteriors, after a change of the second one's model."""
-    first, second, _ = two()
-    change(second)
-    return [first, second]
+# --- what cannot be mixed ------------------------------------------------------------------------
 
 
-def other_base():
-    model = lora_model("bert")
-    model.get_base_model().bert.pooler.dense.bias.data += 0.1
-    return fitted(model=model)
+def alone():
+    return [fitted()]
+
+
+def with_one_that_is_not_fitted():
+    return [fitted(), make(lora_model("bert"))]
+
+
+def with_more_classes():
+    return [
+        fitted(),
+        fitted(model=lora_model("bert", n_labels=4)),
+    ]
+
+
+def with_numbers():
+    regression, _ = plain_regression(3)
+    return [regression, fitted()]
 
 
 def answering(*tokens):
@@ -299,36 +488,62 @@ def answering(*tokens):
     return la
 
 
-REFUSED = {
-    "needs two posteriors": lambda: [fitted()],
-    "not fitted": lambda: [fitted(), make(lora_model("bert"))],
-    "n_outputs.* 3,.* 4,": lambda: [fitted(), fitted(model=lora_model("bert", n_labels=4))],
-    "differ in likelihood": lambda: [plain_regression(3)[0], fitted()],
-    r"1, 2, 3.*3, 2, 1": lambda: [answering(1, 2, 3), answering(3, 2, 1)],
-    "different base models .*pooler": lambda: [fitted(), other_base()],
-    "lost LoRA weights of the posterior: .*second": lambda: with_other(
-        lambda la: la.model.model.delete_adapter("second")
+def with_answers_in_another_order():
+    return [answering(1, 2, 3), answering(3, 2, 1)]
+
+
+def with_another_base():
+    model = lora_model("bert")
+    model.get_base_model().bert.pooler.dense.bias.data += 0.1
+    return [fitted(), fitted(model=model)]
+
+
+def without_an_adapter():
+    first, second, _ = two()
+    second.model.model.delete_adapter("second")
+    return [first, second]
+
+
+def with_other_weights():
+    first, second, _ = two()
+    second.blocks[0].weight.data.mul_(2)
+    return [first, second]
+
+
+REFUSED = [
+    (alone, "needs two posteriors"),
+    (with_one_that_is_not_fitted, "not fitted"),
+    (with_more_classes, "n_outputs.* 3,.* 4,"),
+    (with_numbers, "differ in likelihood"),
+    (with_answers_in_another_order, r"1, 2, 3.*3, 2, 1"),
+    (with_another_base, "different base models .*pooler"),
+    (
+        without_an_adapter,
+        "lost LoRA weights of the posterior: .*second",
     ),
-    "have changed since the fit": lambda: with_other(lambda la: la.blocks[0].weight.data.mul_(2)),
-}
+    (with_other_weights, "have changed since the fit"),
+]
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_mixed_is_refused(message):
+@pytest.mark.parametrize(("posteriors", "message"), REFUSED)
+def test_what_cannot_be_mixed_is_refused(posteriors, message):
+    given = posteriors()
     with pytest.raises((ValueError, RuntimeError, AttributeError), match=message):
-        LaplaceMixture(REFUSED[message]())
+        LaplaceMixture(given)
 
 
 def test_what_a_mixture_lacks_is_said(tmp_path):
-    first, second, batches = two()
-    mixture = LaplaceMixture([first, second])
+    first, second, batches = both = two()
+    mixture = both.mixture()
     assert repr(mixture).count("fitted to 8 examples; prior precision") == 2
     with pytest.raises(ValueError, match=r"gridsearch. or a GridSearch"):
         mixture.optimize_prior_precision("marglik")
     given = mixture.predictive_statistics(batches)
+    in_other_order = LaplaceMixture([second, first])
     with pytest.raises(ValueError, match="belong to another fit"):
-        LaplaceMixture([second, first]).optimize_prior_precision(val_loader=given)
+        in_other_order.optimize_prior_precision(val_loader=given)
+    of_two_models = LaplaceMixture([first, fitted()])
     with pytest.raises(ValueError, match="one PeftModel"):
-        LaplaceMixture([first, fitted()]).save_pretrained(tmp_path)
+        of_two_models.save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError):
         LaplaceMixture.from_pretrained(lora_model("bert"), tmp_path)
