@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.passes.graph import check_differentiable, check_logits, tapped
+from laplace_lora_ext.passes.graph import (
+    check_differentiable,
+    check_logits,
+    refuse_reentrant,
+    tapped,
+)
 from laplace_lora_ext.passes.recorder import Recorder
 
 
@@ -21,6 +26,8 @@ def noting_calls(blocks: Sequence[Block], called: set[int]) -> Iterator[None]:
 
     def note(index: int, *_: Any) -> None:
         called.add(index)
+        if not torch.is_grad_enabled():
+            refuse_reentrant()
 
     with ExitStack() as hooks:
         for index, block in enumerate(blocks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,9 @@ from laplace_lora_ext.models.weights import Block
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
 _ROWS = 512
+
+# What torch calls the node of a reentrant checkpoint, and so do DeepSpeed, Megatron and FairScale.
+_REENTRANT = "CheckpointFunctionBackward"
 
 
 @dataclass
@@ -118,6 +122,8 @@ class Graph:
         layouts: Layouts,
     ) -> None:
         nodes = _nodes_behind(logits)
+        if any(node.name() == _REENTRANT for node in nodes):
+            raise _reentrant()
         self.logits = logits
         self.calls = [[call for call in of_layer if call.node in nodes] for of_layer in calls]
         for of_layer in calls:
@@ -306,10 +312,12 @@ class Taps:
         check_logits(logits)
         if self._called:
             check_differentiable(logits.requires_grad)
-        for block, of_layer in zip(self._blocks, calls, strict=True):
+        for of_layer in calls:
             for call in of_layer:
                 if call.inputs is not None and _version(call.inputs) != call.version:
-                    raise _overwritten(block.name)
+                    raise _overwritten(call.layer)
+                if not self._keeps_inputs:  # the graph has what backward passes need
+                    call.inputs = None
         return Graph(logits, calls, self._anchor, self._layouts)
 
     def hear(
@@ -318,6 +326,7 @@ class Taps:
         """Note a call of a block's layer, and tap what it returned."""
         self._called.add(index)
         if not torch.is_grad_enabled():  # as where an indexer of sparse attention picks keys
+            refuse_reentrant()
             return output
         inputs = args[0].clone() if args[0].is_inference() else args[0]  # autograd can't save it
         call = Call(index, self._blocks[index].name, inputs, output)
@@ -353,6 +362,26 @@ def tapped(
         if checkpointed:
             hooks.enter_context(taps.checkpoints.of(model))
         yield taps
+
+
+def refuse_reentrant() -> None:
+    """Refuse a call of a layer within reentrant checkpointing, which gives it no graph.
+
+    An `autograd.Function` is then among the callers.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            raise _reentrant()
+        frame = frame.f_back
+
+
+def _reentrant() -> NotImplementedError:
+    return NotImplementedError(
+        "The model's own code uses reentrant checkpointing, which hides gradients from fits and "
+        "predictions: pass use_reentrant=False where it calls torch.utils.checkpoint."
+    )
 
 
 def _overwritten(layer: str) -> NotImplementedError:

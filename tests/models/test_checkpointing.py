@@ -4,11 +4,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification
 
 from laplace_lora_ext.models.checkpointing import checkpointed_layers
-from tests.support.models import TARGET_MODULES, lora_model, ragged_batches
-from tests.support.posteriors import fitted
+from tests.support.dense import EXACT
+from tests.support.models import TARGET_MODULES, lora_model, pairs, ragged_batches, with_lora
+from tests.support.posteriors import KFAC_APPROX, STRUCTURES, fitted, make
 
 KINDS = list(TARGET_MODULES)
 
@@ -94,3 +96,67 @@ def test_inputs_of_layers_are_not_kept(monkeypatch):
     fitted("gpt2", model=model)
     assert kept
     assert not any(kept)
+
+
+class Checkpointing(nn.Module):
+    """Checkpoints the middle of three layers in its own code, in training or not."""
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant  # None does not checkpoint
+        self.before, self.within, self.after = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x).tanh()
+        if self.use_reentrant is None:
+            x = self._middle(x)
+        else:
+            x = checkpoint(self._middle, x, use_reentrant=self.use_reentrant)
+        return self.after(x)
+
+    def _middle(self, x: torch.Tensor) -> torch.Tensor:
+        return self.within(x.sin()).tanh()
+
+
+ALL = ("before", "within", "after")
+
+
+@pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
+def test_a_model_that_checkpoints_in_its_own_code_gives_the_same_numbers(kfac_approx):
+    batches, settings = pairs(2), {"rank": 100, "kfac_approx": kfac_approx}
+    plain, ours = (
+        make(with_lora(Checkpointing(use_reentrant), *ALL), backend_kwargs=settings)
+        for use_reentrant in (None, False)
+    )
+    for la in (plain, ours):
+        la.fit(batches)
+    torch.testing.assert_close(ours.H.to_matrix(), plain.H.to_matrix(), **EXACT)
+    X, _ = batches[0]
+    for moment, expected in zip(
+        ours.predictive_moments(X), plain.predictive_moments(X), strict=True
+    ):
+        torch.testing.assert_close(moment, expected, **EXACT)
+    slopes = []
+    for la in (ours, plain):
+        x = X.clone().requires_grad_()
+        Js, _ = la.backend.jacobians(x, enable_backprop=True)
+        slopes.append(torch.autograd.grad(Js.square().sum(), x))
+    torch.testing.assert_close(*slopes, **EXACT)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("layers", [ALL, ("within",), ("before", "after"), ("within", "after")])
+def test_reentrant_checkpointing_in_a_models_own_code_is_refused(layers, structure):
+    la = make(with_lora(Checkpointing(use_reentrant=True), *layers), structure)
+    with pytest.raises(NotImplementedError, match=r"reentrant.*pass use_reentrant=False"):
+        la.fit(pairs())
+    assert la.n_data == 0
+
+
+def test_reentrant_checkpointing_without_adapted_layers_before_or_in_it_does_no_harm():
+    plain, ours = (
+        make(with_lora(Checkpointing(use_reentrant), "after")) for use_reentrant in (None, True)
+    )
+    for la in (plain, ours):
+        la.fit(pairs())
+    torch.testing.assert_close(ours.H.to_matrix(), plain.H.to_matrix(), **EXACT)
