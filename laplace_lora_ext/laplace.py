@@ -15,8 +15,6 @@ from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.likelihoods import refuse_multi_label
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
-from laplace_lora_ext.models.adapters import own_adapter_back
-from laplace_lora_ext.models.locks import LOCK
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.saving import read_state
@@ -109,15 +107,13 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     options = {name: state[name] for name in kept} | {
         "class_token_ids": fitted.class_token_ids,
         "mask_token_id": fitted.mask_token_id,
-        "target_modules": sorted({name.rpartition(".lora_")[0] for name in fitted.blocks}),
+        "weight_names": list(fitted.blocks),
     }
     backend, options["backend_kwargs"] = settings.pop("backend"), settings
     if "backend" not in kwargs:
         options["backend"] = _named(backend, _BACKENDS)
     cls = _named(state["cls_name"], _CLASSES)
-    with LOCK, own_adapter_back(model):
-        fitted.set_trained(model)
-        la = cls(model, **options | kwargs)
+    la = cls(model, **options | kwargs)
     la.load_state_dict(state)
     return la
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.locks import LOCK, exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
+    active_adapter,
     check_known_to_host,
     find_blocks,
     is_untrained,
@@ -58,6 +59,9 @@ class LoRALaplace(LoRAGaussian):
         for a masked language model: the token at which the answer is read
     target_modules, layers_to_transform
         as in `peft.LoraConfig`: which LoRA layers take part; all if omitted
+    weight_names : collection of str, optional
+        names of LoRA weights without the adapter's name, such as "...query.lora_B.weight": these
+        alone take part, whether or not they require grad
     **kwargs
         as for the host's class of the same structure: `prior_precision`, `prior_mean`,
         `sigma_noise`, `temperature`, `enable_backprop`, `dict_key_x` and so on
@@ -90,19 +94,21 @@ class LoRALaplace(LoRAGaussian):
         mask_token_id: int | None = None,
         target_modules: str | Sequence[str] | None = None,
         layers_to_transform: int | Iterable[int] | None = None,
+        weight_names: Collection[str] | None = None,
         **kwargs: Any,
     ) -> None:
         check_noise(kwargs.get("sigma_noise", 1.0))  # the host would ask whether it is 1
         backend = self._default_backend if backend is None else backend
         self._check_backend(backend)
         adapted = self._adapted(likelihood)
-        self.model = adapted(model, class_token_ids, dict_key_y, mask_token_id)
+        with LOCK:  # passes of other threads change what is active
+            adapter = active_adapter(model)
+        self.model = adapted(model, class_token_ids, dict_key_y, mask_token_id, adapter)
         if likelihood == "classification" and self.model.is_multi_label:
             refuse_multi_label("No likelihood fits problem_type 'multi_label_classification'")
-        with LOCK:  # passes of other threads change what requires grad
-            self.blocks = find_blocks(model, target_modules, layers_to_transform)
+        with LOCK:  # and what requires grad
+            self.blocks = find_blocks(model, target_modules, layers_to_transform, weight_names)
             warn_of_other_trainable(model)
-        self.model.adapter = self.blocks[0].adapter
         self.recorder = Recorder(self.model, self.blocks)
         if is_untrained(self.blocks):
             warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")
@@ -138,7 +144,7 @@ class LoRALaplace(LoRAGaussian):
             backend_kwargs=self._backend_options,
             class_token_ids=self.model.class_token_ids,
             mask_token_id=self.model.mask_token_id,
-            target_modules=sorted({block.lora_layer for block in self.blocks}),
+            weight_names=[block.known_as for block in self.blocks],
             **{name: getattr(self, name) for name in of_host},
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,30 +13,9 @@ from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 from torch import nn
 
 from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.weights import owner_of, without_adapter
 
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that do
-
-# What PEFT saves with an adapter: LoRA weights, heads, and rows of embeddings. In a weight's name
-# the adapter's own name follows.
-_PARTS = r"lora_\w+|modules_to_save|trainable_tokens_\w+"
-_OF_ADAPTER = re.compile(rf"\.({_PARTS})\.([^.]+)")
-_OF_ANY_ADAPTER = re.compile(rf"\.({_PARTS})(\.|$)")
-
-
-def owner_of(name: str) -> str | None:
-    """The adapter that a weight of this name belongs to; None for the base model's."""
-    found = _OF_ADAPTER.search(name)
-    return None if found is None else found[2]
-
-
-def without_adapter(name: str) -> str:
-    """A weight's name without its adapter's."""
-    return _OF_ADAPTER.sub(r".\1", name)
-
-
-def is_of_base(name: str) -> bool:
-    """Whether a weight is the base model's, by a name that `without_adapter` returned."""
-    return _OF_ANY_ADAPTER.search(name) is None
 
 
 def own_weights(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:

@@ -58,6 +58,7 @@ class LogitsModel(nn.Module):
         class_token_ids: Sequence[int] | None = None,
         dict_key_y: str = "labels",
         mask_token_id: int | None = None,
+        adapter: str | None = None,
     ) -> None:
         super().__init__()
         if is_compiled(model):
@@ -66,7 +67,7 @@ class LogitsModel(nn.Module):
                 "does not call LoRA layers as modules."
             )
         self.model = model
-        self.adapter = None
+        self.adapter = adapter
         self.dict_key_y = dict_key_y
         self.output_size = 0
         transformer = find_transformer(model)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from peft import LoraConfig
@@ -13,7 +12,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
-from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.models.weights import Block, LinearRows, bare_name, strip_wrappers
 
 Layers = Mapping[str, lora.LoraLayer]
 """PEFT's layers by their names."""
@@ -36,46 +35,98 @@ def find_blocks(
     model: nn.Module,
     target_modules: str | Sequence[str] | None = None,
     layers_to_transform: int | Iterable[int] | None = None,
+    weight_names: Collection[str] | None = None,
 ) -> list[Block]:
-    """LoRA weights of the active adapter, in the order of the model's parameters.
+    """Find the LoRA weights of the active adapter, in the order of the model's parameters.
 
     Of a layer that was trained with one of its weights frozen, as LoRA-FA freezes `lora_A`, the
     other one takes part alone. An adapter that was loaded for inference has both frozen, and both
-    take part. `target_modules` and `layers_to_transform` select layers as in `peft.LoraConfig`.
+    take part, since a loaded adapter does not say which of its weights were frozen in training.
+    With `weight_names`, those of `Block.known_as`, these weights take part, frozen or not.
+    `target_modules` and `layers_to_transform` select layers as in `peft.LoraConfig`.
 
     A `ValueError` if there is no LoRA layer, if the adapter is merged, disabled or not the only
     active one, or if nothing matches the selection. A `NotImplementedError` if layers do not add
     `B(A(x))` with weights of their own, and for FSDP1 and DeepSpeed ZeRO-3.
     """
-    _check_reachable(model)
-    layers: Layers = {
-        strip_wrappers(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, lora.LoraLayer)
+    adapter = active_adapter(model)
+    with_adapter = {
+        name: layer for name, layer in lora_layers(model).items() if adapter in _adapters_of(layer)
     }
-    if not layers:
-        kinds = [c.peft_type for c in getattr(model, "peft_config", {}).values()]
-        there_is = listed([str(getattr(kind, "value", kind)) for kind in kinds]) or "no adapter"
-        raise ValueError(
-            f"No LoRA layer in the model (found {there_is}). Add one, or load one not merged."
-        )
-    adapter = _active_adapter(layers)
-    layers = {name: layer for name, layer in layers.items() if adapter in _adapters_of(layer)}
-    layers = _selected(layers, target_modules, layers_to_transform)
+    layers = _selected(with_adapter, target_modules, layers_to_transform)
+    if weight_names is not None:
+        layers = _holding(layers, adapter, weight_names)
     _check_plain(layers, adapter)
     blocks: list[Block] = []
     for name, layer in layers.items():
-        halves: Any = ("lora_A", layer.lora_A[adapter]), ("lora_B", layer.lora_B[adapter])
-        both = [Block(name, matrix, adapter, half, layer) for matrix, half in halves]
-        blocks += [block for block in both if block.weight.requires_grad] or both
+        halves = _halves(name, layer, adapter)
+        if weight_names is None:
+            blocks += [half for half in halves if half.weight.requires_grad] or halves
+        else:
+            blocks += [half for half in halves if half.known_as in weight_names]
     if len({id(block.weight) for block in blocks}) < len(blocks):
         raise NotImplementedError("LoRA layers share weights: give each its own parameters.")
     return blocks
 
 
+def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
+    """Find PEFT's LoRA layers in a model, by their names without wrappers'."""
+    return {
+        strip_wrappers(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, lora.LoraLayer)
+    }
+
+
+def active_adapter(model: nn.Module) -> str:
+    """Return the one LoRA adapter that runs in passes; errors are those of `find_blocks`."""
+    _check_reachable(model)
+    layers = lora_layers(model)
+    _check_any(model, layers)
+    idle = find_idle(layers)
+    if idle is not None:
+        raise ValueError(idle)
+    active: set[str] = set()
+    for layer in layers.values():
+        # An adapter may be active in layers where it has no weights.
+        active |= set(layer.active_adapters) & _adapters_of(layer)
+    if not active:
+        raise ValueError("No adapter is active: call model.set_adapter(name).")
+    if len(active) > 1:
+        names = ", ".join(sorted(active))
+        raise ValueError(f"Several adapters are active ({names}): call model.set_adapter(name).")
+    return active.pop()
+
+
+def _halves(name: str, layer: lora.LoraLayer, adapter: str) -> list[Block]:
+    """Make the blocks of a layer's `lora_A` and `lora_B`, whichever of them take part."""
+    blocks = []
+    for matrix, modules in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+        linear: Any = modules[adapter]
+        blocks.append(
+            Block(
+                name=_weight_name(name, matrix, adapter),
+                adapter=adapter,
+                module=linear,
+                small_output=matrix == "lora_A",
+                rows=LinearRows(linear, site=name),
+                owner=layer,
+            )
+        )
+    return blocks
+
+
+def _weight_name(layer: str, matrix: str, adapter: str) -> str:
+    return f"{layer}.{matrix}.{adapter}.weight"
+
+
 def check_known_to_host(blocks: Sequence[Block]) -> None:
     """Refuse DoRA for the host's backends, which take every call of a layer for an input."""
-    with_dora = [b.name for b in blocks if b.owner and _variant(b.owner, b.adapter) == _DORA]
+    with_dora = [
+        block.name
+        for block in blocks
+        if block.owner is not None and _variant(block.owner, block.adapter) == _DORA
+    ]
     if with_dora:
         raise NotImplementedError(
             "laplace-torch's backends don't support DoRA, which calls LoRA layers with more than "
@@ -85,36 +136,26 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
 
 
 def is_untrained(blocks: Sequence[Block]) -> bool:
-    """Whether all `lora_B` are 0, as PEFT initialises them."""
-    of_b = [block for block in blocks if block.matrix == "lora_B"]
+    """Tell whether all `lora_B` are 0, as PEFT initialises them."""
+    of_b = [block for block in blocks if ".lora_B." in block.name]
     return bool(of_b) and not any(block.values.any() for block in of_b)
 
 
 def warn_of_other_trainable(model: nn.Module) -> None:
     """Warn of trainable parameters that are neither LoRA weights nor a head, and so stay fixed."""
-    weights = {strip_wrappers(name): p for name, p in model.named_parameters() if p.requires_grad}
-    bare = [name for name in weights if not _NAME.fullmatch(name)]
-    names = [name for name in bare if ".modules_to_save." not in name]
-    if names:
+    trainable = [strip_wrappers(n) for n, p in model.named_parameters() if p.requires_grad]
+    others = [
+        name for name in trainable if not _NAME.fullmatch(name) and ".modules_to_save." not in name
+    ]
+    if others:
         warn(
             "The posterior is over lora_A and lora_B weights alone. Other trainable weights stay "
-            f"at their MAP values: {listed(names)}."
+            f"at their MAP values: {listed(others)}."
         )
 
 
-@lru_cache(2**16)  # every call of a posterior asks for the names of a whole model
-def strip_wrappers(name: str) -> str:
-    """Drop the names that DistributedDataParallel and torch.compile put in front."""
-    return re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name)
-
-
-def _adapters_of(layer: lora.LoraLayer) -> set[str]:
-    """Names of all adapters that have weights in the layer."""
-    return {name for part in layer.adapter_layer_names for name in getattr(layer, part, ())}
-
-
 def find_idle(layers: Layers) -> str | None:
-    """A LoRA layer that takes no part in passes, as a sentence; None if there is none."""
+    """Find a LoRA layer that takes no part in passes, and say why; None if there is none."""
     for name, layer in layers.items():
         if layer.merged:
             return (
@@ -126,28 +167,33 @@ def find_idle(layers: Layers) -> str | None:
     return None
 
 
+def _adapters_of(layer: lora.LoraLayer) -> set[str]:
+    """List the adapters that have weights in the layer."""
+    return {name for part in layer.adapter_layer_names for name in getattr(layer, part, ())}
+
+
 def _check_reachable(model: nn.Module) -> None:
     """Refuse FSDP1 and ZeRO-3, which hide weights from their modules (`NotImplementedError`)."""
     is_fsdp1 = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
-    if is_fsdp1 or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+    is_zero3 = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    if is_fsdp1 or is_zero3:
         raise NotImplementedError(
             "FSDP1 and DeepSpeed ZeRO-3 hide LoRA weights from their layers: shard with "
             "fully_shard (FSDP2), or load the adapter without them."
         )
 
 
-def _active_adapter(layers: Layers) -> str:
-    """The one adapter that runs in a forward pass; a `ValueError` if it is not the only one."""
-    idle = find_idle(layers)
-    if idle is not None:
-        raise ValueError(idle)
-    active = {a for la in layers.values() for a in la.active_adapters if a in _adapters_of(la)}
-    if len(active) != 1:
-        state = f"Several adapters are active ({', '.join(sorted(active))})"
-        raise ValueError(
-            f"{state if active else 'No adapter is active'}: call model.set_adapter(name)."
-        )
-    return active.pop()
+def _check_any(model: nn.Module, layers: Layers) -> None:
+    """Refuse a model without LoRA layers, and name the adapters that it has instead."""
+    if layers:
+        return
+    configs = getattr(model, "peft_config", {}).values()
+    # An enumeration's members print with their class; in older PEFT they may be text.
+    kinds = [str(getattr(c.peft_type, "value", c.peft_type)) for c in configs]
+    raise ValueError(
+        f"No LoRA layer in the model (found {listed(kinds) or 'no adapter'}). Add one, or load one "
+        "not merged."
+    )
 
 
 def _selected(
@@ -155,7 +201,7 @@ def _selected(
     target_modules: str | Sequence[str] | None,
     layers_to_transform: int | Iterable[int] | None,
 ) -> Layers:
-    """Those of some layers that `peft.LoraConfig` would choose, by name; an error if none."""
+    """Select the layers that `peft.LoraConfig` would choose by name; an error if none."""
     if target_modules is None and layers_to_transform is None:
         return layers
     targets: Any = target_modules
@@ -180,13 +226,31 @@ def _selected(
     return selected
 
 
+def _holding(layers: Layers, adapter: str, weight_names: Collection[str]) -> Layers:
+    """Select the layers that hold any of some weights; an error if none does."""
+    holding = {
+        name: layer
+        for name, layer in layers.items()
+        if any(
+            bare_name(_weight_name(name, matrix, adapter)) in weight_names
+            for matrix in ("lora_A", "lora_B")
+        )
+    }
+    if not holding:
+        raise ValueError(
+            f"The model has none of the LoRA weights {listed(sorted(weight_names))}; there are the "
+            f"LoRA layers {listed(list(layers))}."
+        )
+    return holding
+
+
 def _check_plain(layers: Layers, adapter: str) -> None:
     """Refuse layers that do not add `B(A(x))` with linear A and B of their own."""
-    unsupported = [
-        f"{name} ({type(layer).__name__} {_variant(layer, adapter)}".strip() + ")"
-        for name, layer in layers.items()
-        if not _is_plain(layer, adapter)
-    ]
+    unsupported = []
+    for name, layer in layers.items():
+        if not _is_plain(layer, adapter):
+            kind = f"{type(layer).__name__} {_variant(layer, adapter)}".rstrip()
+            unsupported.append(f"{name} ({kind})")
     if unsupported:
         raise NotImplementedError(
             "LoRA layers must add B(A(x)), where A and B are linear and their weights parameters. "
@@ -195,17 +259,22 @@ def _check_plain(layers: Layers, adapter: str) -> None:
 
 
 def _is_plain(layer: lora.LoraLayer, adapter: str) -> bool:
-    if isinstance(layer, _NOT_PLAIN) or adapter not in layer.lora_A or adapter not in layer.lora_B:
+    if isinstance(layer, _NOT_PLAIN):
         return False
-    halves: list[Any] = [layer.lora_A[adapter], layer.lora_B[adapter]]
-    # Pruning, among others, computes weights from parameters.
-    are_linear = all(type(x) is nn.Linear and isinstance(x.weight, nn.Parameter) for x in halves)
-    return are_linear and _variant(layer, adapter) in ("", _DORA)
+    if adapter not in layer.lora_A or adapter not in layer.lora_B:
+        return False
+    for half in (layer.lora_A[adapter], layer.lora_B[adapter]):
+        # Pruning, among others, computes weights from parameters.
+        if type(half) is not nn.Linear or not isinstance(half.weight, nn.Parameter):
+            return False
+    return _variant(layer, adapter) in ("", _DORA)
 
 
 def _variant(layer: lora.LoraLayer, adapter: str) -> str:
-    """The kind of LoRA, such as "AloraLinearVariant"; "" for plain LoRA."""
+    """Name the kind of LoRA, such as "AloraLinearVariant"; "" for plain LoRA."""
     variant = getattr(layer, "lora_variant", {}).get(adapter)
     if variant is not None:
         return type(variant).__name__
-    return _DORA if getattr(layer, "use_dora", {}).get(adapter) else ""  # of older PEFT
+    # Older PEFT has no variants, but a flag.
+    has_dora = getattr(layer, "use_dora", {}).get(adapter)
+    return _DORA if has_dora else ""

@@ -13,10 +13,17 @@ from peft.tuners import lora
 from torch import nn
 
 from laplace_lora_ext.messages import listed
-from laplace_lora_ext.models.adapters import is_of_base, owner_of, without_adapter
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import find_idle, strip_wrappers
-from laplace_lora_ext.models.weights import Block, flattened, read
+from laplace_lora_ext.models.lora_layers import find_idle, lora_layers
+from laplace_lora_ext.models.weights import (
+    Block,
+    bare_name,
+    flattened,
+    is_of_base,
+    owner_of,
+    read,
+    strip_wrappers,
+)
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
 _ROUNDING = 2**-6  # between two precisions of which one is bfloat16
@@ -73,13 +80,10 @@ class ModelState:
             for name, layer in modules.items()
             if isinstance(layer, lora.LoraLayer) and adapter in layer.scaling
         }
-        of_blocks = {
-            str(_known_as(b.name, adapter)): (list(b.weight.shape), scalings.get(b.lora_layer))
-            for b in blocks
-        }
+        of_blocks = {b.known_as: (list(b.weight.shape), scalings.get(b.rows.site)) for b in blocks}
         weights = _sampled(dict(_other_weights(modules, blocks)))
         for block in blocks:
-            scalings.pop(block.lora_layer, None)
+            scalings.pop(block.rows.site, None)
         return cls(of_blocks, model.class_token_ids, model.mask_token_id, weights, scalings)
 
     @classmethod
@@ -92,15 +96,6 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         """Names, numbers and tensors, ready for `torch.save`."""
         return vars(self) | {"weights": {name: tuple(w) for name, w in self.weights.items()}}
-
-    def set_trained(self, model: nn.Module) -> None:
-        """Let only the LoRA weights of the fit require grad, so that `find_blocks` finds them.
-
-        A loaded adapter does not say which of its weights were frozen in training.
-        """
-        for name, weight in model.named_parameters():
-            if ".lora_" in name:
-                weight.requires_grad_(without_adapter(strip_wrappers(name)) in self.blocks)
 
     def base_weights(self) -> dict[str, Weight]:
         """Those of `weights` that adapters of one base model share."""
@@ -127,12 +122,9 @@ class ModelState:
 def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
     """Refuse a model whose LoRA layers are merged, disabled or gone, by a `RuntimeError`."""
     present: set[int] = set()
-    layers: dict[str, lora.LoraLayer] = {}
-    for name, module in model.model.named_modules():
+    for module in model.model.modules():
         present.update(map(id, module._parameters.values()))
-        if isinstance(module, lora.LoraLayer):
-            layers[strip_wrappers(name)] = module
-    idle = find_idle(layers)
+    idle = find_idle(lora_layers(model.model))
     if idle is not None:
         raise RuntimeError(idle)
     gone = [block.name for block in blocks if id(block.weight) not in present]
@@ -217,6 +209,4 @@ def _known_as(name: str, adapter: str) -> str | None:
     """None for weights of other adapters, and of modules that this one replaces."""
     if owner_of(name) not in (None, adapter) or ".original_module." in name:
         return None
-    # The names that PEFT puts in between are there or not by the layers of another adapter.
-    bare = without_adapter(strip_wrappers(name))
-    return bare.replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
+    return bare_name(name)

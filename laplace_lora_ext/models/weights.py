@@ -1,66 +1,85 @@
-"""LoRA weights: where they are, as one vector, and a model with others in their place."""
+"""Trained weights: their names, where they are, and a model with others in their place."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 Values = list[torch.Tensor]
 """One tensor for each LoRA weight, in the order and shapes of the blocks."""
 
+# What PEFT saves with an adapter: LoRA weights, heads, and rows of embeddings. In a weight's name
+# the adapter's own name follows.
+_PARTS = r"lora_\w+|modules_to_save|trainable_tokens_\w+"
+_OF_ADAPTER = re.compile(rf"\.({_PARTS})\.([^.]+)")
+_OF_ANY_ADAPTER = re.compile(rf"\.({_PARTS})(\.|$)")
+
+# Every call of a posterior asks for the names of a whole model.
+_MANY_NAMES = 2**16
+
+
+@dataclass(frozen=True)
+class LinearRows:
+    """Rows that hooks on a linear layer see: its inputs, and gradients of its outputs."""
+
+    layer: nn.Linear
+    # Layers of one site see rows of the same examples at the same places, as the two halves of a
+    # LoRA layer do: that layer's name.
+    site: str
+
 
 @dataclass(frozen=True)
 class Block:
-    """One LoRA weight matrix `(m, n)`: that of a linear layer."""
+    """One trained matrix `(m, n)` of an adapter, and how its rows are seen."""
 
-    lora_layer: str  # its name, without the prefixes that wrappers add
-    matrix: str  # "lora_A" or "lora_B"
+    name: str  # of the weight, without the prefixes that wrappers add
     adapter: str
-    layer: nn.Linear
-    owner: Any = None  # PEFT's layer of that name
+    module: nn.Module  # has the matrix as its `weight`
+    small_output: bool  # whether the LoRA rank is m, the size of the output, rather than n
+    rows: LinearRows
+    owner: LoraLayer | None = None  # PEFT's layer that the module is a part of
 
     @property
-    def name(self) -> str:
-        """Of the weight."""
-        return f"{self.lora_layer}.{self.matrix}.{self.adapter}.weight"
-
-    @property
-    def small_output(self) -> bool:
-        """Whether the LoRA rank is the size of the layer's output or of its input."""
-        return self.matrix == "lora_A"
+    def known_as(self) -> str:
+        """Name of the weight, which does not depend on wrappers and on the adapter's name."""
+        return bare_name(self.name)
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.layer.weight
+        """The parameter itself, which may be sharded or offloaded."""
+        weight = self.module.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
 
     @property
     def shape(self) -> tuple[int, int]:
         """(m, n)."""
-        return self.layer.out_features, self.layer.in_features
+        m, n = self.weight.shape
+        return m, n
 
     @property
     def values(self) -> torch.Tensor:
         """The weight without a graph, gathered or fetched from wherever it is."""
-        layer: Any = self.layer
-        hook = _offloading(layer)
-        if layer.weight.is_meta and hook is not None:
-            return hook.weights_map["weight"].to(hook.execution_device)  # pyright: ignore[reportOptionalSubscript]
-        weight: Any = layer.weight.detach()
-        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        if self.weight.is_meta:
+            hook = _offloading(self.module)
+            if hook is not None and hook.weights_map is not None:
+                return hook.weights_map["weight"].to(hook.execution_device)
+        weight = self.weight.detach()
+        gather = getattr(weight, "full_tensor", None)  # of a DTensor
+        return weight if gather is None else gather()
 
     @property
     def device(self) -> torch.device:
         """Where the layer computes."""
-        return device_of(self.layer)
-
-    def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
-        """`(..., m, n)` weights as `(..., r, d)`, and back."""
-        return weights if self.small_output else weights.mT
+        return device_of(self.module)
 
     @property
     def statistics_dtype(self) -> torch.dtype:
@@ -72,9 +91,49 @@ class Block:
         """Where its statistics and posterior belong, and their precision."""
         return self.device, self.statistics_dtype
 
+    def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
+        """Turn `(..., m, n)` weights into `(..., r, d)`, and back."""
+        return weights if self.small_output else weights.mT
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+@lru_cache(_MANY_NAMES)
+def strip_wrappers(name: str) -> str:
+    """Drop the names that DistributedDataParallel and torch.compile put in front."""
+    return re.sub(r"(^|\.)((module|_orig_mod)\.)+", r"\1", name)
+
+
+def owner_of(name: str) -> str | None:
+    """Return the adapter that a weight of this name belongs to; None for the base model's."""
+    match = _OF_ADAPTER.search(name)
+    return None if match is None else match[2]
+
+
+def without_adapter(name: str) -> str:
+    """Drop the adapter's name from a weight's."""
+    return _OF_ADAPTER.sub(r".\1", name)
+
+
+def is_of_base(name: str) -> bool:
+    """Tell whether a weight is the base model's, by a name that `without_adapter` returned."""
+    return _OF_ANY_ADAPTER.search(name) is None
+
+
+@lru_cache(_MANY_NAMES)
+def bare_name(name: str) -> str:
+    """Name a weight as it is called without wrappers, whatever the adapters are."""
+    bare = without_adapter(strip_wrappers(name))
+    # Names that PEFT puts in between are there or not by the layers of another adapter.
+    return bare.replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
+
+
+# --- values ----------------------------------------------------------------------------------
+
 
 def flattened(blocks: Sequence[Block], device: torch.device) -> torch.Tensor:
-    """A copy of the weights as one vector, `(parameters,)`."""
+    """Copy the weights into one vector, `(parameters,)`."""
     dtype = blocks[0].statistics_dtype
     return torch.cat([block.values.flatten().to(device, dtype) for block in blocks])
 
@@ -84,44 +143,56 @@ def check_in_place(blocks: Sequence[Block], purpose: str) -> None:
 
     `purpose` begins the message of the `NotImplementedError`.
     """
-    if any(b.weight.is_meta or hasattr(b.weight, "full_tensor") for b in blocks):
-        raise NotImplementedError(
-            f"{purpose} needs whole LoRA weights in memory, but these are sharded or offloaded. "
-            "Pass them to fully_shard as ignored_params, or offload modules without LoRA alone."
-        )
+    for block in blocks:
+        is_sharded = hasattr(block.weight, "full_tensor")
+        if block.weight.is_meta or is_sharded:
+            raise NotImplementedError(
+                f"{purpose} needs whole LoRA weights in memory, but these are sharded or "
+                "offloaded. Pass them to fully_shard as ignored_params, or offload modules without "
+                "LoRA alone."
+            )
 
 
 def called_with(
     module: nn.Module, blocks: Sequence[Block], values: Values, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """What a module returns with other LoRA weights; its own stay as they are."""
+    """Call a module with other LoRA weights in place of its own, which stay as they are."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    weights = {names[id(b.weight)]: value for b, value in zip(blocks, values, strict=True)}
+    weights = {names[id(block.weight)]: value for block, value in zip(blocks, values, strict=True)}
     return torch.func.functional_call(module, weights, args, kwargs)
 
 
 def read(numbers: Sequence[torch.Tensor]) -> list[float]:
-    """Numbers `()` on any devices as Python's own.
+    """Return numbers `()` on any devices as Python's own.
 
     They are read together, since each reading from an accelerator waits for all work there.
     """
-    alike = [number.detach().to(numbers[0].device) for number in numbers]
-    return torch.stack(alike).tolist() if alike else []
+    if not numbers:
+        return []
+    device = numbers[0].device
+    return torch.stack([number.detach().to(device) for number in numbers]).tolist()
+
+
+# --- devices ---------------------------------------------------------------------------------
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: where its first parameter is, or is fetched to."""
+    """Return where a module computes: where its first parameter is, or is fetched to."""
     device = next(module.parameters()).device
     if device.type != "meta":
         return device
-    hooks = (_offloading(each) for each in module.modules())
-    return next((torch.device(hook.execution_device) for hook in hooks if hook), device)  # pyright: ignore[reportArgumentType]
+    for part in module.modules():
+        hook = _offloading(part)
+        if hook is not None and hook.execution_device is not None:
+            return torch.device(hook.execution_device)
+    return device
 
 
 def _offloading(module: nn.Module) -> AlignDevicesHook | None:
-    """What fetches a module's weights before a pass, and sends them back after it."""
+    """Find what fetches a module's weights before a pass, and sends them back after it."""
     hook = getattr(module, "_hf_hook", None)
-    for each in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
+    for each in hooks:
         if isinstance(each, AlignDevicesHook) and each.offload and each.weights_map is not None:
             return each
     return None

@@ -31,7 +31,7 @@ def noting_calls(blocks: Sequence[Block], called: set[int]) -> Iterator[None]:
 
     with ExitStack() as hooks:
         for index, block in enumerate(blocks):
-            hooks.callback(block.layer.register_forward_hook(partial(note, index)).remove)
+            hooks.callback(block.rows.layer.register_forward_hook(partial(note, index)).remove)
         yield
 
 

@@ -357,7 +357,7 @@ def tapped(
     taps = Taps(model, blocks, layouts, keeps_inputs=keeps_inputs)
     with ExitStack() as hooks:
         for index, block in enumerate(blocks):  # before the user's hooks, which may change outputs
-            handle = block.layer.register_forward_hook(partial(taps.hear, index), prepend=True)
+            handle = block.rows.layer.register_forward_hook(partial(taps.hear, index), prepend=True)
             hooks.callback(handle.remove)
         if checkpointed:
             hooks.enter_context(taps.checkpoints.of(model))

@@ -68,7 +68,7 @@ def codewords(n_examples: int) -> torch.Tensor:
 
 def _sites(graph: Graph, blocks: Sequence[Block], index: int) -> list[_Site]:
     n_calls = len(graph.calls[index])
-    return [(blocks[index].lora_layer, place, n_calls) for place in range(n_calls)]
+    return [(blocks[index].rows.site, place, n_calls) for place in range(n_calls)]
 
 
 def _reached(

@@ -9,7 +9,7 @@ from torch import nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.models.weights import Block, LinearRows
 from laplace_lora_ext.passes.recorder import Recorder
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
@@ -37,7 +37,11 @@ def flat_net() -> nn.Sequential:
 
 def ours(backend, X, y, likelihood="classification"):
     net = LinearNet()
-    blocks = [Block("down", "lora_A", "own", net.down), Block("up", "lora_B", "own", net.up)]
+    down, up = LinearRows(net.down, site="down"), LinearRows(net.up, site="up")
+    blocks = [
+        Block("down.weight", "own", net.down, small_output=True, rows=down),
+        Block("up.weight", "own", net.up, small_output=False, rows=up),
+    ]
     recorder = Recorder(LogitsModel(net), blocks)
     curvature = backend(net, likelihood, recorder=recorder, rank=10, kfac_approx="expand")
     return curvature.kron(X, y, N=len(X))

@@ -44,8 +44,8 @@ def test_a_model_that_overwrites_what_its_layers_were_given_is_refused():
 def test_hooks_of_the_users_own_are_part_of_the_model():
     model, (x, _) = with_lora(Overwriting(), "first"), pairs()[0]
     for block in find_blocks(model):
-        block.layer.register_forward_hook(lambda *called: 1.5 * called[-1])
-        block.layer.register_forward_pre_hook(lambda _, args: (args[0].sin(),))
+        block.rows.layer.register_forward_hook(lambda *called: 1.5 * called[-1])
+        block.rows.layer.register_forward_pre_hook(lambda _, args: (args[0].sin(),))
     Js, _ = Recorder(LogitsModel(model), find_blocks(model)).jacobians(x)
     torch.testing.assert_close(Js, dense_jacobians(model, x))
 
