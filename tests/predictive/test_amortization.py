@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from laplace_lora_ext import from_pretrained
-from tests.support.models import lora_model, plain_model, ragged_batches, with_lora
+from tests.support.models import (
+    lora_model,
+    plain_model,
+    ragged_batches,
+    with_lora,
+)
 from tests.support.posteriors import (
     STRUCTURES,
     count_forward_passes,
@@ -24,6 +29,9 @@ LINKS = ["mean_field", "probit", "mc", "bridge"]
 AMORTIZED = {"pred_type": "amortized"}
 
 
+# --- against exact predictions -------------------------------------------------------------------
+
+
 class Exponential(nn.Module):
     """The logits' variances are proportional to exp(2 x_0), which the output layer reads."""
 
@@ -33,57 +41,73 @@ class Exponential(nn.Module):
         self.head = nn.Linear(9, n_outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        z = x[:, :1].exp() * self.layer(torch.ones_like(x))
+        constant = self.layer(torch.ones_like(x))
+        z = x[:, :1].exp() * constant
         return self.head(torch.cat([x, z], dim=1))
 
 
 def inputs(n: int, seed: int, spread: float = 1.0) -> torch.Tensor:
-    return spread * (2 * torch.rand(n, 5, generator=generator(seed)).double() - 1)
+    """Numbers between minus and plus the spread."""
+    uniform = torch.rand(n, 5, generator=generator(seed)).double()
+    return spread * (2 * uniform - 1)
 
 
-def exponential(structure: str = "lowrank_kron", likelihood: str = "classification", **keywords):
+def exponential(
+    structure: str = "lowrank_kron",
+    likelihood: str = "classification",
+    **keywords,
+):
     """A posterior that has learnt its variances."""
     model = with_lora(Exponential(), "layer")
     la = make(model, structure, likelihood, **keywords)
     y = torch.arange(40) % 3
-    targets = torch.nn.functional.one_hot(y).double() if likelihood == "regression" else y
-    la.fit([(inputs(40, 1), targets)])
-    la.amortize([inputs(40, 2), inputs(40, 3)])
+    if likelihood == "regression":
+        y = nn.functional.one_hot(y).double()
+    la.fit([(inputs(40, seed=1), y)])
+    la.amortize([inputs(40, seed=2), inputs(40, seed=3)])
     return la
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("link", LINKS)
 def test_variances_that_are_linear_in_the_features_predict_exactly(structure, link):
-    la, X = exponential(structure), inputs(20, 4, spread=0.9)
+    la = exponential(structure)
+    # Within what it has learnt from, beyond which variances are cut off.
+    X = inputs(20, seed=4, spread=0.9)
     assert la.learnt_variance.r_squared > 1 - 1e-8
-    how = {"link_approx": link, "generator": generator()}
-    found = la(X, **AMORTIZED, **how)
-    exact = la(la.predictive_moments(X), **(how | {"generator": generator()}))
+    found = la(X, link_approx=link, generator=generator(), **AMORTIZED)
+    moments = la.predictive_moments(X)
+    exact = la(moments, link_approx=link, generator=generator())
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
-    assert (exact - la.model(X).softmax(-1)).abs().max() > 0.01
-    if link != "bridge":
-        decision = la.predict(X, link, generator=generator(), **AMORTIZED)
-        expected = la.predict(X, link, generator=generator())
-        for one, other in zip(decision, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
-        proba = torch.from_numpy(la.predict_proba(X, link, **AMORTIZED))
-        expected = torch.from_numpy(la.predict_proba(X, link))
-        torch.testing.assert_close(proba, expected, rtol=1e-5, atol=1e-5)
+    of_map = la.model(X).softmax(-1)
+    assert (exact - of_map).abs().max() > 0.01
+    if link == "bridge":  # which decisions do not take
+        return
+    decision = la.predict(X, link, generator=generator(), **AMORTIZED)
+    expected = la.predict(X, link, generator=generator())
+    for one, other in zip(decision, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    proba = torch.from_numpy(la.predict_proba(X, link, **AMORTIZED))
+    expected = torch.from_numpy(la.predict_proba(X, link))
+    torch.testing.assert_close(proba, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_regression_has_a_mean_and_a_covariance():
-    la, X = exponential(likelihood="regression", sigma_noise=0.7), inputs(20, 4, spread=0.9)
+    la = exponential(likelihood="regression", sigma_noise=0.7)
+    X = inputs(20, seed=4, spread=0.9)
     for found, exact in zip(la(X, **AMORTIZED), la(X), strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="no covariance between examples"):
         la(X, joint=True, **AMORTIZED)
-    for n_outputs in (1, 2):
-        la, X = plain_regression(n_outputs)
-        la.amortize([X])
-        _, f_var = la(3 * X, **AMORTIZED)
-        assert torch.linalg.eigvalsh(f_var).min() > -1e-12
-        assert (f_var.diagonal(dim1=1, dim2=2) > 0).all()
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_far_from_the_data_covariances_stay_positive(n_outputs):
+    la, X = plain_regression(n_outputs)
+    la.amortize([X])
+    _, f_var = la(3 * X, **AMORTIZED)
+    assert torch.linalg.eigvalsh(f_var).min() > -1e-12
+    assert (f_var.diagonal(dim1=1, dim2=2) > 0).all()
 
 
 def test_variances_that_fit_no_covariance_give_the_nearest_one():
@@ -91,121 +115,219 @@ def test_variances_that_fit_no_covariance_give_the_nearest_one():
     la.amortize([X])
     # Of outputs with a variance of 1 each, no difference has more than 4.
     logs = torch.tensor([1.0, 1.0, 10.0]).double().log()
-    weights = torch.zeros_like(la.learnt_variance.weights)
     la.learnt_variance = replace(
-        la.learnt_variance, weights=weights, offset=logs, lowest=logs, highest=logs
+        la.learnt_variance,
+        weights=torch.zeros_like(la.learnt_variance.weights),
+        offset=logs,
+        lowest=logs,
+        highest=logs,
     )
     _, f_var = la(X, **AMORTIZED)
-    nearest = torch.tensor([[2.5, -2.5], [-2.5, 2.5]]).double()  # of [[1, -4], [-4, 1]]
+    # Of [[1, -4], [-4, 1]].
+    nearest = torch.tensor([[2.5, -2.5], [-2.5, 2.5]]).double()
     torch.testing.assert_close(f_var, nearest.expand_as(f_var))
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_a_prediction_is_one_forward_pass(kind, monkeypatch):
-    la, batches = fitted(kind), ragged_batches()
+    la = fitted(kind)
+    batches = ragged_batches()
     la.amortize(batches)
-    la(batches[0], **AMORTIZED)
+    batch = batches[0]
+    la(batch, **AMORTIZED)
+
+    def no_backward_pass(*_, **__):
+        pytest.fail("a backward pass")
+
+    monkeypatch.setattr(torch.autograd, "grad", no_backward_pass)
     passes = count_forward_passes(la)
-    monkeypatch.setattr(torch.autograd, "grad", lambda *_, **__: pytest.fail("a backward pass"))
     for link in (*LINKS, "bridge_norm"):
-        probs = la(batches[0], link_approx=link, **AMORTIZED)
+        probs = la(batch, link_approx=link, **AMORTIZED)
         torch.testing.assert_close(probs.sum(1), torch.ones(3).double())
         assert not probs.requires_grad
-    la.predict(batches[0], **AMORTIZED)
-    la.predict_proba(batches[0], **AMORTIZED)
+    la.predict(batch, **AMORTIZED)
+    la.predict_proba(batch, **AMORTIZED)
     assert len(passes) == len(LINKS) + 3
 
 
+# --- what it learns from -------------------------------------------------------------------------
+
+
 def test_what_it_learns_from_and_that_copies_are_seeded():
-    la, batches, before = fitted(), ragged_batches(), torch.get_rng_state()
-    unlabelled = [{k: v for k, v in b.items() if k != "labels"} for b in ragged_batches(seed=7)]
+    la = fitted()
+    batches = ragged_batches()
+    before = torch.get_rng_state()
     assert la.amortize(batches, None).n_examples == 8
-    copies = [la.amortize(batches, generator=g) for g in (None, None, generator(1))]
-    assert [one.n_examples for one in copies] == [16] * 3  # a copy of each text
-    assert torch.equal(copies[0].offset, copies[1].offset)
-    assert not torch.equal(copies[0].offset, copies[2].offset)
+    one = la.amortize(batches)
+    same = la.amortize(batches)
+    other = la.amortize(batches, generator=generator(1))
+    for learnt in (one, same, other):
+        assert learnt.n_examples == 16  # a copy of each text
+    assert torch.equal(one.offset, same.offset)
+    assert not torch.equal(one.offset, other.offset)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_texts_without_labels_are_learnt_from_like_others():
+    la = fitted()
+    batches = ragged_batches()
+    more = ragged_batches(seed=7)
+    unlabelled = [{key: value for key, value in batch.items() if key != "labels"} for batch in more]
     found = la.amortize(batches, unlabelled)
-    both = la.amortize([*batches, *ragged_batches(seed=7)], None)
+    both = la.amortize([*batches, *more], None)
     torch.testing.assert_close(found.weights.abs(), both.weights.abs())
     assert la.learnt_variance is both
+
+
+def test_numbers_have_no_swapped_copies():
     la, X = plain_regression()
-    assert la.amortize([X]).n_examples == 12  # numbers have no swapped copies
+    assert la.amortize([X]).n_examples == 12
+
+
+def changes_of_the_prior(la):
+    """Attributes and values that another posterior would have."""
+    return [
+        ("prior_precision", 2 * la.prior_precision),
+        ("prior_precision", some_precision(la, "layerwise")),
+        ("temperature", 2.0),
+    ]
 
 
 def test_it_belongs_to_a_fit_and_a_prior():
-    la, batches = fitted(), ragged_batches()
-    with pytest.raises(ValueError, match=r"No variance is learnt for this fit: call la\.amortize"):
-        la(batches[0], **AMORTIZED)
-    la.amortize(batches)
-    expected = la(batches[0], **AMORTIZED)
-    before = la.prior_precision
-    for name, value in (
-        ("prior_precision", 2 * before),
-        ("prior_precision", some_precision(la, "layerwise")),
-        ("temperature", 2.0),
+    la = fitted()
+    batches = ragged_batches()
+    batch = batches[0]
+    with pytest.raises(
+        ValueError,
+        match=r"No variance is learnt for this fit: call la\.amortize",
     ):
-        old = getattr(la, name)
+        la(batch, **AMORTIZED)
+    la.amortize(batches)
+    expected = la(batch, **AMORTIZED)
+    for name, value in changes_of_the_prior(la):
+        before = getattr(la, name)
         setattr(la, name, value)
         for predict in (la, la.predict, la.predict_proba):
             with pytest.raises(ValueError, match="The prior has changed since"):
-                predict(batches[0], **AMORTIZED)
-        setattr(la, name, old)
-        assert torch.equal(la(batches[0], **AMORTIZED), expected)
+                predict(batch, **AMORTIZED)
+        setattr(la, name, before)
+        assert torch.equal(la(batch, **AMORTIZED), expected)
     la.fit(batches)
     with pytest.raises(ValueError, match="No variance is learnt"):
-        la.predict(batches[0], **AMORTIZED)
+        la.predict(batch, **AMORTIZED)
 
 
-def rewards():
-    return make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
+# --- what is refused -----------------------------------------------------------------------------
+
+PACKED = {
+    "input_ids": torch.ones(1, 4).long(),
+    "position_ids": torch.tensor([[0, 1, 0, 1]]),
+}
 
 
-PACKED = {"input_ids": torch.ones(1, 4).long(), "position_ids": torch.tensor([[0, 1, 0, 1]])}
+def no_data(la, batches):
+    la.amortize([])
+
+
+def packed_texts(la, batches):
+    la.amortize([batches[0], PACKED], None)
+
+
+def an_unknown_name(la, batches):
+    la.amortize(batches, "shuffled")
+
+
+def packed_texts_to_predict(la, batches):
+    la(PACKED, **AMORTIZED)
+
+
+def moments_to_predict(la, batches):
+    la(la.predictive_moments(batches[0]), **AMORTIZED)
+
+
+def a_decision_in_the_weights(la, batches):
+    la.predict(batches[0], pred_type="nn")
+
+
+def a_posterior_that_is_not_fitted(la, batches):
+    make(plain_model()).amortize([inputs(4, seed=1)])
+
+
+def a_language_model(la, batches):
+    fitted_text().amortize(batches)
+
+
+def rewards(la, batches):
+    model = lora_model("bert", n_labels=1)
+    make(model, likelihood="reward_modeling").amortize(batches)
+
+
 REFUSED = [
-    (lambda la, b: la.amortize([]), "The loader has no data"),
-    (lambda la, b: la.amortize([b[0], PACKED], None), "batch 1: Several texts are packed"),
-    (lambda la, b: la.amortize(b, "shuffled"), 'must be "swapped", data or None'),
-    (lambda la, b: la(PACKED, **AMORTIZED), "Several texts are packed"),
-    (lambda la, b: la(la.predictive_moments(b[0]), **AMORTIZED), "Moments hold no inputs"),
-    (lambda la, b: la.predict(b[0], pred_type="nn"), 'neither "glm" nor "amortized"'),
-    (lambda la, b: make(plain_model()).amortize([inputs(4, 1)]), "fit"),
-    (lambda la, b: fitted_text().amortize(b), "not language_modeling"),
-    (lambda la, b: rewards().amortize(b), "not reward_modeling"),
+    (no_data, "The loader has no data"),
+    (packed_texts, "batch 1: Several texts are packed"),
+    (an_unknown_name, 'must be "swapped", data or None'),
+    (packed_texts_to_predict, "Several texts are packed"),
+    (moments_to_predict, "Moments hold no inputs"),
+    (a_decision_in_the_weights, 'neither "glm" nor "amortized"'),
+    (a_posterior_that_is_not_fitted, "fit"),
+    (a_language_model, "not language_modeling"),
+    (rewards, "not reward_modeling"),
 ]
 
 
 def test_what_is_refused_leaves_the_model_and_what_was_learnt():
     model = half_trained(lora_model("bert"))
-    la, batches = fitted(model=model), ragged_batches()
-    before, learnt = Snapshot(model), la.amortize(batches)
+    la = fitted(model=model)
+    batches = ragged_batches()
+    before = Snapshot(model)
+    learnt = la.amortize(batches)
     la.predict_proba(batches, **AMORTIZED)
     before.assert_equal(model)
     for use, message in REFUSED:
-        with pytest.raises((ValueError, AttributeError, NotImplementedError), match=message):
+        with pytest.raises(
+            (ValueError, AttributeError, NotImplementedError),
+            match=message,
+        ):
             use(la, batches)
         assert la.learnt_variance is learnt
         before.assert_equal(model, random_state=False)
+
+
+def test_weights_that_have_changed_are_refused():
+    la = fitted()
+    batches = ragged_batches()
+    la.amortize(batches)
     with torch.no_grad():
         la.blocks[0].weight.mul_(2)
-    for use in (lambda: la(batches[0], **AMORTIZED), lambda: la.amortize(batches)):
-        with pytest.raises(RuntimeError, match="weights"):
-            use()
+    with pytest.raises(RuntimeError, match="weights"):
+        la(batches[0], **AMORTIZED)
+    with pytest.raises(RuntimeError, match="weights"):
+        la.amortize(batches)
+
+
+# --- files ---------------------------------------------------------------------------------------
 
 
 def test_it_is_saved_with_the_posterior(tmp_path):
-    la, batches = fitted(), ragged_batches()
+    la = fitted()
+    batches = ragged_batches()
     la.amortize(batches)
     expected = la(batches[0], **AMORTIZED)
-    other = make(la.model.model, backend_kwargs={"rank": 3})
-    other.load_state_dict(la.state_dict())
+    restored = make(la.model.model, backend_kwargs={"rank": 3})
+    restored.load_state_dict(la.state_dict())
     la.save_pretrained(tmp_path)
-    model = lora_model("bert")
-    for loaded in (other, from_pretrained(model, tmp_path)):
+    read = from_pretrained(lora_model("bert"), tmp_path)
+    for loaded in (restored, read):
         torch.testing.assert_close(loaded(batches[0], **AMORTIZED), expected)
         assert loaded.learnt_variance.r_squared == la.learnt_variance.r_squared
+
+
+def test_a_state_without_learnt_variances_removes_them():
+    la = fitted()
+    batches = ragged_batches()
+    la.amortize(batches)
     state = fitted().state_dict()
     assert state["learnt_variance"] is None
-    other.load_state_dict(state)
+    la.load_state_dict(state)
     with pytest.raises(ValueError, match="No variance is learnt"):
-        other(batches[0], **AMORTIZED)
+        la(batches[0], **AMORTIZED)
