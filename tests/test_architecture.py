@@ -22,7 +22,10 @@ FLOORS = [
     {"training.stages"},
     {"__init__"},
 ]
-MOVING = {"torch.as_tensor", "torch.asarray"}  # to the default device, if they are told no other
+MOVING = {
+    "torch.as_tensor",
+    "torch.asarray",
+}  # to the default device, if they are told no other
 LONGEST_FUNCTION = 60  # lines, its docstring left out
 
 

@@ -21,7 +21,9 @@ from tests.support.trainers import N, Watch, trainer_of, values
 (BATCH,) = DataLoader(Texts(9), batch_size=9)
 
 
-def drawing(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def drawing(
+    examples: list[dict[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
     """A collator that draws random numbers of every kind."""
     random.random(), np.random.rand(), torch.rand(1)
     return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
@@ -34,7 +36,11 @@ class States(TrainerCallback):
         self.seen: list = []
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        states = random.getstate(), np.random.get_state()[2], torch.get_rng_state().sum()
+        states = (
+            random.getstate(),
+            np.random.get_state()[2],
+            torch.get_rng_state().sum(),
+        )
         self.seen.append((model.training, *states))
 
     on_train_end = on_step_begin
@@ -43,7 +49,12 @@ class States(TrainerCallback):
 def test_training_is_the_same_to_the_bit(tmp_path):
     found = []
     for callbacks in ([LaplaceCallback(method="agreement")], []):
-        trainer = trainer_of(tmp_path, *callbacks, states := States(), eval_data=Texts(9))
+        trainer = trainer_of(
+            tmp_path,
+            *callbacks,
+            states := States(),
+            eval_data=Texts(9),
+        )
         trainer.data_collator = drawing
         trainer.train()
         found.append((states.seen, values(trainer.model)))
@@ -51,9 +62,15 @@ def test_training_is_the_same_to_the_bit(tmp_path):
     assert all(torch.equal(found[0][1][name], value) for name, value in found[1][1].items())
 
 
-def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(tmp_path):
+def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(
+    tmp_path,
+):
     callback = LaplaceCallback(backend_kwargs={"rank": 3})
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_data": Texts(9)}
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_data": Texts(9),
+    }
     trainer = trainer_of(tmp_path, callback, **settings)
     trainer.train()
     read = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)
@@ -68,7 +85,9 @@ def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(tmp_pa
     assert entry["eval_laplace_ece"] == pytest.approx(measured["ece"], abs=1e-5)
 
 
-def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_path):
+def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(
+    tmp_path,
+):
     alone = trainer_of(tmp_path / "alone")
     alone.train()
     trainer = trainer_of(tmp_path / "again")
@@ -95,26 +114,56 @@ def multi_label():
     ("callback", "model", "message"),
     [
         ({"method": "best"}, None, "none of"),
-        ({"method": "second_training"}, None, "pass trainer=trainer"),
-        ({"method": "gridsearch"}, None, "gridsearch.* needs validation data: give the trainer"),
-        ({}, multi_label, "No likelihood fits problem_type 'multi_label_classification'"),
-        ({"backend_kwargs": {"rank": -1}}, None, "rank must not be negative"),
+        (
+            {"method": "second_training"},
+            None,
+            "pass trainer=trainer",
+        ),
+        (
+            {"method": "gridsearch"},
+            None,
+            "gridsearch.* needs validation data: give the trainer",
+        ),
+        (
+            {},
+            multi_label,
+            "No likelihood fits problem_type 'multi_label_classification'",
+        ),
+        (
+            {"backend_kwargs": {"rank": -1}},
+            None,
+            "rank must not be negative",
+        ),
     ],
 )
 def test_what_cannot_be_fitted_is_refused_before_training(tmp_path, callback, model, message):
     watch = Watch()
     with pytest.raises(ValueError, match=message):
-        trainer_of(tmp_path, LaplaceCallback(**callback), watch, model=model and model()).train()
+        trainer_of(
+            tmp_path,
+            LaplaceCallback(**callback),
+            watch,
+            model=model and model(),
+        ).train()
     assert not any(watch.steps)
 
 
 def test_a_regression_has_the_evidence_by_default(tmp_path):
     """Where "agreement" would compare classes."""
     data: Any = [text | {"labels": text["labels"].float()} for text in Texts(N)]
-    callbacks = LaplaceCallback(), LaplaceCallback(method="marglik")
+    callbacks = (
+        LaplaceCallback(),
+        LaplaceCallback(method="marglik"),
+    )
     for callback in callbacks:
         model = lora_model("bert", torch.float32, n_labels=1)
-        trainer_of(tmp_path, callback, model=model, data=data, max_steps=1).train()
+        trainer_of(
+            tmp_path,
+            callback,
+            model=model,
+            data=data,
+            max_steps=1,
+        ).train()
     la, expected = (callback.la for callback in callbacks)
     assert la.likelihood == "regression"
     assert torch.equal(la.prior_precision, expected.prior_precision)
@@ -127,7 +176,11 @@ def test_a_language_model_is_evaluated_by_its_tokens(tmp_path):
         for batch in text_batches(batch_size=6, seed=seed)
     )
     callback = LaplaceCallback("language_modeling", method="marglik")
-    settings = {"max_steps": 2, "eval_strategy": "epoch", "eval_data": eval_data}
+    settings = {
+        "max_steps": 2,
+        "eval_strategy": "epoch",
+        "eval_data": eval_data,
+    }
     model = lora_model("gpt2", torch.float32)
     trainer = trainer_of(tmp_path, callback, model=model, data=data, **settings)
     trainer.train()

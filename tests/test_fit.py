@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from laplace_lora_ext import from_pretrained
-from tests.support.models import lora_model, pairs, plain_model, ragged_batches
+from tests.support.models import (
+    lora_model,
+    pairs,
+    plain_model,
+    ragged_batches,
+)
 from tests.support.posteriors import STRUCTURES, make
 from tests.support.snapshots import Snapshot, half_trained
 
@@ -23,8 +28,14 @@ def failing_fits() -> dict[str, tuple[type[BaseException], Callable[[], Any]]]:
     nan[2, 3] = torch.nan
     good = pairs(3)[:2]
     return {
-        "loader": (OSError, lambda: broken_off(pairs(3), OSError("gone"))),
-        "interrupt": (KeyboardInterrupt, lambda: broken_off(pairs(3), KeyboardInterrupt())),
+        "loader": (
+            OSError,
+            lambda: broken_off(pairs(3), OSError("gone")),
+        ),
+        "interrupt": (
+            KeyboardInterrupt,
+            lambda: broken_off(pairs(3), KeyboardInterrupt()),
+        ),
         "label": (ValueError, lambda: [*good, (X, y + 1)]),
         "NaN": (ValueError, lambda: [*good, (nan, y)]),
         "type of a batch": (TypeError, lambda: [*good, X]),
@@ -52,11 +63,19 @@ def test_a_failing_first_fit_leaves_everything(structure, failure):
     for posterior in (la, fresh):
         posterior.fit(pairs(3), override=False)
     assert la.n_data == fresh.n_data == 12
-    assert torch.equal(la.log_marginal_likelihood(), fresh.log_marginal_likelihood())
+    assert torch.equal(
+        la.log_marginal_likelihood(),
+        fresh.log_marginal_likelihood(),
+    )
 
 
 def facts_of(la: Any, X: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return la(X), la.log_marginal_likelihood(), la.mean.clone(), la.loss.clone()
+    return (
+        la(X),
+        la.log_marginal_likelihood(),
+        la.mean.clone(),
+        la.loss.clone(),
+    )
 
 
 @pytest.mark.parametrize("override", [True, False])
@@ -82,7 +101,10 @@ def test_a_failing_refit_leaves_the_fit_before_it(structure, failure, override):
 def test_a_fit_in_parts_is_one_fit(structure, saved, tmp_path):
     """To the last digit, though one column of a large factor is far fewer than all."""
     options = {"backend_kwargs": {"rank": 1}} if structure == "lowrank_kron" else {}
-    model, texts = lora_model("bert"), ragged_batches(batch_size=1)
+    model, texts = (
+        lora_model("bert"),
+        ragged_batches(batch_size=1),
+    )
     at_once, in_parts = (make(model, structure, **options) for _ in range(2))
     at_once.fit(texts)
     for text in texts:
@@ -91,5 +113,8 @@ def test_a_fit_in_parts_is_one_fit(structure, saved, tmp_path):
             in_parts.save_pretrained(tmp_path)
             in_parts = from_pretrained(model, tmp_path)
     assert in_parts.n_data == at_once.n_data == 8
-    assert torch.equal(in_parts.log_marginal_likelihood(), at_once.log_marginal_likelihood())
+    assert torch.equal(
+        in_parts.log_marginal_likelihood(),
+        at_once.log_marginal_likelihood(),
+    )
     assert torch.equal(in_parts(texts[0]), at_once(texts[0]))

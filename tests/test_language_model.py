@@ -12,7 +12,11 @@ import tests.support.dense as dense
 from laplace_lora_ext.curvature.backend import LowRankKronEF
 from laplace_lora_ext.language_model import LanguageModelLaplace
 from tests.support.models import VOCABULARY, lora_model
-from tests.support.posteriors import count_forward_passes, generator, make
+from tests.support.posteriors import (
+    count_forward_passes,
+    generator,
+    make,
+)
 from tests.support.texts import (
     drawn_models,
     fitted_text,
@@ -31,7 +35,12 @@ def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_d
     numbers, errors = (8, 512), []
     for number in numbers:
         of_seeds = [
-            fitted_text(model, num_samples=number, rank=FULL_RANK, seed=seed).H.to_matrix()
+            fitted_text(
+                model,
+                num_samples=number,
+                rank=FULL_RANK,
+                seed=seed,
+            ).H.to_matrix()
             for seed in range(12)
         ]
         errors.append(sum((H - exact).norm() for H in of_seeds) / len(of_seeds) / exact.norm())
@@ -42,7 +51,10 @@ def test_the_error_of_the_sampled_factors_falls_with_the_root_of_the_number_of_d
 
 def test_the_empirical_fisher_has_a_texts_whole_gradient():
     model = lora_model("gpt2").eval()
-    settings = {"backend": LowRankKronEF, "backend_kwargs": {"rank": FULL_RANK}}
+    settings = {
+        "backend": LowRankKronEF,
+        "backend_kwargs": {"rank": FULL_RANK},
+    }
     la = make(model, likelihood="language_modeling", **settings)
     la.fit(text_batches())
     J, logits, labels = token_jacobians(model, text_batches())
@@ -61,11 +73,18 @@ def test_the_loss_and_the_evidence_are_those_of_all_labelled_tokens():
     loss = cross_entropy(logits, labels, reduction="sum")
     torch.testing.assert_close(la.loss, loss)
     assert la.n_data == 6
-    expected = dense.evidence(la.H.to_matrix(), -loss, la.mean, torch.full_like(la.mean, 2.0))
+    expected = dense.evidence(
+        la.H.to_matrix(),
+        -loss,
+        la.mean,
+        torch.full_like(la.mean, 2.0),
+    )
     torch.testing.assert_close(la.log_marginal_likelihood(torch.tensor([2.0])), expected)
 
 
-def test_a_posterior_on_disk_is_that_of_texts_again_and_of_no_classifier(tmp_path):
+def test_a_posterior_on_disk_is_that_of_texts_again_and_of_no_classifier(
+    tmp_path,
+):
     model = lora_model("gpt2").eval()
     la = fitted_text(model, prior_precision=20.0)
     la.save_pretrained(tmp_path)
@@ -127,13 +146,24 @@ PADDINGS = [
 
 
 @pytest.mark.parametrize("ragged", PADDINGS)
-def test_batch_size_and_padding_change_neither_fit_nor_score(ragged):
+def test_batch_size_and_padding_change_neither_fit_nor_score(
+    ragged,
+):
     model, found = lora_model("gpt2").eval(), []
-    settings = {"backend": LowRankKronEF, "backend_kwargs": {"rank": FULL_RANK}}  # draws nothing
+    settings = {
+        "backend": LowRankKronEF,
+        "backend_kwargs": {"rank": FULL_RANK},
+    }  # draws nothing
     for each in ({}, ragged):
         la = make(model, likelihood="language_modeling", **settings)
         la.fit(text_batches(**each))
-        found.append({"H": la.H.to_matrix(), "loss": la.loss, **scored(la, **each)})
+        found.append(
+            {
+                "H": la.H.to_matrix(),
+                "loss": la.loss,
+                **scored(la, **each),
+            }
+        )
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-8)
 
 
@@ -151,14 +181,26 @@ def test_a_score_takes_a_pass_a_draw_and_one_more(n_samples):
 def test_settings_that_do_not_fit_are_refused():
     model = lora_model("gpt2")
     with pytest.raises(NotImplementedError, match="gradient"):
-        make(model, likelihood="language_modeling", backend_kwargs={"kfac_approx": "expand"})
-    la = make(model, likelihood="language_modeling", backend_kwargs={"stochastic": False})
+        make(
+            model,
+            likelihood="language_modeling",
+            backend_kwargs={"kfac_approx": "expand"},
+        )
+    la = make(
+        model,
+        likelihood="language_modeling",
+        backend_kwargs={"stochastic": False},
+    )
     with pytest.raises(NotImplementedError, match="59 backward passes a token"):
         la.fit(text_batches())
     with pytest.raises(ValueError, match="language_modeling"):
         make(model)
     with pytest.raises(ValueError, match="whole vocabulary"):
-        make(model, likelihood="language_modeling", class_token_ids=[1, 2])
+        make(
+            model,
+            likelihood="language_modeling",
+            class_token_ids=[1, 2],
+        )
     with pytest.raises(ValueError, match="'marginal' is none of"):
         fitted_text().optimize_prior_precision(method="marginal")
 

@@ -7,7 +7,11 @@ import textwrap
 import pytest
 
 import laplace_lora_ext
-from tests.support.models import CLASS_TOKEN_IDS, TwoLinear, lora_model
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    TwoLinear,
+    lora_model,
+)
 
 
 def test_nothing_stock_changes():
@@ -28,7 +32,13 @@ def test_nothing_stock_changes():
     """
     outputs = [
         subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script.format(imports=line))],
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-c",
+                textwrap.dedent(script.format(imports=line)),
+            ],
             capture_output=True,
             text=True,
             check=True,
@@ -46,7 +56,11 @@ def test_nothing_stock_changes():
         (1, None, "regression"),
         (2, "regression", "regression"),
         (3, "single_label_classification", "classification"),
-        (None, None, "classification"),  # answers of a language model
+        (
+            None,
+            None,
+            "classification",
+        ),  # answers of a language model
     ],
 )
 def test_likelihood_is_read_off_the_model(n_labels, problem_type, likelihood):

@@ -11,8 +11,16 @@ import torch
 import laplace_lora_ext
 from laplace_lora_ext import LoRALaplace
 from laplace_lora_ext.language_model import LanguageModelLaplace
-from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
-from tests.support.models import lora_model, plain_model, ragged_batches
+from laplace_lora_ext.structures import (
+    DiagLoRALaplace,
+    FullLoRALaplace,
+    KronLoRALaplace,
+)
+from tests.support.models import (
+    lora_model,
+    plain_model,
+    ragged_batches,
+)
 from tests.support.posteriors import (
     STRUCTURES,
     fitted,
@@ -45,7 +53,8 @@ def test_samples_have_the_posterior_covariance(la):
 def test_log_prob_is_that_of_the_gaussian(la):
     value = la.mean + 0.1
     gaussian = torch.distributions.MultivariateNormal(
-        la.mean, precision_matrix=la.posterior_precision.to_matrix()
+        la.mean,
+        precision_matrix=la.posterior_precision.to_matrix(),
     )
     torch.testing.assert_close(la.log_prob(value), gaussian.log_prob(value))
     expected = -0.5 * (value - la.mean) @ la.posterior_precision.to_matrix() @ (value - la.mean)
@@ -54,11 +63,17 @@ def test_log_prob_is_that_of_the_gaussian(la):
 
 def test_noise_of_a_regression_and_a_temperature_scale_the_curvature():
     la, X = plain_regression()
-    for la.temperature, factor in ((1.0, 4), (0.5, 8)):  # sigma_noise is 0.5
+    for la.temperature, factor in (
+        (1.0, 4),
+        (0.5, 8),
+    ):  # sigma_noise is 0.5
         expected = factor * la.H.to_matrix() + torch.eye(la.n_params).double()
         torch.testing.assert_close(la.posterior_precision.to_matrix(), expected)
     sigma = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda s: la.log_marginal_likelihood(sigma_noise=s), (sigma,))
+    assert torch.autograd.gradcheck(
+        lambda s: la.log_marginal_likelihood(sigma_noise=s),
+        (sigma,),
+    )
     assert la(X)[0].shape == (12, 2)
 
 
@@ -79,14 +94,20 @@ def test_backpropagation_to_the_inputs():
 def test_backpropagation_through_a_transformers_fused_attention(structure, kind):
     """The gradient in embeddings against finite differences."""
     model = lora_model(kind, attention="sdpa").eval()
-    la, (batch, *_) = fitted(model=model, structure=structure, kind=kind), ragged_batches()
+    la, (batch, *_) = (
+        fitted(model=model, structure=structure, kind=kind),
+        ragged_batches(),
+    )
     la.enable_backprop = True
     tokens = batch["input_ids"]
     embeddings = model.get_input_embeddings()(tokens).detach().requires_grad_()
     direction = torch.randn(embeddings.shape, generator=generator(1)).double()
 
     def confidence(embeddings: torch.Tensor) -> torch.Tensor:
-        inputs = {"inputs_embeds": embeddings, "attention_mask": batch["attention_mask"]}
+        inputs = {
+            "inputs_embeds": embeddings,
+            "attention_mask": batch["attention_mask"],
+        }
         return la(inputs).square().sum()
 
     (gradient,) = torch.autograd.grad(confidence(embeddings), embeddings)
@@ -99,7 +120,9 @@ def test_backpropagation_through_a_transformers_fused_attention(structure, kind)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_trainable_head_takes_no_part_in_the_posterior(structure):
+def test_a_trainable_head_takes_no_part_in_the_posterior(
+    structure,
+):
     """It is trained with the adapter, requires grad, and has the largest gradients of all."""
     model = lora_model("bert")
     head = model.base_model.model.classifier.modules_to_save["default"]
@@ -109,11 +132,17 @@ def test_a_trainable_head_takes_no_part_in_the_posterior(structure):
     n_params = sum(p.numel() for p in lora.values())
     assert la.n_params == la.mean.numel() == n_params
     assert la.sample(2).shape == (2, n_params)
-    assert torch.equal(la.mean, torch.cat([p.detach().flatten() for p in lora.values()]))
+    assert torch.equal(
+        la.mean,
+        torch.cat([p.detach().flatten() for p in lora.values()]),
+    )
 
 
 CLASSES = [
-    *(laplace_lora_ext.LowRankKronLoRALaplace, LanguageModelLaplace),
+    *(
+        laplace_lora_ext.LowRankKronLoRALaplace,
+        LanguageModelLaplace,
+    ),
     *(KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace),
 ]
 
@@ -121,7 +150,13 @@ CLASSES = [
 @pytest.mark.parametrize("cls", CLASSES)
 def test_completion_help_and_hover_say_what_a_method_takes(cls):
     names = [name for name in dir(cls) if not name.startswith("_")]
-    assert {"fit", "predict", "optimize_prior_precision", "amortize", "distill"} < {*names}
+    assert {
+        "fit",
+        "predict",
+        "optimize_prior_precision",
+        "amortize",
+        "distill",
+    } < {*names}
     for name in [*names, "__init__", "__call__"]:
         member = getattr(cls, name)
         function = member.fget if isinstance(member, property) else member
@@ -132,7 +167,10 @@ def test_completion_help_and_hover_say_what_a_method_takes(cls):
         signature = inspect.signature(function)
         assert signature.return_annotation is not signature.empty, name
         for parameter in [*signature.parameters.values()][1:]:
-            assert parameter.annotation is not parameter.empty, (name, parameter)
+            assert parameter.annotation is not parameter.empty, (
+                name,
+                parameter,
+            )
             assert parameter.kind is not parameter.VAR_POSITIONAL, name
             assert parameter.kind is not parameter.VAR_KEYWORD or f"**{parameter.name}" in doc, name
 
@@ -143,7 +181,11 @@ def test_another_posterior_of_the_same_kind():
         "temperature": 2.0,
         "enable_backprop": True,
         "target_modules": ["value"],
-        "backend_kwargs": {"rank": 2, "tail": False, "kfac_approx": "expand"},
+        "backend_kwargs": {
+            "rank": 2,
+            "tail": False,
+            "kfac_approx": "expand",
+        },
     }
     la = fitted(**options)
     other = la.for_model(lora_model("bert", lora_alpha=3))
@@ -153,7 +195,11 @@ def test_another_posterior_of_the_same_kind():
     same.fit(ragged_batches())
     assert [block.name for block in other.blocks] == [block.name for block in la.blocks]
     assert other.log_marginal_likelihood() == same.log_marginal_likelihood()
-    assert (other.temperature, other.prior_mean, other.enable_backprop) == (2.0, 0.3, True)
+    assert (
+        other.temperature,
+        other.prior_mean,
+        other.enable_backprop,
+    ) == (2.0, 0.3, True)
     answers = fitted("gpt2")
     of_answers = answers.for_model(lora_model("gpt2"))
     assert of_answers.model.class_token_ids == answers.model.class_token_ids
@@ -163,15 +209,24 @@ def test_another_posterior_of_the_same_kind():
     assert regression.for_model(regression.model.model).sigma_noise == regression.sigma_noise
 
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda la: pickle.loads(pickle.dumps(la))}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda la: pickle.loads(pickle.dumps(la)),
+}
 
 
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_copy_is_the_same_and_a_posterior_of_its_own(structure, way):
-    la, (batch, *rest) = fitted(structure=structure), ragged_batches()
+    la, (batch, *rest) = (
+        fitted(structure=structure),
+        ragged_batches(),
+    )
     la.prior_precision = some_precision(la, "layerwise")
-    probabilities, evidence = la(batch), la.log_marginal_likelihood()
+    probabilities, evidence = (
+        la(batch),
+        la.log_marginal_likelihood(),
+    )
     copied = COPIES[way](la)
     assert torch.equal(copied(batch), probabilities)
     assert torch.equal(copied.log_marginal_likelihood(), evidence)
@@ -182,36 +237,68 @@ def test_a_copy_is_the_same_and_a_posterior_of_its_own(structure, way):
     assert torch.equal(la.log_marginal_likelihood(), evidence)
     la.fit(rest, override=False)
     la.prior_precision = 9.0
-    assert torch.equal(la.log_marginal_likelihood(), copied.log_marginal_likelihood())
+    assert torch.equal(
+        la.log_marginal_likelihood(),
+        copied.log_marginal_likelihood(),
+    )
     with pytest.raises(RuntimeError, match="have changed since the fit"):
         copied(batch)
 
 
-IMPOSSIBLE = [0.0, -1, float("nan"), float("inf"), np.float32(-1), torch.tensor(-1.0)]
+IMPOSSIBLE = [
+    0.0,
+    -1,
+    float("nan"),
+    float("inf"),
+    np.float32(-1),
+    torch.tensor(-1.0),
+]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", ["prior_precision", "temperature", "sigma_noise"])
 def test_what_makes_no_gaussian_is_refused_and_changes_nothing(name, structure):
-    la, (batch, *_) = fitted(structure=structure), ragged_batches()
-    before, expected = getattr(la, name), la.predictive_moments(batch)
+    la, (batch, *_) = (
+        fitted(structure=structure),
+        ragged_batches(),
+    )
+    before, expected = (
+        getattr(la, name),
+        la.predictive_moments(batch),
+    )
     for value in IMPOSSIBLE:
-        with pytest.raises(ValueError, match=f"{name} must be positive and finite, not "):
+        with pytest.raises(
+            ValueError,
+            match=f"{name} must be positive and finite, not ",
+        ):
             setattr(la, name, value)
     assert getattr(la, name) is before
     torch.testing.assert_close(la.predictive_moments(batch).f_var, expected.f_var)
 
 
-SEVERAL = [torch.tensor([0.1, 0.2]), np.array([0.1, 0.2]), [0.1, 0.2], torch.ones(2, 2)]
+SEVERAL = [
+    torch.tensor([0.1, 0.2]),
+    np.array([0.1, 0.2]),
+    [0.1, 0.2],
+    torch.ones(2, 2),
+]
 
 
 @pytest.mark.parametrize("several", SEVERAL)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_one_noise_is_of_all_outputs(structure, several):
     la, X = plain_regression(structure=structure)
-    expected, message = la(X), r"sigma_noise must be one number, not [24]: divide the targets"
+    expected, message = (
+        la(X),
+        r"sigma_noise must be one number, not [24]: divide the targets",
+    )
     uses = [
-        lambda: make(plain_model(2), structure, "regression", sigma_noise=several),
+        lambda: make(
+            plain_model(2),
+            structure,
+            "regression",
+            sigma_noise=several,
+        ),
         lambda: make(lora_model("bert"), structure, sigma_noise=several),
         lambda: setattr(la, "sigma_noise", several),
         lambda: la.log_marginal_likelihood(sigma_noise=several),

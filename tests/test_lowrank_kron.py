@@ -43,9 +43,14 @@ def test_statistics_of_another_fit_are_refused():
 
 
 @pytest.mark.parametrize("method", ["agreement", "val_gd", "gridsearch"])
-def test_statistics_of_another_temperature_choose_as_the_data_do(method):
+def test_statistics_of_another_temperature_choose_as_the_data_do(
+    method,
+):
     la = fitted()
-    data = {"batches": ragged_batches(), "statistics": la.predictive_statistics(ragged_batches())}
+    data = {
+        "batches": ragged_batches(),
+        "statistics": la.predictive_statistics(ragged_batches()),
+    }
     la.temperature = 0.01
     name = "train_loader" if method == "agreement" else "val_loader"
     chosen = {}
@@ -58,7 +63,10 @@ def test_statistics_of_another_temperature_choose_as_the_data_do(method):
 
 def test_a_summary_counts_the_parameters_that_the_data_determine():
     la = fitted("gpt2")
-    la.temperature, la.prior_precision = 0.01, torch.linspace(0.5, 3.0, len(la.blocks))
+    la.temperature, la.prior_precision = (
+        0.01,
+        torch.linspace(0.5, 3.0, len(la.blocks)),
+    )
     rows = [line.split() for line in la.summary().splitlines()[1:]]
     precision = la.prior_precision.double().repeat_interleave(torch.tensor(sizes(la)))
     H = 100 * la.H.to_matrix()
@@ -66,7 +74,13 @@ def test_a_summary_counts_the_parameters_that_the_data_determine():
     assert [int(row[1]) for row in rows] == sizes(la)
     torch.testing.assert_close(
         torch.tensor([[float(row[2]), float(row[3])] for row in rows]),
-        torch.stack([la.prior_precision, torch.stack([s.sum() for s in shares])], 1).float(),
+        torch.stack(
+            [
+                la.prior_precision,
+                torch.stack([s.sum() for s in shares]),
+            ],
+            1,
+        ).float(),
         rtol=1e-3,
         atol=0.05,
     )

@@ -17,7 +17,11 @@ from tests.support.posteriors import make
 @pytest.mark.parametrize("kind", [ValueError, NotImplementedError])
 def test_places_are_named_from_the_outermost_in(kind):
     original = kind("non-finite numbers")
-    with pytest.raises(kind) as error, naming("batch 3"), naming("LoRA layer first"):
+    with (
+        pytest.raises(kind) as error,
+        naming("batch 3"),
+        naming("LoRA layer first"),
+    ):
         raise original
     assert str(error.value) == "batch 3: LoRA layer first: non-finite numbers"
     assert error.value.__cause__.__cause__ is original
@@ -34,10 +38,17 @@ def test_fits_and_searches_warn_of_the_users_line(structure):
         la.optimize_prior_precision(n_steps=1)
         la.optimize_prior_precision(method="agreement", train_loader=[(X[:4], y[:4])])
         la.optimize_prior_precision(
-            method="gridsearch", val_loader=[(X, y)], loss=lambda *_: torch.tensor(1.0), grid_size=2
+            method="gridsearch",
+            val_loader=[(X, y)],
+            loss=lambda *_: torch.tensor(1.0),
+            grid_size=2,
         )
     messages = [str(warning.message) for warning in caught if warning.filename == __file__]
-    for part in ("its data set has 6", "not converged in 1 steps", "the same at every point"):
+    for part in (
+        "its data set has 6",
+        "not converged in 1 steps",
+        "the same at every point",
+    ):
         assert any(part in message for message in messages), part
     ours = [Path(str(package.__file__)).parent for package in (laplace, laplace_lora_ext)]
     assert not [w for w in caught if set(ours) & set(Path(w.filename).parents)]

@@ -35,6 +35,9 @@ def test_the_trained_model_beside_its_posterior():
     assert found.trained == pytest.approx(quality(f_mu.softmax(-1), labels))
     head, trained, _ = str(found).splitlines()
     assert head.split() == ["accuracy", "nll", "ece", "brier"]
-    assert trained.split()[:2] == ["trained", f"{found.trained['accuracy']:.4f}"]
+    assert trained.split()[:2] == [
+        "trained",
+        f"{found.trained['accuracy']:.4f}",
+    ]
     with pytest.raises(ValueError, match="regression has no class probabilities"):
         compare(plain_regression()[0], [])

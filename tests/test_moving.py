@@ -6,13 +6,22 @@ import pytest
 import torch
 
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, generator, make
+from tests.support.posteriors import (
+    STRUCTURES,
+    fitted,
+    generator,
+    make,
+)
 from tests.support.snapshots import tensors_of
 
 USES = {
     "glm": lambda la, batches: la(batches[0]),
     "nn": lambda la, batches: la(
-        batches[0], pred_type="nn", link_approx="mc", n_samples=2, generator=generator()
+        batches[0],
+        pred_type="nn",
+        link_approx="mc",
+        n_samples=2,
+        generator=generator(),
     ),
     "joint": lambda la, batches: la.predictive_moments(batches[0], joint=True)[1],
     "evidence": lambda la, batches: la.log_marginal_likelihood(),
@@ -37,7 +46,10 @@ def test_a_posterior_follows_its_model_into_another_precision(use, structure):
     batches = ragged_batches()
     model = lora_model("bert", torch.float32)
     la = fitted(model=model, structure=structure)
-    unmoved = fitted(model=lora_model("bert", torch.float32), structure=structure)
+    unmoved = fitted(
+        model=lora_model("bert", torch.float32),
+        structure=structure,
+    )
     expected = USES[use](unmoved, batches)
     model.double()
     moved = USES[use](la, batches)
@@ -53,7 +65,12 @@ def test_a_posterior_follows_its_model_into_another_precision(use, structure):
 def test_no_tensor_of_a_posterior_stays_behind(structure, likelihood, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # meta has none
     model = lora_model("bert", torch.float32)
-    la = make(model, structure, likelihood, **{"sigma_noise": 0.5} if likelihood[0] == "r" else {})
+    la = make(
+        model,
+        structure,
+        likelihood,
+        **{"sigma_noise": 0.5} if likelihood[0] == "r" else {},
+    )
     batches = ragged_batches()
     if likelihood == "regression":
         batches = [batch | {"labels": torch.randn(len(batch["labels"]), 3)} for batch in batches]
@@ -68,9 +85,14 @@ def test_no_tensor_of_a_posterior_stays_behind(structure, likelihood, monkeypatc
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_half_precision_rounds_the_weights_and_keeps_the_posterior(structure):
+def test_half_precision_rounds_the_weights_and_keeps_the_posterior(
+    structure,
+):
     model = lora_model("bert", torch.float32)
-    la, (batch, *_) = fitted(model=model, structure=structure), ragged_batches()
+    la, (batch, *_) = (
+        fitted(model=model, structure=structure),
+        ragged_batches(),
+    )
     moments, mean = la.predictive_moments(batch), la.mean
     model.bfloat16()
     rounded = la.predictive_moments(batch)
@@ -84,7 +106,9 @@ def test_half_precision_rounds_the_weights_and_keeps_the_posterior(structure):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_model_may_move_between_the_posterior_and_its_fit(structure):
+def test_a_model_may_move_between_the_posterior_and_its_fit(
+    structure,
+):
     model = lora_model("bert", torch.float32)
     la = make(model, structure, prior_precision=2.0, prior_mean=0.5)
     model.double()
@@ -96,7 +120,10 @@ def test_a_model_may_move_between_the_posterior_and_its_fit(structure):
 MOVES = {
     "double": (torch.float32, lambda model: model.double()),
     "to": (torch.float32, lambda model: model.to(torch.float64)),
-    "there and back": (torch.float32, lambda model: model.double().float()),
+    "there and back": (
+        torch.float32,
+        lambda model: model.double().float(),
+    ),
     "bfloat16": (torch.float32, lambda model: model.bfloat16()),
     "single": (torch.float64, lambda model: model.float()),
 }
@@ -106,7 +133,10 @@ MOVES = {
 @pytest.mark.parametrize("rank", [0, 3, 100])
 def test_what_was_kept_of_data_serves_the_same_fit_after_a_move(move, rank):
     dtype, change = MOVES[move]
-    model, (batch, *_) = lora_model("bert", dtype), ragged_batches(batch_size=8)
+    model, (batch, *_) = (
+        lora_model("bert", dtype),
+        ragged_batches(batch_size=8),
+    )
     la = fitted(model=model, batches=[batch], rank=rank, temperature=0.3)
     la.prior_precision = 1 / 3
     statistics = la.predictive_statistics([batch], dtype=torch.float64)
@@ -115,7 +145,12 @@ def test_what_was_kept_of_data_serves_the_same_fit_after_a_move(move, rank):
     change(model)
     given = la.statistics_of(statistics, False)
     moments = given.moments(la.prior_precision)
-    torch.testing.assert_close(la(moments).double(), before.double(), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(
+        la(moments).double(),
+        before.double(),
+        rtol=2e-5,
+        atol=1e-6,
+    )
     close = {"rtol": 0.05, "atol": 0.05} if move == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
     found = la(batch, pred_type="amortized")
     torch.testing.assert_close(found.double(), learnt.double(), **close)
@@ -132,8 +167,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_statistics_of_another_fit_are_refused_before_and_after_a_move(other):
-    batches, model = ragged_batches(), lora_model("bert", torch.float32)
+def test_statistics_of_another_fit_are_refused_before_and_after_a_move(
+    other,
+):
+    batches, model = (
+        ragged_batches(),
+        lora_model("bert", torch.float32),
+    )
     of_other = fitted(dtype=torch.float32, **OTHERS[other]).predictive_statistics(batches)
     la = fitted(model=model)
     for _ in range(2):

@@ -8,14 +8,23 @@ import torch
 from torch import nn
 
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import KFAC_APPROX, STRUCTURES, fitted, generator
+from tests.support.posteriors import (
+    KFAC_APPROX,
+    STRUCTURES,
+    fitted,
+    generator,
+)
 from tests.support.snapshots import tensors_of
 
 KINDS = ["bert", "gpt2", "gpt_neox"]
 needs_float16 = pytest.mark.skipif(
-    torch.__version__ < (2, 3), reason="no float16 layer normalisation on the CPU"
+    torch.__version__ < (2, 3),
+    reason="no float16 layer normalisation on the CPU",
 )
-HALF = [torch.bfloat16, pytest.param(torch.float16, marks=needs_float16)]
+HALF = [
+    torch.bfloat16,
+    pytest.param(torch.float16, marks=needs_float16),
+]
 
 
 class Results(NamedTuple):
@@ -50,8 +59,17 @@ def autocast(enabled: bool = True) -> AbstractContextManager:
     return torch.autocast("cpu", dtype=torch.bfloat16) if enabled else nullcontext()
 
 
-def posterior(model: nn.Module, kind: str, structure: str = "lowrank_kron", **keywords: Any):
-    settings = {"rank": 10, "prior_precision": PRIOR_PRECISION, **keywords}
+def posterior(
+    model: nn.Module,
+    kind: str,
+    structure: str = "lowrank_kron",
+    **keywords: Any,
+):
+    settings = {
+        "rank": 10,
+        "prior_precision": PRIOR_PRECISION,
+        **keywords,
+    }
     return fitted(kind, structure=structure, model=model, **settings)
 
 
@@ -65,12 +83,27 @@ def results(la: Any) -> Results:
 
 def assert_full_precision(la: Any) -> None:
     """Statistics, posterior and prior in float32 or better, log-determinants in float64."""
-    kept = tensors_of([la.mean, la.prior_precision, la.H, getattr(la, "H_facs", None)], set())
+    kept = tensors_of(
+        [
+            la.mean,
+            la.prior_precision,
+            la.H,
+            getattr(la, "H_facs", None),
+        ],
+        set(),
+    )
     assert len(kept) > 2
-    assert {t.dtype for t in kept if t.is_floating_point()} <= {torch.float32, torch.float64}
+    assert {t.dtype for t in kept if t.is_floating_point()} <= {
+        torch.float32,
+        torch.float64,
+    }
     if hasattr(la.H, "blocks"):
         assert {block.normalizer.dtype for block in la.H_facs.blocks} == {torch.float64}
-    log_dets = la.log_det_prior_precision, la.log_det_posterior_precision, la.log_det_ratio
+    log_dets = (
+        la.log_det_prior_precision,
+        la.log_det_posterior_precision,
+        la.log_det_ratio,
+    )
     assert {number.dtype for number in (*log_dets, la.scatter, la.loss)} == {torch.float64}
 
 
@@ -104,7 +137,10 @@ def test_a_model_in_half_precision_gives_the_posterior_of_float32(kind, options,
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_predictions_of_a_half_precision_model_are_in_float32(structure, dtype):
-    la, batch = posterior(lora_model("bert", dtype), "bert", structure), ragged_batches()[0]
+    la, batch = (
+        posterior(lora_model("bert", dtype), "bert", structure),
+        ragged_batches()[0],
+    )
     f_mu, f_var = la.predictive_moments(batch)
     assert f_mu.dtype == f_var.dtype == torch.float32
     for link in ("probit", "mc", "bridge", "bridge_norm"):
@@ -138,7 +174,11 @@ def test_confident_samples_keep_their_curvature_in_half_precision():
 @pytest.mark.parametrize(
     ("kind", "structure"),
     [("bert", structure) for structure in STRUCTURES]
-    + [("gpt2", "lowrank_kron"), ("gpt2", "kron"), ("gpt2", "diag")],
+    + [
+        ("gpt2", "lowrank_kron"),
+        ("gpt2", "kron"),
+        ("gpt2", "diag"),
+    ],
 )
 def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(kind, structure):
     expected = results(posterior(lora_model(kind, torch.float32), kind, structure))
@@ -154,10 +194,17 @@ def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(kind, 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_predictions_alone_under_autocast_are_near_those_without(structure, pred_type):
-    la, batch = posterior(lora_model("bert", torch.float32), "bert", structure), ragged_batches()[0]
+    la, batch = (
+        posterior(lora_model("bert", torch.float32), "bert", structure),
+        ragged_batches()[0],
+    )
 
     def predicted():
-        options = {"pred_type": pred_type, "n_samples": 20, "generator": generator()}
+        options = {
+            "pred_type": pred_type,
+            "n_samples": 20,
+            "generator": generator(),
+        }
         return la(batch, link_approx="mc", **options)
 
     expected = predicted()
@@ -175,7 +222,10 @@ IN_THE_POSTERIORS_OWN_PRECISION = {
         moments, n_samples=5, generator=generator()
     ),
     "decisions": lambda la, moments: la.predict(
-        moments, link_approx="mc", n_samples=5, generator=generator()
+        moments,
+        link_approx="mc",
+        n_samples=5,
+        generator=generator(),
     ),
     "evidence": lambda la, _: la.log_marginal_likelihood(la.prior_precision),
     "variance": lambda la, _: la.functional_variance(
@@ -188,7 +238,10 @@ IN_THE_POSTERIORS_OWN_PRECISION = {
 @pytest.mark.parametrize("what", IN_THE_POSTERIORS_OWN_PRECISION)
 def test_the_posteriors_algebra_under_autocast_is_that_without(what, structure):
     la = posterior(lora_model("bert", torch.float32), "bert", structure)
-    moments, found = la.predictive_moments(ragged_batches()[0]), []
+    moments, found = (
+        la.predictive_moments(ragged_batches()[0]),
+        [],
+    )
     for enabled in (False, True):
         with autocast(enabled):
             found.append(IN_THE_POSTERIORS_OWN_PRECISION[what](la, moments))
@@ -204,9 +257,18 @@ def test_what_statistics_say_is_the_same_under_autocast(method):
     for enabled in (False, True):
         options: dict[str, Any] = {name: statistics}
         if method == "val_gd":
-            options |= {"n_steps": 10, "generator": torch.Generator().manual_seed(0)}
+            options |= {
+                "n_steps": 10,
+                "generator": torch.Generator().manual_seed(0),
+            }
         with autocast(enabled):
             history = la.optimize_prior_precision(method=method, **options)
             moments = statistics.moments(0.1)
-        found.append((history.objective, history.prior_precision, moments.f_var))
+        found.append(
+            (
+                history.objective,
+                history.prior_precision,
+                moments.f_var,
+            )
+        )
     torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -12,17 +12,42 @@ import pytest
 import torch
 from laplace import Laplace
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 
 import laplace_lora_ext
-from tests.support.models import base_model, lora_model, ragged_batches
+from tests.support.models import (
+    base_model,
+    lora_model,
+    ragged_batches,
+)
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [code for _, code in FENCE.findall(README)]
-WORDS = ["[PAD]", "[UNK]", "Question", "Answer", ":", "which", "one", "?", "A", "B", "C", "D"]
-PROMPTS = ["Question : which one ? Answer :", "Question : ? Answer :", "which ? Answer :"] * 2
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "Question",
+    "Answer",
+    ":",
+    "which",
+    "one",
+    "?",
+    "A",
+    "B",
+    "C",
+    "D",
+]
+PROMPTS = [
+    "Question : which one ? Answer :",
+    "Question : ? Answer :",
+    "which ? Answer :",
+] * 2
 ANSWERS = [0, 1, 2, 3, 0, 2]
 
 
@@ -57,12 +82,19 @@ def a_trainer(folder: Path) -> Trainer:
         logging_strategy="no",
         save_strategy="no",
     )
-    return Trainer(lora_model("bert", torch.float32), arguments, train_dataset=texts)
+    return Trainer(
+        lora_model("bert", torch.float32),
+        arguments,
+        train_dataset=texts,
+    )
 
 
 def namespace(folder: Path) -> dict[str, object]:
     """What the examples take for granted, for three classes or more."""
-    batches, examples = ragged_batches(), list(zip(PROMPTS, ANSWERS, strict=True))
+    batches, examples = (
+        ragged_batches(),
+        list(zip(PROMPTS, ANSWERS, strict=True)),
+    )
     loaders = {f"{part}_loader": batches for part in ("train", "validation", "test")}
     texts = {f"{part}_examples": examples for part in ("train", "validation", "test")}
     sft = [b | {"labels": b["input_ids"].where(b["attention_mask"] == 1, -100)} for b in batches]
@@ -82,12 +114,21 @@ def namespace(folder: Path) -> dict[str, object]:
 def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    names = namespace(tmp_path) | {"Laplace": Laplace, "laplace_lora_ext": laplace_lora_ext}
+    names = namespace(tmp_path) | {
+        "Laplace": Laplace,
+        "laplace_lora_ext": laplace_lora_ext,
+    }
     for number, code in enumerate(BLOCKS):
         for folder in set(re.findall(r'from_pretrained\(\s*"([^"]+)"', code)):
-            write_adapter(tmp_path / folder, "gpt2" if "CausalLM" in code else "bert")
+            write_adapter(
+                tmp_path / folder,
+                "gpt2" if "CausalLM" in code else "bert",
+            )
         names["la"] = names["trained"] if "its trainer" in code else names.get("la")
-        exec(compile(code, f"README.md, block {number}", "exec"), names)
+        exec(
+            compile(code, f"README.md, block {number}", "exec"),
+            names,
+        )
         names["trained"] = names["la"] if "trainer" in code else names["trained"]
         probabilities = names["probs"]
         assert probabilities.ndim == 2
@@ -98,7 +139,10 @@ def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
 
 def test_every_file_tells_the_same_version():
     own = version("laplace-lora-ext")
-    for name, line in (("CHANGELOG.md", f"## {own} "), ("CITATION.cff", f"version: {own}\n")):
+    for name, line in (
+        ("CHANGELOG.md", f"## {own} "),
+        ("CITATION.cff", f"version: {own}\n"),
+    ):
         assert line in (ROOT / name).read_text(encoding="utf-8")
 
 
@@ -106,7 +150,11 @@ def command_lines() -> list[str]:
     """What follows `python -m benchmarks` in code spans and in indented or fenced lines."""
     found = []
     pages = sorted(path for path in (ROOT / "benchmarks").rglob("*.md"))
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages):
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *pages,
+    ):
         text = path.read_text(encoding="utf-8")
         text = re.sub(r"\\\n\s*", " ", text)  # a line that goes on
         code = re.findall(r"^ {4,}(.+)$", text, re.MULTILINE)

@@ -8,7 +8,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+)
 from transformers import BertForTokenClassification
 
 import laplace_lora_ext
@@ -41,7 +44,9 @@ class InTwoColumns(nn.Module):
         return torch.stack([torch.zeros_like(f), f], -1).flatten(0, 1)
 
 
-def inputs_of(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def inputs_of(
+    batch: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
     return {key: value for key, value in batch.items() if key != "labels"}
 
 
@@ -60,7 +65,11 @@ def test_two_columns_for_each_logit_make_sigmoids_exact(structure, n_labels):
     model = OfMapping(InTwoColumns(plain)).eval()
     (batch,) = ragged_batches(lengths=(7, 4, 5), padded_to=7)
     X, labels = inputs_of(batch), several_labels(batch, n_labels)
-    la = make(model, structure, **(RANK if structure == "lowrank_kron" else {}))
+    la = make(
+        model,
+        structure,
+        **(RANK if structure == "lowrank_kron" else {}),
+    )
     la.fit([(X, labels.long().flatten())])
     logits = plain(**X).logits.detach()
     loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
@@ -84,21 +93,35 @@ class OfTokens(nn.Module):
 def token_classifier() -> nn.Module:
     torch.manual_seed(0)
     config: Any = base_model("bert").config
-    lora = LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False)
+    lora = LoraConfig(
+        r=2,
+        target_modules=["query", "value"],
+        init_lora_weights=False,
+    )
     return get_peft_model(BertForTokenClassification(config), lora).double().eval()
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
-def test_rows_of_labelled_tokens_make_token_classification_exact(structure):
+def test_rows_of_labelled_tokens_make_token_classification_exact(
+    structure,
+):
     plain = token_classifier()
     model = OfMapping(OfTokens(plain)).eval()
     (batch,) = ragged_batches(lengths=(7, 4, 5), padded_to=7)
     X = inputs_of(batch) | {"labelled": batch["attention_mask"].bool()}
     X["labelled"][1] = False  # a text without labels
     y = torch.arange(12) % N_CLASSES
-    la = make(model, structure, **(RANK if structure == "lowrank_kron" else {}))
+    la = make(
+        model,
+        structure,
+        **(RANK if structure == "lowrank_kron" else {}),
+    )
     la.fit([(X, y)])
-    expected = cross_entropy(plain(**inputs_of(batch)).logits[X["labelled"]], y, reduction="sum")
+    expected = cross_entropy(
+        plain(**inputs_of(batch)).logits[X["labelled"]],
+        y,
+        reduction="sum",
+    )
     torch.testing.assert_close(la.loss, expected.detach(), **EXACT)
     assert_exact(la, model, [X])
 
@@ -108,7 +131,10 @@ def test_rows_of_labelled_tokens_make_token_classification_exact(structure):
 
 def test_token_classification_is_told_of_its_wrapper():
     (batch, *_) = ragged_batches()
-    with pytest.raises(ValueError, match=r"batch 0: .*\(3, 7, 3\).*token classification.*logits\["):
+    with pytest.raises(
+        ValueError,
+        match=r"batch 0: .*\(3, 7, 3\).*token classification.*logits\[",
+    ):
         make(token_classifier()).fit([batch])
 
 
@@ -117,7 +143,10 @@ def test_token_classification_is_told_of_its_wrapper():
 def test_multi_hot_labels_are_told_of_their_wrapper(structure, dtype):
     X, _ = pairs()[0]
     y = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 0]]).to(dtype)
-    with pytest.raises(ValueError, match=rf"batch 0: .*of {dtype}: these {MULTI_LABEL}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"batch 0: .*of {dtype}: these {MULTI_LABEL}",
+    ):
         make(plain_model(), structure).fit([(X, y)])
     with pytest.raises(ValueError, match=r"not \(4, 3\) of torch\.float64$"):
         make(plain_model(), structure).fit([(X, torch.full((4, 3), 0.5).double())])
@@ -137,25 +166,40 @@ def test_a_multi_label_classifier_is_not_fitted_with_a_softmax():
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.float64])
-def test_one_logit_of_two_classes_is_warned_of_once_after_a_fit(dtype):
-    model, batches = lora_model("bert", n_labels=1), ragged_batches(n_classes=2)
+def test_one_logit_of_two_classes_is_warned_of_once_after_a_fit(
+    dtype,
+):
+    model, batches = (
+        lora_model("bert", n_labels=1),
+        ragged_batches(n_classes=2),
+    )
     for batch in batches:
         batch["labels"] = batch["labels"].to(dtype)
     la = laplace_lora_ext.Laplace(model)
     assert la.likelihood == "regression"
-    with pytest.warns(UserWarning, match=r"Every target is 0 or 1.*\[torch\.zeros_like") as caught:
+    with pytest.warns(
+        UserWarning,
+        match=r"Every target is 0 or 1.*\[torch\.zeros_like",
+    ) as caught:
         la.fit(batches)
     assert len([w for w in caught if "Every target" in str(w.message)]) == 1
     with pytest.raises(
-        ValueError, match=r"at least two outputs.*\[torch\.zeros_like\(f\), f\], -1"
+        ValueError,
+        match=r"at least two outputs.*\[torch\.zeros_like\(f\), f\], -1",
     ):
         make(model).fit(batches)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
 def test_numbers_are_not_taken_for_classes(structure):
-    la, X = make(plain_model(2), structure, "regression"), pairs()[0][0]
-    numbers, binary = real_targets(), torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0]])
+    la, X = (
+        make(plain_model(2), structure, "regression"),
+        pairs()[0][0],
+    )
+    numbers, binary = (
+        real_targets(),
+        torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0]]),
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Every target")
         la.fit([(X, binary), (X, numbers)])

@@ -5,8 +5,20 @@ import pytest
 import torch
 
 from tests.support.dense import evidence, jacobians
-from tests.support.models import lora_model, pairs, plain_model, ragged_batches
-from tests.support.posteriors import fitted, generator, make, plain_regression, sizes, stock
+from tests.support.models import (
+    lora_model,
+    pairs,
+    plain_model,
+    ragged_batches,
+)
+from tests.support.posteriors import (
+    fitted,
+    generator,
+    make,
+    plain_regression,
+    sizes,
+    stock,
+)
 
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -14,17 +26,26 @@ EXACT = {"rtol": 1e-6, "atol": 1e-9}
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_host_structures_equal_the_stock_classes(kind, structure):
-    model = lora_model(kind, torch.float32 if structure == "full" else torch.float64)
+    model = lora_model(
+        kind,
+        torch.float32 if structure == "full" else torch.float64,
+    )
     batches = ragged_batches()
     ours = fitted(kind, batches, structure, model=model)
     theirs = stock(model, kind, structure, batches)
     # The host's full curvature is computed in float32, whatever the model's dtype.
     close = {"rtol": 1e-4, "atol": 1e-4} if structure == "full" else EXACT
     for mine, stocks in [
-        (ours.log_marginal_likelihood(), theirs.log_marginal_likelihood()),
+        (
+            ours.log_marginal_likelihood(),
+            theirs.log_marginal_likelihood(),
+        ),
         (ours(batches[0]), theirs(batches[0])),
         (ours.mean, theirs.mean),
-        (ours.square_norm(ours.mean + 1).double(), theirs.square_norm(theirs.mean + 1).double()),
+        (
+            ours.square_norm(ours.mean + 1).double(),
+            theirs.square_norm(theirs.mean + 1).double(),
+        ),
     ]:
         torch.testing.assert_close(mine, stocks.to(mine), **close)
 
@@ -74,7 +95,12 @@ def test_a_posterior_that_is_not_fitted_says_so(la, use):
 
 
 BACKENDS = {
-    "kron": ["AsdlEF", "AsdlGGN", "CurvlinopsEF", "CurvlinopsGGN"],
+    "kron": [
+        "AsdlEF",
+        "AsdlGGN",
+        "CurvlinopsEF",
+        "CurvlinopsGGN",
+    ],
     "diag": ["AsdlEF", "AsdlGGN", "CurvlinopsGGN"],
     "full": [
         *("AsdlEF", "AsdlGGN", "AsdlHessian"),
@@ -88,8 +114,17 @@ def test_backends_of_the_host_work(structure):
     for name in BACKENDS[structure]:
         # A Hessian may be indefinite; this much of a prior precision makes it definite here.
         backend = getattr(host_backends, name)
-        la = make(plain_model(), structure, backend=backend, prior_precision=1e4)
+        la = make(
+            plain_model(),
+            structure,
+            backend=backend,
+            prior_precision=1e4,
+        )
         la.fit(pairs(2))
         assert torch.isfinite(la(pairs()[0][0])).all()
     with pytest.raises((ValueError, NotImplementedError)):
-        make(plain_model(), structure, backend=host_backends.BackPackGGN).fit(pairs(2))
+        make(
+            plain_model(),
+            structure,
+            backend=host_backends.BackPackGGN,
+        ).fit(pairs(2))

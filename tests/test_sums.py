@@ -9,16 +9,29 @@ import torch
 
 from tests.support.models import lora_model, ragged_batches
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, make
-from tests.support.ranks import Texts, assert_alike, failures, on_ranks, strided_loader
+from tests.support.ranks import (
+    Texts,
+    assert_alike,
+    failures,
+    on_ranks,
+    strided_loader,
+)
 
 EVERYTHING = 100  # a rank above every size, so that nothing is cut
 CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 
 
-def posterior(structure: str = "lowrank_kron", kfac_approx: str = "gradient", kind: str = "bert"):
+def posterior(
+    structure: str = "lowrank_kron",
+    kfac_approx: str = "gradient",
+    kind: str = "bert",
+):
     keywords = {"prior_precision": 1e-3}
     if structure == "lowrank_kron":
-        keywords["backend_kwargs"] = {"rank": EVERYTHING, "kfac_approx": kfac_approx}
+        keywords["backend_kwargs"] = {
+            "rank": EVERYTHING,
+            "kfac_approx": kfac_approx,
+        }
     return make(lora_model(kind), structure, **keywords)
 
 
@@ -26,7 +39,13 @@ def facts(la) -> tuple[torch.Tensor, ...]:
     """What a fit comes to."""
     H = la.H if isinstance(la.H, torch.Tensor) else la.posterior_precision.to_matrix()
     evidence = la.log_marginal_likelihood()
-    return H, evidence.detach(), la.loss, torch.tensor(la.n_data), la(ragged_batches()[0])
+    return (
+        H,
+        evidence.detach(),
+        la.loss,
+        torch.tensor(la.n_data),
+        la(ragged_batches()[0]),
+    )
 
 
 def fitted_on(loader, *settings):
@@ -38,9 +57,20 @@ def fitted_on(loader, *settings):
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_rank_has_the_posterior_of_one_process(structure, world):
-    for n in (12, 11, 2):  # two texts leave one of three ranks nothing but a repetition
-        results = on_ranks(lambda _, n=n: fitted_on(strided_loader(n), structure), world)
-        assert_alike(results, fitted_on(strided_loader(n), structure), **CLOSE)
+    for n in (
+        12,
+        11,
+        2,
+    ):  # two texts leave one of three ranks nothing but a repetition
+        results = on_ranks(
+            lambda _, n=n: fitted_on(strided_loader(n), structure),
+            world,
+        )
+        assert_alike(
+            results,
+            fitted_on(strided_loader(n), structure),
+            **CLOSE,
+        )
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
@@ -131,7 +161,10 @@ def test_the_same_data_on_two_ranks_are_refused():
 @pytest.mark.parametrize("differing", ["LoRA weights", "base or head", "settings"])
 def test_ranks_with_other_models_are_refused(differing):
     def job(rank):
-        la = posterior("lowrank_kron", KFAC_APPROX[rank if differing == "settings" else 0])
+        la = posterior(
+            "lowrank_kron",
+            KFAC_APPROX[rank if differing == "settings" else 0],
+        )
         if differing == "LoRA weights":
             la.blocks[2].weight.data += rank
         elif differing == "base or head":
@@ -153,7 +186,10 @@ def test_numbers_are_those_of_the_data_set():
     assert on_ranks(job, 2) == [[], []]
     texts = Texts(4)
     loader = torch.utils.data.DataLoader(texts, sampler=range(3))
-    with pytest.warns(UserWarning, match="gave 3 examples, but its data set has 4"):
+    with pytest.warns(
+        UserWarning,
+        match="gave 3 examples, but its data set has 4",
+    ):
         posterior().fit(loader)
 
 
@@ -221,7 +257,10 @@ def test_rewards_are_compared_with_a_coin():
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     with torch.no_grad():
         order = model.eval()(**inputs).logits.flatten().argsort()
-    for chosen, rejected, n in ((order[4:], order[:4], 0), (order[:4], order[4:], 1)):
+    for chosen, rejected, n in (
+        (order[4:], order[:4], 0),
+        (order[:4], order[4:], 1),
+    ):
         rows = torch.cat([chosen, rejected])  # TRL's batches
         pairs = {key: value[rows] for key, value in inputs.items()}
         said = said_by_a_fit(model, [pairs], likelihood="reward_modeling")

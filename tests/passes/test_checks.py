@@ -11,11 +11,29 @@ from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.checks import inspected
 from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.dense import assert_exact
-from tests.support.models import OfMapping, Sorting, TwoLinear, pairs, plain_model, with_lora
-from tests.support.posteriors import KFAC_APPROX, STRUCTURES, count_forward_passes, make
+from tests.support.models import (
+    OfMapping,
+    Sorting,
+    TwoLinear,
+    pairs,
+    plain_model,
+    with_lora,
+)
+from tests.support.posteriors import (
+    KFAC_APPROX,
+    STRUCTURES,
+    count_forward_passes,
+    make,
+)
 
 WAYS = [
-    *(("lowrank_kron", {"backend_kwargs": {"kfac_approx": name}}) for name in KFAC_APPROX),
+    *(
+        (
+            "lowrank_kron",
+            {"backend_kwargs": {"kfac_approx": name}},
+        )
+        for name in KFAC_APPROX
+    ),
     *((structure, {}) for structure in STRUCTURES[1:]),
 ]
 
@@ -46,12 +64,18 @@ class Broken(nn.Module):
         ("activation", "batch 1: non-finite logits"),
         ("hidden", "batch 1: .*non-finite"),
         ("logits", "batch 1: non-finite logits"),
-        ("gradient", r"batch 1: LoRA layer inner\.(second\.lora_B|first\.lora_A)\S*: non-finite"),
+        (
+            "gradient",
+            r"batch 1: LoRA layer inner\.(second\.lora_B|first\.lora_A)\S*: non-finite",
+        ),
     ],
 )
 @pytest.mark.parametrize(("structure", "settings"), WAYS)
 def test_what_is_not_finite_is_named_and_does_no_harm(structure, settings, kind, message):
-    model, (X, y) = with_lora(Broken(), "first", "second"), pairs()[0]
+    model, (X, y) = (
+        with_lora(Broken(), "first", "second"),
+        pairs()[0],
+    )
     la = make(model, structure, **settings)
 
     def batches():
@@ -67,8 +91,14 @@ def test_what_is_not_finite_is_named_and_does_no_harm(structure, settings, kind,
     assert len(calls) == 1  # examples are still together
     if structure == "lowrank_kron":
         model.kind = kind
-        for use in (lambda: la(X), lambda: la.fit([(X[:1], y[:1])])):  # one needs no proof
-            with pytest.raises(ValueError, match=message.removeprefix("batch 1: ")):
+        for use in (
+            lambda: la(X),
+            lambda: la.fit([(X[:1], y[:1])]),
+        ):  # one needs no proof
+            with pytest.raises(
+                ValueError,
+                match=message.removeprefix("batch 1: "),
+            ):
                 use()
 
 
@@ -80,7 +110,10 @@ class HalfFused(nn.Module):
         self.before, self.layer = nn.Linear(5, 5), nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        A, B = self.layer.lora_A["default"].weight, self.layer.lora_B["default"].weight
+        A, B = (
+            self.layer.lora_A["default"].weight,
+            self.layer.lora_B["default"].weight,
+        )
         x = self.before(x)
         return self.layer.base_layer(x) + x @ A.T @ B.T
 
@@ -94,10 +127,19 @@ def detached() -> nn.Module:
 SILENT = r"batch .*use.* 2 of 4 LoRA weights.*layer\.lora_A.*with target_modules"
 NO_GRADIENT = "No gradient of the logits reaches the LoRA layers"
 REFUSED = {
-    "a fused kernel": (lambda: with_lora(HalfFused(), "layer"), r"used 2 of 2 LoRA .*as it was be"),
-    "another one": (lambda: with_lora(HalfFused(), "layer", "before"), SILENT),
+    "a fused kernel": (
+        lambda: with_lora(HalfFused(), "layer"),
+        r"used 2 of 2 LoRA .*as it was be",
+    ),
+    "another one": (
+        lambda: with_lora(HalfFused(), "layer", "before"),
+        SILENT,
+    ),
     "detached": (detached, NO_GRADIENT),
-    "no_grad": (lambda: with_lora(Sorting(with_gradients=False), "used", "unused"), NO_GRADIENT),
+    "no_grad": (
+        lambda: with_lora(Sorting(with_gradients=False), "used", "unused"),
+        NO_GRADIENT,
+    ),
 }
 
 
@@ -125,9 +167,15 @@ class TextsAndImages(nn.Module):
         return sum(of_parts, batch["zeros"])
 
 
-def batch_of(*parts: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def batch_of(
+    *parts: str,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     (X, y), (other, _) = pairs(2)
-    inputs = {"texts": X, "images": other, "zeros": torch.zeros(4, 3).double()}
+    inputs = {
+        "texts": X,
+        "images": other,
+        "zeros": torch.zeros(4, 3).double(),
+    }
     return {part: inputs[part] for part in (*parts, "zeros")}, y
 
 
@@ -135,9 +183,14 @@ PARTS = [("texts", "images"), ("texts",), (), ("images",)]
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
-def test_layers_that_a_batch_does_not_call_get_no_curvature_from_it(structure):
+def test_layers_that_a_batch_does_not_call_get_no_curvature_from_it(
+    structure,
+):
     keywords = {"backend_kwargs": {"rank": 100}} if structure == "lowrank_kron" else {}
-    model, batches = with_lora(TextsAndImages(), "texts", "images"), [batch_of(*p) for p in PARTS]
+    model, batches = (
+        with_lora(TextsAndImages(), "texts", "images"),
+        [batch_of(*p) for p in PARTS],
+    )
     la = make(model, structure, **keywords)
     la.fit(batches)
     assert_exact(la, OfMapping(model), [X for X, _ in batches])
@@ -157,7 +210,8 @@ def hooks_of(model: nn.Module) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("factor", "message"), [(1, "somebody else's"), (torch.nan, "non-finite logits")]
+    ("factor", "message"),
+    [(1, "somebody else's"), (torch.nan, "non-finite logits")],
 )
 def test_where_a_pass_of_somebody_else_fails_no_hook_is_left_and_the_reason_named(factor, message):
     """Their code may meet numbers that are not finite before any logits are there."""
@@ -174,7 +228,11 @@ def test_where_a_pass_of_somebody_else_fails_no_hook_is_left_and_the_reason_name
 
     with (
         pytest.raises((ValueError, torch.linalg.LinAlgError), match=message),
-        inspected(recorder, X, lambda logits: shapes.append(logits.shape)),
+        inspected(
+            recorder,
+            X,
+            lambda logits: shapes.append(logits.shape),
+        ),
     ):
         passes()
     assert hooks_of(model) == before

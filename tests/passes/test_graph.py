@@ -37,7 +37,10 @@ def test_a_model_that_overwrites_what_its_layers_were_given_is_refused():
     Js, _ = Recorder(LogitsModel(model), find_blocks(model)).jacobians(x)
     torch.testing.assert_close(Js, dense_jacobians(model, x))
     model.overwrites = True
-    with pytest.raises(NotImplementedError, match=r"overwrites .* first\.lora_A.*target_modules"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"overwrites .* first\.lora_A.*target_modules",
+    ):
         Recorder(LogitsModel(model), find_blocks(model)).jacobians(x)
 
 
@@ -78,7 +81,10 @@ def test_calls_without_a_gradient_hold_back_no_other_call():
     torch.testing.assert_close(Js.flatten(0, 1), expected)
 
 
-@torch.library.custom_op("laplace_lora_tests::attention_backward", mutates_args=("dq", "dk", "dv"))
+@torch.library.custom_op(
+    "laplace_lora_tests::attention_backward",
+    mutates_args=("dq", "dk", "dv"),
+)
 def attention_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -125,19 +131,32 @@ class Attending(nn.Module):
         return self.head(self.attend(self.query(x), x @ x.new_ones(5, 4), value).mean(1))
 
 
-@pytest.mark.parametrize("n_tokens", [3, 300], ids=["seeds at once", "rows enough for one seed"])
-def test_kernels_that_write_into_their_arguments_take_one_seed_at_a_time(n_tokens):
+@pytest.mark.parametrize(
+    "n_tokens",
+    [3, 300],
+    ids=["seeds at once", "rows enough for one seed"],
+)
+def test_kernels_that_write_into_their_arguments_take_one_seed_at_a_time(
+    n_tokens,
+):
     x = torch.randn(4, n_tokens, 5, generator=torch.Generator().manual_seed(0)).double()
     y = torch.tensor([0, 1, 2, 1])
     ours, expected = (
         make(with_lora(Attending(attend), "query", "value").double())
-        for attend in (_Attention.apply, scaled_dot_product_attention)
+        for attend in (
+            _Attention.apply,
+            scaled_dot_product_attention,
+        )
     )
     for la in (ours, expected):
         la.fit([(x, y), (x[:2], y[:2])])
     torch.testing.assert_close(ours.H.to_matrix(), expected.H.to_matrix())
     moments = ours.predictive_statistics([x]).moments(1.0)
-    for found, other in zip(moments, expected.predictive_statistics([x]).moments(1.0), strict=True):
+    for found, other in zip(
+        moments,
+        expected.predictive_statistics([x]).moments(1.0),
+        strict=True,
+    ):
         torch.testing.assert_close(found, other)
     for link_approx in ("mean_field", "probit"):
         probabilities = expected(x, link_approx=link_approx)

@@ -8,7 +8,14 @@ from torch.utils.data import DataLoader
 from laplace_lora_ext import Prediction
 from tests.support.models import ragged_batches
 from tests.support.posteriors import fitted, generator
-from tests.support.ranks import Texts, accelerated, assert_alike, failures, on_ranks, strided_loader
+from tests.support.ranks import (
+    Texts,
+    accelerated,
+    assert_alike,
+    failures,
+    on_ranks,
+    strided_loader,
+)
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 LENGTHS = [2, 7, 4, 5, 7, 3, 6, 2, 7, 4, 1]
@@ -17,7 +24,13 @@ LENGTHS = [2, 7, 4, 5, 7, 3, 6, 2, 7, 4, 1]
 def rows() -> list[dict]:
     """Texts of several lengths without padding, as a tokenizer leaves them."""
     examples = ragged_batches(lengths=LENGTHS, batch_size=1)
-    real = [(b["input_ids"][0][b["attention_mask"][0].bool()], b["labels"]) for b in examples]
+    real = [
+        (
+            b["input_ids"][0][b["attention_mask"][0].bool()],
+            b["labels"],
+        )
+        for b in examples
+    ]
     return [{"input_ids": ids.tolist(), "labels": label.item()} for ids, label in real]
 
 
@@ -57,11 +70,20 @@ class Rows:
 BATCHES = {"collate_fn": collate, "batch_size": 4}
 DATA = {
     "DataLoader": (lambda: DataLoader(Rows(), **BATCHES), {}),
-    "list of batches": (lambda: list(DataLoader(Rows(), **BATCHES)), {}),
+    "list of batches": (
+        lambda: list(DataLoader(Rows(), **BATCHES)),
+        {},
+    ),
     "generator": (lambda: (collate([row]) for row in rows()), {}),
-    "datasets": (lambda: datasets.Dataset.from_list(rows()), BATCHES),
+    "datasets": (
+        lambda: datasets.Dataset.from_list(rows()),
+        BATCHES,
+    ),
     "indexed": (Rows, {"collate_fn": collate, "batch_size": 1}),
-    "list of rows": (rows, {"collate_fn": collate, "batch_size": 32}),
+    "list of rows": (
+        rows,
+        {"collate_fn": collate, "batch_size": 32},
+    ),
 }
 
 
@@ -110,19 +132,29 @@ def test_ranks_share_a_data_set_and_a_sharded_loader(la):
     def prepared(rank):
         return predicted(accelerated(rank, 3, DataLoader(Texts(11), batch_size=2)))
 
-    for job, one in ((of_rows, of_rows(0)), (strided, strided(0)), (prepared, strided(0))):
+    for job, one in (
+        (of_rows, of_rows(0)),
+        (strided, strided(0)),
+        (prepared, strided(0)),
+    ):
         assert_alike(on_ranks(job, 3), one, rtol=1e-7, atol=1e-10)
 
 
-def test_a_rank_may_predict_batches_alone_and_its_error_in_shared_data_is_everyones(la):
+def test_a_rank_may_predict_batches_alone_and_its_error_in_shared_data_is_everyones(
+    la,
+):
     first, second = on_ranks(
-        lambda rank: la.predict_proba(ragged_batches()) if rank == 0 else None, 2
+        lambda rank: la.predict_proba(ragged_batches()) if rank == 0 else None,
+        2,
     )
     assert first.shape == (8, 3)
     assert second is None
 
     def job(rank):
-        data = [{"input_ids": [3, 4], "labels": 0}, {"input_ids": [5], "labels": 0}]
+        data = [
+            {"input_ids": [3, 4], "labels": 0},
+            {"input_ids": [5], "labels": 0},
+        ]
         if rank:
             la.blocks[0].weight.data.fill_(torch.nan)
         return la.predict_proba(data, collate_fn=collate, batch_size=1)

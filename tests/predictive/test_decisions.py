@@ -6,25 +6,49 @@ import torch
 
 from laplace_lora_ext.predictive.links import own_links
 from tests.support.models import ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
+from tests.support.posteriors import (
+    STRUCTURES,
+    fitted,
+    generator,
+    plain_regression,
+)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("link", ["mean_field", "probit", "mc"])
 def test_probabilities_are_those_of_the_link(structure, link):
     la, batch = fitted(structure=structure), ragged_batches()[0]
-    found = la.predict(batch, link_approx=link, n_samples=50, generator=generator())
+    found = la.predict(
+        batch,
+        link_approx=link,
+        n_samples=50,
+        generator=generator(),
+    )
     moments = la.predictive_moments(batch)
-    expected = la(batch, link_approx=link, n_samples=50, generator=generator())
+    expected = la(
+        batch,
+        link_approx=link,
+        n_samples=50,
+        generator=generator(),
+    )
     assert torch.equal(found.probabilities, expected)
-    of_moments = la(moments, link_approx=link, n_samples=50, generator=generator())
-    for same in (of_moments, own_links(50, generator())[link](*moments).exp()):
+    of_moments = la(
+        moments,
+        link_approx=link,
+        n_samples=50,
+        generator=generator(),
+    )
+    for same in (
+        of_moments,
+        own_links(50, generator())[link](*moments).exp(),
+    ):
         torch.testing.assert_close(same, expected)
     assert torch.equal(found.labels, expected.argmax(-1))
     assert all(torch.isfinite(values).all() for values in found)
     assert (found.epistemic_entropy > 0).all()
     torch.testing.assert_close(
-        found.total_entropy, found.aleatoric_entropy + found.epistemic_entropy
+        found.total_entropy,
+        found.aleatoric_entropy + found.epistemic_entropy,
     )
     if link == "mean_field":
         same, other = (la.predict(batch, n_samples=50, generator=generator(s)) for s in (0, 1))
@@ -45,7 +69,12 @@ def test_probabilities_for_scikit_learn_are_an_array_and_no_single_draw():
     found = la.predict_proba(batch, link_approx="mc")
     assert torch.equal(torch.get_rng_state(), before)
     np.testing.assert_array_equal(found, la.predict_proba(batch, link_approx="mc"))
-    many = la(batch, link_approx="mc", n_samples=100_000, generator=generator())
+    many = la(
+        batch,
+        link_approx="mc",
+        n_samples=100_000,
+        generator=generator(),
+    )
     np.testing.assert_allclose(found, many.numpy(), atol=0.05)
 
 
@@ -58,7 +87,10 @@ def test_regression_has_no_classes():
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_epistemic_entropy_is_what_bald_asks_for(structure):
     """The information of a label on the weights, `H(E p) - E H(p)` (Houlsby et al., 2011)."""
-    la, pool = fitted(structure=structure, prior_precision=0.3), ragged_batches()
+    la, pool = (
+        fitted(structure=structure, prior_precision=0.3),
+        ragged_batches(),
+    )
     found = la.predict(pool, n_samples=20_000, generator=generator()).epistemic_entropy
     f_mu, f_var = (torch.cat(p) for p in zip(*map(la.predictive_moments, pool), strict=True))
     noise = torch.randn(20_000, *f_mu.shape, generator=generator(1)).double()

@@ -14,14 +14,23 @@ from laplace_lora_ext.predictive.links import (
     sampled,
     shared_noise,
 )
-from laplace_lora_ext.predictive.moments import gaussian_samples, square_root
+from laplace_lora_ext.predictive.moments import (
+    gaussian_samples,
+    square_root,
+)
 from tests.support.posteriors import generator
 
 
 def some_moments(n_classes, scale=1.0, n=40):
     generator = torch.Generator().manual_seed(0)
     f_mu = 2 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)
-    root = torch.randn(n, n_classes, n_classes, generator=generator, dtype=torch.float64)
+    root = torch.randn(
+        n,
+        n_classes,
+        n_classes,
+        generator=generator,
+        dtype=torch.float64,
+    )
     return Moments(f_mu, scale * root @ root.mT)
 
 
@@ -62,7 +71,12 @@ def test_samples_are_shared_by_a_batch_as_the_host_draws_them_or_each_examples_o
 def test_what_all_logits_share_plays_no_part_and_classes_are_exchangeable():
     f_mu, f_var = some_moments(4)
     expected = mean_field(f_mu, f_var)
-    share = torch.randn(len(f_mu), 4, 1, generator=torch.Generator().manual_seed(1)).double()
+    share = torch.randn(
+        len(f_mu),
+        4,
+        1,
+        generator=torch.Generator().manual_seed(1),
+    ).double()
     shifted = f_var + share + share.mT  # Var(f + c 1): each entry gains a row's and a column's part
     torch.testing.assert_close(mean_field(f_mu + 3, shifted), expected)
     order = [2, 0, 3, 1]
@@ -73,7 +87,12 @@ def test_what_all_logits_share_plays_no_part_and_classes_are_exchangeable():
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
 def test_it_is_close_to_the_exact_integral(scale):
     f_mu, f_var = some_moments(4, scale)
-    noise = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    noise = torch.randn(
+        20_000,
+        4,
+        generator=torch.Generator().manual_seed(2),
+        dtype=torch.float64,
+    )
     logits = f_mu + torch.einsum("bck,sk->sbc", torch.linalg.cholesky(f_var), noise)
     exact = logits.softmax(-1).mean(0)
     p = mean_field(f_mu, f_var).exp()
@@ -86,7 +105,12 @@ def test_it_is_close_to_the_exact_integral(scale):
 
 
 def test_extreme_moments_give_finite_logarithms_and_gradients():
-    for mean, variance in ((1e4, 0.0), (1.0, 0.0), (1e4, 1e12), (0.0, 1e30)):
+    for mean, variance in (
+        (1e4, 0.0),
+        (1.0, 0.0),
+        (1e4, 1e12),
+        (0.0, 1e30),
+    ):
         f_mu = torch.tensor([[mean, 0.0, -mean]], requires_grad=True)
         f_var = (variance * torch.eye(3)[None]).requires_grad_()
         log_p = mean_field(f_mu, f_var)
@@ -108,10 +132,15 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 4])
-def test_roots_and_samples_of_singular_covariances_and_their_gradients(rank):
+def test_roots_and_samples_of_singular_covariances_and_their_gradients(
+    rank,
+):
     """Gradients in directions that keep the null space, as those of a prior precision do."""
     torch.manual_seed(0)
-    factor, f_mu = torch.randn(3, 4, rank).double(), torch.randn(3, 4).double()
+    factor, f_mu = (
+        torch.randn(3, 4, rank).double(),
+        torch.randn(3, 4).double(),
+    )
     weights = torch.rand(rank).double().add(0.5).requires_grad_()
 
     def covariance(w):
@@ -122,7 +151,11 @@ def test_roots_and_samples_of_singular_covariances_and_their_gradients(rank):
     torch.testing.assert_close(S @ S, V)
     torch.testing.assert_close(S, S.mT)
     if rank:
-        assert torch.autograd.gradcheck(lambda w: square_root(covariance(w)), (weights,), atol=1e-6)
+        assert torch.autograd.gradcheck(
+            lambda w: square_root(covariance(w)),
+            (weights,),
+            atol=1e-6,
+        )
     for n_noises in (3, 1):  # each example's own, or shared
         noise = torch.randn(5, n_noises, 4).double()
         samples = gaussian_samples(f_mu, V, noise)

@@ -3,9 +3,15 @@
 import pytest
 import torch
 
-from laplace_lora_ext.predictive.statistics import MixtureStatistics
+from laplace_lora_ext.predictive.statistics import (
+    MixtureStatistics,
+)
 from tests.support.models import ragged_batches
-from tests.support.posteriors import PRIORS, fitted, some_precision
+from tests.support.posteriors import (
+    PRIORS,
+    fitted,
+    some_precision,
+)
 
 
 def test_an_infinite_prior_precision_leaves_layers_out():
@@ -21,10 +27,16 @@ def test_an_infinite_prior_precision_leaves_layers_out():
 
 
 @pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize(("rank", "tail"), [(0, True), (3, True), (3, False), (100, False)])
+@pytest.mark.parametrize(
+    ("rank", "tail"),
+    [(0, True), (3, True), (3, False), (100, False)],
+)
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_moments_equal_dense_algebra(kind, rank, tail, prior, monkeypatch):
-    la, batches = fitted(kind, rank=rank, tail=tail, temperature=0.7), ragged_batches(seed=5)
+    la, batches = (
+        fitted(kind, rank=rank, tail=tail, temperature=0.7),
+        ragged_batches(seed=5),
+    )
     statistics = la.predictive_statistics(batches, dtype=torch.float64)
     la.prior_precision = some_precision(la, prior)
     f_mu, f_var = statistics.moments(la.prior_precision)
@@ -32,7 +44,10 @@ def test_moments_equal_dense_algebra(kind, rank, tail, prior, monkeypatch):
     covariance = torch.linalg.inv(la.posterior_precision.to_matrix())
     torch.testing.assert_close(f_mu, expected_mu)
     torch.testing.assert_close(f_var, Js @ covariance @ Js.mT, rtol=1e-9, atol=1e-9)
-    index, targets = torch.tensor([6, 1]), torch.cat([batch["labels"] for batch in batches])
+    index, targets = (
+        torch.tensor([6, 1]),
+        torch.cat([batch["labels"] for batch in batches]),
+    )
     part = statistics[index]
     assert torch.equal(part.targets, targets[index])
     torch.testing.assert_close(part.moments(la.prior_precision).f_var, f_var[index])
@@ -44,7 +59,10 @@ def test_moments_equal_dense_algebra(kind, rank, tail, prior, monkeypatch):
 def test_moments_of_a_single_precision_and_their_gradients(prior):
     la, batches = fitted(dtype=torch.float32), ragged_batches()
     statistics = la.predictive_statistics(batches)
-    assert (statistics.f_mu.dtype, statistics.f_mu.device.type) == (torch.float32, "cpu")
+    assert (
+        statistics.f_mu.dtype,
+        statistics.f_mu.device.type,
+    ) == (torch.float32, "cpu")
     la.prior_precision = some_precision(la, prior)
     moments = statistics.moments(la.prior_precision)
     direct = [la.predictive_moments(batch) for batch in batches]

@@ -7,7 +7,13 @@ import torch
 
 from laplace_lora_ext.text.scores import Scores, score
 
-LABELLED = torch.tensor([[False, True, True], [True, False, False], [False, False, False]])
+LABELLED = torch.tensor(
+    [
+        [False, True, True],
+        [True, False, False],
+        [False, False, False],
+    ]
+)
 TOKENS = torch.tensor([4, 0, 2])
 
 
@@ -39,7 +45,13 @@ def test_scores_are_what_they_are_defined_as():
         of_tokens = getattr(found.tokens, name)
         torch.testing.assert_close(of_tokens[LABELLED], numbers)
         assert (of_tokens[~LABELLED] == 0).all()
-        sums = torch.stack([numbers[:2].sum(), numbers[2], torch.zeros(()).double()])
+        sums = torch.stack(
+            [
+                numbers[:2].sum(),
+                numbers[2],
+                torch.zeros(()).double(),
+            ]
+        )
         torch.testing.assert_close(getattr(found.sums, name), sums)
         means = sums / torch.tensor([2, 1, 1])
         torch.testing.assert_close(getattr(found.means, name), means)
@@ -64,7 +76,8 @@ def test_a_token_that_is_impossible_adds_nothing_and_one_that_is_not_a_number_is
     f[:, 5] = -math.inf
     found = score(f, [f], TOKENS, LABELLED)
     torch.testing.assert_close(
-        found.tokens.total[LABELLED], entropy(f[:, :5].softmax(-1)).clamp_min(0)
+        found.tokens.total[LABELLED],
+        entropy(f[:, :5].softmax(-1)).clamp_min(0),
     )
     f[0, 1] = math.nan
     with pytest.raises(ValueError, match="non-finite"):

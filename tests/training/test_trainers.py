@@ -21,7 +21,11 @@ from transformers import (
 )
 
 from laplace_lora_ext import Laplace, train_in_stages
-from laplace_lora_ext.training.trainers import loader_of, restored, train
+from laplace_lora_ext.training.trainers import (
+    loader_of,
+    restored,
+    train,
+)
 from tests.support.models import VOCABULARY, llama
 from tests.support.posteriors import fitted
 from tests.support.ranks import Texts
@@ -36,13 +40,26 @@ def rows():
 @pytest.mark.parametrize("data", [Texts(N), rows()], ids=["torch", "datasets"])
 def test_batches_are_those_of_training_once_and_in_order(tmp_path, data):
     trainer = trainer_of(tmp_path, data=data)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    before = (
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[2],
+    )
     loader = loader_of(trainer, data)
-    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    after = (
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[2],
+    )
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
     found = list(loader)
-    assert [len(batch["labels"]) for batch in found] == [5, 5, 5, 5]
+    assert [len(batch["labels"]) for batch in found] == [
+        5,
+        5,
+        5,
+        5,
+    ]
     assert found[0].keys() == Texts(N)[0].keys()
     for name in found[0]:
         expected = torch.stack([text[name] for text in map(Texts(N).__getitem__, range(N))])
@@ -58,7 +75,10 @@ class Keeping(TrainerCallback):
     """Has containers within containers that each step adds to."""
 
     def __init__(self):
-        self.losses, self.seen = {"all": [], "last": {}}, ({0}, Meter())
+        self.losses, self.seen = (
+            {"all": [], "last": {}},
+            ({0}, Meter()),
+        )
 
     def on_step_end(self, args, state, control, **kwargs):
         self.losses["all"].append(state.global_step)
@@ -67,15 +87,38 @@ class Keeping(TrainerCallback):
         self.seen[1].numbers.append(state.global_step)
 
 
-def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
-    trainer = trainer_of(tmp_path, keeping := Keeping(), max_steps=2, disable_tqdm=False)
+def test_afterwards_a_trainer_and_its_callbacks_are_as_before(
+    tmp_path,
+):
+    trainer = trainer_of(
+        tmp_path,
+        keeping := Keeping(),
+        max_steps=2,
+        disable_tqdm=False,
+    )
     trainer.train()
     (bar,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback))
     bar.training_bar = "of the training that goes on"
     trainer.own_figures = {"train": defaultdict(list, loss=[1.0])}
-    names = "args", "state", "optimizer", "lr_scheduler", "train_dataset", "model_wrapped"
-    before, stops = [getattr(trainer, name) for name in names], trainer.control.should_training_stop
-    contents = deepcopy([trainer.state.log_history, trainer.own_figures, vars(keeping)])
+    names = (
+        "args",
+        "state",
+        "optimizer",
+        "lr_scheduler",
+        "train_dataset",
+        "model_wrapped",
+    )
+    before, stops = (
+        [getattr(trainer, name) for name in names],
+        trainer.control.should_training_stop,
+    )
+    contents = deepcopy(
+        [
+            trainer.state.log_history,
+            trainer.own_figures,
+            vars(keeping),
+        ]
+    )
     prepared = list(trainer.accelerator._optimizers)
     with restored(trainer):
         trainer.control.should_training_stop = not stops
@@ -86,19 +129,36 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(tmp_path):
     assert [getattr(trainer, name) for name in names] == before
     assert trainer.control.should_training_stop == stops
     assert bar.training_bar == "of the training that goes on"
-    assert [trainer.state.log_history, trainer.own_figures, vars(keeping)] == contents
+    assert [
+        trainer.state.log_history,
+        trainer.own_figures,
+        vars(keeping),
+    ] == contents
     assert trainer.accelerator._optimizers == prepared
 
 
-def test_a_second_training_ends_with_the_best_of_its_own_adapter(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+def test_a_second_training_ends_with_the_best_of_its_own_adapter(
+    tmp_path,
+):
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+    }
     trainer = trainer_of(tmp_path, eval_data=Texts(9), **settings)
     trainer.train()
-    la = Laplace(trainer.model, subset_of_weights="lora", hessian_structure="lowrank_kron")
+    la = Laplace(
+        trainer.model,
+        subset_of_weights="lora",
+        hessian_structure="lowrank_kron",
+    )
     la.fit(loader_of(trainer, trainer.train_dataset))
     (other,) = la.optimize_prior_precision(method="second_training", trainer=trainer).posteriors
     assert not torch.equal(other.mean, la.mean)
-    with pytest.raises(ValueError, match=r"'second_training_0' already: remove it"):
+    with pytest.raises(
+        ValueError,
+        match=r"'second_training_0' already: remove it",
+    ):
         la.optimize_prior_precision(method="second_training", trainer=trainer)
     trainer.model.delete_adapter("second_training_0")
     (again,) = la.optimize_prior_precision(method="second_training", trainer=trainer).posteriors
@@ -113,8 +173,14 @@ def text(start, n):
 
 
 SENTENCES = {
-    "SFT": lambda i: {"prompt": text(i, 3), "completion": " " + text(i + 9, 1 + i % 3)},
-    "Reward": lambda i: {"chosen": text(i, 3 + i % 2), "rejected": text(i + 9, 4)},
+    "SFT": lambda i: {
+        "prompt": text(i, 3),
+        "completion": " " + text(i + 9, 1 + i % 3),
+    },
+    "Reward": lambda i: {
+        "chosen": text(i, 3 + i % 2),
+        "rejected": text(i + 9, 4),
+    },
 }
 
 
@@ -123,16 +189,38 @@ def test_trainers_of_trl_train_in_stages(tmp_path, kind, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     trl = pytest.importorskip("trl")
-    names = ["<pad>", "?", "</s>", *(f"w{i}" for i in range(3, VOCABULARY))]
-    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="?"))
+    names = [
+        "<pad>",
+        "?",
+        "</s>",
+        *(f"w{i}" for i in range(3, VOCABULARY)),
+    ]
+    made = Tokenizer(
+        models.WordLevel(
+            {name: i for i, name in enumerate(names)},
+            unk_token="?",
+        )
+    )
     made.pre_tokenizer = WhitespaceSplit()
     words = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
-    settings = {"max_steps": 5, "per_device_train_batch_size": 4, "report_to": [], "bf16": False}
-    settings |= {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    settings = {
+        "max_steps": 5,
+        "per_device_train_batch_size": 4,
+        "report_to": [],
+        "bf16": False,
+    }
+    settings |= {
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
     base, task = llama(), "CAUSAL_LM"
     if kind == "Reward":
         base.config.num_labels = 1
-        base, task = LlamaForSequenceClassification(base.config), "SEQ_CLS"
+        base, task = (
+            LlamaForSequenceClassification(base.config),
+            "SEQ_CLS",
+        )
     lora = LoraConfig(task_type=task, r=2, target_modules=["q_proj", "v_proj"])
     trainer = getattr(trl, f"{kind}Trainer")(
         get_peft_model(base, lora),
@@ -141,7 +229,10 @@ def test_trainers_of_trl_train_in_stages(tmp_path, kind, monkeypatch):
         eval_dataset=Dataset.from_list([SENTENCES[kind](i) for i in range(4)]),
         processing_class=words,
     )
-    la, figures = train_in_stages(trainer), trainer.state.log_history[-1]
+    la, figures = (
+        train_in_stages(trainer),
+        trainer.state.log_history[-1],
+    )
     batch, _ = loader_of(trainer, trainer.train_dataset)
     assert la.n_data == 12
     assert la.prior_precision.item() == figures["laplace_prior_precision"]

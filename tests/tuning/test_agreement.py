@@ -6,7 +6,12 @@ from torch.distributions import MultivariateNormal
 from torch.utils.data import DataLoader
 
 from tests.support.models import ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
+from tests.support.posteriors import (
+    STRUCTURES,
+    fitted,
+    generator,
+    plain_regression,
+)
 from tests.support.ranks import Texts
 
 METHOD = "agreement"
@@ -48,7 +53,11 @@ def test_draws_change_the_predictions_by_as_much_as_is_allowed(structure, max_ch
 @pytest.mark.parametrize("start", [1e-5, 1e5, torch.arange(1.0, 9.0)])
 def test_the_start_is_scaled_as_a_whole_wherever_it_is(start):
     la = fitted()
-    options = {"train_loader": ragged_batches(), "n_samples": 1000, "generator": generator()}
+    options = {
+        "train_loader": ragged_batches(),
+        "n_samples": 1000,
+        "generator": generator(),
+    }
     la.optimize_prior_precision(method=METHOD, init_prior_prec=start, **options)
     factors = la.prior_precision / start
     torch.testing.assert_close(factors, factors[:1].expand_as(factors))
@@ -60,10 +69,17 @@ def test_no_more_than_what_is_drawn_passes_through_the_model():
     many = DataLoader(Texts(60), batch_size=5)
     la.fit(many)
     la.model.register_forward_hook(lambda _, __, logits: seen.append(len(logits)))
-    options = {"method": METHOD, "max_examples": 20, "train_loader": many}
+    options = {
+        "method": METHOD,
+        "max_examples": 20,
+        "train_loader": many,
+    }
     history = la.optimize_prior_precision(**options)
     assert sum(seen) == 20
-    assert torch.equal(la.optimize_prior_precision(**options).objective, history.objective)
+    assert torch.equal(
+        la.optimize_prior_precision(**options).objective,
+        history.objective,
+    )
     other = la.optimize_prior_precision(generator=generator(1), **options)
     assert not torch.equal(other.objective[:1], history.objective[:1])
     options["train_loader"] = list(many)  # of which all pass
@@ -77,13 +93,19 @@ def test_what_can_not_agree_is_said():
     la, X = plain_regression()
     with pytest.raises(ValueError, match="regression has none: use"):
         la.optimize_prior_precision(method=METHOD, train_loader=[X])
-    options = {"train_loader": ragged_batches(), "init_prior_prec": 1e20, "n_samples": 5}
+    options = {
+        "train_loader": ragged_batches(),
+        "init_prior_prec": 1e20,
+        "n_samples": 5,
+    }
     with pytest.warns(UserWarning, match="that the adapter is trained"):
         fitted().optimize_prior_precision(method=METHOD, **options)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_data_that_can_be_read_once_are_the_same_at_every_prior_precision(structure):
+def test_data_that_can_be_read_once_are_the_same_at_every_prior_precision(
+    structure,
+):
     la, found = fitted(structure=structure), []
     for data in (ragged_batches(), iter(ragged_batches())):
         found.append(la.optimize_prior_precision(method=METHOD, train_loader=data, n_samples=50))

@@ -11,7 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext import GridSearch, Marglik, TuningHistory
-from laplace_lora_ext.tuning import METHODS, PREDICTIONS, required_data
+from laplace_lora_ext.tuning import (
+    METHODS,
+    PREDICTIONS,
+    required_data,
+)
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
     GRID,
@@ -33,7 +37,12 @@ OPTIONS = {
         "max_change": 0.3,
         "n_samples": 7,
     },
-    "marglik": {"n_steps": 4, "lr": 0.3, "tolerance": 0, "prior_structure": "layerwise"},
+    "marglik": {
+        "n_steps": 4,
+        "lr": 0.3,
+        "tolerance": 0,
+        "prior_structure": "layerwise",
+    },
     "gridsearch": {
         "val_loader": ragged_batches(seed=7),
         "pred_type": "nn",
@@ -75,9 +84,16 @@ def fields_of(name: str) -> dict:
 def test_searches_score_the_link_of_predict_unless_told_another(validation, method):
     histories = [
         fitted().optimize_prior_precision(
-            method=method, val_loader=validation, **link, **FEW[method]
+            method=method,
+            val_loader=validation,
+            **link,
+            **FEW[method],
         )
-        for link in ({}, {"link_approx": "mean_field"}, {"link_approx": "probit"})
+        for link in (
+            {},
+            {"link_approx": "mean_field"},
+            {"link_approx": "probit"},
+        )
     ]
     by_default, by_mean_field, by_probit = (history.objective for history in histories)
     assert torch.equal(by_default, by_mean_field)
@@ -87,7 +103,11 @@ def test_searches_score_the_link_of_predict_unless_told_another(validation, meth
 @each_method
 def test_a_call_by_name_builds_the_object_of_its_options(name, monkeypatch):
     built = []
-    monkeypatch.setattr(METHODS[name], "__call__", lambda self, la: built.append(self))
+    monkeypatch.setattr(
+        METHODS[name],
+        "__call__",
+        lambda self, la: built.append(self),
+    )
     options = OPTIONS[name] | {"progress_bar": True}
     fitted().optimize_prior_precision(method=name, **options)
     assert vars(built[0]) == vars(METHODS[name](**options))
@@ -107,9 +127,19 @@ def test_options_of_others_are_refused_and_named(name):
     for option in foreign:
         message = rf'method="{name}" needs .*got .*{option}.*; its options are .*prior_structure'
         with pytest.raises(ValueError, match=message):
-            la.optimize_prior_precision(method=name, **OPTIONS[name] | {option: of_all[option]})
-    with pytest.raises(ValueError, match=rf"Pass n_steps, grid_size to {METHODS[name].__name__}"):
-        la.optimize_prior_precision(method=METHODS[name](**OPTIONS[name]), n_steps=5, grid_size=7)
+            la.optimize_prior_precision(
+                method=name,
+                **OPTIONS[name] | {option: of_all[option]},
+            )
+    with pytest.raises(
+        ValueError,
+        match=rf"Pass n_steps, grid_size to {METHODS[name].__name__}",
+    ):
+        la.optimize_prior_precision(
+            method=METHODS[name](**OPTIONS[name]),
+            n_steps=5,
+            grid_size=7,
+        )
     assert la.prior_precision.tolist() == [0.4]
 
 
@@ -119,29 +149,85 @@ BAD = [
     ({"method": "val_gd"}, "needs val_loader"),
     ({"method": "agreement"}, "needs train_loader"),
     ({"method": "second_training"}, "needs either the trainer"),
-    ({"method": "agreement", "train_loader": [], "init_prior_prec": 7.0}, "no data"),
-    ({"method": "val_gd", "val_loader": "batches", "link_approx": "bridge"}, "links"),
     (
-        {"method": "val_gd", "val_loader": "batches", "pred_type": "nn"},
+        {
+            "method": "agreement",
+            "train_loader": [],
+            "init_prior_prec": 7.0,
+        },
+        "no data",
+    ),
+    (
+        {
+            "method": "val_gd",
+            "val_loader": "batches",
+            "link_approx": "bridge",
+        },
+        "links",
+    ),
+    (
+        {
+            "method": "val_gd",
+            "val_loader": "batches",
+            "pred_type": "nn",
+        },
         "got val_loader, pred_type; its options",
     ),
-    ({"method": "val_gd", "val_loader": "unlabelled"}, "need labels"),
-    ({"method": "gridsearch", "val_loader": "unlabelled"}, "need labels"),
-    ({"method": "val_gd", "val_loader": "batches", "init_prior_prec": -1.0}, "above 0"),
+    (
+        {"method": "val_gd", "val_loader": "unlabelled"},
+        "need labels",
+    ),
+    (
+        {"method": "gridsearch", "val_loader": "unlabelled"},
+        "need labels",
+    ),
+    (
+        {
+            "method": "val_gd",
+            "val_loader": "batches",
+            "init_prior_prec": -1.0,
+        },
+        "above 0",
+    ),
     ({"optimize_sigma_noise": True}, "for regression"),
     ({"init_prior_prec": 0.0}, "above 0"),
-    ({"init_prior_prec": torch.tensor([1.0] * 7 + [-1.0])}, "above 0"),
+    (
+        {"init_prior_prec": torch.tensor([1.0] * 7 + [-1.0])},
+        "above 0",
+    ),
     ({"prior_structure": "diag"}, "scalar or per-layer"),
     ({"prior_structure": "layers"}, "'layers' is none of"),
-    ({"method": "agreement", "train_loader": [], "max_examples": 0}, "max_examples must be at"),
+    (
+        {
+            "method": "agreement",
+            "train_loader": [],
+            "max_examples": 0,
+        },
+        "max_examples must be at",
+    ),
     *(
-        ({"method": "agreement", "train_loader": [], "max_change": value}, "between 0 and 1")
+        (
+            {
+                "method": "agreement",
+                "train_loader": [],
+                "max_change": value,
+            },
+            "between 0 and 1",
+        )
         for value in (0, 1, -0.1, float("nan"))
     ),
     *(
-        ({"method": name, option: 0} | dict.fromkeys(DATA[name], ()), f"{option} must be at least")
+        (
+            {"method": name, option: 0} | dict.fromkeys(DATA[name], ()),
+            f"{option} must be at least",
+        )
         for name in METHODS
-        for option in ("n_samples", "n_steps", "grid_size", "batch_size")
+        for option in (
+            "n_samples",
+            "n_steps",
+            "grid_size",
+            "batch_size",
+        )
         if option in fields_of(name)
     ),
 ]
@@ -179,8 +265,16 @@ def test_a_search_starts_where_it_is_told_to(structure):
 def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
     capfd.readouterr()
     la = fitted()
-    grid = {"method": "gridsearch", "val_loader": validation, "grid_size": 2}
-    descent = {"method": "val_gd", "val_loader": validation, "n_steps": 3}
+    grid = {
+        "method": "gridsearch",
+        "val_loader": validation,
+        "grid_size": 2,
+    }
+    descent = {
+        "method": "val_gd",
+        "val_loader": validation,
+        "n_steps": 3,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         la.optimize_prior_precision(**grid)
@@ -191,7 +285,12 @@ def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
     la.optimize_prior_precision(n_steps=2, tolerance=0, progress_bar=True)
     out, err = capfd.readouterr()
     assert "Optimized prior precision" in out
-    for title in ("Predictive statistics", "Grid search", "validation loss", "evidence"):
+    for title in (
+        "Predictive statistics",
+        "Grid search",
+        "validation loss",
+        "evidence",
+    ):
         assert title in err
 
 
@@ -205,7 +304,10 @@ def test_an_object_finds_what_its_name_finds_and_gradients_may_be_off(context, n
         if "generator" in fields_of(name):
             options["generator"] = generator(4)
         with within():
-            for data in {"agreement": ["train_loader"], "val_gd": ["val_loader"]}.get(name, []):
+            for data in {
+                "agreement": ["train_loader"],
+                "val_gd": ["val_loader"],
+            }.get(name, []):
                 options[data] = la.predictive_statistics(ragged_batches())
             torch.manual_seed(0)
             if found:
@@ -215,12 +317,20 @@ def test_an_object_finds_what_its_name_finds_and_gradients_may_be_off(context, n
         assert isinstance(history, TuningHistory)
         assert not la.prior_precision.requires_grad
         assert not la.prior_precision.is_inference()
-        found.append([la.prior_precision, history.objective, history.prior_precision])
+        found.append(
+            [
+                la.prior_precision,
+                history.objective,
+                history.prior_precision,
+            ]
+        )
     torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_search_that_fails_on_its_way_undoes_everything(structure):
+def test_a_search_that_fails_on_its_way_undoes_everything(
+    structure,
+):
     la, X = plain_regression(structure=structure)
     la.prior_precision = 0.4
     expected, points = (*la(X), la.sample(2, generator())), []
@@ -240,7 +350,9 @@ def test_a_search_that_fails_on_its_way_undoes_everything(structure):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_an_interrupted_search_leaves_the_noise_and_the_temperature_as_they_were(structure):
+def test_an_interrupted_search_leaves_the_noise_and_the_temperature_as_they_were(
+    structure,
+):
     la, X = plain_regression(structure=structure)
     la.temperature = 0.8
     before, expected, calls = la.hyperparameters, la(X), []
@@ -252,7 +364,10 @@ def test_an_interrupted_search_leaves_the_noise_and_the_temperature_as_they_were
             raise KeyboardInterrupt
         return calls[-1]
 
-    evidence, la.log_marginal_likelihood = la.log_marginal_likelihood, interrupted
+    evidence, la.log_marginal_likelihood = (
+        la.log_marginal_likelihood,
+        interrupted,
+    )
     with pytest.raises(KeyboardInterrupt):
         la.optimize_prior_precision(optimize_sigma_noise=True)
     assert la.hyperparameters == before
@@ -265,14 +380,19 @@ def test_an_interrupted_search_leaves_the_noise_and_the_temperature_as_they_were
 def test_what_is_set_in_inference_mode_is_ordinary():
     la, _ = plain_regression()
     with torch.inference_mode():
-        la.prior_precision, la.sigma_noise = torch.tensor(3.0), 0.4
+        la.prior_precision, la.sigma_noise = (
+            torch.tensor(3.0),
+            0.4,
+        )
         la.temperature = torch.tensor(0.9)
     assert not any(value.is_inference() for value in vars(la.hyperparameters).values())
     la.prior_precision.requires_grad_().mul(la.sigma_noise).backward()
     assert la.prior_precision.grad.item() == pytest.approx(0.4)
 
 
-def test_no_thread_predicts_by_a_prior_precision_that_is_only_tried(validation):
+def test_no_thread_predicts_by_a_prior_precision_that_is_only_tried(
+    validation,
+):
     la, (batch, *_), futures = fitted(), ragged_batches(), []
 
     with ThreadPoolExecutor(1) as pool:
@@ -291,9 +411,15 @@ def test_no_thread_predicts_by_a_prior_precision_that_is_only_tried(validation):
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd"])
 def test_data_pass_once_and_their_statistics_not_at_all(method):
     la, batches = fitted(), ragged_batches()
-    data, options = required_data(method)[0], {"n_steps": 2} if method == "val_gd" else {}
+    data, options = (
+        required_data(method)[0],
+        {"n_steps": 2} if method == "val_gd" else {},
+    )
     statistics = la.predictive_statistics(batches, dtype=torch.float64)
     calls = count_forward_passes(la)
-    for given, n_passes in ((statistics, 0), (batches, len(batches))):
+    for given, n_passes in (
+        (statistics, 0),
+        (batches, len(batches)),
+    ):
         la.optimize_prior_precision(method=method, **{data: given}, **options)
         assert len(calls) == n_passes

@@ -24,17 +24,28 @@ def test_gridsearch_scales_a_layerwise_prior(validation):
     la = fitted(dtype=torch.float64)
     base = some_precision(la, "layerwise")
     history = la.optimize_prior_precision(
-        method="gridsearch", val_loader=validation, init_prior_prec=base, **GRID
+        method="gridsearch",
+        val_loader=validation,
+        init_prior_prec=base,
+        **GRID,
     )
     factors = torch.logspace(-2, 2, 7)
     torch.testing.assert_close(history.prior_precision, factors[:, None].double() * base)
     losses = [
-        validation_loss(la, factor * base, validation, link_approx="mean_field")
+        validation_loss(
+            la,
+            factor * base,
+            validation,
+            link_approx="mean_field",
+        )
         for factor in factors
     ]
     assert history.objective.tolist() == pytest.approx(losses)
     scalar = la.optimize_prior_precision(
-        method="gridsearch", val_loader=validation, init_prior_prec=5.0, **GRID
+        method="gridsearch",
+        val_loader=validation,
+        init_prior_prec=5.0,
+        **GRID,
     )
     torch.testing.assert_close(scalar.prior_precision[:, 0], factors)  # the host's grid
 
@@ -46,7 +57,11 @@ CASES = [
     *(({"link_approx": link, "n_samples": 30}, None, {}) for link in ("mc", "bridge_norm")),
     *(({"link_approx": link}, None, SINGLE) for link in ("probit", "mean_field", "bridge")),
     ({"link_approx": "probit"}, RunningNLLMetric(), {}),
-    ({"link_approx": "probit"}, lambda probs, y: nll(probs.log(), y), {"tail": False}),
+    (
+        {"link_approx": "probit"},
+        lambda probs, y: nll(probs.log(), y),
+        {"tail": False},
+    ),
     *((NN, None, {"structure": structure}) for structure in STRUCTURES),
 ]
 
@@ -60,7 +75,11 @@ def test_gridsearch_equals_brute_force(predictions, loss, settings):
     losses = [validation_loss(la, point, batches, **predictions) for point in grid]
     torch.manual_seed(0)
     history = la.optimize_prior_precision(
-        method="gridsearch", val_loader=batches, loss=loss, **predictions, **GRID
+        method="gridsearch",
+        val_loader=batches,
+        loss=loss,
+        **predictions,
+        **GRID,
     )
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
     best = grid[losses.index(min(losses))]
@@ -75,7 +94,9 @@ def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outpu
     y = torch.randn(12, n_outputs, generator=generator(3)).double()
     targets = y[:, 0] if n_outputs == 1 else y  # they may be flat
     history = la.optimize_prior_precision(
-        method="gridsearch", val_loader=[(X[:5], targets[:5]), (X[5:], targets[5:])], grid_size=7
+        method="gridsearch",
+        val_loader=[(X[:5], targets[:5]), (X[5:], targets[5:])],
+        grid_size=7,
     )
     for point, objective in zip(history.prior_precision, history.objective, strict=True):
         la.prior_precision = point
@@ -88,12 +109,17 @@ def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outpu
 
 @pytest.mark.parametrize(
     ("losses", "message"),
-    [([1, torch.nan], "not a number at prior precisions"), ([torch.inf] * 2, "finite nowhere")],
+    [
+        ([1, torch.nan], "not a number at prior precisions"),
+        ([torch.inf] * 2, "finite nowhere"),
+    ],
 )
 def test_losses_that_choose_nothing_are_refused(validation, losses, message):
     la, each = fitted(prior_precision=0.4), iter(losses)
     search = GridSearch(
-        val_loader=validation, grid_size=2, loss=lambda *_: torch.tensor(float(next(each)))
+        val_loader=validation,
+        grid_size=2,
+        loss=lambda *_: torch.tensor(float(next(each))),
     )
     with pytest.raises(ValueError, match=message):
         search(la)
@@ -118,8 +144,14 @@ def warnings_of(losses, la=None, data=None, **grid):
 @pytest.mark.parametrize(
     ("losses", "says"),
     [
-        ([3.0, 2.0, 1.0], r"last, 1e\+04: there is nothing to broaden"),
-        ([3.0, 1 - 1e-9, 1.0], "last"),  # all that rounding tells apart
+        (
+            [3.0, 2.0, 1.0],
+            r"last, 1e\+04: there is nothing to broaden",
+        ),
+        (
+            [3.0, 1 - 1e-9, 1.0],
+            "last",
+        ),  # all that rounding tells apart
         ([torch.inf, 2.0, 2.0, 1.0], "last"),
         ([1.0, 2.0, 3.0], "first, 0.0001: still more variance"),
         ([1.0, 2.0, 1.0], "first"),  # which is taken
@@ -137,7 +169,10 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(losses, says):
     assert not any("sigma_noise" in message for message in said)
 
 
-@pytest.mark.parametrize(("losses", "size"), [([3.0, 2, 1], "large"), ([1.0, 2, 3], "small")])
+@pytest.mark.parametrize(
+    ("losses", "size"),
+    [([3.0, 2, 1], "large"), ([1.0, 2, 3], "small")],
+)
 def test_of_numbers_the_noise_may_be_wrong(losses, size):
     la, X = plain_regression()
     (message,) = warnings_of(losses, la, [(X, X[:, :2])])
@@ -166,11 +201,18 @@ def test_a_matrix_that_is_no_covariance_is_the_worst(validation):
 
 def test_a_regression_by_drawn_networks_is_scored_by_its_variances():
     la, X = plain_regression()
-    options = {"pred_type": "nn", "link_approx": "mc", "n_samples": 5}
+    options = {
+        "pred_type": "nn",
+        "link_approx": "mc",
+        "n_samples": 5,
+    }
     torch.manual_seed(0)
-    history = GridSearch(val_loader=[(X, X[:, :2])], grid_size=1, log_prior_prec_min=0, **options)(
-        la
-    )
+    history = GridSearch(
+        val_loader=[(X, X[:, :2])],
+        grid_size=1,
+        log_prior_prec_min=0,
+        **options,
+    )(la)
     torch.manual_seed(0)
     mean, variance = la(X, **options)
     density = torch.distributions.Normal(mean, (variance + 0.25).sqrt())
@@ -181,7 +223,11 @@ def test_a_regression_by_drawn_networks_is_scored_by_its_variances():
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("predictions", [{}, {"pred_type": "nn", "n_samples": 2}])
 def test_data_that_can_be_read_once_are_the_same_at_every_point(structure, predictions):
-    la, batches, losses = fitted(structure=structure), ragged_batches(seed=7), []
+    la, batches, losses = (
+        fitted(structure=structure),
+        ragged_batches(seed=7),
+        [],
+    )
     for data in (batches, iter(batches)):
         torch.manual_seed(0)
         search = GridSearch(val_loader=data, **predictions, **GRID)

@@ -7,7 +7,12 @@ import torch
 
 from tests.support.dense import evidence
 from tests.support.models import ragged_batches
-from tests.support.posteriors import STRUCTURES, fitted, plain_regression, sizes
+from tests.support.posteriors import (
+    STRUCTURES,
+    fitted,
+    plain_regression,
+    sizes,
+)
 
 
 def test_the_noise_of_a_regression_is_tuned_with_the_prior():
@@ -62,9 +67,17 @@ def test_an_evidence_that_still_changes_is_said():
 def test_a_prior_is_the_gaussian_with_these_precisions(prior):
     la = fitted(structure="diag")  # it takes any prior
     blocks = torch.tensor(sizes(la))
-    number = {"scalar": 1, "layerwise": len(blocks), "diagonal": la.n_params}[prior]
+    number = {
+        "scalar": 1,
+        "layerwise": len(blocks),
+        "diagonal": la.n_params,
+    }[prior]
     precision = torch.linspace(0.5, 3.0, number, dtype=torch.float64)
-    repeats = {"scalar": la.n_params, "layerwise": blocks, "diagonal": 1}[prior]
+    repeats = {
+        "scalar": la.n_params,
+        "layerwise": blocks,
+        "diagonal": 1,
+    }[prior]
     la.prior_precision, la.prior_mean = precision, 0.1
     of_weights = precision.repeat_interleave(torch.as_tensor(repeats))
     torch.testing.assert_close(la.log_det_prior_precision, of_weights.log().sum())
@@ -73,7 +86,10 @@ def test_a_prior_is_the_gaussian_with_these_precisions(prior):
 
 @pytest.mark.parametrize(
     ("structure", "prior"),
-    [*((structure, "layerwise") for structure in STRUCTURES), ("diag", "diagonal")],
+    [
+        *((structure, "layerwise") for structure in STRUCTURES),
+        ("diag", "diagonal"),
+    ],
 )
 def test_fifty_steps_of_a_users_own_on_the_evidence_are_those_on_a_dense_one(structure, prior):
     la = fitted(structure=structure)
@@ -83,7 +99,12 @@ def test_fifty_steps_of_a_users_own_on_the_evidence_are_those_on_a_dense_one(str
     H = la.H.diag() if structure == "diag" else la.H if structure == "full" else la.H.to_matrix()
 
     def of_dense(precision):
-        return evidence(H, la.log_likelihood, la.mean, precision.repeat_interleave(repeats))
+        return evidence(
+            H,
+            la.log_likelihood,
+            la.mean,
+            precision.repeat_interleave(repeats),
+        )
 
     chosen, found = [], []
     for objective in (la.log_marginal_likelihood, of_dense):

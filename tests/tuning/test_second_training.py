@@ -5,15 +5,34 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+)
 
 from laplace_lora_ext import GridSearch, SecondTraining, ValGD
-from laplace_lora_ext.processes.shards import divided, in_order_like
+from laplace_lora_ext.processes.shards import (
+    divided,
+    in_order_like,
+)
 from laplace_lora_ext.processes.shards import taken as given_by
 from laplace_lora_ext.training.groups import groups_of
 from tests.support.models import lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, another_training, fitted, generator, make
-from tests.support.ranks import Texts, failures, on_ranks, strided_loader
+from tests.support.posteriors import (
+    STRUCTURES,
+    another_training,
+    fitted,
+    generator,
+    make,
+)
+from tests.support.ranks import (
+    Texts,
+    failures,
+    on_ranks,
+    strided_loader,
+)
 
 N = 11
 
@@ -22,7 +41,10 @@ class Training:
     """Returns a model, and remembers what it was to train on."""
 
     def __init__(self, model=None):
-        self.model, self.seen = another_training() if model is None else model, None
+        self.model, self.seen = (
+            another_training() if model is None else model,
+            None,
+        )
 
     def __call__(self, examples):
         self.seen = examples
@@ -30,7 +52,10 @@ class Training:
 
 
 def loader(examples=None, batch_size=2):
-    return DataLoader(Texts(N) if examples is None else examples, batch_size=batch_size)
+    return DataLoader(
+        Texts(N) if examples is None else examples,
+        batch_size=batch_size,
+    )
 
 
 def split(train):
@@ -40,7 +65,9 @@ def split(train):
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_it_takes_over_what_the_held_out_examples_choose(structure):
+def test_it_takes_over_what_the_held_out_examples_choose(
+    structure,
+):
     la, train = fitted(structure=structure), Training()
     before = {name: value.clone() for name, value in la.model.state_dict().items()}
     # The other structures predict at each point anew.
@@ -48,7 +75,11 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
     search = partial(GridSearch, link_approx="mean_field", **points)
     options = {"search": search} if points else {}
     history = la.optimize_prior_precision(
-        method="second_training", train=train, train_loader=loader(), held_out=0.3, **options
+        method="second_training",
+        train=train,
+        train_loader=loader(),
+        held_out=0.3,
+        **options,
     )
     taken, held_out = split(train)
     assert len(held_out) == 3
@@ -61,7 +92,10 @@ def test_it_takes_over_what_the_held_out_examples_choose(structure):
         link_approx="mean_field",
         **points,
     )
-    assert torch.equal(la.prior_precision.double(), other.prior_precision.double())
+    assert torch.equal(
+        la.prior_precision.double(),
+        other.prior_precision.double(),
+    )
     torch.testing.assert_close(history.objective, expected.objective)
     assert all(torch.equal(la.model.state_dict()[name], before[name]) for name in before)
 
@@ -78,7 +112,10 @@ def test_several_trainings_ask_every_example_and_choose_together():
         return model
 
     history = la.optimize_prior_precision(
-        method="second_training", train=train, train_loader=loader(), trainings=5
+        method="second_training",
+        train=train,
+        train_loader=loader(),
+        trainings=5,
     )
     assert sorted(place for places in held_out for place in places) == list(range(N))
     assert sorted(map(len, held_out)) == [2, 2, 2, 2, 3]
@@ -101,7 +138,10 @@ def test_a_choice_at_an_end_of_the_grid_is_said_once(trainings):
     def confidence(probs, labels):
         return -probs.max(1).values.mean()
 
-    with pytest.warns(UserWarning, match="prior precision of the grid is the last") as said:
+    with pytest.warns(
+        UserWarning,
+        match="prior precision of the grid is the last",
+    ) as said:
         fitted().optimize_prior_precision(
             method="second_training",
             train=lambda _: another_training(),
@@ -118,7 +158,9 @@ def test_the_examples_depend_on_the_generator_alone():
     for seed in (None, None, 3, 3, 4):
         train = Training()
         method = SecondTraining(
-            train=train, train_loader=loader(), generator=None if seed is None else generator(seed)
+            train=train,
+            train_loader=loader(),
+            generator=None if seed is None else generator(seed),
         )
         method(fitted())
         found.append(split(train)[1])
@@ -133,9 +175,14 @@ def descent(val_loader, **others):
 
 def test_two_processes_choose_as_one():
     def chosen(rank=0, of=strided_loader):
-        la, train = fitted(batches=of(N), rank=24), Training()  # exact: no order matters
+        la, train = (
+            fitted(batches=of(N), rank=24),
+            Training(),
+        )  # exact: no order matters
         history = la.optimize_prior_precision(
-            method="second_training", train=train, train_loader=of(N)
+            method="second_training",
+            train=train,
+            train_loader=of(N),
         )
         return history.objective, list(train.seen.indices)
 
@@ -143,7 +190,10 @@ def test_two_processes_choose_as_one():
     for objective, places in on_ranks(chosen, 2):
         torch.testing.assert_close(objective, expected)
         assert places == taken
-    own = on_ranks(lambda rank: chosen(of=lambda n: loader(Texts(n + rank))), 2)
+    own = on_ranks(
+        lambda rank: chosen(of=lambda n: loader(Texts(n + rank))),
+        2,
+    )
     assert all("DistributedSampler" in message for message in failures(own))
 
 
@@ -161,14 +211,46 @@ def in_place(la):
     ("options", "error", "message"),
     [
         ({"held_out": 1.0}, ValueError, "between 0 and 1"),
-        ({"held_out": 0.01}, ValueError, "11 examples are too few"),
-        ({"held_out": 0.99}, ValueError, "11 examples are too few"),
-        ({"held_out": 0.06, "trainings": 2}, ValueError, "11 examples are too few"),
-        ({"trainings": 0}, ValueError, "trainings must be at least 1"),
-        ({"trainings": 6}, ValueError, "can't each hold out another 0.2"),
-        ({"trainings": 2, "search": descent}, ValueError, "use GridSearch"),
-        ({"train_loader": [1, 2]}, ValueError, "pass a DataLoader"),
-        ({"train": lambda la: lambda _: None}, TypeError, "must return the model"),
+        (
+            {"held_out": 0.01},
+            ValueError,
+            "11 examples are too few",
+        ),
+        (
+            {"held_out": 0.99},
+            ValueError,
+            "11 examples are too few",
+        ),
+        (
+            {"held_out": 0.06, "trainings": 2},
+            ValueError,
+            "11 examples are too few",
+        ),
+        (
+            {"trainings": 0},
+            ValueError,
+            "trainings must be at least 1",
+        ),
+        (
+            {"trainings": 6},
+            ValueError,
+            "can't each hold out another 0.2",
+        ),
+        (
+            {"trainings": 2, "search": descent},
+            ValueError,
+            "use GridSearch",
+        ),
+        (
+            {"train_loader": [1, 2]},
+            ValueError,
+            "pass a DataLoader",
+        ),
+        (
+            {"train": lambda la: lambda _: None},
+            TypeError,
+            "must return the model",
+        ),
         *(
             (
                 {"train": lambda la, of=of: lambda _: of(la.model.model)},
@@ -178,7 +260,11 @@ def in_place(la):
             for of in (lambda model: model, deepcopy)
         ),
         ({"train": in_place}, RuntimeError, "changed"),
-        ({"train": lambda _: Training(another_training("gpt2"))}, ValueError, "class_token_ids"),
+        (
+            {"train": lambda _: Training(another_training("gpt2"))},
+            ValueError,
+            "class_token_ids",
+        ),
     ],
 )
 def test_what_can_not_work_is_refused(options, error, message):
@@ -216,14 +302,26 @@ class Table(Texts):
 
 
 DATA = {
-    "all": (lambda: DataLoader(Texts(N), batch_size=2), range(N), 0.3),
-    "with columns": (lambda: DataLoader(Table(N), batch_size=2), range(N), 0.3),
+    "all": (
+        lambda: DataLoader(Texts(N), batch_size=2),
+        range(N),
+        0.3,
+    ),
+    "with columns": (
+        lambda: DataLoader(Table(N), batch_size=2),
+        range(N),
+        0.3,
+    ),
     "part": (
         lambda: DataLoader(Texts(N), sampler=SubsetRandomSampler([1, 2, 4, 7, 9])),
         [1, 2, 4, 7, 9],
         0.4,
     ),
-    "own sampler": (lambda: DataLoader(Texts(N), sampler=Every2nd()), range(0, N, 2), 0.3),
+    "own sampler": (
+        lambda: DataLoader(Texts(N), sampler=Every2nd()),
+        range(0, N, 2),
+        0.3,
+    ),
     "own batches": (
         lambda: DataLoader(Texts(N), batch_sampler=[[0, 4], [2, 6, 8], [10]]),
         range(0, N, 2),
@@ -238,7 +336,9 @@ DATA = {
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(kind):
+def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
+    kind,
+):
     make_loader, places, share = DATA[kind]
     given, la = make_loader(), fitted()
     groups = groups_of(la, in_order_like(given, given_by(given)), share)
