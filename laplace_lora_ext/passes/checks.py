@@ -76,8 +76,9 @@ def inspected(
             yield
     except Exception as error:
         with tapped(model, blocks, recorder.layouts) as taps:
-            used = taps.run(x).calls
-        silent = [b.name for b, calls in zip(blocks, used, strict=True) if not calls]
+            graph = taps.run(x)
+        of_blocks = zip(blocks, graph.calls, strict=True)
+        silent = [block.name for block, calls in of_blocks if not calls]
         if silent:
             raise RuntimeError(
                 f"The batch does not use {len(silent)} of {len(blocks)} LoRA weights, such as "
@@ -86,12 +87,12 @@ def inspected(
             ) from error
         raise
     if called:
-        check_differentiable(*differentiable)
+        check_differentiable(any(differentiable))
 
 
 @contextmanager
 def _without_new_hooks(model: nn.Module) -> Iterator[None]:
-    """On leaving, all hooks that were added within are removed."""
+    """Remove all hooks that were added within."""
     before = [
         (hooks, set(hooks))
         for module in model.modules()

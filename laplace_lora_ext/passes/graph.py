@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,14 +38,17 @@ class Layouts:
 
 def check_logits(logits: torch.Tensor) -> None:
     """Refuse logits that are not finite."""
-    # A finite sum says so many times faster, which tells for logits of a vocabulary.
-    if not (torch.isfinite(logits.detach().sum()) or torch.isfinite(logits).all()):
+    # A finite sum says so many times faster, which tells for logits of a vocabulary; but sums of
+    # finite numbers may overflow.
+    if torch.isfinite(logits.detach().sum()):
+        return
+    if not torch.isfinite(logits).all():
         raise ValueError("non-finite logits: check the batch, and the model's precision")
 
 
-def check_differentiable(*logits_require_grad: bool) -> None:
-    """Refuse passes if no logits require grad."""
-    if not any(logits_require_grad):
+def check_differentiable(requires_grad: bool) -> None:
+    """Refuse passes whose logits don't require grad."""
+    if not requires_grad:
         raise RuntimeError(
             "No gradient of the logits reaches the LoRA layers: remove .detach() or "
             "torch.no_grad() from the model's forward pass."
@@ -55,7 +58,13 @@ def check_differentiable(*logits_require_grad: bool) -> None:
 class Call:
     """A call of a block's layer."""
 
-    def __init__(self, index: int, layer: str, inputs: torch.Tensor, output: torch.Tensor) -> None:
+    def __init__(
+        self,
+        index: int,
+        layer: str,
+        inputs: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
         self.index = index  # of the block
         self.layer = layer  # the name of its weight
         self.rows = output.shape[:-1]  # shape of what it returned, without their size m
@@ -85,26 +94,35 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        output: torch.Tensor, anchor: torch.Tensor, inputs: torch.Tensor, call: Call
+        output: torch.Tensor,
+        anchor: torch.Tensor,
+        inputs: torch.Tensor,
+        call: Call,
     ) -> torch.Tensor:
         return output.clone()  # the model may change in place what it gets
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def setup_context(
+        ctx: Any,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Call],
+        output: torch.Tensor,
+    ) -> None:
+        _, _, of_layer, call = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(inputs[2])
-        ctx.call = inputs[3]
+        ctx.save_for_backward(of_layer)
+        ctx.call = call
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
+        backward_pass = call.backward_pass
         # No pass of ours runs where the user differentiates what one has returned.
-        if gradient is not None and call.backward_pass is not None:
+        if gradient is not None and backward_pass is not None:
             (inputs,) = ctx.saved_tensors
             if _version(inputs) != call.version:
                 raise _overwritten(call.layer)
-            arrive = partial(call.backward_pass.arrive, call, inputs)
-            if call.backward_pass.is_batched:
+            arrive = partial(backward_pass.arrive, call, inputs)
+            if backward_pass.is_batched:
                 _OutsideVmap.apply(gradient, arrive)
             else:
                 arrive(gradient[None])
@@ -122,23 +140,28 @@ class Graph:
         layouts: Layouts,
     ) -> None:
         nodes = _nodes_behind(logits)
-        if any(node.name() == _REENTRANT for node in nodes):
-            raise _reentrant()
         self.logits = logits
-        self.calls = [[call for call in of_layer if call.node in nodes] for of_layer in calls]
+        self.calls: list[list[Call]] = []
         for of_layer in calls:
+            counting: list[Call] = []
             for call in of_layer:
+                if call.node in nodes:
+                    counting.append(call)
                 # A node holds its call: together they would keep the graph, and all that it has
                 # saved, until Python's garbage collector comes by.
                 call.node = None
+            self.calls.append(counting)
         self._anchor = anchor
         self._layouts = layouts
 
     @property
     def seeds_at_once(self) -> int:
-        """How many seeds one backward pass should take."""
-        rows = max(sum(call.rows.numel() for call in calls) for calls in self.calls)
-        return max(1, _ROWS // max(1, rows))
+        """Say how many seeds one backward pass should take."""
+        most_rows = 1
+        for of_layer in self.calls:
+            n_rows = sum(call.rows.numel() for call in of_layer)
+            most_rows = max(most_rows, n_rows)
+        return max(1, _ROWS // most_rows)
 
     def back_propagate(
         self,
@@ -149,53 +172,53 @@ class Graph:
         retain_graph: bool,
         create_graph: bool = False,
     ) -> None:
-        """Backward passes with `(S, B, C)` vectors, `at_once` of them in each.
+        """Make backward passes with `(S, B, C)` vectors, `at_once` of them in each.
 
         What arrives at each layer is delivered as soon as it is known, so that few gradients are in
         memory at a time. Some kernels can't run under `torch.func.vmap`, such as those that write
         into their arguments; memory may be short too. Then seeds go one by one, from then on.
         """
-        if not any(self.calls):
+        if not any(self.calls):  # none has a gradient
             return
         n_seeds = len(vectors)
         for start in range(0, n_seeds, at_once):
-            stop = min(start + at_once, n_seeds)
-            together = _Pass(self.calls, slice(start, stop), deliver, is_batched=True)
-            if stop - start > 1 and self._batched(vectors[start:stop], together, create_graph):
-                continue
-            for seed in range(start, stop):
-                # A pass of all seeds that failed midway has brought some layers theirs.
-                known = together.delivered
-                alone = _Pass(self.calls, slice(seed, seed + 1), deliver, passed_over=known)
-                retain = retain_graph or seed + 1 < n_seeds
+            seeds = slice(start, min(start + at_once, n_seeds))
+            together = _Pass(self.calls, seeds, deliver, is_batched=True)
+            if seeds.stop - start > 1 and not self._layouts.seeds_apart:
+                self._batched(vectors[seeds], together, create_graph)
+                if not self._layouts.seeds_apart:
+                    continue
+            for seed in range(start, seeds.stop):
+                alone = _Pass(self.calls, slice(seed, seed + 1), deliver)
+                # A pass of all these seeds that failed midway has brought some layers theirs.
+                alone.delivered |= together.delivered
+                is_last = seed + 1 == n_seeds
                 with alone:
-                    self._grad(vectors[seed], retain, create_graph)
+                    self._grad(vectors[seed], retain_graph or not is_last, create_graph)
 
-    def _batched(self, vectors: torch.Tensor, backward: _Pass, create_graph: bool) -> bool:
-        """Back-propagate several seeds in one pass; return whether that was possible."""
-        if self._layouts.seeds_apart:
-            return False
+    def _batched(self, vectors: torch.Tensor, together: _Pass, create_graph: bool) -> None:
+        """Back-propagate several seeds in one pass; remember it if that is impossible."""
 
         def grad(vector: torch.Tensor) -> torch.Tensor:
-            # The graph is retained, since a pass that fails needs it again.
-            self._grad(vector, True, create_graph)
+            # If the pass fails, the graph is needed again.
+            self._grad(vector, retain_graph=True, create_graph=create_graph)
             return vector.new_zeros(())
 
         try:
-            with backward, warnings.catch_warnings():
+            with together, warnings.catch_warnings():
                 # Where an operation has no batching rule, vmap runs it once a seed: as good.
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 torch.func.vmap(grad)(vectors)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception:
-            if backward.is_delivering:  # the fault is not the pass's
+            if together.is_delivering:  # the fault is not the pass's
                 raise
             self._layouts.seeds_apart = True
-        return not self._layouts.seeds_apart
 
     def _grad(self, vector: torch.Tensor, retain_graph: bool, create_graph: bool) -> None:
-        # Every call leads to the anchor, which needs no gradient itself: none is kept to the end.
+        # Every call leads to the anchor, which needs no gradient itself: no gradient of anything
+        # has to be kept to the end of the pass.
         torch.autograd.grad(
             self.logits,
             self._anchor,
@@ -209,7 +232,7 @@ class Graph:
 class _Pass:
     """A backward pass: gathers what arrives at each layer's calls, and delivers it.
 
-    Layers that are `passed_over` have had these seeds from an earlier pass.
+    Layers that have been `delivered` theirs, maybe by an earlier pass, are passed over.
     """
 
     def __init__(
@@ -217,12 +240,10 @@ class _Pass:
         calls: Sequence[Sequence[Call]],
         seeds: slice,
         deliver: Callable[[Arrived], None],
-        *,
-        passed_over: Collection[int] = (),
         is_batched: bool = False,
     ) -> None:
         self.is_batched = is_batched
-        self.delivered = set(passed_over)
+        self.delivered: set[int] = set()
         self.is_delivering = False
         self._calls = calls
         self._seeds = seeds
@@ -244,14 +265,17 @@ class _Pass:
 
     def arrive(self, call: Call, inputs: torch.Tensor, gradients: torch.Tensor) -> None:
         """Take what has come to a call; deliver what has come to its layer, if that is all."""
-        if call.index in self.delivered:
+        index = call.index
+        if index in self.delivered:
             return
-        of_layer = self._waiting.setdefault(call.index, Arrived(call.index, self._seeds))
-        of_layer.calls.append(call)
-        of_layer.inputs.append(inputs)
-        of_layer.gradients.append(gradients)
-        if len(of_layer.calls) == len(self._calls[call.index]):
-            self._finish(call.index)
+        if index not in self._waiting:
+            self._waiting[index] = Arrived(index, self._seeds)
+        arrived = self._waiting[index]
+        arrived.calls.append(call)
+        arrived.inputs.append(inputs)
+        arrived.gradients.append(gradients)
+        if len(arrived.calls) == len(self._calls[index]):
+            self._finish(index)
 
     def _finish(self, index: int) -> None:
         self.is_delivering = True
@@ -267,17 +291,25 @@ class _OutsideVmap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(tensor: torch.Tensor, receive: Callable) -> torch.Tensor:
+    def forward(tensor: torch.Tensor, receive: Callable[[torch.Tensor], None]) -> torch.Tensor:
         receive(tensor[None])
         return tensor.new_zeros(())
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        """Nothing is differentiated."""
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Save nothing: nothing is differentiated."""
 
     @staticmethod
-    def vmap(info, in_dims, tensor, receive):
-        receive(tensor[None] if in_dims[0] is None else tensor.movedim(in_dims[0], 0))
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        tensor: torch.Tensor,
+        receive: Callable[[torch.Tensor], None],
+    ) -> tuple[torch.Tensor, None]:
+        if in_dims[0] is None:  # a gradient that is the same for all seeds
+            receive(tensor[None])
+        else:
+            receive(tensor.movedim(in_dims[0], 0))
         return tensor.new_zeros(()), None
 
 
@@ -301,12 +333,12 @@ class Taps:
         self._called: set[int] = set()
         self.checkpoints = Checkpoints()
 
-    def run(self, x: Any) -> Graph:
-        """Call the model on a batch; errors as of `record`."""
+    def run(self, batch: Any) -> Graph:
+        """Call the model on a batch; errors are those of `Recorder.record`."""
         calls: list[list[Call]] = [[] for _ in self._blocks]
         self._calls, self._called = calls, set()
         try:
-            logits = self._model(x)
+            logits = self._model(batch)
         finally:
             self._calls = None
         check_logits(logits)
@@ -321,14 +353,20 @@ class Taps:
         return Graph(logits, calls, self._anchor, self._layouts)
 
     def hear(
-        self, index: int, _: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
+        self,
+        index: int,
+        layer: nn.Module,
+        args: tuple[torch.Tensor, ...],
+        output: torch.Tensor,
     ) -> torch.Tensor:
         """Note a call of a block's layer, and tap what it returned."""
         self._called.add(index)
         if not torch.is_grad_enabled():  # as where an indexer of sparse attention picks keys
             refuse_reentrant()
             return output
-        inputs = args[0].clone() if args[0].is_inference() else args[0]  # autograd can't save it
+        (inputs, *_) = args
+        if inputs.is_inference():  # autograd can't save it
+            inputs = inputs.clone()
         call = Call(index, self._blocks[index].name, inputs, output)
         tapped: Any = _Tap.apply(output, self._anchor, inputs, call)
         if self._calls is None:  # a checkpointed layer is computed anew for a backward pass
@@ -349,15 +387,17 @@ def tapped(
     checkpointed: bool = True,
     keeps_inputs: bool = False,
 ) -> Iterator[Taps]:
-    """Within, calls of the blocks' layers are noted, in passes and where layers are computed anew.
+    """Note calls of the blocks' layers within, in passes and where layers are computed anew.
 
     With `checkpointed`, layers that the user's training checkpoints are so here too, and unless
     `keeps_inputs` is asked for, the inputs of LoRA layers are computed anew with them.
     """
     taps = Taps(model, blocks, layouts, keeps_inputs=keeps_inputs)
     with ExitStack() as hooks:
-        for index, block in enumerate(blocks):  # before the user's hooks, which may change outputs
-            handle = block.rows.layer.register_forward_hook(partial(taps.hear, index), prepend=True)
+        for index, block in enumerate(blocks):
+            # Before the user's hooks, which may change outputs.
+            hear = partial(taps.hear, index)
+            handle = block.rows.layer.register_forward_hook(hear, prepend=True)
             hooks.callback(handle.remove)
         if checkpointed:
             hooks.enter_context(taps.checkpoints.of(model))
@@ -392,15 +432,21 @@ def _overwritten(layer: str) -> NotImplementedError:
 
 
 def _nodes_behind(result: torch.Tensor) -> set[Any]:
-    """Nodes of the graph that a result comes from."""
-    nodes: set[Any] = {result.grad_fn} - {None}
-    waiting = list(nodes)
+    """Collect the nodes of the graph that a result comes from; refuse a reentrant checkpoint."""
+    nodes: set[Any] = set()
+    waiting: list[Any] = [result.grad_fn]
     while waiting:
-        before = {node for node, _ in waiting.pop().next_functions}
-        waiting += before - nodes - {None}
-        nodes |= before
-    return nodes - {None}
+        node = waiting.pop()
+        if node is None or node in nodes:
+            continue
+        if node.name() == _REENTRANT:
+            raise _reentrant()
+        nodes.add(node)
+        for before, _ in node.next_functions:
+            waiting.append(before)
+    return nodes
 
 
 def _version(tensor: torch.Tensor) -> int:
+    """Count the changes in place; inference tensors, which can't tell, count as unchanged."""
     return 0 if tensor.is_inference() else tensor._version

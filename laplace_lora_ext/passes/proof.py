@@ -42,8 +42,9 @@ def is_proven(
         for index, calls in enumerate(graph.calls)
         for site, call in zip(_sites(graph, blocks, index), calls, strict=True)
     }
-    if not all(shape and shape[0] % n_examples == 0 for shape in shapes.values()):
-        return False
+    for shape in shapes.values():
+        if not shape or shape[0] % n_examples:
+            return False
     size = n_examples.bit_length()  # 2 for 2 and 3 examples, 3 for 4 to 7, and so on
     lasting = {site for site, shape in shapes.items() if _lasts(site[0], shape, positions)}
     unproven = {site for site in shapes if site not in lasting or known.get(site, 0) < size}
@@ -51,7 +52,11 @@ def is_proven(
         return True
     words = codewords(n_examples)
     reached = _reached(graph, blocks, positions, words)
-    if any(read([(rows.any(-1) & ~words.to(rows.device)).any() for rows in reached.values()])):
+    strays: list[torch.Tensor] = []  # whether seeds of some examples arrive at others
+    for rows in reached.values():
+        is_other = ~words.to(rows.device)
+        strays.append((rows.any(-1) & is_other).any())
+    if any(read(strays)):
         return False
     known |= {site: size for site in lasting if _is_conclusive(reached.get(site))}
     return True
@@ -61,7 +66,8 @@ def codewords(n_examples: int) -> torch.Tensor:
     """`(S, B)` booleans: the fewest seeds S that tell B examples apart, 4 for 6 and 5 for 10."""
     size = next(size for size in count(1) if comb(size, size // 2) >= n_examples)
     words = torch.zeros(size, n_examples, dtype=torch.bool)
-    for example, bits in zip(range(n_examples), combinations(range(size), size // 2), strict=False):
+    choices = combinations(range(size), size // 2)
+    for example, bits in zip(range(n_examples), choices, strict=False):  # some are left over
         words[list(bits), example] = True
     return words
 
@@ -77,9 +83,11 @@ def _reached(
     """`(S, B, rows)` booleans for each site: where seeds of examples `words`, `(S, B)`, arrive."""
     n_seeds, n_examples = words.shape
     reached: dict[_Site, torch.Tensor] = {}
-    finite: list[tuple[str, torch.Tensor]] = []
+    layers: list[str] = []  # that gradients came to
+    finite: list[torch.Tensor] = []  # whether they are
     # Random numbers, so that gradients do not cancel to 0 but by chance.
-    vector = torch.randn(graph.logits.shape[1], generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(graph.logits.shape[1], generator=generator)
     of_logits = positions.logits_of(words).to(graph.logits)
     vectors = of_logits[..., None] * vector.to(graph.logits)
 
@@ -87,16 +95,17 @@ def _reached(
         sites = _sites(graph, blocks, arrived.index)
         for call, gradients in zip(arrived.calls, arrived.gradients, strict=True):
             site = sites[graph.calls[arrived.index].index(call)]
-            finite.append((call.layer, torch.isfinite(gradients).all()))
+            layers.append(call.layer)
+            finite.append(torch.isfinite(gradients).all())
             rows = gradients.detach().any(-1)
             rows = rows.reshape(len(rows), n_examples, -1)
             none = rows.new_zeros(n_seeds, *rows.shape[1:])
             reached.setdefault(site, none)[arrived.seeds] |= rows
 
     graph.back_propagate(vectors, graph.seeds_at_once, note, retain_graph=True)
-    for (name, _), is_finite in zip(finite, read([flag for _, flag in finite]), strict=True):
+    for layer, is_finite in zip(layers, read(finite), strict=True):
         if not is_finite:
-            raise ValueError(f"LoRA layer {name}: non-finite gradients")
+            raise ValueError(f"LoRA layer {layer}: non-finite gradients")
     return reached
 
 
@@ -114,5 +123,6 @@ def _is_conclusive(rows: torch.Tensor | None) -> bool:
         return False
     rows = rows.any(0)
     if rows.shape[0] == rows.shape[1]:
-        rows = rows & ~torch.eye(len(rows), dtype=torch.bool, device=rows.device)
+        diagonal = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
+        rows = rows & ~diagonal
     return bool(rows.any())

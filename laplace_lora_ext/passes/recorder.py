@@ -24,7 +24,8 @@ _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
 
 # Rows that go through a layer in one backward pass of all outputs, unless a single example has
 # more: on a CPU, where more are no faster, and on an accelerator.
-_ON_CPU, _AT_ONCE = 768, 2**13
+_ON_CPU = 768
+_ON_ACCELERATOR = 2**13
 
 Directions = Callable[[torch.Tensor], torch.Tensor]
 """Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
@@ -33,7 +34,8 @@ Directions = Callable[[torch.Tensor], torch.Tensor]
 def every_output(logits: torch.Tensor) -> torch.Tensor:
     """Return a direction for each output by itself."""
     n_examples, n_outputs = logits.shape
-    return torch.eye(n_outputs).to(logits)[:, None].expand(-1, n_examples, -1)
+    identity = torch.eye(n_outputs).to(logits)
+    return identity[:, None].expand(-1, n_examples, -1)
 
 
 class Recorder:
@@ -109,7 +111,12 @@ class Recorder:
         layouts.examples_apart = True
         return None
 
-    def _one_at_a_time(self, taps: Taps, batch: Any, logits: torch.Tensor) -> Iterator[Part]:
+    def _one_at_a_time(
+        self,
+        taps: Taps,
+        batch: Any,
+        logits: torch.Tensor,
+    ) -> Iterator[Part]:
         """Record each example by itself, or through the batch if it has other logits there."""
         positions = self.model.positions(batch, len(logits))
         of_batch = None
@@ -196,14 +203,15 @@ class Recorder:
         inputs with another number of rows stay undivided.
         """
         n_rows = number_of_rows(batch)
-        at_once = _ON_CPU if self.model.device.type == "cpu" else _AT_ONCE
+        at_once = _ON_CPU if self.model.device.type == "cpu" else _ON_ACCELERATOR
         size = max(1, at_once // max(1, n_outputs * _n_positions(batch)))
         if n_rows is None or n_rows <= size or n_examples not in (None, n_rows):
             return [evaluate(batch, slice(None))]
         n_parts = -(-n_rows // size)
         results: list[Any] = []
         for places in torch.arange(n_rows).tensor_split(n_parts):
-            place = slice(int(places[0]), int(places[-1]) + 1)
+            first, last = int(places[0]), int(places[-1])
+            place = slice(first, last + 1)
             results.append(evaluate(part_of(batch, place, n_rows), place))
             if len(results[-1].f_mu) != len(places):
                 return [evaluate(batch, slice(None))]
@@ -275,6 +283,8 @@ class _Jacobians(Visitor):
 def _n_positions(batch: Any) -> int:
     """Count the tokens of an example, where they can be seen."""
     tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-    if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2 or tokens.is_floating_point():
+    if not isinstance(tokens, torch.Tensor) or tokens.is_floating_point():
+        return 1
+    if tokens.ndim < 2:
         return 1
     return tokens.shape[1:].numel()

@@ -18,7 +18,7 @@ from laplace_lora_ext.passes.graph import Arrived, Graph
 
 @dataclass(frozen=True)
 class Rows:
-    """Says which positions the rows of a layer's calls are, one call after the other."""
+    """Knows which positions the rows of a layer's calls are, one call after the other."""
 
     lengths: list[int]  # positions of each call
     positions: Positions | None  # None where rows of other examples are among them
@@ -33,18 +33,18 @@ class Rows:
                 "logits of an example depend on rows of others: use "
                 'kfac_approx="gradient", or leave this layer out with target_modules'
             )
-        masks = [self.positions.valid(length) for length in self.lengths]
-        if all(mask is None for mask in masks):
+        _, n_examples, n_positions, _ = x.shape
+        is_valid = torch.ones(n_examples, n_positions, dtype=torch.bool, device=x.device)
+        is_padded = False
+        start = 0
+        for length in self.lengths:
+            mask = self.positions.valid(length)
+            if mask is not None:
+                is_valid[:, start : start + length] = mask
+                is_padded = True
+            start += length
+        if not is_padded:  # selecting by booleans would wait for an accelerator
             return x.flatten(0, 2)
-        everywhere = torch.ones(x.shape[1:3], dtype=torch.bool, device=x.device)
-        of_calls = everywhere.split(self.lengths, dim=1)
-        is_valid = torch.cat(
-            [
-                call if mask is None else mask.to(call)
-                for call, mask in zip(of_calls, masks, strict=True)
-            ],
-            dim=1,
-        )
         return x[:, is_valid].flatten(0, 1)
 
 
@@ -119,7 +119,7 @@ class Part:
 
 
 class Recording:
-    """A batch whose LoRA layers are recorded; made by `Recorder.record`.
+    """A batch whose LoRA layers are recorded; `Recorder.record` makes it.
 
     No parameter needs to require grad: the outputs of the first layers are the leaves of the
     graph. Nothing is added to any `.grad`. Where examples come one at a time, all layers are
@@ -154,11 +154,11 @@ class Recording:
         for part in self._parts():
             if visitor.sees_inputs:
                 self._visit_inputs(part, visitor)
-            of_part = None if weights is None else part.weights(weights)
+            of_examples = None if weights is None else part.weights(weights)
             part.graph.back_propagate(
                 part.vectors(vectors),
                 at_once or part.graph.seeds_at_once,
-                partial(self._visit_gradients, part, of_part, visitor),
+                partial(self._visit_gradients, part, of_examples, visitor),
                 retain_graph=self._create_graph or part.positions is None,
                 create_graph=self._create_graph,
             )
@@ -169,40 +169,60 @@ class Recording:
         # Query, key and value projections, say, are given the same tensor.
         sharing: dict[tuple[Any, ...], list[int]] = {}
         for index, block in enumerate(self._blocks):
-            tensors = (id(call.inputs) for call in part.graph.calls[index])
-            sharing.setdefault((block.statistics_dtype, *tensors), []).append(index)
+            tensors = [id(call.inputs) for call in part.graph.calls[index]]
+            key = block.statistics_dtype, *tensors
+            sharing.setdefault(key, []).append(index)
         for indices in sharing.values():
-            block = self._blocks[indices[0]]
-            for call in part.graph.calls[indices[0]]:
-                assert call.inputs is not None  # `record` was asked to keep them
-                with _mathematics(block, call.inputs.device):
-                    a = call.inputs.reshape(part.n_examples, -1, call.inputs.shape[-1])
+            first = indices[0]
+            block = self._blocks[first]
+            for call in part.graph.calls[first]:
+                of_call = call.inputs
+                assert of_call is not None  # `record` was asked to keep them
+                with _mathematics(block, of_call.device):
+                    a = of_call.reshape(part.n_examples, -1, of_call.shape[-1])
                     a = a.to(block.statistics_dtype)
                     rows = Rows([a.shape[1]], part.positions)
                     visitor.inputs(Inputs(indices, a, rows))
 
     def _visit_gradients(
-        self, part: Part, weights: torch.Tensor | None, visitor: Visitor, arrived: Arrived
+        self,
+        part: Part,
+        weights: torch.Tensor | None,
+        visitor: Visitor,
+        arrived: Arrived,
     ) -> None:
         """Arrange a layer's inputs and gradients by example, join its calls, and scale."""
         block = self._blocks[arrived.index]
-        dtype = block.statistics_dtype
-        n_seeds = arrived.seeds.stop - arrived.seeds.start
-        n, m = part.n_examples, arrived.gradients[0].shape[-1]
+        seeds = arrived.seeds
+        m, n = block.shape
+        inputs: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        lengths: list[int] = []
         with _mathematics(block, arrived.gradients[0].device):
-            inputs = [each.reshape(n, -1, each.shape[-1]) for each in arrived.inputs]
-            a = _joined(inputs).to(dtype)
-            gradients = [each.reshape(n_seeds, n, -1, m) for each in arrived.gradients]
-            g = _joined(gradients).to(dtype)
+            for a, g in zip(arrived.inputs, arrived.gradients, strict=True):
+                inputs.append(a.reshape(part.n_examples, -1, n))
+                gradients.append(g.reshape(len(g), part.n_examples, -1, m))
+                lengths.append(inputs[-1].shape[1])
+            g = _joined(gradients).to(block.statistics_dtype)
             if weights is not None:
-                g = g * weights[arrived.seeds, :, None, None].to(g)
-            rows = Rows([each.shape[1] for each in inputs], part.positions)
-            visitor.gradients(Gradients(arrived.index, a, g, rows, part.example, arrived.seeds))
+                g = g * weights[seeds, :, None, None].to(g)
+            visitor.gradients(
+                Gradients(
+                    index=arrived.index,
+                    a=_joined(inputs).to(block.statistics_dtype),
+                    g=g,
+                    rows=Rows(lengths, part.positions),
+                    example=part.example,
+                    seeds=seeds,
+                )
+            )
 
 
 def _joined(of_calls: list[torch.Tensor]) -> torch.Tensor:
     """Join the positions of several calls, one after the other."""
-    return of_calls[0] if len(of_calls) == 1 else torch.cat(of_calls, dim=-2)
+    if len(of_calls) == 1:  # most layers are called once, and nothing needs to be copied
+        return of_calls[0]
+    return torch.cat(of_calls, dim=-2)
 
 
 @contextmanager
