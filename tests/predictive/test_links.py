@@ -21,105 +21,138 @@ from laplace_lora_ext.predictive.moments import (
 from tests.support.posteriors import generator
 
 
-def some_moments(n_classes, scale=1.0, n=40):
-    generator = torch.Generator().manual_seed(0)
-    f_mu = 2 * torch.randn(n, n_classes, generator=generator, dtype=torch.float64)
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(
+        *shape,
+        generator=generator(seed),
+        dtype=torch.float64,
+    )
+
+
+def some_moments(n_classes: int, scale: float = 1.0, n: int = 40) -> Moments:
+    draws = generator()
+    f_mu = 2 * torch.randn(n, n_classes, generator=draws, dtype=torch.float64)
     root = torch.randn(
         n,
         n_classes,
         n_classes,
-        generator=generator,
+        generator=draws,
         dtype=torch.float64,
     )
     return Moments(f_mu, scale * root @ root.mT)
 
 
+# --- links against their definitions -------------------------------------------------------------
+
+
 def test_probit_shrinks_each_logit_by_its_own_variance():
     f_mu, f_var = some_moments(4)
-    expected = torch.stack(
-        [m / (1 + math.pi / 8 * S.diagonal()).sqrt() for m, S in zip(f_mu, f_var, strict=True)]
-    )
-    torch.testing.assert_close(probit(f_mu, f_var).exp(), expected.softmax(-1))
+    variances = f_var.diagonal(dim1=1, dim2=2)
+    shrunk = f_mu / (1 + math.pi / 8 * variances).sqrt()
+    torch.testing.assert_close(probit(f_mu, f_var).exp(), shrunk.softmax(-1))
 
 
 def test_monte_carlo_is_the_mean_probability_of_samples():
     f_mu, f_var = some_moments(4)
     noise = torch.randn(7, len(f_mu), 4, generator=generator()).double()
-    J = torch.eye(4).double() - 1 / 4  # takes away what all logits of an example share
-    expected = gaussian_samples(f_mu, J @ f_var @ J, noise).softmax(-1).mean(0)
+    # Takes away what all logits of an example share, of which no probability knows.
+    J = torch.eye(4).double() - 1 / 4
+    samples = gaussian_samples(f_mu, J @ f_var @ J, noise)
+    expected = samples.softmax(-1).mean(0)
     torch.testing.assert_close(monte_carlo(f_mu, f_var, noise).exp(), expected)
-    of_differences = f_var - f_var[:, :1] - f_var[:, :, :1] + f_var[:, :1, :1]
-    torch.testing.assert_close(monte_carlo(f_mu, of_differences, noise).exp(), expected)
+    with_first = f_var[:, :1]
+    variance_of_first = f_var[:, :1, :1]
+    of_differences = f_var - with_first - with_first.mT + variance_of_first
+    found = monte_carlo(f_mu, of_differences, noise).exp()
+    torch.testing.assert_close(found, expected)
 
 
 def test_samples_are_shared_by_a_batch_as_the_host_draws_them_or_each_examples_own():
     f_mu, f_var = some_moments(4)
-    same = Moments(f_mu[:1].expand(3, -1), f_var[:1].expand(3, -1, -1))
-    alike = own_links(9, generator())["mc"](*same)
+    same_mu = f_mu[:1].expand(3, -1)
+    same_var = f_var[:1].expand(3, -1, -1)
+    shared = own_links(9, generator())["mc"]
+    alike = shared(same_mu, same_var)
     assert torch.equal(alike[0], alike[2])
     own = sampled(9, generator())
-    first, second = own(*same), own(*same)
+    first = own(same_mu, same_var)
+    second = own(same_mu, same_var)
     assert not torch.allclose(first[0], first[2])
     assert not torch.allclose(first, second)  # drawn anew at every call
     # The host multiplies its root with one matrix of a row an output and a column a sample.
-    host = torch.randn(4, 9, generator=generator(), dtype=torch.float64)
+    host = randn(4, 9)
     noise = shared_noise(f_mu, 9, generator())
     assert noise.shape == (9, 1, 4)
     assert torch.equal(noise[:, 0], host.T)
 
 
-def test_what_all_logits_share_plays_no_part_and_classes_are_exchangeable():
+# --- mean field ----------------------------------------------------------------------------------
+
+
+def test_what_all_logits_share_plays_no_part():
     f_mu, f_var = some_moments(4)
-    expected = mean_field(f_mu, f_var)
-    share = torch.randn(
-        len(f_mu),
-        4,
-        1,
-        generator=torch.Generator().manual_seed(1),
-    ).double()
-    shifted = f_var + share + share.mT  # Var(f + c 1): each entry gains a row's and a column's part
-    torch.testing.assert_close(mean_field(f_mu + 3, shifted), expected)
+    share = torch.randn(len(f_mu), 4, 1, generator=generator(1)).double()
+    # Var(f + c 1): each entry gains a row's and a column's part.
+    shifted = f_var + share + share.mT
+    found = mean_field(f_mu + 3, shifted)
+    torch.testing.assert_close(found, mean_field(f_mu, f_var))
+
+
+def test_classes_are_exchangeable():
+    f_mu, f_var = some_moments(4)
     order = [2, 0, 3, 1]
-    permuted = mean_field(f_mu[:, order], f_var[:, order][:, :, order])
-    torch.testing.assert_close(permuted, expected[:, order])
+    permuted_var = f_var[:, order][:, :, order]
+    found = mean_field(f_mu[:, order], permuted_var)
+    expected = mean_field(f_mu, f_var)[:, order]
+    torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
-def test_it_is_close_to_the_exact_integral(scale):
+def total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Mean distance of examples' probabilities."""
+    return ((p - q).abs().sum(-1) / 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("scale", "measured"),
+    [
+        (0.1, 0.0171),
+        (1.0, 0.0599),
+        (10.0, 0.1162),
+    ],
+)
+def test_it_is_close_to_the_exact_integral(scale, measured):
     f_mu, f_var = some_moments(4, scale)
-    noise = torch.randn(
-        20_000,
-        4,
-        generator=torch.Generator().manual_seed(2),
-        dtype=torch.float64,
-    )
-    logits = f_mu + torch.einsum("bck,sk->sbc", torch.linalg.cholesky(f_var), noise)
+    noise = randn(20_000, 4, seed=2)
+    root = torch.linalg.cholesky(f_var)
+    logits = f_mu + torch.einsum("bck,sk->sbc", root, noise)
     exact = logits.softmax(-1).mean(0)
     p = mean_field(f_mu, f_var).exp()
     torch.testing.assert_close(p.sum(-1), torch.ones(len(p)).double())
-    total_variation = (p - exact).abs().sum(-1) / 2
-    measured = {0.1: 0.0171, 1.0: 0.0599, 10.0: 0.1162}[scale]
-    assert total_variation.mean() < 1.1 * measured
+    distance = total_variation(p, exact)
+    assert distance < 1.1 * measured
     if scale >= 1:
-        assert (f_mu.softmax(-1) - exact).abs().sum(-1).mean() / 2 > 2.5 * total_variation.mean()
+        assert total_variation(f_mu.softmax(-1), exact) > 2.5 * distance
 
 
-def test_extreme_moments_give_finite_logarithms_and_gradients():
-    for mean, variance in (
+@pytest.mark.parametrize(
+    ("mean", "variance"),
+    [
         (1e4, 0.0),
         (1.0, 0.0),
         (1e4, 1e12),
         (0.0, 1e30),
-    ):
-        f_mu = torch.tensor([[mean, 0.0, -mean]], requires_grad=True)
-        f_var = (variance * torch.eye(3)[None]).requires_grad_()
-        log_p = mean_field(f_mu, f_var)
-        assert torch.isfinite(log_p).all()
-        if not variance:
-            torch.testing.assert_close(log_p, f_mu.log_softmax(-1))
-        log_p[0, 1].backward()
-        assert torch.isfinite(f_mu.grad).all()
-        assert torch.isfinite(f_var.grad).all()
+    ],
+)
+def test_extreme_moments_give_finite_logarithms_and_gradients(mean, variance):
+    f_mu = torch.tensor([[mean, 0.0, -mean]], requires_grad=True)
+    f_var = (variance * torch.eye(3)[None]).requires_grad_()
+    log_p = mean_field(f_mu, f_var)
+    assert torch.isfinite(log_p).all()
+    if not variance:
+        torch.testing.assert_close(log_p, f_mu.log_softmax(-1))
+    log_p[0, 1].backward()
+    assert torch.isfinite(f_mu.grad).all()
+    assert torch.isfinite(f_var.grad).all()
 
 
 def test_a_variance_that_rounding_has_made_negative_counts_as_none():
@@ -128,7 +161,11 @@ def test_a_variance_that_rounding_has_made_negative_counts_as_none():
     f_var = torch.full((2, 3, 3), 1e8)
     f_var[:, [0, 1], [1, 0]] += 16
     f_var[1, [0, 2], [2, 0]] += 1024
-    torch.testing.assert_close(mean_field(f_mu, f_var).exp(), f_mu.softmax(-1))
+    found = mean_field(f_mu, f_var).exp()
+    torch.testing.assert_close(found, f_mu.softmax(-1))
+
+
+# --- samples -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 4])
@@ -137,28 +174,25 @@ def test_roots_and_samples_of_singular_covariances_and_their_gradients(
 ):
     """Gradients in directions that keep the null space, as those of a prior precision do."""
     torch.manual_seed(0)
-    factor, f_mu = (
-        torch.randn(3, 4, rank).double(),
-        torch.randn(3, 4).double(),
-    )
+    factor = torch.randn(3, 4, rank).double()
+    f_mu = torch.randn(3, 4).double()
     weights = torch.rand(rank).double().add(0.5).requires_grad_()
 
     def covariance(w):
         return (factor * w) @ factor.mT
+
+    def root_of(w):
+        return square_root(covariance(w))
 
     V = covariance(weights).detach()
     S = square_root(V)
     torch.testing.assert_close(S @ S, V)
     torch.testing.assert_close(S, S.mT)
     if rank:
-        assert torch.autograd.gradcheck(
-            lambda w: square_root(covariance(w)),
-            (weights,),
-            atol=1e-6,
-        )
+        assert torch.autograd.gradcheck(root_of, (weights,), atol=1e-6)
     for n_noises in (3, 1):  # each example's own, or shared
         noise = torch.randn(5, n_noises, 4).double()
         samples = gaussian_samples(f_mu, V, noise)
         for b in range(3):
-            expected = f_mu[b] + noise[:, min(b, n_noises - 1)] @ S[b]
-            torch.testing.assert_close(samples[:, b], expected)
+            of_example = noise[:, min(b, n_noises - 1)]
+            torch.testing.assert_close(samples[:, b], f_mu[b] + of_example @ S[b])
