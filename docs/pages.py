@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +42,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def reference() -> str:
-    """Every public name, and the methods of a posterior that are functions of other files."""
-    public = [f"{package.__name__}.{name}" for name in package.__all__]
-    methods = [
-        f"{method.__module__}.{method.__qualname__}"
-        for name, method in vars(package.LoRALaplace).items()
-        if isfunction(method) and method.__module__ != package.LoRALaplace.__module__
-    ]
+    """Every public name, and the measures."""
     sections = {
-        "Public names": public,
-        "More methods of a posterior": [name for name in methods if "._" not in name],
+        "Public names": [f"{package.__name__}.{name}" for name in package.__all__],
         "Measures": ["laplace_lora_ext.metrics"],
     }
     lines = ["# Reference"]

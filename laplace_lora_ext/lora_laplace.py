@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from laplace.baselaplace import KronLaplace, ParametricLaplace
 from laplace.curvature import CurvatureInterface
@@ -15,10 +18,11 @@ from torch.utils.data import DataLoader
 
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
-from laplace_lora_ext.gaussian import LoRAGaussian, check_noise
-from laplace_lora_ext.likelihoods import LIKELIHOODS, refuse_multi_label
-from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.locks import LOCK, exclusive
+from laplace_lora_ext.curvature.structure import Structure, places_of
+from laplace_lora_ext.fit import Fit, NoFit, fit
+from laplace_lora_ext.likelihoods import LIKELIHOODS, Likelihood, refuse_multi_label
+from laplace_lora_ext.messages import check_positive, check_single, warn
+from laplace_lora_ext.models.locks import LOCK, exclusive, kept, without_autocast
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
     active_adapter,
@@ -27,18 +31,39 @@ from laplace_lora_ext.models.lora_layers import (
     is_untrained,
     warn_of_other_trainable,
 )
+from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.models.preference_model import PreferenceModel
-from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
-from laplace_lora_ext.models.weights import flattened
-from laplace_lora_ext.passes.checks import check_called, inspected
-from laplace_lora_ext.passes.recorder import Recorder
+from laplace_lora_ext.models.same_model import ModelState
+from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
+from laplace_lora_ext.predictive import amortized, decisions, distributions
 from laplace_lora_ext.predictive.amortized import LearntVariance
+from laplace_lora_ext.predictive.decisions import Prediction
+from laplace_lora_ext.predictive.links import own_links
+from laplace_lora_ext.predictive.moments import Moments, semidefinite, uncorrelated
+from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import together
-from laplace_lora_ext.sums import Sums, sums_of
 from laplace_lora_ext.training import students
+from laplace_lora_ext.tuning import METHODS, build
+from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
 
-class LoRALaplace(LoRAGaussian):
+def _of_fit(field: str, description: str) -> Any:
+    """Make an attribute of a posterior that is a field of its present fit.
+
+    Setting it, as the host does, makes another fit with that field, since a fit never changes.
+    """
+
+    def get(la: LoRALaplace) -> Any:
+        return getattr(la._fit, field)
+
+    def put(la: LoRALaplace, value: Any) -> None:
+        la._fit = replace(la._fit, **{field: value})
+
+    return property(get, put, doc=description)
+
+
+class LoRALaplace(ParametricLaplace):
     """What all Laplace approximations over LoRA weights share.
 
     The posterior is over the `lora_A` and `lora_B` weights of the active adapter. Everything else
@@ -68,6 +93,14 @@ class LoRALaplace(LoRAGaussian):
 
     Attributes
     ----------
+    model : LogitsModel
+    blocks : list of Block
+        the LoRA weights that the posterior is over
+    trained_likelihood, predicted_likelihood : Likelihood
+        of the training data and of predictions: a reward model learns from preferences, which are
+        two classes, and predicts numbers
+    mean, loss, n_data, n_outputs, H, H_facs
+        the host's, of the present fit
     learnt_variance : LearntVariance or None
         what `amortize` has learnt of the present fit
 
@@ -77,10 +110,21 @@ class LoRALaplace(LoRAGaussian):
         See `laplace_lora_ext.models.lora_layers.find_blocks` and `LogitsModel`.
     """
 
-    _default_backend: type[CurvatureInterface]
-    loss: Any
-    H: Any
-    H_facs: Any  # the sums over data that `H` is made of
+    _structure: ClassVar[type[Structure[Any, Any]]]
+    _methods: ClassVar[Mapping[str, type[TuningMethod]]] = METHODS  # to choose the prior precision
+
+    model: LogitsModel
+    blocks: list[Block]
+    trained_likelihood: Likelihood
+    predicted_likelihood: Likelihood
+
+    mean: Any = _of_fit("mean", "LoRA weights at the fit, `(parameters,)`.")
+    loss: Any = _of_fit("loss", "Negative log-likelihood of the training data, `()`, in float64.")
+    n_data: Any = _of_fit("n_data", "Number of training examples; 0 before a fit.")
+    n_outputs: Any = _of_fit("n_outputs", "Number of the model's outputs; 0 before a fit.")
+    H: Any = _of_fit("curvature", "The curvature, without a prior; None before a fit.")
+    H_facs: Any = _of_fit("sums", "The sums over data that `H` is made of; None before a fit.")
+    learnt_variance: Any = _of_fit("learnt_variance", "What `amortize` has learnt of this fit.")
 
     def __init__(
         self,
@@ -97,9 +141,9 @@ class LoRALaplace(LoRAGaussian):
         weight_names: Collection[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        check_noise(kwargs.get("sigma_noise", 1.0))  # the host would ask whether it is 1
-        backend = self._default_backend if backend is None else backend
-        self._check_backend(backend)
+        _check_noise(kwargs.get("sigma_noise", 1.0))  # the host would ask whether it is 1
+        backend = backend or self._structure.default_backend
+        self._structure.check_backend(backend)
         adapted = self._adapted(likelihood)
         with LOCK:  # passes of other threads change what is active
             adapter = active_adapter(model)
@@ -114,8 +158,7 @@ class LoRALaplace(LoRAGaussian):
             warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")
         self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
         self.predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
-        self.learnt_variance: LearntVariance | None = None
-        self._fitted: ModelState | None = None
+        self._fit: Fit | NoFit = NoFit(places_of(self.model, self.blocks))
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"recorder": self.recorder, **(backend_kwargs or {})}
         else:
@@ -129,13 +172,15 @@ class LoRALaplace(LoRAGaussian):
                 backend_kwargs=backend_kwargs,
                 **kwargs,
             )
-        self._places = self._places_now()
+        if issubclass(backend, LowRankKronInterface):
+            self.backend  # noqa: B018 - refuses wrong `backend_kwargs` now rather than in `fit`
+        self.mean = self.prior_mean  # as the host has it before a fit
 
     def for_model(self, model: nn.Module) -> LoRALaplace:
-        """A posterior of the same class with the same options around another model, not fitted."""
-        of_host = ("sigma_noise", "prior_mean", "temperature", "enable_backprop", "dict_key_x")
+        """Make a posterior of the same class and options for another model, not fitted."""
+        of_host = ["sigma_noise", "prior_mean", "temperature", "enable_backprop", "dict_key_x"]
         if isinstance(self, KronLaplace):
-            of_host += ("damping",)
+            of_host.append("damping")
         return type(self)(
             model,
             self.likelihood,
@@ -149,64 +194,36 @@ class LoRALaplace(LoRAGaussian):
         )
 
     def __repr__(self) -> str:
-        """What it is of, how large, fitted to what, and its prior, in a line."""
+        """Say what it is of, how large, fitted to what, and its prior, in a line."""
         model = type(self.model.transformer or self.model.model).__name__
-        fit = f"fitted to {self.n_data:,} examples" if self.n_data else "not fitted"
+        fitted = f"fitted to {self.n_data:,} examples" if self.n_data else "not fitted"
         prior = self.prior_precision.log().mean().exp().item()
         return (
             f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} LoRA weights "
-            f"of {sum(self._sizes):,} parameters; {fit}; prior precision {prior:.4g})"
+            f"of {sum(self._sizes):,} parameters; {fitted}; prior precision {prior:.4g})"
         )
 
     def _adapted(self, likelihood: str) -> type[LogitsModel]:
-        """What makes logits of the model's output."""
+        """Choose what makes logits of the model's output."""
         return PreferenceModel if likelihood == "reward_modeling" else LogitsModel
 
-    def _init_H(self) -> None:  # noqa: N802
-        self.H = self.H_facs = None  # the host starts with zeros, and predicts without a fit
-
-    def _check_backend(self, backend: type[CurvatureInterface]) -> None:
-        """Refuse a backend that lacks what the structure needs."""
-
-    def _zeros(self) -> Any:
-        """Curvature of no data."""
-        raise NotImplementedError
-
-    def _add_batch(self, H: Any, X: Any, y: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Loss of a batch, and `H` plus its curvature.
-
-        Labels that don't fit and numbers that are not finite are refused.
-        """
-        targets = self.trained_likelihood.as_targets(y.clone(), self._dtype)
-        check = partial(self.trained_likelihood.check_targets, y)
-        with self._prepared(), torch.enable_grad(), inspected(self.recorder, X, check):
-            loss, of_batch = self._curv_closure(X, targets, N=1)
-        diagonal = of_batch if getattr(of_batch, "ndim", 2) == 1 else of_batch.diag()
-        for block, part in zip(self.blocks, diagonal.split(self._sizes), strict=True):
-            if not torch.isfinite(part).all():
-                raise ValueError(f"LoRA layer {block.name}: non-finite curvature")
-        return loss, H + of_batch
-
-    def _draw_after(self, n_examples: int) -> None:
-        """Let the next batch's labels be drawn as those that follow so many examples."""
-        if isinstance(self.backend, LowRankKronInterface):
-            self.backend.n_before = n_examples
-
-    def _packed(self, H: Any) -> Any:
-        """Sums as nested lists and dictionaries of tensors and numbers."""
-        return H
-
-    def _unpacked(self, state: Any) -> Any:
-        """Sums from what `_packed` returned, on the blocks' devices."""
-        return state.to(self._device, self._dtype)
-
-    def _decomposed(self, H: Any, n_data: int) -> tuple[Any, Any]:
-        """What to keep of sums over `n_data` examples, and the curvature that they make."""
-        return H, H
-
     def _prepared(self) -> AbstractContextManager[None]:
-        """The model in evaluation mode, with gradients for the LoRA weights alone."""
+        """Put the model in evaluation mode, with gradients for the LoRA weights alone."""
         return self.model.prepared([block.weight for block in self.blocks])
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.blocks[0].statistics_dtype
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [block.weight.numel() for block in self.blocks]
+
+    # --- fitting -------------------------------------------------------------------------------
 
     @property
     def backend(self) -> CurvatureInterface:
@@ -215,6 +232,16 @@ class LoRALaplace(LoRAGaussian):
             return self._backend
         with self._prepared():
             return super().backend
+
+    @property
+    def structure(self) -> Structure[Any, Any]:
+        """How the curvature of the blocks is summed, decomposed and packed."""
+        return self._structure(
+            self.recorder,
+            self.trained_likelihood,
+            self.backend,
+            self._asdl_fisher_kwargs,
+        )
 
     @exclusive
     @torch.inference_mode(False)  # what is kept must not be inference tensors
@@ -251,73 +278,629 @@ class LoRALaplace(LoRAGaussian):
         RuntimeError
             If some LoRA layers are never called, or another rank has failed.
         """
-        adds = self.n_data > 0 and not override
         with together():
-            if adds:
-                self.check_model()
-            else:
-                check_runs(self.model, self.blocks)
             self._move_with_model()
-            fitted = ModelState.of(self.model, self.blocks)
-            mean = flattened(self.blocks, self._device)
-            before = Sums(self.H_facs, self.loss, self.n_data) if adds else None
-            sums = sums_of(self, train_loader, progress_bar, before)
-            if not adds:
-                check_called(self.blocks, sums.called)
-            curvature = self._decomposed(sums.H, sums.n_data)
+            before = None
+            if isinstance(self._fit, Fit) and not override:
+                before = self._fit
+            fitted = fit(
+                train_loader,
+                self.structure,
+                likelihood=self.likelihood,
+                settings=self._settings(),
+                before=before,
+                progress_bar=progress_bar,
+            )
         # All that can fail has been done.
-        self.H_facs, self.H = curvature
-        self.loss, self.n_data, self.n_outputs = sums.loss, sums.n_data, self.model.output_size
-        self.mean, self._fitted = mean, fitted
-        self._posterior_scale = self.learnt_variance = None
+        self._take_over(fitted)
+
+    @property
+    def model_state(self) -> ModelState:
+        """All other weights at the fit."""
+        assert isinstance(self._fit, Fit), "no fit"
+        return self._fit.model
+
+    def _take_over(self, fitted: Fit) -> None:
+        """Make a fit the present one."""
+        self._posterior_scale = None  # the host's, of the fit before
+        self.model.output_size = fitted.n_outputs  # which the host's backends read
+        self._fit = fitted
+
+    def _init_H(self) -> None:  # noqa: N802
+        """Let the host start without a fit, rather than with zeros that predict."""
 
     def check_model(self) -> None:
         """Move the posterior to where its model is; refuse one that has changed since the fit."""
         super()._check_H_init()
-        if self._fitted is not None:
-            check_same(self.model, self.blocks, self._fitted, self.mean)
+        if isinstance(self._fit, Fit):
+            self._fit.check_model(self.model, self.blocks)
         self._move_with_model()
 
     def _check_H_init(self) -> None:  # noqa: N802
         super()._check_H_init()
         self._move_with_model()
 
-    def _places_now(self) -> list[tuple[torch.device, torch.dtype]]:
-        """Device and precision of what is over all blocks, and of each block."""
-        return [(self._device, self._dtype), *(block.place for block in self.blocks)]
-
     @torch.inference_mode(False)
     def _move_with_model(self) -> None:
         """Move the posterior and its prior to where the model's LoRA weights are now."""
-        now = self._places_now()
-        if now == self._places:
+        if self._fit.places == places_of(self.model, self.blocks):
             return
-        if self.n_data:
-            sums = self._unpacked(self._packed(self.H_facs))
-            self.H_facs, self.H = self._decomposed(sums, self.n_data)
-            self.mean, self.loss = self.mean.to(*now[0]), self.loss.to(self._device)
-        if self.learnt_variance is not None:
-            self.learnt_variance = self.learnt_variance.to(*now[0])
+        self._backend = None  # the host's keeps buffers that the model has replaced
         for name in ("prior_precision", "prior_mean", "sigma_noise"):
             setattr(self, name, getattr(self, name))  # the host moves what it is given
-        self._backend = None  # the host's keeps buffers that the model has replaced
-        self._places = now
+        self._fit = self._fit.to(self.structure)
 
-    save_pretrained = saving.save_pretrained
-    sample_adapters = saving.sample_adapters
-    distill = students.distill
+    # --- prior ---------------------------------------------------------------------------------
+
+    @property
+    def prior_precision(self) -> torch.Tensor:
+        """`(1,)`, `(blocks,)` or, with "diag", `(parameters,)`; positive and finite."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    @torch.inference_mode(False)
+    def prior_precision(self, value: float | torch.Tensor) -> None:
+        check_positive("prior_precision", value)
+        _set_by_host(self, "prior_precision", value)
+
+    @property
+    def temperature(self) -> float | torch.Tensor:
+        """What the curvature is divided by; positive and finite."""
+        return self._temperature
+
+    @temperature.setter
+    @torch.inference_mode(False)
+    def temperature(self, value: float | torch.Tensor) -> None:
+        check_single("temperature", value, "it divides the curvature of all outputs alike")
+        check_positive("temperature", value)
+        if isinstance(value, torch.Tensor):  # which may have a graph
+            self._temperature = kept(value).reshape(())
+        else:
+            self._temperature = float(value)
+        self._posterior_scale = None  # that the host has made with the old value
+
+    @property
+    def sigma_noise(self) -> torch.Tensor:
+        """Standard deviation of a regression's noise, `()`; positive and finite."""
+        return self._sigma_noise
+
+    @sigma_noise.setter
+    @torch.inference_mode(False)
+    def sigma_noise(self, value: float | torch.Tensor) -> None:
+        _check_noise(value)
+        _set_by_host(self, "sigma_noise", value)
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """What a search may change, to be set again if it fails."""
+        return Hyperparameters(self.prior_precision, self.sigma_noise, self.temperature)
+
+    @hyperparameters.setter
+    def hyperparameters(self, values: Hyperparameters) -> None:
+        for name, value in vars(values).items():
+            setattr(self, name, value)
+
+    @property
+    def curvature_scale(self) -> torch.Tensor:
+        """Factor of the curvature beside the prior, `()`: 1 / (sigma_noise² temperature)."""
+        return self._H_factor
+
+    @exclusive
+    def log_marginal_likelihood(
+        self,
+        prior_precision: torch.Tensor | None = None,
+        sigma_noise: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._check_H_init()
+        return super().log_marginal_likelihood(prior_precision, sigma_noise)
+
+    @property
+    def log_det_prior_precision(self) -> torch.Tensor:
+        """Log-determinant of the prior precision, in float64."""
+        log_precision = self.prior_precision.double().log()
+        if len(log_precision) == self.n_params:
+            return log_precision.sum()
+        sizes = torch.tensor(self._sizes, device=self._device)
+        return (sizes * log_precision).sum()
+
+    @property
+    def scatter(self) -> torch.Tensor:
+        """Squared distance of the weights from the prior mean under the prior, in float64."""
+        squares = (self.mean - self.prior_mean).double().square()
+        if len(self.prior_precision) < self.n_params:
+            squares = torch.stack([part.sum() for part in squares.split(self._sizes)])
+        return (squares * self.prior_precision.double()).sum()
+
+    def optimize_prior_precision(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        pred_type: str = "glm",
+        method: str | TuningMethod = "marglik",
+        *,
+        verbose: bool = False,
+        **options: Any,
+    ) -> TuningHistory:
+        """Choose the prior precision; if anything goes wrong, it and the noise stay as they were.
+
+        Parameters
+        ----------
+        pred_type : {"glm", "nn"}
+            which predictions "gridsearch" scores; the other methods know "glm" alone
+        method : str or TuningMethod
+            start with "agreement"; "second_training" is the surest, if there is time to train
+            twice. "gridsearch" and "val_gd" need validation data; "marglik" needs none at all. Each
+            name stands for an object of `laplace_lora_ext.tuning`, which explains the method and
+            its options; you can also pass such an object
+        verbose : bool, default=False
+            print the result
+        **options
+            options of the method, such as `train_loader`, `val_loader`, `prior_structure` and
+            `progress_bar`: the fields of its object
+
+        Returns
+        -------
+        TuningHistory
+            the evidence or loss along the way
+
+        Raises
+        ------
+        ValueError
+            If the method lacks an option, data are missing or don't suit it, or the objective is
+            not a number.
+        NotImplementedError
+            For "val_gd" with another structure than "lowrank_kron".
+        """
+        if pred_type != "glm":
+            options["pred_type"] = pred_type
+        choose = build(method, options, self._methods)
+        history = choose(self)
+        if verbose:
+            print(f"Optimized prior precision is {self.prior_precision}.")
+        return history
+
+    def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics | None:
+        """Pass over a data set for its statistics, or take given ones; None if there are none."""
+        return None
+
+    # --- predictions ---------------------------------------------------------------------------
+
+    @exclusive
+    def __call__(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        joint: bool = False,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Predict a batch, as the host does; `generator` seeds everything that is sampled.
+
+        Parameters
+        ----------
+        x : Mapping, torch.Tensor or Moments
+            inputs of B examples, or with "glm" their `Moments`. Labels in a mapping are ignored
+        pred_type : {"glm", "nn", "amortized"}
+            the host's, and "amortized": as "glm", with the variances that `amortize` has learnt
+        joint, n_samples, diagonal_output, generator
+            as for the host
+        link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}
+            the host's, and "mean_field" (Lu, Ie & Sha, 2020): it takes the covariance between
+            logits into account, as "mc" does, but draws no samples
+        fitting : bool, default=False
+            reward modeling only: probabilities of preferences instead of rewards
+        **model_kwargs
+            for the model, with `pred_type="nn"`
+
+        Returns
+        -------
+        torch.Tensor or tuple of torch.Tensor
+            probabilities `(B, C)`; for regression and rewards mean `(B, C)` and covariance
+            `(B, C, C)`
+
+        Notes
+        -----
+        Under a broad posterior over many classes, the mean probability ("mc", and sometimes
+        "probit") can be largest for another class than the model's own, which costs accuracy.
+        "mean_field" keeps to the model's class more often, and a larger prior precision cures it.
+        """
+        likelihood = self.trained_likelihood if fitting else self.predicted_likelihood
+        if likelihood.is_gaussian and link_approx == "mean_field":
+            link_approx = "probit"  # numbers need no link, and the host must know its name
+        if pred_type == "nn" and generator is not None:
+            if not likelihood.is_gaussian:
+                return distributions.mean_probabilities(
+                    self, x, n_samples, generator, **model_kwargs
+                )
+            samples = distributions.network_samples(self, x, n_samples, generator, **model_kwargs)
+            return samples.mean(0), samples.var(0)
+        links = own_links(n_samples, generator)
+        is_own = not likelihood.is_gaussian and link_approx in links
+        if pred_type == "amortized":
+            pred_type = "glm"
+            x = amortized.amortized_moments(self, x)
+            if not is_own:  # the host's links take square roots
+                x = x._replace(f_var=semidefinite(x.f_var))
+        if pred_type == "glm" and is_own:
+            f_mu, f_var = self._moments_for_link(x, link_approx, diagonal_output)
+            with torch.autocast(self.model.device.type, enabled=False):
+                return links[link_approx](f_mu, f_var).exp()
+        return super().__call__(
+            x,
+            pred_type,
+            joint=joint,
+            link_approx=link_approx,
+            n_samples=n_samples,
+            diagonal_output=diagonal_output,
+            generator=generator,
+            fitting=fitting,
+            **model_kwargs,
+        )
+
+    def _moments_for_link(self, x: Any, link_approx: str, diagonal_output: bool) -> Moments:
+        """Compute the moments of a batch's logits that one of our own links needs."""
+        if diagonal_output and link_approx == "mc":
+            # "probit" makes us compute the variances of all logits, not of contrasts.
+            f_mu, f_var = distributions.moments_for(self, x, "probit")
+            return Moments(f_mu, uncorrelated(f_var))
+        return distributions.moments_for(self, x, link_approx)
+
+    def predict(
+        self,
+        x: Any,
+        link_approx: str = "mean_field",
+        n_samples: int = 1000,
+        generator: torch.Generator | None = None,
+        *,
+        pred_type: str = "glm",
+        collate_fn: Callable[[Any], Any] | None = None,
+        batch_size: int = 32,
+        progress_bar: bool = False,
+    ) -> Prediction:
+        """Predict class probabilities, and what else a decision needs, of a batch or a data set.
+
+        Parameters
+        ----------
+        x : Mapping, torch.Tensor, Moments, DataLoader, iterable of batches, or data set
+            a batch as for a call; a loader of batches with or without labels; or a data set, such
+            as one of `datasets`, which is read with its longest texts first. Examples come back in
+            their own order. In a `torch.distributed` process group all ranks share a data set, or a
+            loader that shows each rank's part, and must all call this; each gets all predictions
+        link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
+            link for the probabilities
+        n_samples : int, default=1000
+            draws of the logits, for entropies and variances
+        generator : torch.Generator, optional
+            all batches of a data set get the same draws from it
+        pred_type : {"glm", "amortized"}
+            by the linearised model, in a forward pass and C - 1 backward passes ("probit": C); or
+            in one forward pass, with the variances that `la.amortize` has learnt
+        collate_fn, batch_size
+            for a data set: what makes a batch of its rows, and how many
+        progress_bar : bool, default=False
+            over batches
+
+        Returns
+        -------
+        Prediction
+
+        Raises
+        ------
+        ValueError
+            For a likelihood without classes, another link, data without examples, or "amortized" if
+            nothing was learnt for this fit and prior. An error of a loader's batch names it.
+        """
+        return decisions.predict(
+            self,
+            x,
+            link_approx,
+            n_samples,
+            generator,
+            pred_type=pred_type,
+            collate_fn=collate_fn,
+            batch_size=batch_size,
+            progress_bar=progress_bar,
+        )
+
+    def predict_proba(
+        self,
+        x: Any,
+        link_approx: str = "mean_field",
+        *,
+        pred_type: str = "glm",
+        collate_fn: Callable[[Any], Any] | None = None,
+        batch_size: int = 32,
+        progress_bar: bool = False,
+    ) -> np.ndarray:
+        """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
+
+        Parameters and errors are those of `predict`; nothing is drawn but for the link "mc".
+        """
+        return decisions.predict_proba(
+            self,
+            x,
+            link_approx,
+            pred_type=pred_type,
+            collate_fn=collate_fn,
+            batch_size=batch_size,
+            progress_bar=progress_bar,
+        )
+
+    def amortize(
+        self,
+        loader: DataLoader | Iterable[Any],
+        unlabelled: str | DataLoader | Iterable[Any] | None = "swapped",
+        progress_bar: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> LearntVariance:
+        """Learn the variances of the logits, so that predictions take one forward pass.
+
+        A ridge regression finds the logarithms of the variances, at the present prior precision, in
+        what the output layer reads and in the log-probabilities (outputs, where they are numbers).
+        No label goes in. With `pred_type="amortized"`, `la(batch)`, `la.predict(...)` and
+        `la.predict_proba(...)` then use these variances, with every link. They are saved with the
+        posterior, and refused when its fit or its prior precision changes.
+
+        Parameters
+        ----------
+        loader : DataLoader or iterable
+            training data, with or without labels; read twice
+        unlabelled : "swapped", DataLoader, iterable or None, default="swapped"
+            more examples, such as predictions will meet. "swapped" adds a copy of each text in
+            which 30 % of the tokens are those of other texts; to images and sounds it adds nothing
+        progress_bar : bool, default=False
+        generator : torch.Generator, optional
+            of the CPU, for swapped tokens; by default the same in every call
+
+        Returns
+        -------
+        LearntVariance
+            with `r_squared` and `mean_error`, which say how good it is; also in
+            `la.learnt_variance`
+
+        Raises
+        ------
+        ValueError
+            If there are fewer than three examples, or the likelihood is "reward_modeling".
+        """
+        return amortized.amortize(self, loader, unlabelled, progress_bar, generator)
+
+    def predictive_moments(
+        self, x: Any, *, joint: bool = False
+    ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
+        """Compute mean `(B, C)` and covariance `(B, C, C)` of logits, without link or noise.
+
+        With `joint` a pair of tensors, `(B * C,)` and `(B * C, B * C)`.
+        """
+        return distributions.predictive_moments(self, x, joint=joint)
+
+    def moments(
+        self, X: Any, joint: bool, directions: Directions = every_output
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute mean `(B, C)` and covariance `(B, C, C)` or, joint, `(B * C, B * C)`.
+
+        With other `directions`, the covariance is that of S combinations of the outputs.
+        """
+        Js, f_mu = self.recorder.jacobians(X, directions, self.enable_backprop)
+        if joint:
+            return f_mu, self.functional_covariance(Js)
+        return f_mu, self.functional_variance(Js)
+
+    @without_autocast
+    def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:
+        return super().functional_variance(Js)
+
+    @without_autocast
+    def functional_covariance(self, Js: torch.Tensor) -> torch.Tensor:
+        return super().functional_covariance(Js)
+
+    @without_autocast
+    def square_norm(self, value: torch.Tensor) -> torch.Tensor:
+        return super().square_norm(value)
+
+    @exclusive
+    @without_autocast
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        return super().sample(n_samples, generator)
+
+    # What the host's own functions call.
+
+    def _glm_predictive_distribution(
+        self, X: Any, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return distributions.predictive_distribution(self, X, joint, diagonal_output)
+
+    def _glm_functional_samples(
+        self,
+        f_mu: torch.Tensor,
+        f_var: torch.Tensor,
+        n_samples: int,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        return distributions.functional_samples(
+            self, f_mu, f_var, n_samples, diagonal_output, generator
+        )
+
+    @exclusive
+    def _glm_predictive_samples(
+        self,
+        f_mu: torch.Tensor,
+        f_var: torch.Tensor,
+        n_samples: int,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        if f_mu.shape[-1] == 1:  # a single reward is a number, not a probability
+            return self._glm_functional_samples(f_mu, f_var, n_samples, diagonal_output, generator)
+        return super()._glm_predictive_samples(f_mu, f_var, n_samples, diagonal_output, generator)
+
+    def _nn_functional_samples(
+        self,
+        X: Any,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        return distributions.network_samples(self, X, n_samples, generator, **model_kwargs)
+
+    def _nn_predictive_classification(
+        self, X: Any, n_samples: int = 100, **model_kwargs: Any
+    ) -> torch.Tensor:
+        return distributions.mean_probabilities(self, X, n_samples, **model_kwargs)
+
+    # --- adapters and files --------------------------------------------------------------------
+
+    def sample_adapters(
+        self,
+        n_samples: int,
+        directory: str | Path,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> list[Path]:
+        """Write draws from the posterior as LoRA adapters, for instance for a multi-adapter server.
+
+        The mean of their softmax probabilities is the prediction of `pred_type="nn"` with as many
+        samples and a generator in the same state. LoRA weights outside the posterior, and trained
+        modules such as a head, are saved with their MAP values. A mixture divides the draws among
+        its members, the first ones getting the rest.
+
+        A prior precision that suits the linearised model is often far too small for drawn weights:
+        choose one for them by `method="gridsearch", pred_type="nn", link_approx="mc"`.
+
+        Parameters
+        ----------
+        n_samples : int
+        directory : str or Path
+            gets one folder for each draw, "sample_0" and so on, with a configuration and
+            safetensors that `PeftModel.from_pretrained` loads
+        generator : torch.Generator, optional
+        **kwargs
+            of `PeftModel.save_pretrained`, such as `save_embedding_layers`
+
+        Returns
+        -------
+        list of Path
+            the folders
+
+        Raises
+        ------
+        FileExistsError
+            If one of the folders exists; nothing is written then.
+        ValueError
+            If the model holds no `PeftModel`.
+        RuntimeError
+            If the model is not the fitted one any more.
+        """
+        return saving.sample_adapters([self], n_samples, directory, generator, **kwargs)
+
+    def distill(
+        self,
+        trainer: Any,
+        unlabelled: Any = "swapped",
+        adapter_name: str = "calibrated",
+        *,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> str:
+        """Train an ordinary adapter whose own probabilities are those of the posterior.
+
+        The student begins as a copy of the posterior's adapter, on the same base model. The trainer
+        trains it on the posterior's probabilities (link "mean_field") of the training texts and of
+        texts without labels, by the Kullback-Leibler divergence, for 30 % of the training's steps
+        and without dropout, which would blur what is smooth already. Where the adapter has a head
+        of its own, as classifiers do, the student's is divided by the best temperature and frozen:
+        a student that starts much more confident than its teacher loses accuracy. The result is an
+        ordinary LoRA adapter, to be merged, quantised and served without this library:
+        `model.set_adapter(name)`.
+
+        With `class_token_ids`, the answers' tokens share the probability that the trained model
+        gives them all together, so that greedy decoding still answers.
+
+        Parameters
+        ----------
+        trainer : transformers.Trainer
+            the one that has trained the model. It, the active adapter and all random states are the
+            same afterwards
+        unlabelled : {"swapped"}, Dataset or None
+            more texts to learn from: copies of the training texts in which 30 % of the tokens are
+            swapped for those of other training texts, or a data set for the trainer's collator
+        adapter_name : str, default="calibrated"
+            of the student in the model, and of its folder in the trainer's `output_dir`
+        generator : torch.Generator, optional
+            for swapped tokens; if omitted, every call swaps the same
+        progress_bar : bool, default=False
+
+        Returns
+        -------
+        str
+            `adapter_name`
+
+        Raises
+        ------
+        ValueError
+            If the posterior predicts no classes, the trainer has trained another model or can't
+            train again (see `check_trainer`), there is an adapter of that name, or there are no
+            texts.
+
+        References
+        ----------
+        Hinton, Vinyals & Dean, "Distilling the knowledge in a neural network", arXiv:1503.02531
+        (2015).
+        """
+        return students.distill(
+            self,
+            trainer,
+            unlabelled,
+            adapter_name,
+            generator=generator,
+            progress_bar=progress_bar,
+        )
+
+    @exclusive
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the posterior into a folder, such as that of the adapter.
+
+        `laplace_lora_ext.from_pretrained(model, folder)` reads it. It is one file,
+        "laplace_posterior.safetensors", whose metadata hold all that is no tensor.
+
+        Parameters
+        ----------
+        folder : str or Path
+            made if it does not exist
+
+        Raises
+        ------
+        TypeError
+            If `backend_kwargs` hold what is no tensor, number or text.
+        """
+        saving.write_state(self.state_dict(), folder)
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
-        """The host's state, with settings and a description of the model.
+        """Return the host's state, with settings and a description of the model.
 
         It holds tensors, numbers and text alone, in dictionaries and lists.
         """
-        state = ParametricLaplace.state_dict(self)  # refuses a posterior without a fit
-        assert self._fitted is not None
-        learnt = self.learnt_variance and dict(vars(self.learnt_variance))
-        own = {"H": self._packed(self.H_facs), "settings": self._settings()}
-        return state | own | {"model": self._fitted.state_dict(), "learnt_variance": learnt}
+        self._check_H_init()
+        assert isinstance(self._fit, Fit)
+        of_prior = {
+            "prior_mean": self.prior_mean,
+            "prior_precision": self.prior_precision,
+            "sigma_noise": self.sigma_noise,
+            "temperature": self.temperature,
+            "enable_backprop": self.enable_backprop,
+        }
+        of_class = {
+            "cls_name": type(self).__name__,
+            "likelihood": self.likelihood,
+            "settings": self._settings(),
+        }
+        return self._fit.state_dict(self.structure) | of_prior | of_class
 
     @exclusive
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -334,22 +917,35 @@ class LoRALaplace(LoRAGaussian):
             If its class, likelihood, model or settings are not these. The message names what
             differs, and nothing changes.
         """
-        own = {"cls_name": type(self).__name__, "likelihood": self.likelihood}
-        saving.check_state(state_dict, own | self._settings(), self.model, self.blocks)
-        curvature = self._decomposed(self._unpacked(state_dict["H"]), state_dict["n_data"])
-        place, learnt = (self._device, self._dtype), state_dict["learnt_variance"]
-        learnt = None if learnt is None else LearntVariance(**learnt).to(*place)
-        moved = {"mean": state_dict["mean"].to(*place), "loss": state_dict["loss"].to(self._device)}
-        ParametricLaplace.load_state_dict(self, state_dict | moved)
-        self.H_facs, self.H = curvature
-        self.learnt_variance, self._posterior_scale = learnt, None
-        self._fitted, self._places = ModelState.of(self.model, self.blocks), self._places_now()
+        settings = {"cls_name": type(self).__name__, "likelihood": self.likelihood}
+        settings |= self._settings()
+        saving.check_state(state_dict, settings, self.model, self.blocks)
+        loaded = Fit.from_state_dict(state_dict, self.structure)
+        restored = copy(self)  # the host sets one attribute after the other, and may refuse one
+        of_host = {"mean": loaded.mean, "H": loaded.curvature, "loss": loaded.loss}
+        ParametricLaplace.load_state_dict(restored, state_dict | of_host)
+        restored._take_over(loaded)
+        vars(self).update(vars(restored))
 
     def _settings(self) -> dict[str, Any]:
-        """Backend of the curvature, and its options."""
-        return {"backend": self._backend_cls.__name__, **self._backend_options}
+        """Name the backend of the curvature, and its options."""
+        backend = {"backend": self._backend_cls.__name__}
+        return backend | self._backend_options | self.structure.settings
 
     @property
     def _backend_options(self) -> dict[str, Any]:
         """The user's `backend_kwargs`, which know nothing of this model."""
-        return {k: v for k, v in self._backend_kwargs.items() if k != "recorder"}
+        return {name: v for name, v in self._backend_kwargs.items() if name != "recorder"}
+
+
+def _check_noise(value: float | torch.Tensor) -> None:
+    """Refuse a regression's noise that is not one positive number for all outputs."""
+    instead = "divide the targets of each output by its own noise, and train on these"
+    check_single("sigma_noise", value, instead)
+    check_positive("sigma_noise", value)
+
+
+def _set_by_host(la: LoRALaplace, name: str, value: float | torch.Tensor) -> None:
+    """Give a value to the host's own setter of a property that we override."""
+    of_host = getattr(super(LoRALaplace, type(la)), name)
+    of_host.fset(la, kept(value))

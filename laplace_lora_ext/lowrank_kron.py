@@ -8,13 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 from laplace.baselaplace import KronLaplace
-from laplace.curvature import CurvatureInterface
 from torch.utils.data import DataLoader
 
-from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
-from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
+from laplace_lora_ext.curvature.structure import LowRankKronStructure, Structure
 from laplace_lora_ext.lora_laplace import LoRALaplace
-from laplace_lora_ext.models.locks import exclusive, without_autocast
+from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.moments import Moments
@@ -46,51 +44,15 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     """
 
     _key = ("lora", "lowrank_kron")
-    _default_backend = LowRankKronGGN
+    _structure: ClassVar[type[Structure[Any, Any]]] = LowRankKronStructure
     # Classes for one likelihood, which share the host's key.
     _of_likelihood: ClassVar[dict[str, type[LowRankKronLoRALaplace]]] = {}
-    H_facs: Any
 
     def __new__(
         cls, model: Any = None, likelihood: str = "", *args: Any, **kwargs: Any
     ) -> LowRankKronLoRALaplace:
-        own = cls is LowRankKronLoRALaplace
-        return super().__new__(cls._of_likelihood.get(likelihood, cls) if own else cls)
-
-    def _check_backend(self, backend: type[CurvatureInterface]) -> None:
-        if not issubclass(backend, LowRankKronInterface):
-            raise ValueError(
-                f"{backend.__name__} has no low-rank factors: use LowRankKronGGN or "
-                'LowRankKronEF, or hessian_structure="kron".'
-            )
-
-    @property
-    def backend(self) -> LowRankKronInterface:
-        backend = super().backend
-        assert isinstance(backend, LowRankKronInterface)
-        return backend
-
-    def _init_H(self) -> None:  # noqa: N802
-        super()._init_H()
-        self.backend  # noqa: B018 - refuses wrong `backend_kwargs` now rather than in `fit`
-
-    def _zeros(self) -> LowRankKron:
-        return self.backend.zeros()
-
-    def _add_batch(
-        self, H: LowRankKron, X: Any, y: torch.Tensor
-    ) -> tuple[torch.Tensor, LowRankKron]:
-        return self.backend.accumulate(H, X, y), H
-
-    def _packed(self, H: LowRankKron) -> list[dict[str, Any]]:
-        return H.state_dict()
-
-    def _unpacked(self, state: list[dict[str, Any]]) -> LowRankKron:
-        return LowRankKron.from_state_dict(state, [block.place for block in self.blocks])
-
-    @without_autocast
-    def _decomposed(self, H: LowRankKron, n_data: int) -> tuple[LowRankKron, LowRankKronDecomposed]:
-        return H, H.decompose(self._device)
+        is_general = cls is LowRankKronLoRALaplace
+        return super().__new__(cls._of_likelihood.get(likelihood, cls) if is_general else cls)
 
     def moments(
         self, X: Any, joint: bool, directions: Directions = every_output
@@ -101,20 +63,22 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         def add(index: int, jacobian: torch.Tensor) -> None:
             if joint:
                 jacobian = jacobian.flatten(0, 1)
-            covariance = precision.blocks[index].inv_square_form(jacobian, precision.deltas[index])
-            covariances.append(covariance)
+            block, delta = precision.blocks[index], precision.deltas[index]
+            covariances.append(block.inv_square_form(jacobian, delta))
 
-        def moments(part: Any, _: slice) -> Moments:
+        def moments_of(part: Any, _: slice) -> Moments:
             covariances.clear()
             f_mu = self.recorder.visit_jacobians(part, add, directions, self.enable_backprop)
             of_blocks = [covariance.to(f_mu.device) for covariance in covariances]
             return Moments(f_mu, torch.stack(of_blocks).sum(0))
 
-        if joint:
-            return moments(X, slice(None))
+        if joint:  # examples vary together: they can't come in parts
+            return moments_of(X, slice(None))
         n_directions = len(directions(torch.zeros(1, self.n_outputs)))
-        f_mu, f_var = zip(*self.recorder.in_parts(X, n_directions, moments), strict=True)
-        return torch.cat(f_mu), torch.cat(f_var)
+        parts = self.recorder.in_parts(X, n_directions, moments_of)
+        f_mu = torch.cat([part.f_mu for part in parts])
+        f_var = torch.cat([part.f_var for part in parts])
+        return f_mu, f_var
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
@@ -161,32 +125,40 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
         columns = over_loader(loader, of_batch, "[Predictive statistics]", progress_bar)
         f_mu, projections, inner_products, *targets = (column.to(device) for column in columns)
-        fit = self.H.spectrum, self._H_factor.detach()
-        return PredictiveStatistics(f_mu, projections, inner_products, *fit, *targets)
+        return PredictiveStatistics(
+            f_mu,
+            projections,
+            inner_products,
+            self.H.spectrum,
+            self._H_factor.detach(),
+            *targets,  # none, if the data have no labels
+        )
 
     @exclusive
     def summary(self) -> str:
-        """A table of the LoRA weights and their priors: `print(la.summary())`.
+        """Make a table of the LoRA weights and their priors: `print(la.summary())`.
 
         The last column says how many of a weight's parameters the data determine rather than the
         prior: the sum of e / (e + λ) over the eigenvalues e of its curvature, with the prior
         precision λ (MacKay, "Bayesian interpolation", Neural Computation 4, 1992).
         """
         self._check_H_init()
-        spectrum, priors = self.H.spectrum, self.prior_precision.double().expand(len(self.blocks))
+        spectrum = self.H.spectrum
+        priors = self.prior_precision.double().expand(len(self.blocks))
+        leading, remaining = spectrum.shifted(self._H_factor, priors)  # e + λ
+        of_leading = 1 - priors[spectrum.leading_block] / leading
+        of_remaining = 1 - priors[spectrum.remaining_block] / remaining
         determined = torch.zeros_like(priors)
-        for values, block, number in zip(
-            spectrum.shifted(self._H_factor, priors),
-            (spectrum.leading_block, spectrum.remaining_block),
-            (1, spectrum.multiplicity),
-            strict=True,
-        ):
-            determined = determined.index_add(0, block, number * (1 - priors[block] / values))
+        determined = determined.index_add(0, spectrum.leading_block, of_leading)
+        determined = determined.index_add(
+            0, spectrum.remaining_block, spectrum.multiplicity * of_remaining
+        )
         names = [block.name.removeprefix("base_model.model.") for block in self.blocks]
-        width = max(map(len, names))
+        width = max(len(name) for name in names)
         rows = [f"{'LoRA weight':{width}}  parameters  prior precision  determined"]
-        for name, *numbers in zip(names, self._sizes, priors, determined, strict=True):
-            rows.append("{:{}}  {:10,}  {:15.4g}  {:10.1f}".format(name, width, *numbers))
+        for row in zip(names, self._sizes, priors, determined, strict=True):
+            name, size, prior, number = row
+            rows.append(f"{name:{width}}  {size:10,}  {prior:15.4g}  {number:10.1f}")
         return "\n".join(rows)
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics:
@@ -197,6 +169,3 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             raise ValueError("The statistics belong to another fit: compute them again.")
         # `sigma_noise` and `temperature` may have changed since; the posterior may have moved.
         return replace(loader, scale=self._H_factor.detach().to(loader.scale))
-
-    def _settings(self) -> dict[str, Any]:
-        return super()._settings() | self.backend.settings

@@ -81,8 +81,7 @@ class LaplaceMixture:
         self.members, facts, bases = [copy(member) for member in members], [], []
         for member in self.members:
             member.check_model()
-            assert member._fitted is not None
-            bases.append(member._fitted.base_weights())
+            bases.append(member.model_state.base_weights())
             answers = tuple(member.model.class_token_ids or ())
             facts.append((member.likelihood, member.n_outputs, answers))
         if len(set(facts)) > 1:
@@ -212,7 +211,18 @@ class LaplaceMixture:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.members)})"
 
-    sample_adapters = saving.sample_adapters
+    def sample_adapters(
+        self,
+        n_samples: int,
+        directory: str | Path,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> list[Path]:
+        """Write draws as LoRA adapters, divided among the members, the first ones getting the rest.
+
+        Parameters and errors are those of `LoRALaplace.sample_adapters`.
+        """
+        return saving.sample_adapters(self.members, n_samples, directory, generator, **kwargs)
 
     @exclusive
     def save_pretrained(self, folder: str | Path) -> None:

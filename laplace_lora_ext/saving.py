@@ -16,6 +16,7 @@ from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.same_model import ModelState, first_changed
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.predictive.distributions import drawn_weights
@@ -27,30 +28,15 @@ _SEAL = f'"{CHECKSUM}":"'.encode()
 _VERSION = "4"
 
 
-@exclusive
-def save_pretrained(la: Any, folder: str | Path) -> None:
-    """Write the posterior into a folder, such as that of the adapter.
-
-    `laplace_lora_ext.from_pretrained(model, folder)` reads it. It is one file,
-    "laplace_posterior.safetensors", whose metadata hold all that is no tensor.
-
-    Parameters
-    ----------
-    folder : str or Path
-        made if it does not exist
-
-    Raises
-    ------
-    TypeError
-        If `backend_kwargs` hold what is no tensor, number or text.
-    """
+def write_state(state: Mapping[str, Any], folder: str | Path) -> None:
+    """Write the state of a posterior into a folder, which is made if it does not exist."""
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
-    state = json.dumps(_plain(la.state_dict(), tensors))
+    content = json.dumps(_plain(state, tensors))
     copies = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.values()
     }
-    metadata = {"laplace_lora_ext": _VERSION, "state": state, CHECKSUM: UNKNOWN}
+    metadata = {"laplace_lora_ext": _VERSION, "state": content, CHECKSUM: UNKNOWN}
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_sealed(Path(folder, FILE), safetensors.torch.save(copies, metadata))
 
@@ -172,55 +158,28 @@ def check_state(
 
 @exclusive
 def sample_adapters(
-    la: Any,
+    members: Sequence[Posterior],
     n_samples: int,
     directory: str | Path,
     generator: torch.Generator | None = None,
     **kwargs: Any,
 ) -> list[Path]:
-    """Write draws from the posterior as LoRA adapters, for instance for a multi-adapter server.
+    """Write draws as LoRA adapters, divided among posteriors, the first ones getting the rest.
 
-    The mean of their softmax probabilities is the prediction of `pred_type="nn"` with as many
-    samples and a generator in the same state. LoRA weights outside the posterior, and trained
-    modules such as a head, are saved with their MAP values. A mixture divides the draws among its
-    members, the first ones getting the rest.
-
-    A prior precision that suits the linearised model is often far too small for drawn weights:
-    choose one for them by `method="gridsearch", pred_type="nn", link_approx="mc"`.
-
-    Parameters
-    ----------
-    n_samples : int
-    directory : str or Path
-        gets one folder for each draw, "sample_0" and so on, with a configuration and safetensors
-        that `PeftModel.from_pretrained` loads
-    generator : torch.Generator, optional
-    **kwargs
-        of `PeftModel.save_pretrained`, such as `save_embedding_layers`
-
-    Returns
-    -------
-    list of Path
-        the folders
-
-    Raises
-    ------
-    FileExistsError
-        If one of the folders exists; nothing is written then.
-    ValueError
-        If the model holds no `PeftModel`.
-    RuntimeError
-        If the model is not the fitted one any more.
+    Parameters and errors are those of `LoRALaplace.sample_adapters`.
     """
     check_counts(n_samples=n_samples)
-    members = getattr(la, "members", [la])
     folders = new_folders(directory, n_samples)
     drawn_from = sorted(index % len(members) for index in range(n_samples))
-    written = []
-    for member, folder in zip([members[index] for index in drawn_from], folders, strict=True):
+    written: list[Path] = []
+    for index, folder in zip(drawn_from, folders, strict=True):
+        member = members[index]
         member.check_model()
-        drawn = zip(member.blocks, drawn_weights(member, generator), strict=True)
-        weights = {id(block.weight): values for block, values in drawn}
-        model, adapter = find_peft_model(member.model), member.blocks[0].adapter
-        written.append(write_adapter(model, adapter, weights, folder, **kwargs))
+        drawn = drawn_weights(member, generator)
+        values = {
+            id(block.weight): value for block, value in zip(member.blocks, drawn, strict=True)
+        }
+        model = find_peft_model(member.model)
+        adapter = member.blocks[0].adapter
+        written.append(write_adapter(model, adapter, values, folder, **kwargs))
     return written

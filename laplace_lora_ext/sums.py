@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import tqdm
 
+from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.same_model import hashes
@@ -26,7 +25,7 @@ _GUESS = 0.99  # a loss from this share of the labels' entropy on is chance
 
 @dataclass(frozen=True)
 class Seen:
-    """What is seen of labels and answers beside the sums, to warn of once all are summed."""
+    """Counts labels and answers beside the sums, to warn of them once all are summed."""
 
     answered: float = 0.0  # probability of all answers together, summed over texts
     n_texts: int = 0  # that have answers
@@ -35,17 +34,23 @@ class Seen:
 
     @classmethod
     def of(cls, y: torch.Tensor, answered: Sequence[torch.Tensor]) -> Seen:
-        """Of the labels of a batch, and of what `LogitsModel.weighing_answers` gave."""
-        probability = sum(of_pass.sum().item() for of_pass in answered)
-        all_binary = bool(((y == 0) | (y == 1)).all())
-        labels = Counter[int]() if y.ndim > 1 or y.is_floating_point() else Counter(y.tolist())
-        return cls(probability, sum(map(len, answered)), all_binary, labels)
+        """Look at the labels of a batch, and at what `LogitsModel.weighing_answers` gave."""
+        are_classes = y.ndim == 1 and not y.is_floating_point()
+        return cls(
+            answered=sum(of_pass.sum().item() for of_pass in answered),
+            n_texts=sum(len(of_pass) for of_pass in answered),
+            all_binary=bool(((y == 0) | (y == 1)).all()),
+            labels=Counter(y.tolist()) if are_classes else Counter(),
+        )
 
     def __add__(self, other: Seen) -> Seen:
-        """What is seen of the texts of both."""
-        answered, n_texts = self.answered + other.answered, self.n_texts + other.n_texts
-        all_binary = self.all_binary and other.all_binary
-        return Seen(answered, n_texts, all_binary, self.labels + other.labels)
+        """Join what is seen of two sets of texts."""
+        return Seen(
+            answered=self.answered + other.answered,
+            n_texts=self.n_texts + other.n_texts,
+            all_binary=self.all_binary and other.all_binary,
+            labels=self.labels + other.labels,
+        )
 
     def warn(self, likelihood: str, loss: float) -> None:
         """Warn of answers that the model hardly gives, of chance, and of classes as numbers.
@@ -77,7 +82,7 @@ class Seen:
             )
 
     def _loss_of_chance(self, likelihood: str) -> float:
-        """Entropy of the labels; of pairs, whose order means nothing, that of a coin."""
+        """Compute the entropy of the labels; of pairs, whose order means nothing, a coin's."""
         if likelihood == "reward_modeling":
             return math.log(2)
         if likelihood != "classification":
@@ -86,79 +91,125 @@ class Seen:
         return torch.special.entr(counts / counts.sum()).sum().item()
 
 
-class Sums(NamedTuple):
-    """The sums over a data set."""
+@dataclass(frozen=True)
+class Sums:
+    """Sums over data: of one process, or of all."""
 
-    H: Any  # the curvature, as the posterior sums it
+    curvature: Any  # as the structure sums it
     loss: torch.Tensor  # (), float64
-    n_data: int
+    n_data: int = 0
+    n_outputs: int = 0
     called: frozenset[int] = frozenset()  # indices of the blocks whose layers any batch called
-    seen: Seen = Seen()
+    seen: Seen = field(default_factory=Seen)
 
 
-def sums_of(la: Any, loader: Iterable[Any], progress_bar: bool, before: Sums | None = None) -> Sums:
+def sums_over(
+    loader: Iterable[Any],
+    structure: Structure[Any, Any],
+    *,
+    likelihood: str,
+    settings: Mapping[str, Any],
+    before: Any | None,
+    n_before: int,
+    progress_bar: bool,
+) -> Sums:
     """Sum the batches of a loader, and of all ranks' loaders, counting each example once.
 
-    `la` is a `LoRALaplace`, whose structure says what is summed. The sums go on from those that
-    were `before`, which stay as they are: a fit in parts sums as one fit does. A `ValueError` if
-    there are no data, ranks differ in weights or settings, or two have the same data.
+    The curvature goes on from the sums `before`, of `n_before` examples, which stay as they are: a
+    fit in parts sums as one fit does. Loss and `n_data` are of the loader alone. A `ValueError` if
+    there are no data, ranks differ in weights or `settings`, or two have the same data.
     """
     share = Share(loader)
-    zero = torch.zeros((), device=la.model.device, dtype=torch.float64)
-    H = la._zeros()
+    start = structure.zeros()
     if before is not None and rank() == 0:  # the other ranks' sums are added to these
-        H = H + before.H
-    sums, n_before = Sums(H, zero, 0), 0 if before is None else before.n_data
-    hidden = not progress_bar or rank() > 0
-    options = {"unit": " examples", "total": share.size, "disable": hidden}
-    with tqdm.tqdm(desc="[Computing Hessian]", **options) as bar:
-        for name, batch in named_batches(share.loader):
-            with naming(name):
-                la._draw_after(n_before + sums.n_data)
-                X, y = la.model.split(batch)
-                n_new = len(share.places(len(y)))
-                if n_new:
-                    called = set(sums.called)
-                    with noting_calls(la.blocks, called), la.model.weighing_answers() as answered:
-                        loss, H = la._add_batch(sums.H, X, y)
-                    loss, n_data = sums.loss + loss.to(sums.loss), sums.n_data + len(y)
-                    seen = sums.seen + Seen.of(y, answered)
-                    sums = Sums(H, loss, n_data, frozenset(called), seen)
-                else:  # a pass that other ranks wait for
-                    la._add_batch(la._zeros(), X, y)
-            bar.update(n_new)
-    if share.size not in (None, sums.n_data):
+        start = structure.merge(start, before)
+    own = _own_sums(share, structure, start, n_before, progress_bar)
+    if share.size not in (None, own.n_data):
         warn(
-            f"The loader gave {sums.n_data} examples, but its data set has {share.size}: is "
+            f"The loader gave {own.n_data} examples, but its data set has {share.size}: is "
             "drop_last set, or does a sampler repeat some or leave some out?"
         )
-    reports = gathered(_Report(la, sums))
-    n_data = sum(report.n_data for report in reports)
-    if not n_data:
+    reports = gathered(_Report.of(own, structure, settings))
+    if not any(report.n_data for report in reports):
         raise ValueError("The training loader has no data. (A generator can be read once.)")
     _check_alike(reports)
-    loss = torch.tensor([report.loss for report in reports], dtype=torch.float64).sum().to(zero)
-    reduce(add, (report.seen for report in reports)).warn(la.likelihood, loss.item() / n_data)
-    la.model.output_size = max(report.n_outputs for report in reports)
-    H = sums.H
-    if count() > 1:
-        H = reduce(add, map(la._unpacked, gathered(la._packed(H))))
-    if before is not None:
-        loss, n_data = loss + before.loss, n_data + before.n_data
-    return Sums(H, loss, n_data, frozenset[int]().union(*(r.called for r in reports)))
+    joined = _joined(own, reports, structure)
+    joined.seen.warn(likelihood, joined.loss.item() / joined.n_data)
+    return joined
 
 
+def _own_sums(
+    share: Share,
+    structure: Structure[Any, Any],
+    start: Any,
+    n_before: int,
+    progress_bar: bool,
+) -> Sums:
+    """Sum the batches of this rank's share, from `start` on."""
+    model = structure.model
+    sums = Sums(start, torch.zeros((), device=model.device, dtype=torch.float64))
+    progress = tqdm.tqdm(
+        desc="[Computing Hessian]",
+        unit=" examples",
+        total=share.size,
+        disable=not progress_bar or rank() > 0,
+    )
+    with progress as bar:
+        for name, batch in named_batches(share.loader):
+            with naming(name):
+                X, y = model.split(batch)
+                n_new = len(share.places(len(y)))
+                if n_new:
+                    sums = _with_batch(sums, structure, X, y, n_before)
+                else:  # a pass that other ranks wait for
+                    structure.add(structure.zeros(), X, y, n_before + sums.n_data)
+            bar.update(n_new)
+    return sums
+
+
+def _with_batch(
+    sums: Sums, structure: Structure[Any, Any], X: Any, y: torch.Tensor, n_before: int
+) -> Sums:
+    """Add a batch to sums, which are of no use afterwards."""
+    model = structure.model
+    called = set(sums.called)
+    with noting_calls(structure.blocks, called), model.weighing_answers() as answered:
+        loss, curvature = structure.add(sums.curvature, X, y, n_before + sums.n_data)
+    return Sums(
+        curvature=curvature,
+        loss=sums.loss + loss.to(sums.loss),
+        n_data=sums.n_data + len(y),
+        n_outputs=model.output_size,
+        called=frozenset(called),
+        seen=sums.seen + Seen.of(y, answered),
+    )
+
+
+@dataclass(frozen=True)
 class _Report:
-    """What a rank tells the others about its sums."""
+    """Tells the other ranks of this one's sums, all but the curvature."""
 
-    def __init__(self, la: Any, sums: Sums) -> None:
-        settings = type(la).__name__, la.likelihood, la.blocks[0].statistics_dtype, la._settings()
-        self.identity = {"settings": repr(settings)}
+    identity: dict[str, str]  # what all ranks must have alike
+    loss: float
+    n_data: int
+    n_outputs: int
+    called: frozenset[int]
+    seen: Seen
+
+    @classmethod
+    def of(cls, sums: Sums, structure: Structure[Any, Any], settings: Mapping[str, Any]) -> _Report:
+        _, dtype = structure.places[0]
+        identity = {"settings": repr((dtype, dict(settings)))}
         if count() > 1:
-            self.identity |= hashes(la.model, la.blocks)
-        self.n_data, self.loss = sums.n_data, sums.loss.item()
-        self.n_outputs, self.called = la.model.output_size, sums.called
-        self.seen = sums.seen
+            identity |= hashes(structure.model, structure.blocks)
+        return cls(
+            identity=identity,
+            loss=sums.loss.item(),
+            n_data=sums.n_data,
+            n_outputs=sums.n_outputs,
+            called=sums.called,
+            seen=sums.seen,
+        )
 
 
 def _check_alike(reports: Sequence[_Report]) -> None:
@@ -172,3 +223,28 @@ def _check_alike(reports: Sequence[_Report]) -> None:
                 "adapter and pass the same settings on every rank."
             )
     refuse_copies([(report.n_data, report.loss) for report in reports])
+
+
+def _joined(own: Sums, reports: Sequence[_Report], structure: Structure[Any, Any]) -> Sums:
+    """Join the sums of all ranks, which have told each other of theirs."""
+    curvature = own.curvature
+    if count() > 1:
+        first, *others = gathered(structure.pack(own.curvature))
+        curvature = structure.unpack(first)
+        for packed in others:
+            curvature = structure.merge(curvature, structure.unpack(packed))
+    losses = torch.tensor([report.loss for report in reports], dtype=torch.float64)
+    called: set[int] = set()
+    seen = Seen()
+    for report in reports:
+        called |= report.called
+        seen += report.seen
+    return Sums(
+        curvature=curvature,
+        loss=losses.sum().to(own.loss),
+        n_data=sum(report.n_data for report in reports),
+        # A rank without data has made no pass that would tell.
+        n_outputs=max(report.n_outputs for report in reports),
+        called=frozenset(called),
+        seen=seen,
+    )

@@ -1,6 +1,7 @@
 """A fit is taken over whole or not at all."""
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import pytest
@@ -118,3 +119,32 @@ def test_a_fit_in_parts_is_one_fit(structure, saved, tmp_path):
         at_once.log_marginal_likelihood(),
     )
     assert torch.equal(in_parts(texts[0]), at_once(texts[0]))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_state_is_restored_whole_or_not_at_all(structure):
+    """The host sets one attribute after the other, and here refuses one of the last."""
+    model, (X, _) = plain_model(), pairs()[0]
+    la = make(model, structure)
+    la.fit(pairs(2))
+    state = la.state_dict()
+    la.fit(pairs(3))
+    facts, before = facts_of(la, X), dict(vars(la))
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        la.load_state_dict(state | {"temperature": -1.0})
+    assert all(vars(la)[name] is value for name, value in before.items())
+    assert all(torch.equal(*pair) for pair in zip(facts_of(la, X), facts, strict=True))
+    la.load_state_dict(state)
+    assert la.n_data == 8
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_copy_keeps_the_fit_that_it_was_copied_with(structure):
+    model, (X, _) = plain_model(), pairs()[0]
+    la = make(model, structure)
+    la.fit(pairs(2))
+    other = copy(la)
+    facts = facts_of(other, X)
+    la.fit(pairs(3)[2:], override=False)
+    assert (la.n_data, other.n_data) == (12, 8)
+    assert all(torch.equal(*pair) for pair in zip(facts_of(other, X), facts, strict=True))

@@ -241,32 +241,7 @@ def amortize(
 ) -> LearntVariance:
     """Learn the variances of the logits, so that predictions take one forward pass.
 
-    A ridge regression finds the logarithms of the variances, at the present prior precision, in
-    what the output layer reads and in the log-probabilities (outputs, where they are numbers). No
-    label goes in. With `pred_type="amortized"`, `la(batch)`, `la.predict(...)` and
-    `la.predict_proba(...)` then use these variances, with every link. They are saved with the
-    posterior, and refused when its fit or its prior precision changes.
-
-    Parameters
-    ----------
-    loader : DataLoader or iterable
-        training data, with or without labels; read twice
-    unlabelled : "swapped", DataLoader, iterable or None, default="swapped"
-        more examples, such as predictions will meet. "swapped" adds a copy of each text in which 30
-        % of the tokens are those of other texts; to images and sounds it adds nothing
-    progress_bar : bool, default=False
-    generator : torch.Generator, optional
-        of the CPU, for swapped tokens; by default the same in every call
-
-    Returns
-    -------
-    LearntVariance
-        with `r_squared` and `mean_error`, which say how good it is; also in `la.learnt_variance`
-
-    Raises
-    ------
-    ValueError
-        If there are fewer than three examples, or the likelihood is "reward_modeling".
+    Parameters, result and errors are those of `LoRALaplace.amortize`.
     """
     if la.predicted_likelihood is not la.trained_likelihood:
         raise ValueError(f"amortize is for classification and regression, not {la.likelihood}.")

@@ -85,36 +85,7 @@ def predict(
 ) -> Prediction:
     """Predict class probabilities, and what else a decision needs, of a batch or a data set.
 
-    Parameters
-    ----------
-    x : Mapping, torch.Tensor, Moments, DataLoader, iterable of batches, or data set
-        a batch as for a call; a loader of batches with or without labels; or a data set, such as
-        one of `datasets`, which is read with its longest texts first. Examples come back in their
-        own order. In a `torch.distributed` process group all ranks share a data set, or a loader
-        that shows each rank's part, and must all call this; each gets all predictions
-    link_approx : {"mean_field", "probit", "mc"}, default="mean_field"
-        link for the probabilities
-    n_samples : int, default=1000
-        draws of the logits, for entropies and variances
-    generator : torch.Generator, optional
-        all batches of a data set get the same draws from it
-    pred_type : {"glm", "amortized"}
-        by the linearised model, in a forward pass and C - 1 backward passes ("probit": C); or in
-        one forward pass, with the variances that `la.amortize` has learnt
-    collate_fn, batch_size
-        for a data set: what makes a batch of its rows, and how many
-    progress_bar : bool, default=False
-        over batches
-
-    Returns
-    -------
-    Prediction
-
-    Raises
-    ------
-    ValueError
-        For a likelihood without classes, another link, data without examples, or "amortized" if
-        nothing was learnt for this fit and prior. An error of a loader's batch names it.
+    Parameters, result and errors are those of `LoRALaplace.predict`.
     """
     if la.predicted_likelihood.is_gaussian:
         raise ValueError(f"{la.likelihood} predicts numbers: use la(x) for mean and covariance.")
@@ -177,7 +148,7 @@ def predict_proba(
 ) -> np.ndarray:
     """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
 
-    Parameters and errors are those of `predict`; nothing is drawn but for the link "mc".
+    Parameters and errors are those of `LoRALaplace.predict_proba`.
     """
     # Draws serve entropies too, which nobody asks for here: without "mc", one is enough.
     n_samples = 1000 if link_approx == "mc" else 1

@@ -56,45 +56,7 @@ def distill(
 ) -> str:
     """Train an ordinary adapter whose own probabilities are those of the posterior.
 
-    The student begins as a copy of the posterior's adapter, on the same base model. The trainer
-    trains it on the posterior's probabilities (link "mean_field") of the training texts and of
-    texts without labels, by the Kullback-Leibler divergence, for 30 % of the training's steps and
-    without dropout, which would blur what is smooth already. Where the adapter has a head of its
-    own, as classifiers do, the student's is divided by the best temperature and frozen: a student
-    that starts much more confident than its teacher loses accuracy. The result is an ordinary LoRA
-    adapter, to be merged, quantised and served without this library: `model.set_adapter(name)`.
-
-    With `class_token_ids`, the answers' tokens share the probability that the trained model gives
-    them all together, so that greedy decoding still answers.
-
-    Parameters
-    ----------
-    trainer : transformers.Trainer
-        the one that has trained the model. It, the active adapter and all random states are the
-        same afterwards
-    unlabelled : {"swapped"}, Dataset or None
-        more texts to learn from: copies of the training texts in which 30 % of the tokens are
-        swapped for those of other training texts, or a data set for the trainer's collator
-    adapter_name : str, default="calibrated"
-        of the student in the model, and of its folder in the trainer's `output_dir`
-    generator : torch.Generator, optional
-        for swapped tokens; if omitted, every call swaps the same
-    progress_bar : bool, default=False
-
-    Returns
-    -------
-    str
-        `adapter_name`
-
-    Raises
-    ------
-    ValueError
-        If the posterior predicts no classes, the trainer has trained another model or can't train
-        again (see `check_trainer`), there is an adapter of that name, or there are no texts.
-
-    References
-    ----------
-    Hinton, Vinyals & Dean, "Distilling the knowledge in a neural network", arXiv:1503.02531 (2015).
+    Parameters, result and errors are those of `LoRALaplace.distill`.
     """
     check_trainer(trainer)
     peft_model = find_peft_model(la.model)

@@ -1,0 +1,310 @@
+"""The structures of a curvature: how each starts, takes a batch, decomposes, and is packed.
+
+A structure's *sums* are what batches add to, and what files hold. Its *curvature* is made of them
+once all data are summed, and takes a prior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from laplace.curvature import CurvatureInterface
+from laplace.curvature.curvlinops import CurvlinopsGGN
+from laplace.utils.matrix import Kron, KronDecomposed
+
+from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
+from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
+from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.weights import Block, check_in_place
+from laplace_lora_ext.passes.checks import inspected
+from laplace_lora_ext.passes.recorder import Recorder
+
+SumsT = TypeVar("SumsT")
+CurvatureT = TypeVar("CurvatureT")
+
+Place = tuple[torch.device, torch.dtype]
+"""A device, and the precision of the numbers there."""
+
+
+def places_of(model: LogitsModel, blocks: Sequence[Block]) -> list[Place]:
+    """Say where a model's weights are now: first what is over all blocks, then each block."""
+    of_all = model.device, blocks[0].statistics_dtype
+    return [of_all, *(block.place for block in blocks)]
+
+
+@dataclass(frozen=True)
+class Structure(Generic[SumsT, CurvatureT]):
+    """A structure over the LoRA weights of one model, with the backend that computes it.
+
+    Attributes
+    ----------
+    recorder : Recorder
+        of the model and its blocks
+    likelihood : Likelihood
+        of the training data
+    backend : CurvatureInterface
+    fisher_kwargs : Mapping
+        for the host's ASDL backends, at every batch
+    """
+
+    default_backend: ClassVar[type[CurvatureInterface]]
+
+    recorder: Recorder
+    likelihood: Likelihood
+    backend: CurvatureInterface
+    fisher_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def check_backend(cls, backend: type[CurvatureInterface]) -> None:
+        """Refuse a backend that lacks what the structure needs."""
+
+    @property
+    def model(self) -> LogitsModel:
+        return self.recorder.model
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self.recorder.blocks
+
+    @property
+    def places(self) -> list[Place]:
+        """Say where the weights are now, as `places_of` does."""
+        return places_of(self.model, self.blocks)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Say what the curvature depends on besides model, data and the user's settings."""
+        return {}
+
+    def zeros(self) -> SumsT:
+        """Make the sums of no data."""
+        raise NotImplementedError
+
+    def add(
+        self, sums: SumsT, x: Any, y: torch.Tensor, n_before: int
+    ) -> tuple[torch.Tensor, SumsT]:
+        """Add a batch: return its loss, and the sums with it, which may be the given ones, changed.
+
+        Labels that don't fit and numbers that are not finite are refused. Labels that are drawn
+        depend on how many examples, `n_before`, came before.
+        """
+        if isinstance(self.backend, LowRankKronInterface):
+            self.backend.n_before = n_before
+        return self._add(sums, x, y)
+
+    def _add(self, sums: SumsT, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, SumsT]:
+        raise NotImplementedError
+
+    def merge(self, first: SumsT, second: SumsT) -> SumsT:
+        """Add sums of two data sets; neither is changed."""
+        total: Any = first
+        return total + second
+
+    def decompose(self, sums: SumsT, n_data: int) -> CurvatureT:
+        """Make the curvature of sums over `n_data` examples."""
+        raise NotImplementedError
+
+    def pack(self, sums: SumsT) -> Any:
+        """Turn sums into nested lists and dictionaries of tensors and numbers."""
+        raise NotImplementedError
+
+    def unpack(self, packed: Any) -> SumsT:
+        """Turn what `pack` returned into sums, where the weights are now."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
+    """Kronecker factors, the large ones of which are low-rank."""
+
+    default_backend: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
+
+    @classmethod
+    def check_backend(cls, backend: type[CurvatureInterface]) -> None:
+        if not issubclass(backend, LowRankKronInterface):
+            raise ValueError(
+                f"{backend.__name__} has no low-rank factors: use LowRankKronGGN or "
+                'LowRankKronEF, or hessian_structure="kron".'
+            )
+
+    @property
+    def low_rank_backend(self) -> LowRankKronInterface:
+        """The backend, which `check_backend` has let through."""
+        assert isinstance(self.backend, LowRankKronInterface)
+        return self.backend
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.low_rank_backend.settings
+
+    def zeros(self) -> LowRankKron:
+        return self.low_rank_backend.zeros()
+
+    def _add(self, sums: LowRankKron, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, LowRankKron]:
+        loss = self.low_rank_backend.accumulate(sums, x, y)
+        return loss, sums
+
+    def decompose(self, sums: LowRankKron, n_data: int) -> LowRankKronDecomposed:
+        with torch.autocast(self.model.device.type, enabled=False):
+            return sums.decompose(self.model.device)
+
+    def pack(self, sums: LowRankKron) -> list[dict[str, Any]]:
+        return sums.state_dict()
+
+    def unpack(self, packed: list[dict[str, Any]]) -> LowRankKron:
+        return LowRankKron.from_state_dict(packed, [block.place for block in self.blocks])
+
+
+@dataclass(frozen=True)
+class HostStructure(Structure[SumsT, CurvatureT]):
+    """A structure of the host, whose backends know no layouts and check nothing."""
+
+    @property
+    def _batch_kwargs(self) -> dict[str, Any]:
+        # The host averages input factors over N examples: with 1 they are sums.
+        return {"N": 1, **self.fisher_kwargs}
+
+    def _of_batch(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, SumsT]:
+        """Ask the backend for the loss and the curvature of a batch."""
+        raise NotImplementedError
+
+    def _diagonal(self, sums: SumsT) -> torch.Tensor:
+        """Take the diagonal of sums, `(parameters,)`."""
+        raise NotImplementedError
+
+    def _add(self, sums: SumsT, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, SumsT]:
+        _, dtype = self.places[0]
+        targets = self.likelihood.as_targets(y.clone(), dtype)
+        check = partial(self.likelihood.check_targets, y)
+        weights = [block.weight for block in self.blocks]
+        with (
+            self.model.prepared(weights),
+            torch.enable_grad(),
+            inspected(self.recorder, x, check),
+        ):
+            loss, of_batch = self._of_batch(x, targets)
+        sizes = [weight.numel() for weight in weights]
+        parts = self._diagonal(of_batch).split(sizes)
+        for block, part in zip(self.blocks, parts, strict=True):
+            if not torch.isfinite(part).all():
+                raise ValueError(f"LoRA layer {block.name}: non-finite curvature")
+        return loss, self.merge(sums, of_batch)
+
+
+@dataclass(frozen=True)
+class KronStructure(HostStructure[Kron, KronDecomposed]):
+    """The host's Kronecker factors, all dense.
+
+    Attributes
+    ----------
+    damping : bool
+        the host's own
+    """
+
+    default_backend: ClassVar[type[CurvatureInterface]] = CurvlinopsGGN
+
+    damping: bool = False
+
+    @classmethod
+    def check_backend(cls, backend: type[CurvatureInterface]) -> None:
+        if issubclass(backend, LowRankKronInterface):
+            raise ValueError(
+                f'{backend.__name__} keeps low-rank factors: use hessian_structure="lowrank_kron".'
+            )
+
+    def zeros(self) -> Kron:
+        check_in_place(self.blocks, 'hessian_structure="kron"')
+        device, dtype = self.places[0]
+        weights: list[Any] = [block.weight for block in self.blocks]
+        return Kron.init_from_model(weights, device, dtype)
+
+    def _of_batch(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, Kron]:
+        return self.backend.kron(x, y, **self._batch_kwargs)
+
+    def _diagonal(self, sums: Kron) -> torch.Tensor:
+        return sums.diag()
+
+    def decompose(self, sums: Kron, n_data: int) -> KronDecomposed:
+        kfacs: list[Any] = []
+        for factors in sums.kfacs:
+            if len(factors) == 2:  # the host sums output factors, and averages input factors
+                kfacs.append([factors[0], factors[1] / n_data])
+            else:
+                kfacs.append(factors)
+        with torch.autocast(self.model.device.type, enabled=False):
+            return Kron(kfacs).decompose(damping=self.damping)
+
+    def pack(self, sums: Kron) -> Any:
+        return sums.kfacs
+
+    def unpack(self, packed: Any) -> Kron:
+        device, _ = self.places[0]
+        kfacs: list[Any] = []
+        for factors, block in zip(packed, self.blocks, strict=True):
+            kfacs.append([factor.to(device, block.statistics_dtype) for factor in factors])
+        return Kron(kfacs)
+
+
+@dataclass(frozen=True)
+class DenseStructure(HostStructure[torch.Tensor, torch.Tensor]):
+    """A structure whose sums are one tensor, which is the curvature, too."""
+
+    # The host's own default needs forward-mode derivatives, which fused attention lacks.
+    default_backend: ClassVar[type[CurvatureInterface]] = LowRankKronGGN
+
+    @property
+    def n_params(self) -> int:
+        return sum(block.weight.numel() for block in self.blocks)
+
+    def decompose(self, sums: torch.Tensor, n_data: int) -> torch.Tensor:
+        return sums
+
+    def pack(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        device, dtype = self.places[0]
+        return packed.to(device, dtype)
+
+
+@dataclass(frozen=True)
+class DiagStructure(DenseStructure):
+    """A diagonal, `(parameters,)`."""
+
+    def zeros(self) -> torch.Tensor:
+        device, dtype = self.places[0]
+        return torch.zeros(self.n_params, device=device, dtype=dtype)
+
+    def _of_batch(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.backend.diag(x, y, **self._batch_kwargs)
+
+    def _diagonal(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums
+
+
+@dataclass(frozen=True)
+class FullStructure(DenseStructure):
+    """One dense matrix, `(parameters, parameters)`."""
+
+    def zeros(self) -> torch.Tensor:
+        device, dtype = self.places[0]
+        return torch.zeros(self.n_params, self.n_params, device=device, dtype=dtype)
+
+    def _add(
+        self, sums: torch.Tensor, x: Any, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.model.output_size:  # ASDL's Jacobians need it before their first pass
+            with self.model.prepared(), torch.no_grad():
+                self.model(x)
+        return super()._add(sums, x, y)
+
+    def _of_batch(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.backend.full(x, y, **self._batch_kwargs)
+
+    def _diagonal(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums.diagonal()
