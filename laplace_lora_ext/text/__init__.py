@@ -1,1 +1,1 @@
-"""Free text: the model with drawn weights, scores of texts, choices of the prior, generation."""
+"""Predicts free text: scores under drawn weights, choices of the prior by them, generation."""

@@ -1,4 +1,4 @@
-"""What `generate` continues, and the posterior predictive of each next token."""
+"""Writes texts with transformers' own `generate`, by the posterior predictive of each token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,18 +19,19 @@ from transformers.modeling_outputs import BaseModelOutput
 from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.adapters import only_active
 from laplace_lora_ext.models.locks import as_tensor, exclusive
-from laplace_lora_ext.models.weights import Values, called_with
-from laplace_lora_ext.text.scores import TextScores, draws_of, scores_under
+from laplace_lora_ext.models.weights import called_with
+from laplace_lora_ext.text.scores import Draw, TextScores, draws_of, members_of, scores_under
 
 Inputs = dict[str, torch.Tensor]
 
-Draw = tuple[Any, Values]
-"""A posterior, and LoRA weights in place of its own."""
-
 # What makes several texts of a prompt, or calls the model otherwise than token by token.
 _REFUSED = (
-    *("num_beams", "num_return_sequences", "guidance_scale"),
-    *("past_key_values", "cache", "assistant_model"),
+    "num_beams",
+    "num_return_sequences",
+    "guidance_scale",
+    "past_key_values",
+    "cache",
+    "assistant_model",
 )
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # what transformers' versions call theirs
@@ -37,7 +39,7 @@ _STATES = ("state", "mems", "past_buckets_states")  # other things that models k
 
 
 class GeneratedText(NamedTuple):
-    """What `generate` wrote.
+    """Holds what `generate` wrote.
 
     Attributes
     ----------
@@ -93,68 +95,128 @@ def generate_texts(
     ValueError
         If there are no prompts, or if they are padded on the wrong side.
     """
-    members, model = getattr(la, "members", [la]), la.model
-    transformer = model.transformer
+    members = members_of(la)
+    transformer = la.model.transformer
     if any(member.model.transformer is not transformer for member in members):
         raise ValueError("Members that write together must be adapters of one model.")
-    used = draws = list(draws_of(la, n_samples, generator))
+    draws = list(draws_of(la, n_samples, generator))
+    writers = draws
     if not draws and len(members) > 1:
-        used = [(member, [b.weight.detach() for b in member.blocks]) for member in members]
-    with model.prepared():
-        sequences, batch, outputs = _written(transformer, used, model.device, generation_kwargs)
-    return GeneratedText(sequences, scores_under(la, batch, draws), outputs)
+        # Without draws a mixture writes by its trained models.
+        writers = [
+            Draw(member, [block.weight.detach() for block in member.blocks]) for member in members
+        ]
+    with la.model.prepared():
+        written = _written(transformer, writers, la.model.device, generation_kwargs)
+    scores = scores_under(la, written.batch, draws)
+    return GeneratedText(written.sequences, scores, written.outputs)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Holds texts `(B, T)`, a batch of them to score, and what `generate` returned for each."""
+
+    sequences: torch.Tensor
+    batch: Inputs  # with labels on what was written
+    outputs: list[Any]
 
 
 def _written(
     transformer: PreTrainedModel,
-    draws: Sequence[Draw],
+    writers: Sequence[Draw],
     device: torch.device,
     generation_kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, Inputs, list[Any]]:
-    """Texts `(B, T)`, a batch of them with labels on what was written, and `generate`'s outputs."""
-    config, passed = transformer.config, generation_kwargs.get("generation_config")
-    configs = [passed, getattr(transformer, "generation_config", None), config]
-
-    def option(name: str) -> Any:
-        found = [generation_kwargs.get(name), *(getattr(each, name, None) for each in configs)]
-        return next((value for value in found if value is not None), None)
-
-    generate = _checked_generate(transformer, option)
-    end, padding = option("eos_token_id"), option("pad_token_id")
-    endings = [] if end is None else as_tensor(end).flatten().tolist()
-    inputs = _inputs(transformer, generation_kwargs, device)
-    if "input_ids" in inputs and "attention_mask" not in inputs:  # as `generate` makes it
-        no_token = padding is None or padding in endings
-        inputs["attention_mask"] = (inputs["input_ids"] != (-1 if no_token else padding)).long()
-    if not config.is_encoder_decoder and not inputs["attention_mask"][:, -1].all():
-        raise ValueError(
-            "A prompt ends with padding, after which nothing can be written: pad on the left."
-        )
-    texts, outputs = [], []
-    for row in range(len(next(iter(inputs.values())))):
-        text = {name: values[row : row + 1] for name, values in inputs.items()}
-        with _predictive(transformer, draws, text):
-            outputs.append(generate(**(generation_kwargs | text)))
-        texts.append(getattr(outputs[-1], "sequences", outputs[-1])[0])
-    fill = next((token for token in (padding, *endings) if token is not None), 0)
-    sequences = pad_sequence(texts, batch_first=True, padding_value=fill)
+) -> _Written:
+    """Continue each prompt by the mixture of writers, or without any by the model itself."""
+    options = _Options(transformer, generation_kwargs)
+    generate = _checked_generate(transformer, options)
+    prompts = _prompts(transformer, options, device)
+    texts: list[torch.Tensor] = []
+    outputs = []
+    for row in range(len(next(iter(prompts.values())))):
+        prompt = {name: values[row : row + 1] for name, values in prompts.items()}
+        with _predictive(transformer, writers, prompt):
+            output = generate(**(generation_kwargs | prompt))
+        # With `return_dict_in_generate`, the tokens are one of its fields.
+        (text,) = getattr(output, "sequences", output)
+        texts.append(text)
+        outputs.append(output)
+    sequences = pad_sequence(texts, batch_first=True, padding_value=options.fill)
     labels = pad_sequence(texts, batch_first=True, padding_value=IGNORED)
-    if config.is_encoder_decoder:
-        decoded = {"decoder_input_ids": sequences[:, :-1], "labels": labels[:, 1:]}
-        return sequences, inputs | decoded, outputs
-    mask, n_read = inputs["attention_mask"], inputs["input_ids"].shape[1]
+    if transformer.config.is_encoder_decoder:
+        batch = _batch_of_decoder(prompts, sequences, labels)
+    else:
+        batch = _batch_of_continued(prompts, sequences, labels)
+    return _Written(sequences, batch, outputs)
+
+
+def _batch_of_decoder(prompts: Inputs, sequences: torch.Tensor, labels: torch.Tensor) -> Inputs:
+    """Make a batch of what a decoder reads, and predicts one token later."""
+    return {
+        **prompts,
+        "decoder_input_ids": sequences[:, :-1],
+        "labels": labels[:, 1:],
+    }
+
+
+def _batch_of_continued(prompts: Inputs, sequences: torch.Tensor, labels: torch.Tensor) -> Inputs:
+    """Make a batch of prompts and what follows them, with labels on the latter."""
+    mask = prompts["attention_mask"]
+    n_read = prompts["input_ids"].shape[1]
     labels[:, :n_read] = IGNORED
-    mask = torch.cat([mask, (labels[:, n_read:] != IGNORED).to(mask)], dim=1)
-    return sequences, {"input_ids": sequences, "attention_mask": mask, "labels": labels}, outputs
+    # Shorter texts are padded behind their end.
+    is_written = (labels[:, n_read:] != IGNORED).to(mask)
+    return {
+        "input_ids": sequences,
+        "attention_mask": torch.cat([mask, is_written], dim=1),
+        "labels": labels,
+    }
 
 
-def _checked_generate(transformer: Any, option: Callable[[str], Any]) -> Callable[..., Any]:
+class _Options:
+    """Looks up options where `generate` does: in its arguments, then in the configurations."""
+
+    def __init__(self, transformer: PreTrainedModel, generation_kwargs: dict[str, Any]) -> None:
+        self.given = generation_kwargs
+        self._configurations = [
+            generation_kwargs.get("generation_config"),
+            getattr(transformer, "generation_config", None),
+            transformer.config,
+        ]
+
+    def find(self, name: str) -> Any:
+        """Return an option's first value that is set; None if there is none."""
+        values = [self.given.get(name)]
+        values += [getattr(each, name, None) for each in self._configurations]
+        return next((value for value in values if value is not None), None)
+
+    @property
+    def padding(self) -> int | None:
+        """The token of padding."""
+        return self.find("pad_token_id")
+
+    @property
+    def endings(self) -> list[int]:
+        """The tokens that end a text."""
+        end = self.find("eos_token_id")
+        return [] if end is None else as_tensor(end).flatten().tolist()
+
+    @property
+    def fill(self) -> int:
+        """The token to pad what was written with."""
+        if self.padding is not None:
+            return self.padding
+        return self.endings[0] if self.endings else 0
+
+
+def _checked_generate(transformer: Any, options: _Options) -> Callable[..., Any]:
+    """Return a model's `generate`, unless it or an option writes otherwise than token by token."""
     if transformer.generate.__module__.startswith("transformers.models."):
         raise NotImplementedError(
             f"{type(transformer).__name__} has a generate of its own, whose texts the posterior "
             "can't follow: let the model write, and score what it wrote with la.score(batch)."
         )
-    refused = [name for name in _REFUSED if option(name) not in (None, 1)]
+    refused = [name for name in _REFUSED if options.find(name) not in (None, 1)]
     if refused:
         raise NotImplementedError(
             "generate writes one text a prompt, token by token from the first one on: leave out "
@@ -163,108 +225,151 @@ def _checked_generate(transformer: Any, option: Callable[[str], Any]) -> Callabl
     return transformer.generate
 
 
-def _inputs(
-    transformer: PreTrainedModel, generation_kwargs: dict[str, Any], device: torch.device
-) -> Inputs:
-    """What the model is to continue: the tensors that are no options of `generate`."""
-    mixin: Any = GenerationMixin
-    options = vars(GenerationConfig()) | inspect.signature(mixin.generate).parameters
-    inputs = {
+def _prompts(transformer: PreTrainedModel, options: _Options, device: torch.device) -> Inputs:
+    """Select what the model is to continue: the tensors that are no options of `generate`."""
+    arguments = inspect.signature(vars(GenerationMixin)["generate"]).parameters
+    known = vars(GenerationConfig()).keys() | arguments.keys()
+    prompts = {
         name: value.to(device)
-        for name, value in generation_kwargs.items()
-        if isinstance(value, torch.Tensor) and name not in options
+        for name, value in options.given.items()
+        if isinstance(value, torch.Tensor) and name not in known
     }
-    encoder: Any = transformer.get_encoder() if transformer.config.is_encoder_decoder else None
-    main = "input_ids" if encoder is None else encoder.main_input_name
-    if main not in inputs or inputs[main].ndim < 2:
+    main = _main_input(transformer)
+    if main not in prompts or prompts[main].ndim < 2:
         raise ValueError(f"Pass {main}, a row for each text, as a tokenizer or processor makes it.")
-    others = sorted(inputs.keys() - {main, "attention_mask"})
+    others = sorted(prompts.keys() - {main, "attention_mask"})
     if others:
         raise NotImplementedError(
             f"generate continues plain texts, without {', '.join(others)}: leave these out, or let "
             "the model write, and score what it wrote with la.score(batch)."
         )
-    return inputs
+    if main == "input_ids" and "attention_mask" not in prompts:
+        prompts["attention_mask"] = _mask_of(prompts["input_ids"], options)
+    if not transformer.config.is_encoder_decoder and not prompts["attention_mask"][:, -1].all():
+        raise ValueError(
+            "A prompt ends with padding, after which nothing can be written: pad on the left."
+        )
+    return prompts
+
+
+def _main_input(transformer: PreTrainedModel) -> str:
+    """Name what a model reads: tokens, or of an encoder what it hears or sees."""
+    if not transformer.config.is_encoder_decoder:
+        return "input_ids"
+    return transformer.get_encoder().main_input_name
+
+
+def _mask_of(tokens: torch.Tensor, options: _Options) -> torch.Tensor:
+    """Make the mask that `generate` makes where there is none."""
+    # A token that also ends texts may be one of the prompt's own.
+    if options.padding is None or options.padding in options.endings:
+        return torch.ones_like(tokens, dtype=torch.long)
+    return (tokens != options.padding).long()
 
 
 @contextmanager
 def _predictive(
-    transformer: PreTrainedModel, draws: Sequence[Draw], text: Inputs
+    transformer: PreTrainedModel, writers: Sequence[Draw], prompt: Inputs
 ) -> Iterator[None]:
-    """Replace the model's logits by log-probabilities of the mixture over draws, for one text.
+    """Replace the model's logits by log-probabilities of a mixture of writers, for one text.
 
     Everything in `generate` that acts on logits then sees these. A `LogitsProcessor` would come
-    after transformers' own ones, and allow again what they forbid. Each draw has a cache of its own
-    and, of an encoder-decoder, its own encoding of the source.
+    after transformers' own ones, and allow again what they forbid.
     """
-    if not draws:
+    if not writers:
         yield
         return
-    kept: list[dict[str, Any]] = [{} for _ in draws]
-    repeating, log_p = False, torch.zeros(())
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the draws before the model itself, while its cache still is what they know."""
-        nonlocal repeating, log_p
-        if repeating:
-            return
-        repeating, log_p = True, torch.tensor(-math.inf)
-        try:
-            for draw, of_draw in zip(draws, kept, strict=True):
-                logits = _logits(transformer, draw, of_draw, text, args, kwargs)
-                log_p = torch.logaddexp(log_p.to(logits), logits.log_softmax(-1))
-            log_p = log_p - math.log(len(draws))
-        finally:
-            repeating = False
-
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not repeating:
-            output.logits = log_p
-
-    first = transformer.register_forward_pre_hook(before, with_kwargs=True)
-    with first, transformer.register_forward_hook(after):
+    mixture = _Mixture([_Writer(transformer, draw, prompt) for draw in writers])
+    before = transformer.register_forward_pre_hook(mixture.read, with_kwargs=True)
+    after = transformer.register_forward_hook(mixture.replace_logits)
+    with before, after:
         yield
 
 
-def _logits(
-    transformer: PreTrainedModel,
-    draw: Draw,
-    kept: dict[str, Any],
-    text: Inputs,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """A draw's logits; what it keeps for the next call is changed in place."""
-    name = next((name for name in _CACHES if name in kwargs), "cache")
-    cache = kwargs.get(name)
-    if not kept:  # an empty one: a text begins
-        kept["cache"] = copy.deepcopy(cache)
-    if _size(cache) != _size(kept["cache"]):
-        raise NotImplementedError(
-            "An option of generate reads other texts in turn or changes the cache, which draws "
-            "can't follow: leave that option out, or pass use_cache=False."
-        )
-    own: dict[str, Any] = {name: kept["cache"]} if name in kwargs else {}
-    if kwargs.get("encoder_outputs") is not None:
-        # Those of the trained weights: with others, encoders read the source anew.
-        own["encoder_outputs"] = kept.get("encoded")
-        own |= {} if "encoded" in kept else text
-    member, values = draw
-    with only_active(transformer, member.blocks[0].adapter):
-        output = called_with(transformer, member.blocks, values, *args, **kwargs | own)
-    kept["cache"] = getattr(output, name, None) if name in kwargs else None
-    keeps = kwargs.get("use_cache") and kept["cache"] is None
-    if keeps or any(kwargs.get(state) is not None for state in _STATES):
-        raise NotImplementedError(
-            "The model returns no cache, and each draw needs one of its own: pass use_cache=False."
-        )
-    if "encoder_outputs" in own:
-        kept["encoded"] = BaseModelOutput(output.encoder_last_hidden_state)
-    return output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+class _Mixture:
+    """Lets writers read what the model reads, and puts their log-probabilities in its place."""
+
+    def __init__(self, writers: Sequence[_Writer]) -> None:
+        self._writers = writers
+        self._is_reading = False
+        self._log_p = torch.zeros(())
+
+    def read(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the writers before the model itself, while its cache still is what they know."""
+        # The writers' own passes are through the same model.
+        if self._is_reading:
+            return
+        self._is_reading = True
+        try:
+            log_p = torch.tensor(-math.inf)
+            for writer in self._writers:
+                logits = writer.logits(args, kwargs)
+                log_p = torch.logaddexp(log_p.to(logits), logits.log_softmax(-1))
+            self._log_p = log_p - math.log(len(self._writers))
+        finally:
+            self._is_reading = False
+
+    def replace_logits(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._is_reading:
+            output.logits = self._log_p
+
+
+class _Writer:
+    """Reads one text with the weights of a draw, and with a cache of its own.
+
+    Of an encoder-decoder it also has its own encoding of the source.
+    """
+
+    def __init__(self, transformer: PreTrainedModel, draw: Draw, prompt: Inputs) -> None:
+        self._transformer = transformer
+        self._draw = draw
+        self._prompt = prompt
+        self._has_begun = False
+        self._cache: Any = None
+        self._encoded: BaseModelOutput | None = None
+
+    def logits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Compute logits where the model is called with these arguments."""
+        name = next((name for name in _CACHES if name in kwargs), None)
+        cache = None if name is None else kwargs[name]
+        if not self._has_begun:
+            # An empty one, of the kind that the model wants.
+            self._cache = copy.deepcopy(cache)
+            self._has_begun = True
+        if _size(cache) != _size(self._cache):
+            raise NotImplementedError(
+                "An option of generate reads other texts in turn or changes the cache, which draws "
+                "can't follow: leave that option out, or pass use_cache=False."
+            )
+        own: dict[str, Any] = {}
+        if name is not None:
+            own[name] = self._cache
+        has_encoded = kwargs.get("encoder_outputs") is not None
+        if has_encoded:
+            # Those of the trained weights: with others, encoders read the source anew.
+            own["encoder_outputs"] = self._encoded
+            if self._encoded is None:
+                own.update(self._prompt)
+        posterior, weights = self._draw
+        with only_active(self._transformer, posterior.blocks[0].adapter):
+            output = called_with(
+                self._transformer, posterior.blocks, weights, *args, **(kwargs | own)
+            )
+        self._cache = None if name is None else getattr(output, name, None)
+        keeps_nothing = kwargs.get("use_cache") and self._cache is None
+        keeps_other_states = any(kwargs.get(state) is not None for state in _STATES)
+        if keeps_nothing or keeps_other_states:
+            raise NotImplementedError(
+                "The model returns no cache, and each draw needs one of its own: pass "
+                "use_cache=False."
+            )
+        if has_encoded:
+            self._encoded = BaseModelOutput(output.encoder_last_hidden_state)
+        return output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
 
 
 def _size(cache: Any) -> Any:
-    """How much a cache holds, to compare with another of its kind."""
+    """Measure how much a cache holds, to compare it with another of its kind."""
     if isinstance(cache, tuple):
         return cache[0][0].shape
     try:

@@ -1,22 +1,21 @@
-"""Choices of the prior precision by draws: how far these may change tokens, or how well they fit.
+"""Chooses the prior precision by draws: how far these may change tokens, or how well they fit.
 
 Noise and data are the same at every prior precision: a loader is read once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.weights import called_with
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.processes.shards import Share, total_size
-from laplace_lora_ext.text.scores import drawn
+from laplace_lora_ext.text.scores import Draw, drawn
 from laplace_lora_ext.tuning.agreement import broadest, check_max_change
 from laplace_lora_ext.tuning.gridsearch import grid_of_priors, search_grid, warn_of_ends
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod, draw_seed
@@ -73,26 +72,35 @@ class TokenAgreement(TuningMethod):
     def _search(self, la: Any) -> TuningHistory:
         start = self._start(la)
         seed = of_first(draw_seed(self.generator))
-        stride = max(1, total_size(self.train_loader, la.n_data) // self.max_examples)
+        n_examples = total_size(self.train_loader, la.n_data)
+        stride = max(1, n_examples // self.max_examples)
         share = Share.read_once(self.train_loader, stride)
 
         def change(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
-            draws = list(drawn(la, self.n_samples, seed))
+            draws = [Draw(la, weights) for weights in drawn(la, self.n_samples, seed)]
 
-            def of_batch(batch: Any) -> Columns:
-                with la.model.prepared():
-                    own = la.model(batch).softmax(-1)
-                    parts = (called_with(la.model, la.blocks, v, batch).softmax(-1) for v in draws)
-                    distances = [(p - own).abs().sum(-1) / 2 for p in parts]
-                labelled = la.model.labelled(batch).to(own.device)
-                by_place = own.new_zeros(labelled.shape, dtype=torch.float64)
-                by_place[labelled] = torch.stack(distances).mean(0).double()
-                return by_place.sum(1), labelled.sum(1)
+            def distances(batch: Any) -> Columns:
+                return _distances_to_model(la, draws, batch)
 
-            return _mean_over_tokens(share, of_batch)
+            return _mean_over_tokens(share, distances)
 
         return broadest(la, start, self.max_change, change, self.progress_bar)
+
+
+def _distances_to_model(la: Any, draws: Sequence[Draw], batch: Any) -> Columns:
+    """Sum the draws' mean distances over each text's labelled tokens, and count the tokens."""
+    with la.model.prepared():
+        p_of_model = la.model(batch).softmax(-1)
+    distances = []
+    for draw in draws:
+        p_of_draw = draw.logits(batch).softmax(-1)
+        # Total variation.
+        distances.append((p_of_draw - p_of_model).abs().sum(-1) / 2)
+    labelled = la.model.labelled(batch).to(p_of_model.device)
+    by_place = p_of_model.new_zeros(labelled.shape, dtype=torch.float64)
+    by_place[labelled] = torch.stack(distances).mean(0).double()
+    return by_place.sum(1), labelled.sum(1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,38 +146,44 @@ class TokenGridSearch(TuningMethod):
 
     @torch.no_grad()
     def _search(self, la: Any) -> TuningHistory:
-        limits = self.log_prior_prec_min, self.log_prior_prec_max
-        base = self._start(la) if self._is_base else None
-        grid = grid_of_priors(*limits, self.grid_size, self.log_prior_prec_base, base)
+        grid = grid_of_priors(
+            self.log_prior_prec_min,
+            self.log_prior_prec_max,
+            self.grid_size,
+            self.log_prior_prec_base,
+            base=self._start(la) if self._is_base else None,
+        )
         seed = of_first(draw_seed(self.generator))
         share = Share.read_once(self.val_loader)
 
         def loss(prior_precision: torch.Tensor) -> float:
             la.prior_precision = prior_precision
 
-            def of_batch(batch: Any) -> Columns:
-                draws = torch.Generator(la.model.device).manual_seed(seed)
-                scores = la.score(batch, self.n_samples, draws)
+            def losses(batch: Any) -> Columns:
+                # The same draws for each batch, as if all texts were one.
+                generator = torch.Generator(la.model.device).manual_seed(seed)
+                scores = la.score(batch, self.n_samples, generator)
                 return -scores.tokens.log_prob.double().sum(1), scores.labelled.sum(1)
 
-            return _mean_over_tokens(share, of_batch)
+            return _mean_over_tokens(share, losses)
 
         history = search_grid(loss, grid, self.progress_bar)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
 
     def remark(self, la: Posterior, history: TuningHistory) -> None:
+        """Warn if an end of the grid is the best."""
         warn_of_ends(la, history)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSecondTraining(SecondTraining):
-    """`laplace_lora_ext.SecondTraining` for tokens: `TokenGridSearch` chooses by default."""
+    """Train again as `laplace_lora_ext.SecondTraining`, and let a `TokenGridSearch` choose."""
 
     search: Callable[..., TuningMethod] = TokenGridSearch
 
 
 def _mean_over_tokens(share: Share, of_batch: Callable[[Any], Columns]) -> float:
-    """The mean over all tokens and processes, from sums and counts `(B,)` of each batch's texts."""
+    """Average over all tokens and processes, given sums and counts `(B,)` of a batch's texts."""
     sums, counts = over_loader(share, of_batch)
     return sums.sum().item() / counts.sum().item()

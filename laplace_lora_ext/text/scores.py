@@ -1,9 +1,9 @@
-"""Scores of texts: log-probabilities and entropies under a mixture over draws of the weights."""
+"""Scores texts: log-probabilities and entropies under a mixture over draws of the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from laplace_lora_ext.tuning.method import draw_seed
 
 
 class Scores(NamedTuple):
-    """Scores in nats of each token, or their sums or means over each text.
+    """Holds scores in nats of each token, or their sums or means over each text.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Scores(NamedTuple):
 
 
 class TextScores(NamedTuple):
-    """Scores of B texts.
+    """Holds the scores of B texts.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ def score_texts(
     n_samples: int = 10,
     generator: torch.Generator | None = None,
 ) -> TextScores:
-    """How likely texts are, and how uncertain the model is of each of their tokens.
+    """Score how likely texts are, and how uncertain the model is of each of their tokens.
 
     Parameters
     ----------
@@ -114,54 +114,70 @@ def draw_logits(
     n_samples: int = 10,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Logits `(S, N, V)` of S draws at the N labelled tokens, for measures that `score` lacks.
+    """Compute logits `(S, N, V)` of S draws at the N labelled tokens, for measures of one's own.
 
     Parameters are those of `score`. Without draws they are the trained model's, or each member's.
     """
-    logits = list(_of_draws(batch, draws_of(la, n_samples, generator)))
-    members = getattr(la, "members", [la])
-    return torch.stack(logits or [member.tokens(batch)[0] for member in members])
+    draws = list(draws_of(la, n_samples, generator))
+    if draws:
+        return torch.stack([draw.logits(batch) for draw in draws])
+    of_trained = []
+    for member in members_of(la):
+        logits, _ = member.tokens(batch)
+        of_trained.append(logits)
+    return torch.stack(of_trained)
+
+
+class Draw(NamedTuple):
+    """Holds a posterior, and LoRA weights in place of its own: one model that reads texts."""
+
+    posterior: Any
+    weights: Values
+
+    def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Compute logits `(N, V)` at the labelled tokens."""
+        model = self.posterior.model
+        with model.prepared():
+            return called_with(model, self.posterior.blocks, self.weights, batch)
+
+
+def members_of(la: Any) -> Sequence[Any]:
+    """List the posteriors of a mixture; any other is alone."""
+    return getattr(la, "members", [la])
 
 
 def drawn(la: Posterior, n_samples: int, seed: int) -> Iterator[Values]:
-    """LoRA weights of each draw, under any prior precision from the noise of the same seed."""
+    """Draw LoRA weights, under any prior precision from the noise of the same seed."""
     la.check_model()
     generator = torch.Generator(la.model.device).manual_seed(seed)
     return (drawn_weights(la, generator) for _ in range(n_samples))
 
 
-def draws_of(
-    la: Any, n_samples: int, generator: torch.Generator | None
-) -> Iterator[tuple[Any, Values]]:
-    """Draws, each with the posterior that it is from; of a mixture, divided among the members."""
+def draws_of(la: Any, n_samples: int, generator: torch.Generator | None) -> Iterator[Draw]:
+    """Draw models; those of a mixture are divided among its members, the first getting the rest."""
     if n_samples < 0:
         raise ValueError(f"n_samples must be 0 or more, not {n_samples}.")
-    members = getattr(la, "members", [la])
+    members = members_of(la)
+    n_each, rest = divmod(n_samples, len(members))
     for place, member in enumerate(members):
-        own = (n_samples + len(members) - 1 - place) // len(members)
-        if own:
-            yield from ((member, values) for values in drawn(member, own, draw_seed(generator)))
+        n_own = n_each + 1 if place < rest else n_each
+        # A seed that nothing uses would move the generator.
+        if n_own > 0:
+            seed = draw_seed(generator)
+            for weights in drawn(member, n_own, seed):
+                yield Draw(member, weights)
 
 
-def scores_under(
-    la: Any, batch: Mapping[str, Any], draws: Iterable[tuple[Any, Values]]
-) -> TextScores:
-    """Scores of texts under given draws."""
-    found = [member.tokens(batch) for member in getattr(la, "members", [la])]
-    f, tokens = found[0]
-    if len(found) > 1:  # logits of the mixture of the trained models
-        f = torch.stack([f.log_softmax(-1) for f, _ in found]).logsumexp(0)
-
-    return score(f, _of_draws(batch, draws), tokens, la.model.labelled(batch).to(f.device))
-
-
-def _of_draws(
-    batch: Mapping[str, Any], draws: Iterable[tuple[Any, Values]]
-) -> Iterator[torch.Tensor]:
-    """Logits `(N, V)` of each draw at the labelled tokens."""
-    for member, values in draws:
-        with member.model.prepared():
-            yield called_with(member.model, member.blocks, values, batch)
+def scores_under(la: Any, batch: Mapping[str, Any], draws: Iterable[Draw]) -> TextScores:
+    """Score texts under given draws."""
+    of_members = [member.tokens(batch) for member in members_of(la)]
+    f, tokens = of_members[0]
+    if len(of_members) > 1:
+        # Logits of the mixture of the trained models, but for a constant.
+        log_p = [logits.log_softmax(-1) for logits, _ in of_members]
+        f = torch.stack(log_p).logsumexp(0)
+    labelled = la.model.labelled(batch).to(f.device)
+    return score(f, (draw.logits(batch) for draw in draws), tokens, labelled)
 
 
 def score(
@@ -174,50 +190,70 @@ def score(
     the trained model itself is scored. The memory is that of a few draws' logits, however many
     draws there are.
     """
-    own_p, map_log_prob, map_entropy = _distribution(f, tokens)
-    mixture, entropies, log_probs = torch.zeros_like(f), torch.zeros_like(map_entropy), []
+    of_map = _predicted(f, tokens)
+    n_draws = 0
+    p_sum = torch.zeros_like(f)
+    entropy_sum = torch.zeros_like(of_map.entropy)
+    log_probs = []
     for logits in drawn:
-        p, log_prob, entropy = _distribution(logits, tokens)
-        mixture += p
-        entropies += entropy
-        log_probs.append(log_prob)
-    if not log_probs:
-        mixture, entropies, log_probs = own_p, map_entropy, [map_log_prob]
-    n, of_draws = len(log_probs), torch.stack(log_probs)
-    total, aleatoric = torch.special.entr(mixture.div_(n)).sum(-1), entropies / n
-    if total.isnan().any() or map_entropy.isnan().any():
+        of_draw = _predicted(logits, tokens)
+        n_draws += 1
+        p_sum += of_draw.p
+        entropy_sum += of_draw.entropy
+        log_probs.append(of_draw.log_prob)
+    if n_draws == 0:
+        # The trained model is the only one.
+        n_draws = 1
+        p_sum = of_map.p
+        entropy_sum = of_map.entropy
+        log_probs = [of_map.log_prob]
+    # In place: `(N, V)` is the largest of all tensors here.
+    total = torch.special.entr(p_sum.div_(n_draws)).sum(-1)
+    aleatoric = entropy_sum / n_draws
+    if total.isnan().any() or of_map.entropy.isnan().any():
         raise ValueError("non-finite logits: check the prior precision and the weights")
+    by_draw = torch.stack(log_probs)
     by_token = Scores(
-        of_draws.logsumexp(0) - math.log(n),
-        map_log_prob,
-        map_entropy,
-        total,
-        aleatoric,
-        (total - aleatoric).clamp_min(0),  # only rounding can make it negative
-        of_draws.std(0, correction=0),
+        log_prob=by_draw.logsumexp(0) - math.log(n_draws),
+        map_log_prob=of_map.log_prob,
+        map_entropy=of_map.entropy,
+        total=total,
+        aleatoric=aleatoric,
+        # Only rounding can make it negative.
+        epistemic=(total - aleatoric).clamp_min(0),
+        log_prob_sd=by_draw.std(0, correction=0),
     )
-
-    def placed(numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.new_zeros(labelled.shape).masked_scatter(labelled, numbers)
-
-    placed_scores = Scores._make(map(placed, by_token))
-    sums = Scores._make(numbers.sum(1) for numbers in placed_scores)
+    tokens_of_texts = Scores._make(_placed(numbers, labelled) for numbers in by_token)
+    sums = Scores._make(numbers.sum(1) for numbers in tokens_of_texts)
+    # A text without a label has a mean of 0.
     n_tokens = labelled.sum(1).clamp_min(1)
-    whole = torch.stack([placed(numbers).sum(1) for numbers in of_draws])
+    # A draw is one model of the whole text, so its tokens' probabilities are multiplied first.
+    whole = torch.stack([_placed(log_prob, labelled).sum(1) for log_prob in by_draw])
     return TextScores(
-        placed_scores,
-        sums,
-        Scores._make(numbers / n_tokens for numbers in sums),
-        labelled,
-        whole.logsumexp(0) - math.log(n),
+        tokens=tokens_of_texts,
+        sums=sums,
+        means=Scores._make(numbers / n_tokens for numbers in sums),
+        labelled=labelled,
+        log_prob=whole.logsumexp(0) - math.log(n_draws),
     )
 
 
-def _distribution(
-    logits: torch.Tensor, tokens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Probabilities `(N, V)`, log-probability of the labels and entropy, `(N,)`."""
+def _placed(numbers: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:
+    """Put numbers of the N labelled tokens where these are in texts `(B, T)`, and 0 elsewhere."""
+    return numbers.new_zeros(labelled.shape).masked_scatter(labelled, numbers)
+
+
+class _Predicted(NamedTuple):
+    """Holds what one model predicts at N labelled tokens."""
+
+    p: torch.Tensor  # (N, V), probabilities
+    log_prob: torch.Tensor  # (N,), of the labels
+    entropy: torch.Tensor  # (N,)
+
+
+def _predicted(logits: torch.Tensor, tokens: torch.Tensor) -> _Predicted:
+    """Compute probabilities from logits `(N, V)`, and what they say of the labels `(N,)`."""
     log_p = logits.log_softmax(-1)
     p = log_p.exp()
     log_prob = log_p.gather(-1, tokens[:, None]).squeeze(-1)
-    return p, log_prob, torch.special.entr(p).sum(-1)
+    return _Predicted(p, log_prob, torch.special.entr(p).sum(-1))
