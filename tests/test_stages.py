@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,13 @@ from laplace_lora_ext import (
     train_in_stages,
 )
 from laplace_lora_ext.metrics import quality
+from laplace_lora_ext.training.stages import (
+    Stage,
+    Stages,
+    choose_priors,
+    joined,
+    with_priors,
+)
 from tests.support.models import (
     base_model,
     lora_model,
@@ -99,6 +107,56 @@ def fresh_base(dtype=torch.float32):
     """The model that an adapter of `lora_model("bert")` belongs to."""
     torch.manual_seed(0)
     return base_model("bert").to(dtype)
+
+
+# --- the parts -----------------------------------------------------------------------------------
+
+
+def test_what_is_trained_is_a_list():
+    assert list(Stages(held_out=0.2, members=2)) == [
+        Stage("stage_1", member=0, folder=Path("stage_1"), share=0.8, number=1),
+        Stage("stage_1", member=1, folder=Path("stage_1/member_1"), share=0.8, number=2),
+        Stage("stage_2", member=0, folder=Path(), share=0.25, number=3),
+        Stage("stage_2", member=1, folder=Path("stage_2/member_1"), share=0.25, number=4),
+    ]
+
+
+def test_each_stage_trains_its_own_member():
+    model = lora_model("bert")
+    loader = DataLoader(Texts(N), batch_size=4)
+    trained = []
+
+    def train(model, examples, share):
+        flags = {
+            name.split(".lora_A.")[1].split(".")[0]
+            for name, weight in model.named_parameters()
+            if ".lora_A." in name and weight.requires_grad
+        }
+        trained.append((model.active_adapter, flags, len(examples), share))
+
+    in_stages(train, model, loader, 0.25, members=2)
+    assert trained == [
+        ("default", {"default"}, 15, 0.75),
+        ("member_1", {"member_1"}, 15, 0.75),
+        ("default", {"default"}, N, 0.25),
+        ("member_1", {"member_1"}, N, 0.25),
+    ]
+    assert model.active_adapter == "default"
+
+
+@pytest.mark.parametrize("n_posteriors", [1, 2])
+def test_a_choice_leaves_the_posteriors_as_they_are(n_posteriors):
+    las = [fitted(), fitted()][:n_posteriors]
+    for number, la in enumerate(las):
+        la.prior_precision = 2.0 + number
+    choice = choose_priors(las, [BATCH])
+    assert [la.prior_precision.item() for la in las] == [2.0, 3.0][:n_posteriors]
+    best = joined(with_priors(las, choice.prior_precisions))
+    probabilities = best(BATCH, link_approx="mean_field")
+    assert quality(probabilities, BATCH["labels"])["nll"] == pytest.approx(
+        choice.history.objective.min().item(), rel=1e-5
+    )
+    assert [la.prior_precision.item() for la in las] == [2.0, 3.0][:n_posteriors]
 
 
 # --- stages of a trainer -------------------------------------------------------------------------

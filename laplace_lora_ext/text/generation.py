@@ -192,18 +192,18 @@ class _Options:
 
     @property
     def padding(self) -> int | None:
-        """The token of padding."""
+        """Find the token of padding."""
         return self.find("pad_token_id")
 
     @property
     def endings(self) -> list[int]:
-        """The tokens that end a text."""
+        """List the tokens that end a text."""
         end = self.find("eos_token_id")
         return [] if end is None else as_tensor(end).flatten().tolist()
 
     @property
     def fill(self) -> int:
-        """The token to pad what was written with."""
+        """Choose a token to pad what was written with."""
         if self.padding is not None:
             return self.padding
         return self.endings[0] if self.endings else 0

@@ -54,7 +54,7 @@ Done = TypeVar("Done")
 
 @dataclass(frozen=True)
 class Stage:
-    """One training of one member.
+    """Describes one training of one member.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class Stages:
 
     @property
     def first(self) -> list[Stage]:
-        """The first stage of each member."""
+        """List the first stage of each member."""
         return [
             Stage(
                 name="stage_1",
@@ -116,7 +116,7 @@ class Stages:
 
     @property
     def second(self) -> list[Stage]:
-        """The second stage of each member."""
+        """List the second stage of each member."""
         return [
             Stage(
                 name="stage_2",
