@@ -15,11 +15,14 @@ from torch import nn
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.weights import owner_of, without_adapter
 
-_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that do
+# Initialisations of LoRA that subtract what they put into the adapter from the base model.
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+_ACTIVE = "_active_adapter"  # PEFT's attribute of layers
 
 
 def own_weights(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
-    """An adapter's weights, by names without the adapter's."""
+    """Find an adapter's weights, by names without the adapter's."""
     return {
         without_adapter(name): weight
         for name, weight in model.named_parameters()
@@ -29,24 +32,24 @@ def own_weights(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def only_active(model: nn.Module, adapter: str) -> Iterator[None]:
-    """Within, passes run with one adapter and its own heads; afterwards with the user's again.
+    """Run passes with one adapter and its own heads; afterwards with the user's again.
 
     Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
     """
-    layers: list[Any] = [  # of LoRA, and what wraps heads and embeddings
-        module
-        for module in model.modules()
-        if vars(module).get("_active_adapter", adapter) not in (adapter, [adapter])
-    ]
-    before = [layer._active_adapter for layer in layers]
+    # Of LoRA layers, and of what wraps heads and embeddings.
+    before: dict[nn.Module, str | list[str]] = {}
+    for module in model.modules():
+        active = vars(module).get(_ACTIVE, adapter)
+        if active not in (adapter, [adapter]):
+            before[module] = active
     try:
-        for layer in layers:
+        for module in before:
             # Rows of embeddings can't run with an adapter that has none.
-            layer._active_adapter = adapter if _has_weights(layer, adapter) else []
+            setattr(module, _ACTIVE, adapter if _has_weights(module, adapter) else [])
         yield
     finally:
-        for layer, active in zip(layers, before, strict=True):
-            layer._active_adapter = active
+        for module, active in before.items():
+            setattr(module, _ACTIVE, active)
 
 
 def _has_weights(layer: nn.Module, adapter: str) -> bool:
@@ -54,16 +57,16 @@ def _has_weights(layer: nn.Module, adapter: str) -> bool:
 
 
 def active_again(model: nn.Module) -> Callable[[], None]:
-    """What makes the adapter that is active now so again, with the same weights trainable."""
-    peft_models = [module for module in model.modules() if isinstance(module, PeftModel)]
-    active: list[Any] = [peft_model.active_adapter for peft_model in peft_models]
-    flags = [(weight, weight.requires_grad) for weight in model.parameters()]
+    """Return a function that activates the present adapter again, and what is trainable now."""
+    active = {peft_model: _active_of(peft_model) for peft_model in _peft_models(model)}
+    trainable = {weight: weight.requires_grad for weight in model.parameters()}
 
     def activate() -> None:
-        for peft_model, adapter in zip(peft_models, active, strict=True):
+        for peft_model, adapter in active.items():
             if peft_model.active_adapter != adapter:
                 peft_model.set_adapter(adapter)
-        for weight, requires_grad in flags:
+        # PEFT's `set_adapter` makes all weights of an adapter trainable, frozen ones too.
+        for weight, requires_grad in trainable.items():
             weight.requires_grad_(requires_grad)
 
     return activate
@@ -71,20 +74,19 @@ def active_again(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def own_adapter_back(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Afterwards the user's adapter is active as before; an error removes adapters added within.
+    """Make the user's adapter active again at the end; an error removes adapters added within.
 
-    Yields what makes it active in between.
+    Yields a function that makes it active in between.
     """
     activate = active_again(model)
-    peft_models = [module for module in model.modules() if isinstance(module, PeftModel)]
-    before = [set(peft_model.peft_config) for peft_model in peft_models]
+    names_before = {peft_model: set(peft_model.peft_config) for peft_model in _peft_models(model)}
     try:
         yield activate
     except BaseException:
         activate()
-        for peft_model, names in zip(peft_models, before, strict=True):
-            for name in set(peft_model.peft_config) - names:
-                peft_model.delete_adapter(name)
+        for peft_model, names in names_before.items():
+            for added in set(peft_model.peft_config) - names:
+                peft_model.delete_adapter(added)
         raise
     activate()
 
@@ -101,20 +103,22 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
             f"The model has an adapter {adapter!r} already: remove it with "
             f"model.delete_adapter({adapter!r})."
         )
-    like: Any = model.active_adapter
-    initialisation = getattr(model.peft_config[like], "init_lora_weights", True)
+    like = _active_of(model)
+    config = deepcopy(model.peft_config[like])
+    initialisation = getattr(config, "init_lora_weights", True)
     if str(initialisation).startswith(_CHANGE_BASE):
         raise ValueError(
             f"init_lora_weights={initialisation!r} changes the base model, which then can't "
             "take a second adapter: choose another initialisation, or train each on its own model."
         )
     if any(adapter in name.split(".") for name, _ in model.named_parameters()):
-        warn(  # its filter of other adapters' names
+        # PEFT looks for other adapters' names anywhere in a weight's name, and leaves it out.
+        warn(
             f"The model has modules that are named {adapter!r} like the new adapter, and PEFT "
             "saves other adapters without the weights below them: choose another adapter_name."
         )
     trained = {name: weight.requires_grad for name, weight in own_weights(model, like).items()}
-    model.add_adapter(adapter, deepcopy(model.peft_config[like]))
+    model.add_adapter(adapter, config)
     model.set_adapter(adapter)
     model.requires_grad_(False)
     for name, weight in own_weights(model, adapter).items():
@@ -123,24 +127,34 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
 
 def read_adapter(model: PeftModel, adapter: str, directory: Path) -> None:
     """Give an adapter the weights that `write_adapter`, or a trainer, saved in a directory."""
-    folder = directory if adapter == "default" else directory / adapter
-    weights = load_peft_weights(str(folder), device="cpu")
+    weights = load_peft_weights(str(_folder_of(adapter, directory)), device="cpu")
     set_peft_model_state_dict(model, weights, adapter)
 
 
 def find_peft_model(model: nn.Module) -> PeftModel:
-    """The `PeftModel` that a model is or holds; an error if there is none."""
-    for module in model.modules():
-        if isinstance(module, PeftModel):
-            return module
-    raise ValueError(
-        "This model is no PeftModel and holds none, which adapters of their own need: make it with "
-        "peft.get_peft_model."
-    )
+    """Find the `PeftModel` that a model is or holds; an error if there is none."""
+    peft_models = _peft_models(model)
+    if not peft_models:
+        raise ValueError(
+            "This model is no PeftModel and holds none, which adapters of their own need: make it "
+            "with peft.get_peft_model."
+        )
+    return peft_models[0]
+
+
+def _active_of(model: PeftModel) -> str:
+    """Return the active adapter: a `PeftModel` has one, where a layer of it may have several."""
+    adapter = model.active_adapter
+    assert isinstance(adapter, str)
+    return adapter
+
+
+def _peft_models(model: nn.Module) -> list[PeftModel]:
+    return [module for module in model.modules() if isinstance(module, PeftModel)]
 
 
 def new_folders(directory: str | Path, n_samples: int) -> list[Path]:
-    """Paths of new folders, one for each sample; `FileExistsError` if there is one already."""
+    """Name new folders, one for each sample; `FileExistsError` if there is one already."""
     digits = len(str(n_samples - 1))
     folders = [Path(directory) / f"sample_{index:0{digits}}" for index in range(n_samples)]
     for folder in folders:
@@ -166,5 +180,9 @@ def write_adapter(
         if id(parameter) in weights:
             state[name] = weights[id(parameter)]
     model.save_pretrained(str(directory), selected_adapters=[adapter], state_dict=state, **kwargs)
-    # PEFT gives any adapter but "default" a folder of its own.
+    return _folder_of(adapter, directory)
+
+
+def _folder_of(adapter: str, directory: Path) -> Path:
+    """Return where PEFT saves an adapter: any but "default" has a folder of its own."""
     return directory if adapter == "default" else directory / adapter

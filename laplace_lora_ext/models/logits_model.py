@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
 
@@ -28,13 +29,16 @@ from laplace_lora_ext.models.locks import (
 from laplace_lora_ext.models.weights import device_of
 
 _LABEL_KEYS = ("label", "labels")
-_BY_KEYWORD = Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD
+_HALF = (torch.float16, torch.bfloat16)
+_BY_KEYWORD = (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
 
 # How far rounding may move logits, relative to the largest: in half precision, and in others.
-_ROUNDING_OF_HALF, _ROUNDING = 0.05, 1e-3
+_ROUNDING_OF_HALF = 0.05
+_ROUNDING = 1e-3
 
-
-_LAST = 8  # calls of layers to search for the logits, so that few activations are kept
+# How many calls of layers are searched for the logits: the last ones, so that few activations are
+# kept in memory.
+_LAST = 8
 
 
 class LogitsModel(nn.Module):
@@ -70,11 +74,12 @@ class LogitsModel(nn.Module):
         self.adapter = adapter
         self.dict_key_y = dict_key_y
         self.output_size = 0
-        transformer = find_transformer(model)
-        self._transformer = (transformer,)  # a tuple, so that it is no child module
+        # In a tuple, the transformers model within is no child module: it would be a second one.
+        self._transformer = (find_transformer(model),)
         parameters = list(signature(unwrapped(model).forward).parameters.values())
-        by_position = parameters and parameters[0].kind not in _BY_KEYWORD
-        self._first_place = parameters[0].name if by_position else None
+        self._first_place: str | None = None  # the name of what the model takes first by position
+        if parameters and parameters[0].kind not in _BY_KEYWORD:
+            self._first_place = parameters[0].name
         self._has_more_places = len(parameters) > 1
         self._answers = self._find_answers(class_token_ids, mask_token_id)
 
@@ -86,19 +91,23 @@ class LogitsModel(nn.Module):
     @property
     def is_multi_label(self) -> bool:
         """Whether a transformers classifier was trained on several labels for each example."""
-        problem_type = getattr(getattr(self.transformer, "config", None), "problem_type", None)
-        return self._answers is None and problem_type == "multi_label_classification"
+        if self._answers is not None or self.transformer is None:
+            return False
+        problem_type = getattr(self.transformer.config, "problem_type", None)
+        return problem_type == "multi_label_classification"
 
     @property
     def class_token_ids(self) -> list[int] | None:
+        """The tokens of a language model's answers, one a class; None for any other model."""
         return None if self._answers is None else self._answers.ids
 
     @property
     def mask_token_id(self) -> int | None:
+        """The token at which a masked language model's answer is read."""
         return None if self._answers is None else self._answers.mask_token_id
 
     def forward(self, batch: Any = None, **model_kwargs: Any) -> torch.Tensor:
-        """Logits `(B, C)` of a batch, without its labels, both on the model's device.
+        """Compute logits `(B, C)` of a batch without its labels, on the model's device.
 
         The batch may also come as keyword arguments, as transformers' models take it. Models
         without such logits are refused, as are batches that `check_texts` or `AnswerTokens` refuse.
@@ -111,36 +120,35 @@ class LogitsModel(nn.Module):
         inputs = self._inputs(batch)
         if self._answers is not None:
             self._answers.warn_if_answered(inputs)
-            logits = self._answers.logits(inputs, self._call, **model_kwargs)[:, self._answers.ids]
+            of_vocabulary = self._answers.logits(inputs, self._call, **model_kwargs)
+            logits = of_vocabulary[:, self._answers.ids]
         else:
             logits = logits_of(self._call(inputs, **model_kwargs))
-        if logits.ndim == 3:
-            raise ValueError(
-                "The model must return logits of shape (batch, outputs), not "
-                f"{tuple(logits.shape)}, which may be those of tokens: for token classification, "
-                "wrap it in a module that returns logits[mask], the rows of labelled tokens, and "
-                "pass batches (X, y) with the mask in X and a label for each of these rows in y."
-            )
-        if logits.ndim != 2:
-            raise ValueError(
-                "The model must return logits of shape (batch, outputs), not "
-                f"{tuple(logits.shape)}: wrap it in a module that returns one row for each example."
-            )
+        _check_shape(logits)
         self.output_size = logits.shape[-1]
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
     def log_probs(self, batch: Any) -> torch.Tensor:
-        """Log-probabilities `(B, C)`; with `class_token_ids` `(B, C + 1)`, the last of all else."""
+        """Compute log-probabilities `(B, C)`.
+
+        With `class_token_ids` they are `(B, C + 1)`, the last one of all other tokens together.
+        """
         if self._answers is None:
             return self(batch).log_softmax(-1)
-        return self._answers.log_probs(self._answers.logits(self._inputs(batch), self._call))
+        logits = self._answers.logits(self._inputs(batch), self._call)
+        return self._answers.log_probs(logits)
 
     def weighing_answers(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """As `AnswerTokens.weighing`; without `class_token_ids` nothing is put there."""
-        return nullcontext([]) if self._answers is None else self._answers.weighing()
+        """Weigh answers as `AnswerTokens.weighing`; without `class_token_ids` there are none."""
+        if self._answers is None:
+            return nullcontext([])
+        return self._answers.weighing()
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """Inputs and a copy of the labels of a training batch, a mapping or a pair `(X, y)`."""
+        """Split a training batch, a mapping or a pair `(X, y)`, into inputs and its labels.
+
+        The labels are on the model's device.
+        """
         X, y = self.split_if_labelled(batch)
         if y is not None:
             return X, y
@@ -156,11 +164,12 @@ class LogitsModel(nn.Module):
         )
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        """As `split`, but without labels, or with None in their place, the second is None."""
+        """Split a batch as `split`; of one without labels, or with None there, they are None."""
         if isinstance(batch, torch.Tensor):
             return batch, None
         if isinstance(batch, Mapping):
-            X, y = batch, batch.get(self.dict_key_y)
+            X = batch
+            y = batch.get(self.dict_key_y)
         elif isinstance(batch, (tuple, list)) and len(batch) == 2:
             X, y = batch
         else:
@@ -168,29 +177,36 @@ class LogitsModel(nn.Module):
                 "A batch must be a mapping (with labels, to learn from), a tensor or a pair "
                 f"(X, y), not {type(batch).__name__}."
             )
-        return X, None if y is None else as_tensor(y).to(self.device)
+        if y is None:
+            return X, None
+        return X, as_tensor(y).to(self.device)
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
-        """Sizes and mask of a batch that has `n_examples` examples."""
+        """Describe the rows of a batch that has `n_examples` examples."""
         return positions_of(self._inputs(batch), n_examples, self.device)
 
     def inputs(self, batch: Any) -> Any:
-        """Inputs of a batch that may have labels."""
-        return self.split_if_labelled(batch)[0]
+        """Return the inputs of a batch that may have labels."""
+        X, _ = self.split_if_labelled(batch)
+        return X
 
     def text(self, batch: Any) -> Any:
-        """Inputs of a batch of texts with `input_ids` `(B, T)`; None for any other batch."""
+        """Return inputs of a batch of texts with `input_ids` `(B, T)`; None for any other one."""
         inputs = self._inputs(self.inputs(batch))
-        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        return inputs if isinstance(tokens, torch.Tensor) and tokens.ndim == 2 else None
+        if not isinstance(inputs, Mapping):
+            return None
+        tokens = inputs.get("input_ids")
+        has_tokens = isinstance(tokens, torch.Tensor) and tokens.ndim == 2
+        return inputs if has_tokens else None
 
     def agree(self, logits: torch.Tensor, others: torch.Tensor) -> bool:
-        """Whether two computations of the same logits differ by rounding alone."""
+        """Tell whether two computations of the same logits differ by rounding alone."""
         if logits.shape != others.shape:
             return False
-        is_half = next(self.model.parameters()).dtype in (torch.float16, torch.bfloat16)
-        rounding = (_ROUNDING_OF_HALF if is_half else _ROUNDING) * logits.abs().max()
-        return bool((logits - others).abs().max() <= rounding)
+        is_half = next(self.model.parameters()).dtype in _HALF
+        rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING
+        distance = (logits - others).abs().max()
+        return bool(distance <= rounding * logits.abs().max())
 
     @property
     def device(self) -> torch.device:
@@ -199,7 +215,7 @@ class LogitsModel(nn.Module):
 
     @contextmanager
     def prepared(self, trainable: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        """The model in evaluation mode, with gradients for the given parameters alone.
+        """Keep the model in evaluation mode, with gradients for the given parameters alone.
 
         `adapter` is the only active one, other threads wait, and compiled modules run eagerly. On
         leaving, also by an exception, the user's adapter is active again, and every module's mode
@@ -207,46 +223,38 @@ class LogitsModel(nn.Module):
         """
         active = nullcontext() if self.adapter is None else only_active(self.model, self.adapter)
         with LOCK, cpu_as_default(), active, running_eagerly(self.model):
-            modules = list(self.modules())
-            modes = [module.training for module in modules]
-            before: list[tuple[dict[str, Any], str, bool, Any]] = [
-                (module._parameters, name, parameter.requires_grad, parameter.grad)
-                for module in modules
-                for name, parameter in module._parameters.items()
-                if parameter is not None
-            ]
+            modes = {module: module.training for module in self.modules()}
+            before = [flags for module in modes for flags in _ParameterFlags.of_module(module)]
             wanted = {id(parameter) for parameter in trainable}
             try:
                 self.eval()
-                for parameters, name, requires_grad, _ in before:
-                    is_wanted = id(parameters[name]) in wanted
-                    if requires_grad != is_wanted:
-                        parameters[name].requires_grad_(is_wanted)
-                    parameters[name].grad = None
+                for flags in before:
+                    flags.set(requires_grad=id(flags.parameter) in wanted, grad=None)
                 yield
             finally:
-                for module, mode in zip(modules, modes, strict=True):
+                for module, mode in modes.items():
+                    # Modules may watch what is set on them: leave alone what is right already.
                     if module.training != mode:
                         module.training = mode
-                for parameters, name, requires_grad, grad in before:
-                    # Hooks that offload weights may have replaced the parameter.
-                    parameters[name].requires_grad_(requires_grad).grad = grad
+                for flags in before:
+                    flags.set(flags.requires_grad, flags.grad)
 
     def _inputs(self, batch: Any) -> Any:
-        """The batch without its labels on the model's device, of the same type as before."""
-        transformer = self.transformer
+        """Return the batch without its labels on the model's device, of the same type as before."""
         if isinstance(batch, torch.Tensor):
             batch = batch.to(self.device)
             is_tokens = batch.ndim == 2 and not batch.is_floating_point()
-            if not is_tokens or not self._takes_keywords({}):
+            if not (is_tokens and self._takes_only_keywords):
                 return batch
             batch = {"input_ids": batch}
         if not isinstance(batch, Mapping):
             return batch
         inputs = moved(batch, self.device, self.dict_key_y, *_LABEL_KEYS)
-        if transformer is not None:
-            check_texts(inputs, transformer)
-        return inputs if self._answers is None or transformer is None else text_first(inputs)
+        if self.transformer is None:
+            return inputs
+        check_texts(inputs, self.transformer)
+        # Answers come after a text, and are read where its last token is.
+        return inputs if self._answers is None else text_first(inputs)
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         if isinstance(inputs, Mapping) and self._takes_keywords(inputs):
@@ -254,16 +262,18 @@ class LogitsModel(nn.Module):
         return self.model(inputs, **kwargs)
 
     def _takes_keywords(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the model takes a mapping's keys as keyword arguments, rather than the mapping.
+        """Tell whether the model takes a mapping's keys as keyword arguments, not the mapping.
 
         Other modules than transformers' do if their forward pass takes nothing by position, or its
         first place, of several, is one of the keys', as in `forward(self, input_ids, **others)`.
         """
-        if self.transformer is not None:
-            return True
-        if self._first_place is None:
+        if self._takes_only_keywords:
             return True
         return self._first_place in inputs and self._has_more_places
+
+    @property
+    def _takes_only_keywords(self) -> bool:
+        return self.transformer is not None or self._first_place is None
 
     def _find_answers(
         self, class_token_ids: Sequence[int] | None, mask_token_id: int | None
@@ -280,10 +290,72 @@ class LogitsModel(nn.Module):
         return None
 
 
+@dataclass(frozen=True)
+class _ParameterFlags:
+    """What a pass changes of a parameter, and had before.
+
+    The parameter is known by its place: hooks that offload weights may replace it within.
+    """
+
+    module: nn.Module
+    name: str
+    requires_grad: bool
+    grad: torch.Tensor | None
+
+    @classmethod
+    def of_module(cls, module: nn.Module) -> Iterator[_ParameterFlags]:
+        """Note the flags of a module's own parameters."""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield cls(module, name, parameter.requires_grad, parameter.grad)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter that has the place now."""
+        parameter = self.module._parameters[self.name]
+        assert parameter is not None
+        return parameter
+
+    def set(self, requires_grad: bool, grad: torch.Tensor | None) -> None:
+        """Set both; what is right already is left alone."""
+        parameter = self.parameter
+        if parameter.requires_grad != requires_grad:
+            parameter.requires_grad_(requires_grad)
+        parameter.grad = grad
+
+
+def _check_shape(logits: torch.Tensor) -> None:
+    """Refuse logits that are not one row for each example."""
+    must_be = "The model must return logits of shape (batch, outputs), not "
+    if logits.ndim == 3:
+        raise ValueError(
+            f"{must_be}{tuple(logits.shape)}, which may be those of tokens: for token "
+            "classification, wrap it in a module that returns logits[mask], the rows of labelled "
+            "tokens, and pass batches (X, y) with the mask in X and a label for each of these rows "
+            "in y."
+        )
+    if logits.ndim != 2:
+        raise ValueError(
+            f"{must_be}{tuple(logits.shape)}: wrap it in a module that returns one row for each "
+            "example."
+        )
+
+
+# --- what the output layer reads ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _LayerCall:
+    """What a layer was given, and what it returned."""
+
+    inputs: torch.Tensor
+    output: torch.Tensor
+
+
 def logits_and_hidden_states(
     model: LogitsModel, batch: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits `(B, C)` of one forward pass, and what the layer that made them was given, `(B, d)`.
+    """Compute logits `(B, C)` in one pass, and what the layer that made them was given, `(B, d)`.
 
     That layer is a language model's output layer, or else the linear layer whose outputs are the
     logits, at the positions where they are read: in a head of several layers the last one. Where
@@ -291,48 +363,79 @@ def logits_and_hidden_states(
 
     Call it within `model.prepared()`.
     """
-    calls: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
-    weights = [(module, getattr(module, "weight", None)) for module in model.modules()]
-    # With a matrix for a weight, and LoRA around them.
-    layers: list[Any] = [m for m, w in weights if isinstance(w, torch.Tensor) and w.ndim == 2]
-    output_layer: Any = None
-    if model.transformer is not None and model.class_token_ids is not None:
-        output_layer = model.transformer.get_output_embeddings()
-        layers = layers if output_layer is None else [output_layer]
+    output_layer = _output_layer(model)
+    layers = _layers_with_matrices(model) if output_layer is None else [output_layer]
+    calls: deque[_LayerCall] = deque(maxlen=_LAST)
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         # Routers of experts have a matrix for a weight too, and return tuples.
         if given and isinstance(output, torch.Tensor):
-            calls.append((given[0], output))
+            calls.append(_LayerCall(given[0], output))
 
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_hook(note, with_kwargs=True).remove)
         logits = model(batch)
-    for inputs, outputs in calls:
-        rows = outputs.shape[:-1]
-        if inputs.shape[:-1] != rows or rows[:1] != logits.shape[:1]:
-            continue
-        read, made = (rows.reshape(len(logits), -1, rows.shape[-1]) for rows in (inputs, outputs))
-        if output_layer is not None and made.shape[1] == 1:  # its logits may be capped or scaled
-            return logits, read[:, 0].to(logits)
-        if made.shape[-1] == logits.shape[-1]:
-            is_made = (made.to(logits) == logits[:, None]).all(-1)
-            if is_made.any(1).all():
-                place = is_made.int().argmax(1)[:, None, None].to(read.device)
-                return logits, read.take_along_dim(place, dim=1)[:, 0].to(logits)
+    for call in calls:
+        hidden = _hidden_states(call, logits, is_output_layer=output_layer is not None)
+        if hidden is not None:
+            return logits, hidden
     return logits, None
 
 
+def _output_layer(model: LogitsModel) -> nn.Module | None:
+    """Find the layer that makes a language model's logits, if its answers are known."""
+    if model.transformer is None or model.class_token_ids is None:
+        return None
+    layer = model.transformer.get_output_embeddings()
+    return layer if isinstance(layer, nn.Module) else None
+
+
+def _layers_with_matrices(model: nn.Module) -> list[nn.Module]:
+    """List the modules with a matrix for a weight, among them LoRA's around such layers."""
+    layers = []
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.ndim == 2:
+            layers.append(module)
+    return layers
+
+
+def _hidden_states(
+    call: _LayerCall, logits: torch.Tensor, is_output_layer: bool
+) -> torch.Tensor | None:
+    """Return what a layer was given where it made the logits `(B, C)`; None if it made others."""
+    n_examples, n_outputs = logits.shape
+    rows = call.output.shape[:-1]
+    if call.inputs.shape[:-1] != rows or rows[:1] != (n_examples,):
+        return None
+    given = call.inputs.reshape(n_examples, -1, call.inputs.shape[-1])
+    made = call.output.reshape(n_examples, -1, call.output.shape[-1])
+    n_positions = made.shape[1]
+    if is_output_layer and n_positions == 1:
+        # It ran where answers are read. The model may cap or scale what it returned.
+        return given[:, 0].to(logits)
+    if made.shape[-1] != n_outputs:
+        return None
+    is_made = (made.to(logits) == logits[:, None]).all(-1)
+    if not is_made.any(1).all():
+        return None
+    place = is_made.int().argmax(1)[:, None, None].to(given.device)
+    return given.take_along_dim(place, dim=1)[:, 0].to(logits)
+
+
+# --- wrappers ------------------------------------------------------------------------------------
+
+
 def find_transformer(model: nn.Module) -> PreTrainedModel | None:
-    """The transformers model that a model is, apart from wrappers, if it is one."""
+    """Return the transformers model that a model is, apart from wrappers, if it is one."""
     inner = unwrapped(model)
     return inner if isinstance(inner, PreTrainedModel) else None
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What is within PEFT's, DistributedDataParallel's or torch.compile's wrappers."""
+    """Return what is within PEFT's, DistributedDataParallel's or torch.compile's wrappers."""
     while not isinstance(model, PreTrainedModel):
         if isinstance(model, PeftModel):
             inner = model.get_base_model()

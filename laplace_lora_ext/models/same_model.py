@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from peft.tuners import lora
 from torch import nn
 
 from laplace_lora_ext.messages import listed
@@ -22,7 +21,6 @@ from laplace_lora_ext.models.weights import (
     is_of_base,
     owner_of,
     read,
-    strip_wrappers,
 )
 
 _SAMPLED = 32  # numbers of each weight that are compared: training moves all of them
@@ -32,7 +30,10 @@ _ROUNDING_OF_SMALL = {
     str(dtype): torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-_MERGING = {str(dtype): 16 * torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
+# Merging an adapter and unmerging it rounds: how far, relative to the largest number.
+_ROUNDING_OF_MERGING = {
+    str(dtype): 16 * torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)
+}
 
 
 class Weight(NamedTuple):
@@ -43,18 +44,23 @@ class Weight(NamedTuple):
     sample: torch.Tensor
 
     def equals(self, other: Weight) -> bool:
-        """Whether both hold the same numbers, apart from rounding by casts or by merging."""
+        """Tell whether both hold the same numbers, apart from rounding by casts or by merging."""
         if self.shape != other.shape or self.sample.shape != other.sample.shape:
             return False
         if torch.equal(self.sample, other.sample):
             return True
         if self.dtype != other.dtype:
-            of_small = [_ROUNDING_OF_SMALL.get(dtype, 0.0) for dtype in (self.dtype, other.dtype)]
-            tolerance = {"rtol": _ROUNDING, "atol": max(of_small)}
-        else:  # merging an adapter and unmerging it rounds
-            rounding = _MERGING.get(self.dtype, 0.0) * self.sample.abs().max().item()
-            tolerance = {"rtol": 0.0, "atol": rounding}
-        return torch.allclose(self.sample, other.sample, **tolerance, equal_nan=True)
+            relative = _ROUNDING
+            absolute = max(
+                _ROUNDING_OF_SMALL.get(self.dtype, 0.0), _ROUNDING_OF_SMALL.get(other.dtype, 0.0)
+            )
+        else:
+            relative = 0.0
+            largest = self.sample.abs().max().item()
+            absolute = _ROUNDING_OF_MERGING.get(self.dtype, 0.0) * largest
+        return torch.allclose(
+            self.sample, other.sample, rtol=relative, atol=absolute, equal_nan=True
+        )
 
 
 @dataclass(frozen=True)
@@ -73,50 +79,74 @@ class ModelState:
 
     @classmethod
     def of(cls, model: LogitsModel, blocks: Sequence[Block]) -> ModelState:
-        """The state of a model as it is now."""
-        adapter, modules = blocks[0].adapter, dict(model.model.named_modules())
+        """Describe a model as it is now."""
+        adapter = blocks[0].adapter
         scalings = {
-            strip_wrappers(name): float(layer.scaling[adapter])
-            for name, layer in modules.items()
-            if isinstance(layer, lora.LoraLayer) and adapter in layer.scaling
+            name: float(layer.scaling[adapter])
+            for name, layer in lora_layers(model.model).items()
+            if adapter in layer.scaling
         }
-        of_blocks = {b.known_as: (list(b.weight.shape), scalings.get(b.rows.site)) for b in blocks}
-        weights = _sampled(dict(_other_weights(modules, blocks)))
-        for block in blocks:
-            scalings.pop(block.rows.site, None)
-        return cls(of_blocks, model.class_token_ids, model.mask_token_id, weights, scalings)
+        of_posterior = {block.rows.site for block in blocks}
+        return cls(
+            blocks={
+                block.known_as: (list(block.weight.shape), scalings.get(block.rows.site))
+                for block in blocks
+            },
+            class_token_ids=model.class_token_ids,
+            mask_token_id=model.mask_token_id,
+            weights=_sampled(dict(_other_weights(model.model, blocks))),
+            scalings={
+                name: scaling for name, scaling in scalings.items() if name not in of_posterior
+            },
+        )
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> ModelState:
         """Rebuild what `state_dict` has returned."""
         weights = {name: Weight(*weight) for name, weight in state["weights"].items()}
+        # A file may hold lists in place of tuples.
         blocks = {name: (shape, scaling) for name, (shape, scaling) in state["blocks"].items()}
-        return cls(**{**state, "weights": weights, "blocks": blocks})
+        return cls(
+            blocks=blocks,
+            class_token_ids=state["class_token_ids"],
+            mask_token_id=state["mask_token_id"],
+            weights=weights,
+            scalings=state["scalings"],
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Names, numbers and tensors, ready for `torch.save`."""
-        return vars(self) | {"weights": {name: tuple(w) for name, w in self.weights.items()}}
+        """Return names, numbers and tensors, ready for `torch.save`."""
+        weights = {name: tuple(weight) for name, weight in self.weights.items()}
+        return vars(self) | {"weights": weights}
 
     def base_weights(self) -> dict[str, Weight]:
-        """Those of `weights` that adapters of one base model share."""
+        """Select the `weights` that adapters of one base model share."""
         return {name: weight for name, weight in self.weights.items() if is_of_base(name)}
 
     def difference(self, now: ModelState) -> str | None:
-        """What has changed, as a sentence without its full stop; None if nothing has."""
-        before, after = self._facts(), now._facts()
-        for what in before | after:
-            if before.get(what) != after.get(what):
-                return f"{what} was {before.get(what)} at the fit, and now is {after.get(what)}"
+        """Say what has changed, in a sentence without its full stop; None if nothing has."""
+        facts_before = self._facts()
+        facts_now = now._facts()
+        for what in facts_before | facts_now:
+            before = facts_before.get(what)
+            after = facts_now.get(what)
+            if before != after:
+                return f"{what} was {before} at the fit, and now is {after}"
         for name, weight in self.weights.items():
             if name not in now.weights or not weight.equals(now.weights[name]):
                 return f"The weight {name} differs from that of the fit"
         return None
 
     def _facts(self) -> dict[str, Any]:
-        """What must be equal exactly, by what it is."""
-        facts = {"class_token_ids": self.class_token_ids, "mask_token_id": self.mask_token_id}
-        facts |= {f"The LoRA weight {n} (shape, scaling)": x for n, x in self.blocks.items()}
-        return facts | {f"The scaling of {name}": x for name, x in self.scalings.items()}
+        """Collect what must be equal exactly, by what it is."""
+        facts: dict[str, Any] = {}
+        facts["class_token_ids"] = self.class_token_ids
+        facts["mask_token_id"] = self.mask_token_id
+        for name, shape_and_scaling in self.blocks.items():
+            facts[f"The LoRA weight {name} (shape, scaling)"] = shape_and_scaling
+        for name, scaling in self.scalings.items():
+            facts[f"The scaling of {name}"] = scaling
+        return facts
 
 
 def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
@@ -155,58 +185,92 @@ def check_same(
 
 
 def first_changed(blocks: Sequence[Block], mean: torch.Tensor) -> Block | None:
-    """The first LoRA weight whose present values, in their precision, are not those of a fit."""
+    """Find the first LoRA weight whose present values, in their precision, are not a fit's."""
     parts = mean.split([block.weight.numel() for block in blocks])
-    pairs = zip((block.values.flatten() for block in blocks), parts, strict=True)
-    differ = read([(values != part.to(values)).any() for values, part in pairs])
-    return blocks[differ.index(True)] if any(differ) else None
+    differences = []
+    for block, part in zip(blocks, parts, strict=True):
+        values = block.values.flatten()
+        differences.append((values != part.to(values)).any())
+    for block, differs in zip(blocks, read(differences), strict=True):
+        if differs:
+            return block
+    return None
 
 
 def hashes(model: LogitsModel, blocks: Sequence[Block]) -> dict[str, str]:
-    """Of what a fit depends on: fits of two processes belong together where these are equal."""
+    """Hash what a fit depends on: fits of two processes belong together where these are equal."""
+    weights = flattened(blocks, torch.device("cpu")).double().numpy()
     state = ModelState.of(model, blocks)
-    samples = [(n, w.dtype, w.shape, w.sample.tolist()) for n, w in state.weights.items()]
-    parts = {
-        "LoRA weights": flattened(blocks, torch.device("cpu")).double().numpy().tobytes(),
-        "base or head": repr((state._facts(), samples)).encode(),
+    samples = [
+        (name, weight.dtype, weight.shape, weight.sample.tolist())
+        for name, weight in state.weights.items()
+    ]
+    rest = repr((state._facts(), samples))
+    return {
+        "LoRA weights": hashlib.sha256(weights.tobytes()).hexdigest(),
+        "base or head": hashlib.sha256(rest.encode()).hexdigest(),
     }
-    return {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
 
 
-def _other_weights(
-    modules: Mapping[str, nn.Module], blocks: Sequence[Block]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights of the base model, the head and other LoRA layers, by name; see `ModelState`."""
-    adapter, ours = blocks[0].adapter, {id(block.weight) for block in blocks}
+def _other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights of base model, head and other LoRA layers, by name; see `ModelState`."""
+    modules = dict(model.named_modules())
     if any(hasattr(type(module), "reshard") for module in modules.values()):
         return  # FSDP2 replaces parameters between passes
+    adapter = blocks[0].adapter
+    of_posterior = {id(block.weight) for block in blocks}
     for prefix, module in modules.items():
-        for name, weight in [*module._parameters.items(), *module._buffers.items()]:
-            if weight is None or id(weight) in ours or name in module._non_persistent_buffers_set:
-                continue
-            is_plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
+        for name, weight in _saved_with(module):
             known_as = _known_as(f"{prefix}.{name}", adapter)
-            if known_as is not None and is_plain and not weight.is_meta:
+            if known_as is None or id(weight) in of_posterior:
+                continue
+            # Quantized weights are subclasses of tensors, or whole numbers.
+            is_plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
+            if is_plain and not weight.is_meta:
                 yield known_as, weight
 
 
+def _saved_with(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's own parameters, and the buffers that are saved with them."""
+    # The names of `named_parameters` would take a walk through the model for each module.
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
 def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
-    """A few numbers of each weight, with one wait for each device."""
-    places: dict[Any, list[str]] = {}
+    """Take a few numbers of each weight, with one wait for each device."""
+    alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, weight in weights.items():
-        places.setdefault((weight.device, weight.dtype), []).append(name)
+        alike.setdefault((weight.device, weight.dtype), []).append(name)
     samples: dict[str, torch.Tensor] = {}
-    for names in places.values():
-        flat = [weights[name].detach().flatten() for name in names]
-        few = [w[:: max(1, len(w) // _SAMPLED)][:_SAMPLED] for w in flat]
-        numbers = torch.cat(few).cpu().double().split([len(sample) for sample in few])
-        samples.update(zip(names, numbers, strict=True))
-    return {n: Weight(str(w.dtype), list(w.shape), samples[n]) for n, w in weights.items()}
+    for names in alike.values():
+        few = [_few_numbers(weights[name]) for name in names]
+        joined = torch.cat(few).cpu().double()
+        parts = joined.split([len(sample) for sample in few])
+        samples.update(zip(names, parts, strict=True))
+    return {
+        name: Weight(str(weight.dtype), list(weight.shape), samples[name])
+        for name, weight in weights.items()
+    }
 
 
-@lru_cache(2**16)  # every call of a posterior asks for all of them
+def _few_numbers(weight: torch.Tensor) -> torch.Tensor:
+    """Take numbers from all over a weight, `(n,)`."""
+    numbers = weight.detach().flatten()
+    step = max(1, len(numbers) // _SAMPLED)
+    return numbers[::step][:_SAMPLED]
+
+
+@lru_cache(2**16)  # every call of a posterior asks for the names of a whole model
 def _known_as(name: str, adapter: str) -> str | None:
-    """None for weights of other adapters, and of modules that this one replaces."""
+    """Name a weight without adapter and wrappers.
+
+    None for weights of other adapters, and of modules that this one replaces.
+    """
     if owner_of(name) not in (None, adapter) or ".original_module." in name:
         return None
     return bare_name(name)

@@ -100,6 +100,16 @@ def test_a_selection_that_matches_nothing_is_refused_and_says_what_there_is(bert
         find_blocks(bert, **selection)
 
 
+def test_a_weight_takes_part_by_its_name_whether_or_not_it_requires_grad(bert):
+    frozen, other = find_blocks(bert)[:2]
+    frozen.weight.requires_grad_(False)
+    named = [frozen.known_as]
+    assert [block.name for block in find_blocks(bert, weight_names=named)] == [frozen.name]
+    assert other.weight.requires_grad
+    with pytest.raises(ValueError, match=r"none of the LoRA weights elsewhere.*layer\.0"):
+        find_blocks(bert, weight_names=["elsewhere"])
+
+
 # --- refused -------------------------------------------------------------------------------------
 
 
