@@ -8,23 +8,47 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
 from laplace_lora_ext.passes.recorder import Recorder
 from tests.support.dense import EXACT, assert_exact, jacobians
-from tests.support.models import Detour, Sorting, TwoLinear, pairs, ragged_batches, with_lora
-from tests.support.posteriors import count_forward_passes, fitted, generator, make
+from tests.support.models import (
+    Detour,
+    Sorting,
+    TwoLinear,
+    pairs,
+    ragged_batches,
+    with_lora,
+)
+from tests.support.posteriors import (
+    count_forward_passes,
+    fitted,
+    generator,
+    make,
+)
 
 
 @pytest.mark.parametrize("kind", [Detour, Sorting])
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
 def test_a_layer_that_the_logits_do_not_depend_on_has_no_curvature(structure, kind):
-    model, ((X, y),) = with_lora(kind(), "used", "unused"), pairs()
-    settings = {"backend_kwargs": {"rank": 100}} if structure == "lowrank_kron" else {}
-    la, alone = (
-        make(model, structure, target_modules=names, **settings) for names in (None, ["used"])
-    )
-    for posterior in (la, alone):
-        posterior.fit([(X, y)])
+    model = with_lora(kind(), "used", "unused")
+    ((X, y),) = pairs()
+
+    def posterior(target_modules):
+        settings = {}
+        if structure == "lowrank_kron":
+            settings["backend_kwargs"] = {"rank": 100}
+        la = make(
+            model,
+            structure,
+            target_modules=target_modules,
+            **settings,
+        )
+        la.fit([(X, y)])
+        return la
+
+    la = posterior(None)
+    alone = posterior(["used"])
     torch.testing.assert_close(la(X), alone(X), **EXACT)
-    log_dets = [p.log_det_posterior_precision for p in (la, alone)]
-    torch.testing.assert_close(*log_dets, **EXACT)  # other blocks add log 1
+    # Other blocks add log 1.
+    found = la.log_det_posterior_precision
+    torch.testing.assert_close(found, alone.log_det_posterior_precision, **EXACT)
     assert_exact(la, model, [X])
 
 
@@ -40,12 +64,18 @@ class SharedRows(nn.Module):
         return (self.layer(x) * self.layer(self.embedding)).tanh()
 
 
-@pytest.mark.parametrize("kind", [SharedRows, Detour])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        (SharedRows, ["layer"]),
+        (Detour, ["used", "unused"]),
+    ],
+)
 @pytest.mark.parametrize("number", [1, 2])
-def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(kind, number):
-    layers = {SharedRows: ("layer",), Detour: ("used", "unused")}[kind]
-    model, ((X, _),) = with_lora(kind(), *layers), pairs()
-    combined = torch.randn(number, len(X), 3, generator=torch.Generator().manual_seed(5)).double()
+def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(kind, layers, number):
+    model = with_lora(kind(), *layers)
+    ((X, _),) = pairs()
+    combined = torch.randn(number, len(X), 3, generator=generator(5)).double()
     blocks = find_blocks(model)
     Js, _ = Recorder(LogitsModel(model), blocks).jacobians(X, lambda _: combined)
     expected = torch.einsum("sbc,bcp->bsp", combined, jacobians(model, X))
@@ -63,16 +93,23 @@ def small(monkeypatch):
 
 def facts(la, batch):
     statistics = la.predictive_statistics([batch], dtype=torch.float64)
-    return (*la.predictive_moments(batch), *statistics.moments(0.1), statistics.targets)
+    return {
+        "moments": la.predictive_moments(batch),
+        "of statistics": statistics.moments(0.1),
+        "targets": statistics.targets,
+    }
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_parts_bring_the_same_numbers(kind, request):
-    la, (batch,) = fitted(kind), ragged_batches(batch_size=8)
-    whole, calls = facts(la, batch), count_forward_passes(la)
+    la = fitted(kind)
+    (batch,) = ragged_batches(batch_size=8)
+    whole = facts(la, batch)
+    calls = count_forward_passes(la)
     request.getfixturevalue("small")
     torch.testing.assert_close(facts(la, batch), whole, **EXACT)
-    assert len(calls) == 2 * 4
+    n_parts = 4
+    assert len(calls) == 2 * n_parts
     calls.clear()
     la.predictive_moments(batch, joint=True)  # which joins all examples
     assert len(calls) == 1
@@ -88,8 +125,11 @@ class Normalized(TwoLinear):
         return self.second(hidden - hidden.mean(0))
 
 
-def test_logits_that_depend_on_the_batch_are_not_divided(monkeypatch):
-    X, y = torch.randn(8, 5, generator=generator()).double(), torch.arange(8) % 3
+def test_logits_that_depend_on_the_batch_are_not_divided(
+    monkeypatch,
+):
+    X = torch.randn(8, 5, generator=generator()).double()
+    y = torch.arange(8) % 3
     la = make(with_lora(Normalized(), "first", "second"))
     la.fit([(X, y)])
     whole = la.predictive_moments(X)

@@ -17,16 +17,23 @@ from tests.support.ranks import Texts
 METHOD = "agreement"
 
 
+def without_labels(batch):
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
 def change(la, batches, n_samples: int = 20_000) -> float:
     """Mean total variation distance of draws from the model, by sampling and one text at a time."""
     torch.manual_seed(1)
     distances = []
     for batch in batches:
-        f_mu, f_var = la.predictive_moments({k: v for k, v in batch.items() if k != "labels"})
+        f_mu, f_var = la.predictive_moments(without_labels(batch))
         for mean, covariance in zip(f_mu, f_var, strict=True):
+            # What all logits share may have no variance at all.
             jitter = 1e-10 * torch.eye(len(mean)).to(mean)
-            draws = MultivariateNormal(mean, covariance + jitter).sample((n_samples,))
-            distances.append((draws.softmax(-1) - mean.softmax(-1)).abs().sum(-1).mean() / 2)
+            of_text = MultivariateNormal(mean, covariance + jitter)
+            drawn = of_text.sample((n_samples,)).softmax(-1)
+            differences = (drawn - mean.softmax(-1)).abs()
+            distances.append(differences.sum(-1).mean() / 2)
     return torch.stack(distances).mean().item()
 
 
@@ -34,7 +41,7 @@ def change(la, batches, n_samples: int = 20_000) -> float:
 @pytest.mark.parametrize("max_change", [0.05, 0.2])
 def test_draws_change_the_predictions_by_as_much_as_is_allowed(structure, max_change):
     la = fitted(structure=structure)
-    unlabelled = [{k: v for k, v in b.items() if k != "labels"} for b in ragged_batches()]
+    unlabelled = [without_labels(batch) for batch in ragged_batches()]
     history = la.optimize_prior_precision(
         method=METHOD,
         train_loader=unlabelled,
@@ -53,60 +60,70 @@ def test_draws_change_the_predictions_by_as_much_as_is_allowed(structure, max_ch
 @pytest.mark.parametrize("start", [1e-5, 1e5, torch.arange(1.0, 9.0)])
 def test_the_start_is_scaled_as_a_whole_wherever_it_is(start):
     la = fitted()
-    options = {
-        "train_loader": ragged_batches(),
-        "n_samples": 1000,
-        "generator": generator(),
-    }
-    la.optimize_prior_precision(method=METHOD, init_prior_prec=start, **options)
+    la.optimize_prior_precision(
+        method=METHOD,
+        train_loader=ragged_batches(),
+        init_prior_prec=start,
+        n_samples=1000,
+        generator=generator(),
+    )
     factors = la.prior_precision / start
     torch.testing.assert_close(factors, factors[:1].expand_as(factors))
     assert change(la, ragged_batches()) == pytest.approx(0.1, rel=0.05)
 
 
 def test_no_more_than_what_is_drawn_passes_through_the_model():
-    la, seen = fitted(), []
+    la = fitted()
     many = DataLoader(Texts(60), batch_size=5)
     la.fit(many)
+    seen = []
     la.model.register_forward_hook(lambda _, __, logits: seen.append(len(logits)))
-    options = {
-        "method": METHOD,
-        "max_examples": 20,
-        "train_loader": many,
-    }
-    history = la.optimize_prior_precision(**options)
+
+    def objective(train_loader, generator=None):
+        seen.clear()
+        history = la.optimize_prior_precision(
+            method=METHOD,
+            max_examples=20,
+            train_loader=train_loader,
+            generator=generator,
+        )
+        return history.objective
+
+    first = objective(many)
     assert sum(seen) == 20
-    assert torch.equal(
-        la.optimize_prior_precision(**options).objective,
-        history.objective,
-    )
-    other = la.optimize_prior_precision(generator=generator(1), **options)
-    assert not torch.equal(other.objective[:1], history.objective[:1])
-    options["train_loader"] = list(many)  # of which all pass
-    seen.clear()
-    first, second = (la.optimize_prior_precision(generator=generator(n), **options) for n in (0, 1))
-    assert sum(seen) == 2 * 60
-    assert not torch.equal(first.objective[:1], second.objective[:1])  # by other draws
+    assert torch.equal(objective(many), first)
+    other = objective(many, generator(1))
+    assert not torch.equal(other[:1], first[:1])
+    # Of a list all texts pass, and generators give other draws.
+    first = objective(list(many), generator(0))
+    assert sum(seen) == 60
+    other = objective(list(many), generator(1))
+    assert sum(seen) == 60
+    assert not torch.equal(other[:1], first[:1])
 
 
 def test_what_can_not_agree_is_said():
     la, X = plain_regression()
     with pytest.raises(ValueError, match="regression has none: use"):
         la.optimize_prior_precision(method=METHOD, train_loader=[X])
-    options = {
-        "train_loader": ragged_batches(),
-        "init_prior_prec": 1e20,
-        "n_samples": 5,
-    }
     with pytest.warns(UserWarning, match="that the adapter is trained"):
-        fitted().optimize_prior_precision(method=METHOD, **options)
+        fitted().optimize_prior_precision(
+            method=METHOD,
+            train_loader=ragged_batches(),
+            init_prior_prec=1e20,
+            n_samples=5,
+        )
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_data_that_can_be_read_once_are_the_same_at_every_prior_precision(
     structure,
 ):
-    la, found = fitted(structure=structure), []
-    for data in (ragged_batches(), iter(ragged_batches())):
-        found.append(la.optimize_prior_precision(method=METHOD, train_loader=data, n_samples=50))
-    assert torch.equal(found[0].objective, found[1].objective)
+    la = fitted(structure=structure)
+
+    def objective(data):
+        history = la.optimize_prior_precision(method=METHOD, train_loader=data, n_samples=50)
+        return history.objective
+
+    once = iter(ragged_batches())
+    assert torch.equal(objective(once), objective(ragged_batches()))
