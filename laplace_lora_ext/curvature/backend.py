@@ -24,8 +24,9 @@ from laplace_lora_ext.processes.exchange import rank
 PAPER_SETTINGS: dict[str, Any] = {"kfac_approx": "expand", "rank": 10, "tail": False}
 """`backend_kwargs` of Yang et al. (ICLR 2024): KFAC-expand, rank 10, no tail."""
 
-_MANY_CLASSES = 20  # from which on labels are drawn
-_DRAWS = 8  # of each example's label
+# From so many classes on labels are drawn, so many for each example.
+_MANY_CLASSES = 20
+_DRAWS = 8
 
 
 class LowRankKronInterface(CurvatureInterface):
@@ -89,28 +90,45 @@ class LowRankKronInterface(CurvatureInterface):
         self.model: LogitsModel = recorder.model
         self.recorder = recorder
         self.blocks = recorder.blocks
-        self.rank, self.kfac_approx, self.tail = rank, kfac_approx, tail
+        self.rank = rank
+        self.kfac_approx = kfac_approx
+        self.tail = tail
         self.n_before = 0
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the curvature depends on, besides the model and the data."""
-        return {"rank": self.rank, "kfac_approx": self.kfac_approx, "tail": self.tail}
+        """Collect what the curvature depends on, besides the model and the data."""
+        return {
+            "rank": self.rank,
+            "kfac_approx": self.kfac_approx,
+            "tail": self.tail,
+        }
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
-        """What to back-propagate for the Fisher of a batch."""
+        """Choose what to back-propagate for the Fisher of a batch."""
         raise NotImplementedError
 
     def zeros(self) -> LowRankKron:
-        """Empty sums, to which `accumulate` adds batches."""
-        return LowRankKron(
-            [
-                KroneckerBlock.zeros(b.shape, b.small_output, self.rank, self.tail, *b.place)
-                for b in self.blocks
-            ]
-        )
+        """Make empty sums, to which `accumulate` adds batches."""
+        sums: list[KroneckerBlock] = []
+        for block in self.blocks:
+            zeros = KroneckerBlock.zeros(
+                block.shape,
+                block.small_output,
+                rank=self.rank,
+                tail=self.tail,
+                device=block.device,
+                dtype=block.statistics_dtype,
+            )
+            sums.append(zeros)
+        return LowRankKron(sums)
 
-    def accumulate(self, H: LowRankKron, x: Any, y: torch.Tensor) -> torch.Tensor:
+    def accumulate(
+        self,
+        H: LowRankKron,
+        x: Any,
+        y: torch.Tensor,
+    ) -> torch.Tensor:
         """Add the curvature of a batch to `H`, and return the batch's negative log-likelihood.
 
         An error leaves sums that are of no use. Refused are labels that don't fit the logits, and
@@ -130,30 +148,47 @@ class LowRankKronInterface(CurvatureInterface):
             return self._likelihood.loss(logits, y)
 
     def _check_finite(self, H: LowRankKron) -> None:
-        """Refuse sums that are not finite, and name the last such layer: gradients run backward."""
-        traces = read([block.output_factor.trace + block.input_factor.trace for block in H.blocks])
-        odd = [b.name for b, trace in zip(self.blocks, traces, strict=True) if not isfinite(trace)]
-        if odd:
-            raise ValueError(f"LoRA layer {odd[-1]}: non-finite numbers")
+        """Refuse sums that are not finite, and name the layer."""
+        sums = [of_block.output_factor.trace + of_block.input_factor.trace for of_block in H.blocks]
+        traces = read(sums)
+        # Gradients run backward: of several such layers, the last one is where they began.
+        for block, trace in zip(reversed(self.blocks), reversed(traces), strict=True):
+            if not isfinite(trace):
+                raise ValueError(f"LoRA layer {block.name}: non-finite numbers")
 
     def kron(
-        self, x: Any, y: torch.Tensor, N: int | None = None, **kwargs: Any
+        self,
+        x: Any,
+        y: torch.Tensor,
+        N: int | None = None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, LowRankKron]:
-        """Loss and curvature of one batch; sums normalise themselves, so `N` is not used."""
+        """Compute loss and curvature of one batch; sums normalise themselves, whatever `N` is."""
         H = self.zeros()
-        return self.accumulate(H, x, y), H
+        loss = self.accumulate(H, x, y)
+        return loss, H
 
-    def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Jacobians `(B, C, parameters)` of the logits in the blocks' weights, and the logits."""
+    def jacobians(
+        self,
+        x: Any,
+        enable_backprop: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make Jacobians `(B, C, parameters)` of the logits in all weights, and the logits."""
         return self.recorder.jacobians(x, enable_backprop=enable_backprop)
 
-    def gradients(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of each example's loss, `(B, parameters)`, and the loss of the batch."""
+    def gradients(
+        self,
+        x: Any,
+        y: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make gradients of each example's loss, `(B, parameters)`, and the loss of the batch."""
         Js, f = self.jacobians(x)
         y = self._likelihood.check_targets(y, f)
+        (slopes,) = self._likelihood.empirical_seeds(f, y).dense()
         # The host's loss is 1 / factor times the negative log-likelihood.
-        slope = self._likelihood.empirical_seeds(f, y).dense()[0] / self.factor
-        return torch.einsum("bc,bcp->bp", slope, Js), self.lossfunc(f, y)
+        slopes = slopes / self.factor
+        gradients = torch.einsum("bc,bcp->bp", slopes, Js)
+        return gradients, self.lossfunc(f, y)
 
 
 class LowRankKronGGN(LowRankKronInterface, GGNInterface):
@@ -190,6 +225,7 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         if seed < 0:
             raise ValueError(f"The seed must not be negative, but is {seed}.")
         super().__init__(model, likelihood, **kwargs)
+        # The host declares a bool, but only asks whether it is true.
         self.stochastic: Any = stochastic
         self.num_samples = num_samples or (1 if stochastic else _DRAWS)
         self.seed = seed
@@ -202,18 +238,23 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         return settings
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
-        has_many_classes = logits.shape[-1] >= _MANY_CLASSES and not self._likelihood.is_gaussian
-        if has_many_classes if self.stochastic is None else self.stochastic:
+        draws = self.stochastic
+        if draws is None:
+            n_outputs = logits.shape[-1]
+            draws = n_outputs >= _MANY_CLASSES and not self._likelihood.is_gaussian
+        if draws:
             return self._sampled_seeds(logits)
         return self._likelihood.exact_seeds(logits)
 
     def _sampled_seeds(self, logits: torch.Tensor) -> Seeds:
+        # Numpy mixes the three well, so that no two batches or processes draw alike.
         entropy = np.random.SeedSequence([self.seed, rank(), self.n_before])
-        generator = torch.Generator(logits.device).manual_seed(int(entropy.generate_state(1)[0]))
+        (seed,) = entropy.generate_state(1)
+        generator = torch.Generator(logits.device).manual_seed(int(seed))
         return self._likelihood.sampled_seeds(logits, self.num_samples, generator)
 
     def _get_mc_functional_fisher(self, f: torch.Tensor) -> torch.Tensor:
-        """The host's name for the drawn Fisher `(B, C, C)` of the logits, which it draws itself."""
+        """Draw a Fisher `(B, C, C)` of the logits, as the host does under this name."""
         columns = self._sampled_seeds(f).dense()
         return torch.einsum("sbc,sbk->bck", columns, columns)
 

@@ -36,29 +36,33 @@ class KroneckerBlock:
         device: torch.device,
         dtype: torch.dtype,
     ) -> KroneckerBlock:
-        """Empty sums for a weight of the given shape, one side of which is the LoRA rank."""
-        small, large = shape if small_output else shape[::-1]
-        dense = DenseFactor.zeros(small, device, dtype)
-        low_rank = LowRankFactor.zeros(large, rank, tail, device, dtype)
-        factors = (dense, low_rank) if small_output else (low_rank, dense)
-        return cls(*factors, torch.zeros((), device=device, dtype=torch.float64))
+        """Make empty sums for a weight of the given shape, one side of which is the LoRA rank."""
+        m, n = shape
+        normalizer = torch.zeros((), device=device, dtype=torch.float64)
+        if small_output:
+            small = DenseFactor.zeros(m, device, dtype)
+            large = LowRankFactor.zeros(n, rank, tail, device, dtype)
+            return cls(small, large, normalizer)
+        large = LowRankFactor.zeros(m, rank, tail, device, dtype)
+        small = DenseFactor.zeros(n, device, dtype)
+        return cls(large, small, normalizer)
 
     @classmethod
     def from_state_dict(
-        cls, state: dict[str, Any], device: torch.device, dtype: torch.dtype
+        cls,
+        state: dict[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> KroneckerBlock:
         """Rebuild what `state_dict` returned; sums of squares stay in float64."""
-        factors: list[Any] = []
-        for factor in (state["output_factor"], state["input_factor"]):
-            if "matrix" in factor:
-                factors.append(DenseFactor(factor["matrix"].to(device, dtype)))
-            else:
-                columns, trace = factor["columns"].to(device, dtype), factor["trace"].to(device)
-                factors.append(LowRankFactor(**factor | {"columns": columns, "trace": trace}))
-        return cls(factors[0], factors[1], state["normalizer"].to(device))
+        return cls(
+            _factor_from_state_dict(state["output_factor"], device, dtype),
+            _factor_from_state_dict(state["input_factor"], device, dtype),
+            state["normalizer"].to(device),
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and numbers, ready for `torch.save`."""
+        """Collect tensors and numbers, ready for `torch.save`."""
         return {
             "output_factor": dict(vars(self.output_factor)),
             "input_factor": dict(vars(self.input_factor)),
@@ -67,8 +71,8 @@ class KroneckerBlock:
 
     def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
         return KroneckerBlock(
-            self.output_factor + other.output_factor,  # pyright: ignore[reportOperatorIssue]
-            self.input_factor + other.input_factor,  # pyright: ignore[reportOperatorIssue]
+            self.output_factor + other.output_factor,
+            self.input_factor + other.input_factor,
             self.normalizer + other.normalizer,
         )
 
@@ -77,11 +81,31 @@ class KroneckerBlock:
         output = self.output_factor.eigendecomposition()
         input_ = self.input_factor.eigendecomposition()
         small_output = isinstance(self.output_factor, DenseFactor)
-        small, large = (output, input_) if small_output else (input_, output)
+        if small_output:
+            small, large = output, input_
+        else:
+            small, large = input_, output
         # A block without any gradient has no curvature: 0 / 0 is 0 here.
         scale = torch.where(self.normalizer > 0, 1 / self.normalizer, self.normalizer)
-        small = small._replace(values=(small.values * scale).to(small.values.dtype))
+        scaled = small.values * scale  # in float64
+        small = small._replace(values=scaled.to(small.values.dtype))
         return DecomposedBlock(small, large, small_output)
+
+
+def _factor_from_state_dict(
+    state: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Factor:
+    """Rebuild a factor from its attributes."""
+    if "matrix" in state:
+        return DenseFactor(state["matrix"].to(device, dtype))
+    return LowRankFactor(
+        columns=state["columns"].to(device, dtype),
+        trace=state["trace"].to(device),
+        rank=state["rank"],
+        tail=state["tail"],
+    )
 
 
 @dataclass(eq=False)
@@ -92,7 +116,6 @@ class DecomposedBlock:
     matrix `λ I + F_small ⊗ F_large` has the eigenvalues `λ + l_i s_j` on `Q_i ⊗ U_j` and
     `λ + l_i δ` on `Q_i ⊗ (complement of U)`, so every power costs `O(r d k)`. This is the
     Woodbury identity of the paper's appendix E with a diagonal inner matrix.
-
     """
 
     small: Eigendecomposition  # of the factor of the LoRA rank's size
@@ -102,8 +125,8 @@ class DecomposedBlock:
     @property
     def shape(self) -> tuple[int, int]:
         """`(m, n)` of the weight."""
-        small, large = len(self.small.vectors), len(self.large.vectors)
-        return (small, large) if self.small_output else (large, small)
+        r, d = len(self.small.vectors), len(self.large.vectors)
+        return (r, d) if self.small_output else (d, r)
 
     @property
     def device(self) -> torch.device:
@@ -115,32 +138,36 @@ class DecomposedBlock:
 
     @property
     def n_left_out(self) -> int:
-        """How many directions of the large factor the rank leaves out."""
+        """Count the directions of the large factor that the rank leaves out."""
         return len(self.large.vectors) - len(self.large.values)
 
     def __mul__(self, scalar: float | torch.Tensor) -> DecomposedBlock:
-        scalar = scalar.to(self.device) if isinstance(scalar, torch.Tensor) else scalar
+        if isinstance(scalar, torch.Tensor):
+            scalar = scalar.to(self.device)
+        # F_small ⊗ F_large scales with either factor.
         small = self.small._replace(values=self.small.values * scalar)
         return DecomposedBlock(small, self.large, self.small_output)
 
     def eigenvalues(self, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(r, k)` eigenvalues on `Q ⊗ U` and `(r,)` on its complement, with `delta` added.
+        """Compute `(r, k)` eigenvalues on `Q ⊗ U` and `(r,)` on its complement, plus `delta`.
 
         Their precision is the higher of `delta`'s and the block's.
         """
         delta = delta.to(self.device)
-        small, large, tail = (
-            numbers.to(torch.promote_types(numbers.dtype, delta.dtype))
-            for numbers in (self.small.values, self.large.values, self.large.tail)
-        )
-        return torch.outer(small, large) + delta, small * tail + delta
+        dtype = torch.promote_types(self.small.values.dtype, delta.dtype)
+        small = self.small.values.to(dtype)
+        large = self.large.values.to(dtype)
+        tail = self.large.tail.to(dtype)
+        on_leading = torch.outer(small, large)
+        on_remainder = small * tail
+        return on_leading + delta, on_remainder + delta
 
     def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
-        """`(..., m, n)` weights as `(..., r, d)`, small side first, and back."""
+        """Turn `(..., m, n)` weights into `(..., r, d)`, small side first, and back."""
         return weights if self.small_output else weights.mT
 
     def project(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Coordinates of `(..., r, d)` weights on `Q ⊗ U`, `(..., r, k)`, and what is left.
+        """Compute coordinates of `(..., r, d)` weights on `Q ⊗ U`, `(..., r, k)`, and what is left.
 
         The remainder, `(..., r, d)`, is orthogonal to U, and in the basis Q.
         """
@@ -148,33 +175,44 @@ class DecomposedBlock:
         leading = rotated @ self.large.vectors
         if not self.n_left_out:  # rounding is no remainder
             return leading, torch.zeros_like(rotated)
-        return leading, rotated - leading @ self.large.vectors.mT
+        remainder = rotated - leading @ self.large.vectors.mT
+        return leading, remainder
 
-    def bmm(self, weights: torch.Tensor, delta: torch.Tensor, exponent: float) -> torch.Tensor:
-        """`(block + delta I) ** exponent` times each of the `(..., r, d)` weights."""
+    def bmm(
+        self,
+        weights: torch.Tensor,
+        delta: torch.Tensor,
+        exponent: float,
+    ) -> torch.Tensor:
+        """Multiply each of the `(..., r, d)` weights by `(block + delta I) ** exponent`."""
         leading, remainder = self.project(weights)
-        on_leading, on_remainder = (e.pow(exponent) for e in self.eigenvalues(delta))
-        return self.small.vectors @ (
-            (leading * on_leading) @ self.large.vectors.mT + remainder * on_remainder[:, None]
-        )
+        on_leading, on_remainder = self.eigenvalues(delta)
+        leading = leading * on_leading.pow(exponent)
+        remainder = remainder * on_remainder.pow(exponent)[:, None]
+        rotated = leading @ self.large.vectors.mT + remainder
+        return self.small.vectors @ rotated
 
     def inv_square_form(self, weights: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """`W_a (block + delta I)⁻¹ W_bᵀ` of all pairs: `(..., K, r, d)` to `(..., K, K)`.
+        """Compute `W_a (block + delta I)⁻¹ W_bᵀ` of all pairs: `(..., K, r, d)` to `(..., K, K)`.
 
         Both parts are sums of squares, so the result is positive semi-definite and nothing cancels,
         however small `delta` is.
         """
-        on_leading, on_remainder = (e.rsqrt() for e in self.eigenvalues(delta))
+        on_leading, on_remainder = self.eigenvalues(delta)
         leading, remainder = self.project(weights)
-        leading = (leading * on_leading).flatten(-2)
-        remainder = (remainder * on_remainder[:, None]).flatten(-2)
+        leading = leading * on_leading.rsqrt()
+        remainder = remainder * on_remainder.rsqrt()[:, None]
+        leading = leading.flatten(-2)
+        remainder = remainder.flatten(-2)
         return leading @ leading.mT + remainder @ remainder.mT
 
     def diag(self, delta: torch.Tensor, exponent: float) -> torch.Tensor:
-        """Diagonal of `(block + delta I) ** exponent`, `(m * n,)`."""
-        on_leading, on_remainder = (e.pow(exponent) for e in self.eigenvalues(delta))
-        small, large = self.small.vectors.square(), self.large.vectors.square()
-        diagonal = small @ on_leading @ large.mT
+        """Compute the diagonal of `(block + delta I) ** exponent`, `(m * n,)`."""
+        on_leading, on_remainder = self.eigenvalues(delta)
+        small = self.small.vectors.square()
+        large = self.large.vectors.square()
+        diagonal = small @ on_leading.pow(exponent) @ large.mT
         if self.n_left_out:
-            diagonal = diagonal + torch.outer(small @ on_remainder, 1 - large.sum(1))
+            rest = 1 - large.sum(1)  # diagonal of the projection on the complement of U
+            diagonal = diagonal + torch.outer(small @ on_remainder.pow(exponent), rest)
         return self.small_side_first(diagonal).flatten()

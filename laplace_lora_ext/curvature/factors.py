@@ -6,13 +6,15 @@ Both sum outer products of rows that arrive batch by batch, and share a vocabula
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-_CHUNK = 256  # rows in one step of the streaming update, which holds their Gram matrix
+# Rows in one step of the streaming update. Its Gram matrix has so many rows and columns more than
+# there are columns to keep: one of thousands of nearly dependent rows may fail to decompose.
+_CHUNK = 256
 _OVERSAMPLING = 10  # directions that subspace iteration carries beyond the ones it returns
 
 
@@ -31,7 +33,13 @@ class DenseFactor:
     matrix: torch.Tensor
 
     @classmethod
-    def zeros(cls, size: int, device: torch.device, dtype: torch.dtype) -> DenseFactor:
+    def zeros(
+        cls,
+        size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> DenseFactor:
+        """Make a factor of no data."""
         return cls(torch.zeros(size, size, device=device, dtype=dtype))
 
     @property
@@ -42,14 +50,15 @@ class DenseFactor:
     def trace(self) -> torch.Tensor:
         return self.matrix.trace().double()
 
-    def __add__(self, other: DenseFactor) -> DenseFactor:
+    def __add__(self, other: Factor) -> DenseFactor:
+        assert isinstance(other, DenseFactor)
         return DenseFactor(self.matrix + other.matrix)
 
     def eigendecomposition(self) -> Eigendecomposition:
-        """All eigenvectors; the tail is 0."""
+        """Compute all eigenvectors; the tail is 0."""
         values, vectors = _eigh(self.matrix)
         dtype = self.matrix.dtype
-        values = values.clamp_min(0).to(dtype)
+        values = values.clamp_min(0).to(dtype)  # rounding may leave some below 0
         return Eigendecomposition(vectors.to(dtype), values, values.new_zeros(()))
 
 
@@ -71,10 +80,17 @@ class LowRankFactor:
 
     @classmethod
     def zeros(
-        cls, size: int, rank: int, tail: bool, device: torch.device, dtype: torch.dtype
+        cls,
+        size: int,
+        rank: int,
+        tail: bool,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> LowRankFactor:
+        """Make a factor of no data."""
         columns = torch.zeros(size, 0, device=device, dtype=dtype)
-        return cls(columns, torch.zeros((), device=device, dtype=torch.float64), rank, tail)
+        trace = torch.zeros((), device=device, dtype=torch.float64)
+        return cls(columns, trace, rank, tail)
 
     @property
     def size(self) -> int:
@@ -82,23 +98,32 @@ class LowRankFactor:
 
     @property
     def width(self) -> int:
-        """How many columns to keep."""
+        """Say how many columns to keep."""
         return min(2 * self.rank, self.size)
 
-    def __add__(self, other: LowRankFactor) -> LowRankFactor:
-        columns = _leading(torch.cat([self.columns, other.columns], dim=1), self.width)
-        return LowRankFactor(columns, self.trace + other.trace, self.rank, self.tail)
+    def __add__(self, other: Factor) -> LowRankFactor:
+        assert isinstance(other, LowRankFactor)
+        columns = torch.cat([self.columns, other.columns], dim=1)
+        trace = self.trace + other.trace
+        return LowRankFactor(_leading(columns, self.width), trace, self.rank, self.tail)
 
     def eigendecomposition(self) -> Eigendecomposition:
-        """The leading `rank` eigenvectors, and the mean of the other eigenvalues."""
-        vectors, singular_values, _ = torch.linalg.svd(self.columns.double(), full_matrices=False)
-        vectors, values = vectors[:, : self.rank], singular_values[: self.rank].square()
-        left_out = self.size - len(values)
+        """Compute the leading `rank` eigenvectors, and the mean of the other eigenvalues."""
+        columns = self.columns.double()
+        vectors, singular_values, _ = torch.linalg.svd(columns, full_matrices=False)
+        vectors = vectors[:, : self.rank]
+        values = singular_values[: self.rank].square()
+        n_left_out = self.size - len(values)
         tail = self.trace.new_zeros(())
-        if self.tail and left_out:
-            tail = (self.trace - values.sum()).clamp_min(0) / left_out
+        if self.tail and n_left_out:
+            energy_left_out = self.trace - values.sum()
+            tail = energy_left_out.clamp_min(0) / n_left_out
         dtype = self.columns.dtype
-        return Eigendecomposition(vectors.to(dtype), values.to(dtype), tail.to(dtype))
+        return Eigendecomposition(
+            vectors.to(dtype),
+            values.to(dtype),
+            tail.to(dtype),
+        )
 
 
 Factor = DenseFactor | LowRankFactor
@@ -137,21 +162,38 @@ class StreamingUpdates:
 
     def finish(self) -> None:
         """Add all waiting rows."""
-        waiting, self._waiting, self._bytes = self._waiting, {}, 0
-        alike: dict[tuple[Any, ...], list[tuple[LowRankFactor, torch.Tensor]]] = {}
+        waiting, self._waiting = self._waiting, {}
+        self._bytes = 0
+        groups: dict[tuple[Any, ...], _Group] = {}
         for factor, parts in waiting.items():
             rows, columns = torch.cat(parts), factor.columns
-            shapes = (columns.shape, rows.shape, factor.width, columns.device, columns.dtype)
-            alike.setdefault(shapes, []).append((factor, rows))
-        for group in alike.values():
-            factors, parts = zip(*group, strict=True)
-            if not torch.stack([factor.trace for factor in factors]).isfinite().all():
-                continue
-            columns = torch.stack([factor.columns for factor in factors])
-            for chunk in torch.stack(parts).split(_CHUNK, dim=1):
-                columns = _leading(torch.cat([columns, chunk.mT], dim=-1), factors[0].width)
-            for factor, own in zip(factors, columns, strict=True):
-                factor.columns = own
+            key = columns.shape, rows.shape, factor.width, columns.device, columns.dtype
+            group = groups.setdefault(key, _Group())
+            group.factors.append(factor)
+            group.rows.append(rows)
+        for group in groups.values():
+            group.update()
+
+
+@dataclass(eq=False)
+class _Group:
+    """Large factors of one shape, and as many rows `(n, d)` for each."""
+
+    factors: list[LowRankFactor] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+
+    def update(self) -> None:
+        """Add the rows, unless some are not finite."""
+        traces = torch.stack([factor.trace for factor in self.factors])
+        if not traces.isfinite().all():
+            return
+        width = self.factors[0].width
+        columns = torch.stack([factor.columns for factor in self.factors])  # (factors, d, w)
+        for chunk in torch.stack(self.rows).split(_CHUNK, dim=1):
+            longer = torch.cat([columns, chunk.mT], dim=-1)
+            columns = _leading(longer, width)
+        for factor, updated in zip(self.factors, columns, strict=True):
+            factor.columns = updated
 
 
 def _leading(columns: torch.Tensor, width: int) -> torch.Tensor:
@@ -165,21 +207,27 @@ def _leading(columns: torch.Tensor, width: int) -> torch.Tensor:
     if n <= width:
         return columns
     gram = (columns.mT @ columns).double()
-    basis = torch.linalg.qr(gram @ (gram @ _start(width, gram.device)[:n])).Q
+    start = _start(width, gram.device)[:n]
+    iterated = gram @ (gram @ start)
+    basis = torch.linalg.qr(iterated).Q
     _, rotation = _eigh(basis.mT @ gram @ basis)
     rotation = basis @ rotation
-    return columns @ rotation[..., rotation.shape[-1] - width :].to(columns.dtype)
+    first = rotation.shape[-1] - width  # eigenvalues ascend
+    leading = rotation[..., first:]
+    return columns @ leading.to(columns.dtype)
 
 
 @lru_cache
 def _start(width: int, device: torch.device) -> torch.Tensor:
+    """Draw the directions, always the same, from which subspace iteration starts."""
     generator = torch.Generator().manual_seed(0)
+    # As many rows as there may be columns: those kept of two factors, or of one and a chunk.
     shape = _CHUNK + 2 * width, width + _OVERSAMPLING
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
 
 def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ascending eigenvalues and eigenvectors of a positive semi-definite matrix, in float64."""
+    """Compute ascending eigenvalues and eigenvectors of a semi-definite matrix, in float64."""
     matrix = matrix.double()
     try:
         return torch.linalg.eigh(matrix)

@@ -31,14 +31,14 @@ class Expand(KfacApprox):
     sees_inputs = True
 
     def inputs(self, inputs: Inputs) -> None:
-        a = inputs.rows.valid(inputs.a[None])
+        a = inputs.positions.valid(inputs.a[None])
         for index in inputs.indices:
             block = self.blocks[index]
             self.updates.add(block.input_factor, a)
             block.normalizer = block.normalizer + len(a)
 
     def gradients(self, gradients: Gradients) -> None:
-        g = gradients.rows.valid(gradients.g)
+        g = gradients.positions.valid(gradients.g)
         # After the last attention, only the positions that the model pools have a gradient.
         g = g[g.any(dim=1)]
         self.updates.add(self.blocks[gradients.index].output_factor, g)

@@ -25,26 +25,34 @@ class LowRankKron:
 
     @classmethod
     def from_state_dict(
-        cls, state: list[dict[str, Any]], places: Sequence[tuple[torch.device, torch.dtype]]
+        cls,
+        state: list[dict[str, Any]],
+        places: Sequence[tuple[torch.device, torch.dtype]],
     ) -> LowRankKron:
         """Rebuild what `state_dict` returned, each block on its device and in its precision."""
-        pairs = zip(state, places, strict=True)
-        return cls([KroneckerBlock.from_state_dict(block, *place) for block, place in pairs])
+        blocks: list[KroneckerBlock] = []
+        for of_block, (device, dtype) in zip(state, places, strict=True):
+            blocks.append(KroneckerBlock.from_state_dict(of_block, device, dtype))
+        return cls(blocks)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Tensors and numbers of each block, ready for `torch.save`."""
+        """Collect tensors and numbers of each block, ready for `torch.save`."""
         return [block.state_dict() for block in self.blocks]
 
     @property
     def nbytes(self) -> int:
-        """Memory of the large factors once they have all their columns."""
-        factors = (f for block in self.blocks for f in (block.output_factor, block.input_factor))
-        large = [factor for factor in factors if isinstance(factor, LowRankFactor)]
-        return sum(f.size * f.width * f.columns.element_size() for f in large)
+        """Count the memory of the large factors once they have all their columns."""
+        total = 0
+        for block in self.blocks:
+            for factor in (block.output_factor, block.input_factor):
+                if isinstance(factor, LowRankFactor):
+                    total += factor.size * factor.width * factor.columns.element_size()
+        return total
 
     def __add__(self, other: LowRankKron) -> LowRankKron:
         """Add factors as if all data had been seen in one run."""
-        return LowRankKron([a + b for a, b in zip(self.blocks, other.blocks, strict=True)])
+        pairs = zip(self.blocks, other.blocks, strict=True)
+        return LowRankKron([mine + its for mine, its in pairs])
 
     def decompose(self, device: torch.device | None = None) -> LowRankKronDecomposed:
         """Eigendecompose every factor, in float64.
@@ -60,7 +68,6 @@ class Spectrum(NamedTuple):
     """Eigenvalues of a curvature, those of all blocks in one row.
 
     A prior precision only adds to eigenvalues, so these are all that a choice of prior depends on.
-
     """
 
     leading: torch.Tensor  # (E,), the r x k eigenvalues that each block keeps
@@ -71,29 +78,37 @@ class Spectrum(NamedTuple):
     n_blocks: int
 
     def equals(self, other: Spectrum) -> bool:
-        """Whether both are of one curvature, maybe on other devices or in other precisions."""
-        mine, its = (torch.cat([s.leading, s.remaining]).cpu() for s in (self, other))
+        """Tell whether both are of one curvature, maybe on other devices or in other precisions."""
+        mine = torch.cat([self.leading, self.remaining]).cpu()
+        its = torch.cat([other.leading, other.remaining]).cpu()
         if mine.shape != its.shape:
             return False
-        return bool((mine - its).abs().max() <= _ROUNDING * mine.abs().max())
+        largest_difference = (mine - its).abs().max()
+        return bool(largest_difference <= _ROUNDING * mine.abs().max())
 
     def shifted(
-        self, scale: float | torch.Tensor, deltas: torch.Tensor
+        self,
+        scale: float | torch.Tensor,
+        deltas: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Leading and remaining eigenvalues of `scale * curvature + deltas * I`.
+        """Compute leading and remaining eigenvalues of `scale * curvature + deltas * I`.
 
         `deltas` are `()`, `(1,)` or `(blocks,)`, and give the result its dtype.
         """
         deltas = deltas.expand(self.n_blocks)
-        return (
-            self.leading.to(deltas) * scale + deltas[self.leading_block],
-            self.remaining.to(deltas) * scale + deltas[self.remaining_block],
-        )
+        leading = self.leading.to(deltas) * scale
+        remaining = self.remaining.to(deltas) * scale
+        return leading + deltas[self.leading_block], remaining + deltas[self.remaining_block]
 
-    def logdet(self, scale: float | torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
-        """Log-determinant of `scale * curvature + deltas * I`, in float64."""
+    def logdet(
+        self,
+        scale: float | torch.Tensor,
+        deltas: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the log-determinant of `scale * curvature + deltas * I`, in float64."""
         leading, remaining = self.shifted(scale, deltas.double())
-        return leading.log().sum() + (self.multiplicity * remaining.log()).sum()
+        of_remaining = self.multiplicity * remaining.log()
+        return leading.log().sum() + of_remaining.sum()
 
 
 class LowRankKronDecomposed:
@@ -109,21 +124,35 @@ class LowRankKronDecomposed:
     """
 
     def __init__(self, blocks: Sequence[DecomposedBlock], deltas: torch.Tensor) -> None:
-        self.blocks, self.deltas = list(blocks), deltas
+        self.blocks = list(blocks)
+        self.deltas = deltas
 
     @cached_property
     @torch.inference_mode(False)  # what is kept must not be an inference tensor
     def spectrum(self) -> Spectrum:
-        """Eigenvalues of all blocks in float64, without `deltas`."""
-        of_blocks, zero = [], self.deltas.new_zeros((), dtype=torch.float64)
-        for index, block in enumerate(self.blocks):
-            leading, remaining = (e.to(zero.device).flatten() for e in block.eigenvalues(zero))
-            remaining = remaining[: None if block.n_left_out else 0]
-            indices = [torch.full_like(e, index, dtype=torch.long) for e in (leading, remaining)]
-            multiplicity = torch.full_like(remaining, block.n_left_out)
-            of_blocks.append((leading, indices[0], remaining, indices[1], multiplicity))
-        columns: Any = map(torch.cat, zip(*of_blocks, strict=True))
-        return Spectrum(*columns, n_blocks=len(self.blocks))
+        """Collect the eigenvalues of all blocks in float64, without `deltas`."""
+        zero = self.deltas.new_zeros((), dtype=torch.float64)
+        of_leading: list[torch.Tensor] = []
+        of_remaining: list[torch.Tensor] = []
+        n_leading: list[int] = []
+        n_remaining: list[int] = []
+        for block in self.blocks:
+            leading, remaining = block.eigenvalues(zero)
+            if not block.n_left_out:  # there are no directions that these belong to
+                remaining = remaining[:0]
+            of_leading.append(leading.to(zero.device).flatten())
+            of_remaining.append(remaining.to(zero.device))
+            n_leading.append(leading.numel())
+            n_remaining.append(len(remaining))
+        multiplicities = [float(block.n_left_out) for block in self.blocks]
+        return Spectrum(
+            leading=torch.cat(of_leading),
+            leading_block=_repeated(range(len(self.blocks)), n_leading).to(zero.device),
+            remaining=torch.cat(of_remaining),
+            remaining_block=_repeated(range(len(self.blocks)), n_remaining).to(zero.device),
+            multiplicity=_repeated(multiplicities, n_remaining).to(zero),
+            n_blocks=len(self.blocks),
+        )
 
     def __add__(self, deltas: float | torch.Tensor) -> LowRankKronDecomposed:
         """Add a multiple of the identity: a scalar, or `(blocks,)` one for each block."""
@@ -131,45 +160,62 @@ class LowRankKronDecomposed:
 
     def __mul__(self, scalar: float | torch.Tensor) -> LowRankKronDecomposed:
         """Scale the curvature but not `deltas`, as the host does."""
-        return LowRankKronDecomposed([block * scalar for block in self.blocks], self.deltas)
+        scaled = [block * scalar for block in self.blocks]
+        return LowRankKronDecomposed(scaled, self.deltas)
 
-    __radd__ = __add__
-    __rmul__ = __mul__
+    def __radd__(self, deltas: float | torch.Tensor) -> LowRankKronDecomposed:
+        return self + deltas
+
+    def __rmul__(self, scalar: float | torch.Tensor) -> LowRankKronDecomposed:
+        return self * scalar
 
     def logdet(self) -> torch.Tensor:
-        """Log-determinant in float64, differentiable in `deltas`."""
+        """Compute the log-determinant in float64, differentiable in `deltas`."""
         return self.spectrum.logdet(1, self.deltas)
 
     def bmm(self, W: torch.Tensor, exponent: float = -1) -> torch.Tensor:
-        """`self ** exponent` times each row of `W`, `(..., parameters)`."""
-        products = [
-            block.small_side_first(block.bmm(part, delta, exponent)).flatten(-2).to(W.device)
-            for block, delta, part in self._split(W)
-        ]
+        """Multiply each row of `W`, `(..., parameters)`, by `self ** exponent`."""
+        products: list[torch.Tensor] = []
+        parts = zip(self.blocks, self.deltas, self._split(W), strict=True)
+        for block, delta, weights in parts:
+            product = block.bmm(weights, delta, exponent)
+            product = block.small_side_first(product).flatten(-2)
+            products.append(product.to(W.device))
         return torch.cat(products, dim=-1)
 
     def inv_square_form(self, W: torch.Tensor) -> torch.Tensor:
-        """`W self⁻¹ Wᵀ`, `(B, C, C)`, for `W` of shape `(B, C, parameters)`."""
-        forms = [
-            block.inv_square_form(part, delta).to(W.device) for block, delta, part in self._split(W)
-        ]
+        """Compute `W self⁻¹ Wᵀ`, `(B, C, C)`, for `W` of shape `(B, C, parameters)`."""
+        forms: list[torch.Tensor] = []
+        parts = zip(self.blocks, self.deltas, self._split(W), strict=True)
+        for block, delta, weights in parts:
+            form = block.inv_square_form(weights, delta)
+            forms.append(form.to(W.device))
         return torch.stack(forms).sum(0)
 
     def diag(self, exponent: float = 1) -> torch.Tensor:
-        """Diagonal of `self ** exponent`, `(parameters,)`."""
-        pairs = zip(self.blocks, self.deltas, strict=True)
-        device = self.deltas.device
-        return torch.cat([block.diag(delta, exponent).to(device) for block, delta in pairs])
+        """Compute the diagonal of `self ** exponent`, `(parameters,)`."""
+        diagonals: list[torch.Tensor] = []
+        for block, delta in zip(self.blocks, self.deltas, strict=True):
+            diagonal = block.diag(delta, exponent)
+            diagonals.append(diagonal.to(self.deltas.device))
+        return torch.cat(diagonals)
 
     def to_matrix(self, exponent: float = 1) -> torch.Tensor:
-        """Dense matrix of `self ** exponent`. For tests."""
+        """Make the dense matrix of `self ** exponent`; for tests."""
         n_params = sum(block.n_params for block in self.blocks)
-        return self.bmm(torch.eye(n_params).to(self.deltas), exponent)
+        identity = torch.eye(n_params).to(self.deltas)
+        return self.bmm(identity, exponent)
 
-    def _split(self, W: torch.Tensor) -> list[tuple[DecomposedBlock, torch.Tensor, torch.Tensor]]:
-        """Each block with its delta and its part of `W`, `(..., r, d)`, on the block's device."""
-        parts = W.split([block.n_params for block in self.blocks], dim=-1)
-        return [
-            (block, delta, block.small_side_first(part.unflatten(-1, block.shape)).to(block.device))
-            for block, delta, part in zip(self.blocks, self.deltas, parts, strict=True)
-        ]
+    def _split(self, W: torch.Tensor) -> list[torch.Tensor]:
+        """Cut `W` into each block's part, `(..., r, d)`, on the block's device."""
+        parts: list[torch.Tensor] = []
+        n_params = [block.n_params for block in self.blocks]
+        for block, part in zip(self.blocks, W.split(n_params, dim=-1), strict=True):
+            weights = part.unflatten(-1, block.shape)
+            parts.append(block.small_side_first(weights).to(block.device))
+        return parts
+
+
+def _repeated(numbers: Sequence[float], times: Sequence[int]) -> torch.Tensor:
+    """Repeat each number so many times, in one row."""
+    return torch.tensor(numbers).repeat_interleave(torch.tensor(times))

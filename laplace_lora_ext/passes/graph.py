@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from laplace_lora_ext.models.checkpointing import Checkpoints
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -70,7 +71,7 @@ class Call:
         self.rows = output.shape[:-1]  # shape of what it returned, without their size m
         self.inputs: torch.Tensor | None = inputs  # None once a checkpoint may forget them
         self.version = _version(inputs)
-        self.node: Any = None  # of the graph, where gradients of the output pass
+        self.node: Node | None = None  # of the graph, where gradients of the output pass
         self.backward_pass: _Pass | None = None  # that runs now
 
 
@@ -113,7 +114,8 @@ class _Tap(torch.autograd.Function):
         ctx.call = call
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        (gradient,) = gradients
         call: Call = ctx.call
         backward_pass = call.backward_pass
         # No pass of ours runs where the user differentiates what one has returned.
@@ -368,7 +370,7 @@ class Taps:
         if inputs.is_inference():  # autograd can't save it
             inputs = inputs.clone()
         call = Call(index, self._blocks[index].name, inputs, output)
-        tapped: Any = _Tap.apply(output, self._anchor, inputs, call)
+        tapped = _Tap.apply(output, self._anchor, inputs, call)
         if self._calls is None:  # a checkpointed layer is computed anew for a backward pass
             return tapped
         call.node = tapped.grad_fn
@@ -431,10 +433,10 @@ def _overwritten(layer: str) -> NotImplementedError:
     )
 
 
-def _nodes_behind(result: torch.Tensor) -> set[Any]:
+def _nodes_behind(result: torch.Tensor) -> set[Node]:
     """Collect the nodes of the graph that a result comes from; refuse a reentrant checkpoint."""
-    nodes: set[Any] = set()
-    waiting: list[Any] = [result.grad_fn]
+    nodes: set[Node] = set()
+    waiting: list[Node | None] = [result.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in nodes:

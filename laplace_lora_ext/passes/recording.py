@@ -17,18 +17,18 @@ from laplace_lora_ext.passes.graph import Arrived, Graph
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowPositions:
     """Knows which positions the rows of a layer's calls are, one call after the other."""
 
-    lengths: list[int]  # positions of each call
-    positions: Positions | None  # None where rows of other examples are among them
+    lengths: list[int]  # how many of each call
+    of_batch: Positions | None  # None where rows of other examples are among them
 
     def valid(self, x: torch.Tensor) -> torch.Tensor:
         """Select the rows `(N, d)` of `(S, B, T, d)` that are no padding.
 
         A `NotImplementedError` if the mask can't be applied to the layer's rows.
         """
-        if self.positions is None:
+        if self.of_batch is None:
             raise NotImplementedError(
                 "logits of an example depend on rows of others: use "
                 'kfac_approx="gradient", or leave this layer out with target_modules'
@@ -38,7 +38,7 @@ class Rows:
         is_padded = False
         start = 0
         for length in self.lengths:
-            mask = self.positions.valid(length)
+            mask = self.of_batch.valid(length)
             if mask is not None:
                 is_valid[:, start : start + length] = mask
                 is_padded = True
@@ -54,7 +54,7 @@ class Inputs:
 
     indices: list[int]  # of the blocks
     a: torch.Tensor  # `(B, T, n)`
-    rows: Rows
+    positions: RowPositions
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Gradients:
     index: int  # of the block
     a: torch.Tensor  # inputs `(B, T, n)`; T counts the positions of all calls of the layer
     g: torch.Tensor  # scaled gradients of outputs `(S, B, T, m)`
-    rows: Rows
+    positions: RowPositions
     example: int | None  # its number, where they come one at a time
     seeds: slice  # which of the vectors g belongs to
 
@@ -181,8 +181,8 @@ class Recording:
                 with _mathematics(block, of_call.device):
                     a = of_call.reshape(part.n_examples, -1, of_call.shape[-1])
                     a = a.to(block.statistics_dtype)
-                    rows = Rows([a.shape[1]], part.positions)
-                    visitor.inputs(Inputs(indices, a, rows))
+                    positions = RowPositions([a.shape[1]], part.positions)
+                    visitor.inputs(Inputs(indices, a, positions))
 
     def _visit_gradients(
         self,
@@ -211,7 +211,7 @@ class Recording:
                     index=arrived.index,
                     a=_joined(inputs).to(block.statistics_dtype),
                     g=g,
-                    rows=Rows(lengths, part.positions),
+                    positions=RowPositions(lengths, part.positions),
                     example=part.example,
                     seeds=seeds,
                 )
