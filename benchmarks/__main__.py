@@ -24,9 +24,6 @@ COMMANDS: tuple[type[Run], ...] = (
     options.Gpu,
 )
 
-# Runs without a command: a first look, on one of the quickest tasks.
-MAIN_JOB = ["stages", "--task", "defaults", "--members", "2", "--smoothing"]
-
 
 def build_parser() -> argparse.ArgumentParser:
     """Describe the command line; help needs no heavy import."""
@@ -90,7 +87,10 @@ def parse(argv: Sequence[str]) -> Run:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark that the command line asks for."""
     given = sys.argv[1:] if argv is None else argv
-    run = parse(given or MAIN_JOB)
+    if not given:
+        build_parser().print_help()
+        return
+    run = parse(given)
     name = name_of(type(run))
     # OpenMP's threads spin while they wait, which makes a run several times slower if other work
     # keeps the processor busy. OpenMP reads this when PyTorch is imported.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 import laplace_lora_ext as package
@@ -25,12 +26,15 @@ SHARED = (
 MESSAGES = "<!-- messages -->"
 
 
+# Before other plugins look, of which mkdocs-jupyter turns notebooks into pages.
+@event_priority(100)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add documents from the rest of the repository, and the reference."""
     for pattern in SHARED:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
-            files.append(File.generated(config, name, abs_src_path=str(path)))
+            # Files of a folder, not "generated" ones: mkdocs-jupyter asks where a notebook is.
+            files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     files.append(File.generated(config, "reference.md", content=reference()))
     return files
 
@@ -43,10 +47,13 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def reference() -> str:
     """Every public name, and the measures."""
-    sections = {
-        "Public names": [f"{package.__name__}.{name}" for name in package.__all__],
-        "Measures": ["laplace_lora_ext.metrics"],
+    of_modules = {
+        "Measures": "laplace_lora_ext.metrics",
+        "Pictures": "laplace_lora_ext.plots",
     }
+    public = [f"{package.__name__}.{name}" for name in package.__all__]
+    sections = {"Public names": [name for name in public if name not in of_modules.values()]}
+    sections |= {title: [module] for title, module in of_modules.items()}
     lines = ["# Reference"]
     for title, names in sections.items():
         lines += [f"## {title}", *(f"::: {name}" for name in names)]

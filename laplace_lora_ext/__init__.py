@@ -4,6 +4,8 @@ Importing this package registers `subset_of_weights="lora"` with `laplace.Laplac
 structures "lowrank_kron", "kron", "diag" and "full".
 """
 
+import laplace_lora_ext.metrics as metrics
+import laplace_lora_ext.plots as plots
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS
 from laplace_lora_ext.laplace import Laplace, from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
@@ -44,5 +46,7 @@ __all__ = [
     "ValGD",
     "from_pretrained",
     "in_stages",
+    "metrics",
+    "plots",
     "train_in_stages",
 ]

@@ -20,7 +20,9 @@ FLOORS = [
     {"laplace"},
     {"mixture", "training.callback"},
     {"training.stages"},
+    {"plots"},
     {"__init__"},
+    {"commands"},
 ]
 MOVING = {
     "torch.as_tensor",

@@ -174,6 +174,6 @@ def test_every_command_line_is_understood(arguments):
     parse = main.build_parser().parse_args
     if "--help" in arguments:
         with pytest.raises(SystemExit, match="0"):
-            parse(shlex.split(arguments) or main.MAIN_JOB)
-    else:
-        parse(shlex.split(arguments) or main.MAIN_JOB)
+            parse(shlex.split(arguments))
+    elif arguments:
+        parse(shlex.split(arguments))

@@ -1,0 +1,1 @@
+"""The command `laplace-lora`: a demo, and posteriors for adapters that exist."""

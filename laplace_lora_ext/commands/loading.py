@@ -1,0 +1,167 @@
+"""Loads an adapter with its base model, tokenizer and classes, by PEFT's Auto classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    PeftConfig,
+    PeftModel,
+    load_peft_weights,
+)
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+
+import laplace_lora_ext
+from laplace_lora_ext.commands.arguments import ModelArguments
+from laplace_lora_ext.commands.texts import Batches, Classes, UsageError, column_of, read_rows
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the commands need of an adapter."""
+
+    model: PeftModel
+    batches: Batches
+    classes: Classes
+    class_token_ids: list[int] | None  # of a causal language model's answers
+    arguments: ModelArguments
+
+    def texts(self, source: str) -> list[str]:
+        """Read texts."""
+        rows = read_rows(source)
+        return [str(text) for text in column_of(rows, self.arguments.text_column, source)]
+
+    def labels(self, source: str) -> list[int]:
+        """Read labels as numbers of classes."""
+        labels = column_of(read_rows(source), self.arguments.label_column, source)
+        return [self.classes.number_of(label, source) for label in labels]
+
+    def labelled(self, source: str) -> Any:
+        """Make batches of texts with labels."""
+        return self.batches(self.texts(source), self.labels(source))
+
+    def new_posterior(self) -> laplace_lora_ext.LoRALaplace:
+        """Make a posterior that is not fitted yet."""
+        return laplace_lora_ext.Laplace(
+            self.model, "classification", class_token_ids=self.class_token_ids
+        )
+
+    def posterior(self, folder: str | None) -> laplace_lora_ext.LoRALaplace:
+        """Load the posterior from a folder, by default the adapter's."""
+        place = folder or self.arguments.adapter
+        try:
+            return laplace_lora_ext.from_pretrained(self.model, place)
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"{place} holds no posterior: make one by laplace-lora calibrate."
+            ) from error
+
+
+def load(arguments: ModelArguments) -> Loaded:
+    """Load an adapter with all that goes with it."""
+    try:
+        config = PeftConfig.from_pretrained(arguments.adapter)
+    except (ValueError, OSError) as error:
+        raise UsageError(
+            f"{arguments.adapter} holds no adapter: pass a folder with adapter_config.json, or an "
+            "adapter's name on the hub."
+        ) from error
+    keywords = _settings_of(arguments)
+    tokenizer = _tokenizer(arguments, config)
+    if str(config.task_type).endswith("CAUSAL_LM"):
+        if not arguments.answers:
+            raise UsageError("A causal language model needs --answers, such as A B C D.")
+        model = AutoPeftModelForCausalLM.from_pretrained(arguments.adapter, **keywords)
+        names = list(arguments.answers)
+        token_ids = [_token_of(tokenizer, answer) for answer in names]
+    else:
+        keywords["num_labels"] = _number_of_classes(arguments)
+        model = AutoPeftModelForSequenceClassification.from_pretrained(
+            arguments.adapter, **keywords
+        )
+        names, token_ids = _class_names(model, arguments), None
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = tokenizer.pad_token_id
+    model.eval()
+    batches = Batches(tokenizer, arguments.batch_size, arguments.max_length)
+    return Loaded(model, batches, Classes(names), token_ids, arguments)
+
+
+def _settings_of(arguments: ModelArguments) -> dict[str, Any]:
+    """Keywords of `from_pretrained`."""
+    settings: dict[str, Any] = {"dtype": arguments.dtype}
+    if arguments.device_map is not None:
+        settings["device_map"] = arguments.device_map
+    if arguments.load_in_4bit:
+        settings["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True)
+    return settings
+
+
+def _tokenizer(arguments: ModelArguments, config: PeftConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the adapter's folder or, where it has none, of the base model."""
+    for place in (arguments.adapter, config.base_model_name_or_path):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place)
+        except (OSError, ValueError, KeyError):
+            continue
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+    raise UsageError(
+        f"Neither {arguments.adapter} nor {config.base_model_name_or_path} has a tokenizer: save "
+        "it beside the adapter by tokenizer.save_pretrained."
+    )
+
+
+def _token_of(tokenizer: PreTrainedTokenizerBase, answer: str) -> int:
+    tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    if len(tokens) != 1:
+        raise UsageError(
+            f"The answer {answer!r} is {len(tokens)} tokens: pass answers of one token each, as "
+            "they follow the prompt in training."
+        )
+    return tokens[0]
+
+
+def _number_of_classes(arguments: ModelArguments) -> int:
+    """Read off the saved head how many classes there are: configurations of adapters don't say."""
+    weights = load_peft_weights(arguments.adapter, device="cpu")
+    heads = [
+        weight
+        for name, weight in weights.items()
+        if ".lora_" not in name and name.endswith(".weight") and weight.ndim == 2
+    ]
+    if heads:
+        return len(heads[-1])  # the last layer makes the logits
+    if arguments.class_names:
+        return len(arguments.class_names)
+    raise UsageError(
+        f"{arguments.adapter} was saved without a classifier's head: save it by "
+        'task_type="SEQ_CLS" or modules_to_save, or pass --class_names if the base model has one.'
+    )
+
+
+def _class_names(model: PeftModel, arguments: ModelArguments) -> list[str]:
+    """Names of the classes in the order of the outputs."""
+    names: Sequence[str]
+    known = model.config.id2label
+    names = arguments.class_names or [known[number] for number in sorted(known)]
+    if len(names) != model.config.num_labels:
+        raise UsageError(
+            f"--class_names has {len(names)} names, and the model has "
+            f"{model.config.num_labels} classes."
+        )
+    return list(names)
+
+
+def check_new(output: str, overwrite: bool, advice: str) -> Path:
+    """Refuse an output that exists, unless it may be replaced."""
+    path = Path(output)
+    if path.exists() and not overwrite:
+        raise UsageError(f"{output} exists: {advice}.")
+    return path

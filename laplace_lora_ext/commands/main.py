@@ -1,0 +1,98 @@
+"""The entry point of `laplace-lora`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import cleandoc
+from typing import Any
+
+from laplace_lora_ext.commands import arguments
+
+USAGE = 2  # the exit code of whatever the user can mend
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its arguments, and where the function of its name is."""
+
+    arguments: type[Any]
+    module: str = "laplace_lora_ext.commands.run"
+
+
+COMMANDS = {
+    "demo": Command(arguments.DemoArguments, "laplace_lora_ext.commands.demo"),
+    "calibrate": Command(arguments.CalibrateArguments),
+    "predict": Command(arguments.PredictArguments),
+    "report": Command(arguments.ReportArguments),
+    "distill": Command(arguments.DistillArguments),
+    "sample": Command(arguments.SampleArguments),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command that the command line asks for."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0] in ("-h", "--help"):
+        print(_overview())
+        return
+    name, *rest = given
+    if name not in COMMANDS:
+        _fail("laplace-lora", f"no command {name!r}: there are {', '.join(COMMANDS)}")
+    command = COMMANDS[name]
+    parsed = _parse(name, command, rest)
+    run = _function(command.module, name)
+    from laplace_lora_ext.commands.texts import UsageError
+
+    warnings.showwarning = _show_warning
+    try:
+        run(parsed)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (UsageError, ValueError, NotImplementedError, OSError, ImportError) as error:
+        _fail(f"laplace-lora {name}", str(error))
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["laplace-lora COMMAND [--help]", ""]
+    for name, command in COMMANDS.items():
+        summary = cleandoc(command.arguments.__doc__ or "").partition("\n")[0]
+        lines.append(f"  {name:<{width}}  {summary}")
+    return "\n".join(lines)
+
+
+def _parse(name: str, command: Command, given: Sequence[str]) -> Any:
+    from argparse import RawDescriptionHelpFormatter
+
+    from transformers import HfArgumentParser
+
+    summary, _, example = cleandoc(command.arguments.__doc__ or "").partition("\n\n")
+    parser = HfArgumentParser(
+        command.arguments,  # pyright: ignore[reportArgumentType]
+        prog=f"laplace-lora {name}",
+        description=summary,
+        epilog=f"example:\n  {example}",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    (parsed,) = parser.parse_args_into_dataclasses(args=list(given))
+    return parsed
+
+
+def _function(module: str, name: str) -> Callable[[Any], None]:
+    from importlib import import_module
+
+    return getattr(import_module(module), name)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """Show a warning as a line, without the place in the code that it comes from."""
+    if category is UserWarning:
+        print(f"warning: {message}", file=sys.stderr)
+
+
+def _fail(command: str, message: str) -> None:
+    print(f"{command}: error: {message}", file=sys.stderr)
+    sys.exit(USAGE)

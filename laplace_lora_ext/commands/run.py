@@ -1,0 +1,140 @@
+"""What each command does, by public functions alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from laplace_lora_ext import plots
+from laplace_lora_ext.commands.arguments import (
+    CalibrateArguments,
+    DistillArguments,
+    PredictArguments,
+    ReportArguments,
+    SampleArguments,
+)
+from laplace_lora_ext.commands.loading import check_new, load
+from laplace_lora_ext.commands.page import page
+from laplace_lora_ext.commands.texts import UsageError
+from laplace_lora_ext.metrics import compare
+
+_POSTERIOR = "laplace_posterior.safetensors"
+
+
+def calibrate(arguments: CalibrateArguments) -> None:
+    """Fit, choose the prior, save, and print the trained model and its posterior side by side."""
+    folder = Path(arguments.output or arguments.adapter)
+    check_new(str(folder / _POSTERIOR), arguments.overwrite, "pass --overwrite to replace it")
+    loaded = load(arguments)
+    train = loaded.labelled(arguments.train)
+    la = loaded.new_posterior()
+    la.fit(train, progress_bar=True)
+    if arguments.validation is None:
+        la.optimize_prior_precision(method="agreement", train_loader=train, progress_bar=True)
+        measured, known_as = train, "the training texts, which the model knows"
+    else:
+        measured = loaded.labelled(arguments.validation)
+        known_as = "the validation texts, which have chosen the prior"
+        la.optimize_prior_precision(
+            method="gridsearch", val_loader=measured, link_approx="mean_field", progress_bar=True
+        )
+    la.save_pretrained(folder)
+    print(f"On {known_as}:")
+    print(compare(la, measured))
+    print(f"The posterior is in {folder / _POSTERIOR}.")
+
+
+def predict(arguments: PredictArguments) -> None:
+    """Append a line of JSON for each text, batch by batch."""
+    output = check_new(
+        arguments.output,
+        arguments.resume,
+        "pass --resume to go on with it, or another --output",
+    )
+    loaded = load(arguments)
+    la = loaded.posterior(arguments.posterior)
+    if arguments.amortized and la.learnt_variance is None:
+        if arguments.train is None:
+            raise UsageError("--amortized needs --train, the texts to learn variances from.")
+        la.amortize(loaded.batches(loaded.texts(arguments.train)), progress_bar=True)
+    texts = loaded.texts(arguments.data)
+    n_done = len(output.read_text(encoding="utf-8").splitlines()) if output.exists() else 0
+    if n_done > len(texts):
+        raise UsageError(f"{output} has more lines than {arguments.data}: pass another --output.")
+    pred_type = "amortized" if arguments.amortized else "glm"
+    generator = torch.Generator(la.model.device)
+    with output.open("a", encoding="utf-8") as file:
+        for batch in loaded.batches(texts[n_done:]):
+            # Every batch sees the same draws, so that a run that was resumed gives the same lines.
+            generator.manual_seed(0)
+            prediction = la.predict(batch, generator=generator, pred_type=pred_type)
+            for number, probabilities in enumerate(prediction.probabilities.tolist()):
+                line = {
+                    "label": loaded.classes.names[int(prediction.labels[number])],
+                    "probabilities": probabilities,
+                    "epistemic_entropy": prediction.epistemic_entropy[number].item(),
+                    "aleatoric_entropy": prediction.aleatoric_entropy[number].item(),
+                }
+                file.write(json.dumps(line) + "\n")
+            file.flush()
+
+
+def report(arguments: ReportArguments) -> None:
+    """Write a page of HTML."""
+    output = check_new(arguments.output, arguments.overwrite, "pass --overwrite to replace it")
+    loaded = load(arguments)
+    la = loaded.posterior(arguments.posterior)
+    texts = loaded.texts(arguments.data)
+    loader = loaded.batches(texts, loaded.labels(arguments.data))
+    results = plots.outcomes(la, loader, progress_bar=True)
+    document = page(arguments.title, results, texts, loaded.classes.names)
+    output.write_text(document, encoding="utf-8")
+    print(f"The report is in {output}.")
+
+
+def distill(arguments: DistillArguments) -> None:
+    """Train a student by a trainer of the given settings."""
+    output = check_new(arguments.output, False, "pass another --output")
+    loaded = load(arguments)
+    la = loaded.posterior(arguments.posterior)
+    for name, weight in loaded.model.named_parameters():
+        weight.requires_grad_(".lora_" in name or ".modules_to_save." in name)
+    labels = loaded.labels(arguments.train)
+    encoded = loaded.batches.tokenizer(
+        loaded.texts(arguments.train),
+        truncation=arguments.max_length is not None,
+        max_length=arguments.max_length,
+    )
+    rows: Any = [
+        {key: encoded[key][place] for key in encoded} | {"labels": label}
+        for place, label in enumerate(labels)
+    ]
+    trainer = Trainer(
+        model=loaded.model,
+        args=TrainingArguments(
+            output_dir=str(output),
+            num_train_epochs=arguments.epochs,
+            learning_rate=arguments.learning_rate,
+            per_device_train_batch_size=arguments.batch_size,
+            seed=arguments.seed,
+            save_strategy="no",
+            report_to=[],
+        ),
+        train_dataset=rows,
+        processing_class=loaded.batches.tokenizer,
+    )
+    name = la.distill(trainer, progress_bar=True)
+    print(f"The student is in {output / name}.")
+
+
+def sample(arguments: SampleArguments) -> None:
+    """Write drawn adapters."""
+    loaded = load(arguments)
+    la = loaded.posterior(arguments.posterior)
+    generator = torch.Generator(la.model.device).manual_seed(arguments.seed)
+    for folder in la.sample_adapters(arguments.number, arguments.output, generator):
+        print(folder)
