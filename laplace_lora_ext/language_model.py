@@ -119,6 +119,10 @@ class LanguageModelLaplace(LowRankKronLoRALaplace):
         """Refused, whatever `**options`: they need moments of logits."""
         self.moments(loader, False)
 
+    def statistics_by_batch(self) -> NoReturn:
+        """Refused, as all that needs moments of logits."""
+        self.moments(None, False)
+
     def __call__(self, x: Any, pred_type: str = "glm", **options: Any) -> NoReturn:
         """Refused, whatever `pred_type` and `**options`: `score` and `generate` predict texts."""
         self.moments(x, False)

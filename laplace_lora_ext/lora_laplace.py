@@ -461,6 +461,10 @@ class LoRALaplace(ParametricLaplace):
         """Pass over a data set for its statistics, or take given ones; None if there are none."""
         return None
 
+    def statistics_by_batch(self) -> Callable[[Any], PredictiveStatistics] | None:
+        """Make a function from a batch to its statistics; None for a structure without any."""
+        return None
+
     # --- predictions ---------------------------------------------------------------------------
 
     @exclusive

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -169,3 +169,11 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             raise ValueError("The statistics belong to another fit: compute them again.")
         # `sigma_noise` and `temperature` may have changed since; the posterior may have moved.
         return replace(loader, scale=self._H_factor.detach().to(loader.scale))
+
+    def statistics_by_batch(self) -> Callable[[Any], PredictiveStatistics]:
+        def of_batch(batch: Any) -> PredictiveStatistics:
+            self.check_model()
+            pair = self.model.split_if_labelled(batch)
+            return statistics_of_batch(self, pair, device="cpu", dtype=torch.float32)
+
+        return of_batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -291,6 +291,18 @@ class LaplaceMixture:
         pairs: Any = zip(self.members, loader.members, strict=True)
         found = tuple(member.statistics_of(part, progress_bar) for member, part in pairs)
         return MixtureStatistics(found, self._priors)
+
+    def statistics_by_batch(self) -> Callable[[Any], MixtureStatistics] | None:
+        """Make a function from a batch to its statistics; None where a member has none."""
+        by_member = [member.statistics_by_batch() for member in self.members]
+        functions = [function for function in by_member if function is not None]
+        if len(functions) < len(by_member):
+            return None
+
+        def of_batch(batch: Any) -> MixtureStatistics:
+            return MixtureStatistics(tuple(each(batch) for each in functions), self._priors)
+
+        return of_batch
 
     def check_model(self) -> None:
         for member in self.members:

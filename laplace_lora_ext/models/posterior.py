@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,5 +62,7 @@ class Posterior(Protocol):
     ) -> torch.Tensor: ...
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> Any: ...
+
+    def statistics_by_batch(self) -> Callable[[Any], Any] | None: ...
 
     def for_model(self, model: nn.Module) -> Any: ...

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Subset
@@ -17,6 +17,10 @@ from laplace_lora_ext.processes.shards import Share, in_order, joined, stacked
 
 Columns = tuple[torch.Tensor, ...]
 """Tensors with a row for each example."""
+
+Result = TypeVar("Result")
+
+NO_DATA = "The loader has no data. (A generator can be read once.)"
 
 
 def over_loader(
@@ -37,18 +41,39 @@ def over_loader(
     parts: list[Columns] = []
     places = [torch.empty(0, dtype=torch.long)]  # where the examples of the parts belong
     with nullcontext() if alone else together():
-        for name, batch in named_batches(share.loader, description, progress_bar):
-            with naming(name):
-                columns = evaluate(batch)
-                of_batch = share.places(len(columns[0]))
-            if len(of_batch):  # else it is there to keep the ranks' passes alike
-                parts.append(columns)
-                places.append(of_batch)
+        passed = batch_by_batch(share, evaluate, _rows, description, progress_bar)
+        for columns, of_batch in passed:
+            parts.append(columns)
+            places.append(of_batch)
         own = stacked(parts) if parts else None
         of_all = own if alone else joined(torch.cat(places), own)
     if of_all is None:
-        raise ValueError("The loader has no data. (A generator can be read once.)")
+        raise ValueError(NO_DATA)
     return of_all
+
+
+def batch_by_batch(
+    share: Share,
+    evaluate: Callable[[Any], Result],
+    size: Callable[[Result], int],
+    description: str = "",
+    progress_bar: bool = False,
+) -> Iterator[tuple[Result, torch.Tensor]]:
+    """Evaluate a function of each batch of a share; yield the result and its examples' places.
+
+    `size` tells how many examples a result is of. Batches of which no example is to count, since
+    they only keep the ranks' passes alike, yield nothing.
+    """
+    for name, batch in named_batches(share.loader, description, progress_bar):
+        with naming(name):
+            result = evaluate(batch)
+            places = share.places(size(result))
+        if len(places):
+            yield result, places
+
+
+def _rows(columns: Columns) -> int:
+    return len(columns[0])
 
 
 def over_data_set(

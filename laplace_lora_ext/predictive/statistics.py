@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -93,6 +94,11 @@ class PredictiveStatistics:
         return self.of(tuple(column[index] for column in self.columns))
 
     @property
+    def nbytes(self) -> int:
+        """Count the memory of all tensors with a row for each example."""
+        return sum(column.nbytes for column in self.columns)
+
+    @property
     def _device(self) -> torch.device:
         return self.f_mu.device
 
@@ -155,6 +161,27 @@ class MixtureStatistics:
                 "The members read the data in other orders: pass a loader that does not shuffle."
             )
 
+    @property
+    def columns(self) -> Columns:
+        """List all members' tensors with a row for each example."""
+        return tuple(column for member in self.members for column in member.columns)
+
+    def of(self, columns: Columns) -> MixtureStatistics:
+        """Take `columns` of other examples of the same fits."""
+        n_columns = len(columns) // len(self.members)
+        starts = range(0, len(columns), n_columns)
+        parts = [columns[start : start + n_columns] for start in starts]
+        pairs = zip(self.members, parts, strict=True)
+        return replace(self, members=tuple(member.of(part) for member, part in pairs))
+
+    @property
+    def nbytes(self) -> int:
+        """Count the memory of the members' statistics."""
+        return sum(member.nbytes for member in self.members)
+
+    def __len__(self) -> int:
+        return len(self.members[0])
+
     def moments(self, factor: float | torch.Tensor) -> MixtureMoments:
         """Compute moments with the members' prior precisions multiplied by a factor."""
         factor = as_tensor(factor)
@@ -165,6 +192,14 @@ class MixtureStatistics:
     def required_targets(self) -> torch.Tensor:
         """Return the targets; a `ValueError` if the data had none."""
         return self.members[0].required_targets()
+
+
+Statistics = PredictiveStatistics | MixtureStatistics
+
+
+def joined_statistics(parts: Sequence[Statistics]) -> Statistics:
+    """Join statistics of several batches of one data set."""
+    return parts[0].of(stacked([part.columns for part in parts]))
 
 
 class LowRankPosterior(Protocol):

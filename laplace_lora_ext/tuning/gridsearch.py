@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +13,21 @@ import tqdm
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predictive.data_sets import NO_DATA, Columns, batch_by_batch, over_loader
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
-from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.processes.shards import Share, stacked
+from laplace_lora_ext.predictive.statistics import (
+    MixtureStatistics,
+    PredictiveStatistics,
+    Statistics,
+    joined_statistics,
+)
+from laplace_lora_ext.processes.exchange import gathered
+from laplace_lora_ext.processes.shards import Share, refuse_copies, stacked
 from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod
 
 _EQUAL = 1e-6  # relative difference of losses that is rounding
 _ROWS = 256  # examples that are predicted at once from their moments
+_BYTES = 2**28  # of statistics that wait to be scored together
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +42,8 @@ class GridSearch(TuningMethod):
         as for `TuningMethod`
     val_loader : DataLoader, iterable or PredictiveStatistics
         validation data with labels. With "lowrank_kron" and "glm" they pass through the model only
-        once, and with their statistics not at all
+        once, and with their statistics not at all. In that pass, each example's loss is summed at
+        every point of the grid, so that the memory does not grow with their number
     pred_type : {"glm", "nn"}
         which predictions to score
     link_approx : {"mean_field", "probit", "mc", "bridge", "bridge_norm"}, optional
@@ -43,8 +51,8 @@ class GridSearch(TuningMethod):
         "mean_field", or "mc" with `pred_type="nn"`, which has no other
     n_samples : int, default=100
     loss : torchmetrics.Metric or callable, optional
-        takes outputs and targets, and of a regression means, variances and targets; by default
-        the negative log-likelihood
+        takes outputs and targets, and of a regression means, variances and targets, of all
+        examples at once, whose statistics are kept for it; by default the negative log-likelihood
     log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
         the grid
 
@@ -79,44 +87,75 @@ class GridSearch(TuningMethod):
             base=self._start(la) if self._is_base else None,
         )
         la.check_model()
-        predictions = self._predictions(la)
-
-        def score(prior_precision: torch.Tensor) -> float:
-            la.prior_precision = prior_precision
-            try:
-                *outputs, targets = (column.to(la.model.device) for column in predictions())
-                if self.loss is not None:
-                    return _evaluated(self.loss, outputs, targets)
-                return _nll(la, outputs, targets).mean().item()
-            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-                return math.inf  # as the host does, for a matrix that is not a covariance
-
-        history = search_grid(score, grid, self.progress_bar)
+        losses = self._losses_of_one_pass(la, grid)
+        if losses is None:
+            losses = self._losses_one_by_one(la, grid)
+        history = record_grid(losses, grid, self.progress_bar)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
 
     def remark(self, la: Posterior, history: TuningHistory) -> None:
         warn_of_ends(la, history)
 
+    def _losses_of_one_pass(self, la: Posterior, grid: torch.Tensor) -> list[float] | None:
+        """Sum the loss at every point of the grid in one pass, and keep no statistics.
+
+        None where that can't be: a loss of the user's own asks for all examples at once, and some
+        predictions need the model at every point.
+        """
+        is_given = isinstance(self.val_loader, PredictiveStatistics | MixtureStatistics)
+        if is_given or self.pred_type != "glm" or self.loss is not None:
+            return None
+        statistics_of = la.statistics_by_batch()
+        if statistics_of is None:
+            return None
+        losses = _Losses(grid, lambda statistics, point: self._nll_at(la, statistics, point))
+        share = Share(self.val_loader)
+        for statistics, _ in batch_by_batch(
+            share, statistics_of, len, "[Predictive statistics]", self.progress_bar
+        ):
+            losses.add(statistics)
+        return losses.means(share.is_dealt)
+
+    def _nll_at(self, la: Posterior, statistics: Statistics, point: torch.Tensor) -> float:
+        """Sum the examples' negative log-likelihood at a point of the grid."""
+        la.prior_precision = point
+        targets = statistics.required_targets().to(la.model.device)
+        outputs = self._of_statistics(la, statistics)
+        return _nll(la, outputs, targets).sum().item()
+
+    def _losses_one_by_one(self, la: Posterior, grid: torch.Tensor) -> Iterator[float]:
+        """Compute the loss at each point of the grid, which the posterior's prior is set to."""
+        predictions = self._predictions(la)
+        for point in grid:
+            la.prior_precision = point
+            try:
+                *outputs, targets = (column.to(la.model.device) for column in predictions())
+                if self.loss is None:
+                    yield _nll(la, outputs, targets).mean().item()
+                else:
+                    yield _evaluated(self.loss, outputs, targets)
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+                yield math.inf  # as the host does, for a matrix that is not a covariance
+
     def _predictions(self, la: Posterior) -> Callable[[], Columns]:
         """Make a function that predicts all validation data at the present prior precision.
 
         It returns outputs and targets.
         """
-        statistics: PredictiveStatistics | None = None
+        statistics: Statistics | None = None
         if self.pred_type == "glm":
             statistics = la.statistics_of(self.val_loader, self.progress_bar)
         if statistics is None:
             data = Share.read_once(self.val_loader)
             return lambda: over_loader(data, lambda batch: self._of_batch(la, batch))
         targets = statistics.required_targets()
+        return lambda: (*self._of_statistics(la, statistics), targets)
 
-        def of_moments() -> Columns:
-            parts = statistics.moments(la.prior_precision).split(_ROWS)
-            outputs = stacked([self._outputs(la, part) for part in parts])
-            return *outputs, targets
-
-        return of_moments
+    def _of_statistics(self, la: Posterior, statistics: Statistics) -> Columns:
+        """Predict examples at the present prior precision; their outputs."""
+        parts = statistics.moments(la.prior_precision).split(_ROWS)
+        return stacked([self._outputs(la, part) for part in parts])
 
     def _of_batch(self, la: Posterior, batch: Any) -> Columns:
         """Predict a batch; its outputs and targets."""
@@ -142,6 +181,70 @@ class GridSearch(TuningMethod):
             fitting=True,
         )
         return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+class _Losses:
+    """Sums of the examples' losses at every point of a grid; the examples themselves are let go.
+
+    They wait until there are `_ROWS` or `_BYTES` of them, so that a point is not predicted more
+    often than needed.
+
+    Parameters
+    ----------
+    grid : torch.Tensor
+        `(T,)` or `(T, blocks)` prior precisions
+    loss : callable
+        the sum over the examples of statistics, at a point
+    """
+
+    def __init__(
+        self, grid: torch.Tensor, loss: Callable[[Statistics, torch.Tensor], float]
+    ) -> None:
+        self._grid = grid
+        self._loss = loss
+        self._sums = torch.zeros(len(grid), dtype=torch.float64)
+        self._n_examples = 0
+        self._squares = 0.0  # of the logits: ranks with the same data have the same
+        self._waiting: list[Statistics] = []
+
+    def add(self, statistics: Statistics) -> None:
+        """Add a batch."""
+        self._waiting.append(statistics)
+        n_examples = sum(len(each) for each in self._waiting)
+        n_bytes = sum(each.nbytes for each in self._waiting)
+        if n_examples >= _ROWS or n_bytes >= _BYTES:
+            self._score()
+
+    def means(self, is_dealt: bool) -> list[float]:
+        """Average over the examples of all ranks.
+
+        A `ValueError` if there are none, or, unless the ranks were dealt one data set, if two ranks
+        have the same.
+        """
+        self._score()
+        of_ranks = gathered((self._n_examples, self._squares, self._sums))
+        if not is_dealt:
+            refuse_copies([(number, squares) for number, squares, _ in of_ranks])
+        n_examples = sum(number for number, _, _ in of_ranks)
+        if not n_examples:
+            raise ValueError(NO_DATA)
+        sums = torch.stack([sums for _, _, sums in of_ranks]).sum(0)
+        return (sums / n_examples).tolist()
+
+    def _score(self) -> None:
+        """Score those that wait at every point, and let go of them."""
+        if not self._waiting:
+            return
+        statistics = joined_statistics(self._waiting)
+        self._waiting.clear()
+        for index, point in enumerate(self._grid):
+            try:
+                self._sums[index] += self._loss(statistics, point)
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+                self._sums[index] = math.inf  # no covariance, as for the host
+        self._n_examples += len(statistics)
+        f_mu = statistics.columns[0]
+        self._squares += f_mu.double().square().sum().item()
 
 
 def _nll(la: Posterior, outputs: Sequence[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
@@ -179,18 +282,24 @@ def grid_of_priors(
 def search_grid(
     loss: Callable[[torch.Tensor], float], grid: torch.Tensor, progress_bar: bool = False
 ) -> TuningHistory:
-    """Evaluate a loss at every prior precision of a grid, `(T,)` or `(T, blocks)`.
+    """Evaluate a loss at every prior precision of a grid, `(T,)` or `(T, blocks)`."""
+    return record_grid(map(loss, grid), grid, progress_bar)
+
+
+def record_grid(
+    losses: Iterable[float], grid: torch.Tensor, progress_bar: bool = False
+) -> TuningHistory:
+    """Record the losses at the prior precisions of a grid, `(T,)` or `(T, blocks)`.
 
     A loss that is nan anywhere, or finite nowhere, is refused.
     """
     recorder = Recorder()
     points = tqdm.tqdm(grid, disable=not progress_bar)
-    for index, point in enumerate(points):
-        result = loss(point)
+    for index, (point, loss) in enumerate(zip(points, losses, strict=True)):
         points.set_description(
-            f"[Grid search | prior_prec: {_middle(point):.3e}, loss: {result:.3f}]"
+            f"[Grid search | prior_prec: {_middle(point):.3e}, loss: {loss:.3f}]"
         )
-        recorder.add(index, result, point)
+        recorder.add(index, loss, point)
     if not any(map(math.isfinite, recorder.objectives)):
         raise ValueError("The validation loss is finite nowhere on the grid: check it.")
     if len(recorder.objectives) > 1 and len(set(recorder.objectives)) == 1:

@@ -112,6 +112,17 @@ def test_predictions_and_variances_are_each_ranks_own():
     assert on_ranks(job, 2) == [11, 11]
 
 
+def test_ranks_with_the_same_validation_data_are_refused_by_a_search():
+    def job(rank):
+        fitted().optimize_prior_precision(
+            method="gridsearch", val_loader=ragged_batches(), **WAYS["gridsearch"]
+        )
+
+    messages = failures(on_ranks(job, 2))
+    assert len(messages) == 2
+    assert all("Ranks 0 and 1 have the same" in message for message in messages)
+
+
 def test_an_error_in_a_search_leaves_all_prior_precisions_as_they_were():
     def job(rank):
         la = fitted()

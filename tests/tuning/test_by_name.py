@@ -182,6 +182,10 @@ BAD = [
         "need labels",
     ),
     (
+        {"method": "gridsearch", "val_loader": []},
+        "The loader has no data",
+    ),
+    (
         {
             "method": "val_gd",
             "val_loader": "batches",

@@ -2,12 +2,14 @@
 
 import re
 import warnings
+import weakref
 
 import pytest
 import torch
 from laplace.utils.metrics import RunningNLLMetric
 
-from laplace_lora_ext import GridSearch
+from laplace_lora_ext import GridSearch, PredictiveStatistics
+from laplace_lora_ext.tuning import gridsearch
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
     GRID,
@@ -233,3 +235,53 @@ def test_data_that_can_be_read_once_are_the_same_at_every_point(structure, predi
         search = GridSearch(val_loader=data, **predictions, **GRID)
         losses.append(search(la).objective)
     assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("link", ["mean_field", "probit", "bridge"])
+@pytest.mark.parametrize("rows", [4, 256])  # several times, and all at the end
+def test_losses_that_are_summed_in_one_pass_are_those_of_kept_statistics(link, rows, monkeypatch):
+    la = fitted(dtype=torch.float64)
+    batches = [*ragged_batches(seed=7), *ragged_batches(seed=8)]
+    statistics = la.predictive_statistics(batches)
+    monkeypatch.setattr(gridsearch, "_ROWS", rows)
+    of_pass, of_statistics = (
+        GridSearch(val_loader=data, link_approx=link, **GRID)(la).objective
+        for data in (batches, statistics)
+    )
+    torch.testing.assert_close(of_pass, of_statistics, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("limit", ["_ROWS", "_BYTES"])
+def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(limit, monkeypatch):
+    la = fitted()
+    batches = ragged_batches(seed=7, batch_size=2)
+    n_bytes = max(la.predictive_statistics([batch]).nbytes for batch in batches)
+    monkeypatch.setattr(gridsearch, limit, {"_ROWS": 4, "_BYTES": 2 * n_bytes}[limit])
+    kept, scored = [], []
+    statistics_of, moments = la.statistics_by_batch(), PredictiveStatistics.moments
+
+    def most_kept(n_times: int) -> tuple[int, int]:
+        """Bytes at the end of any batch, and examples that are scored at once."""
+        tensors, kept[:], scored[:] = [], [], []
+
+        def watched(batch):
+            statistics = statistics_of(batch)
+            tensors.extend(weakref.ref(column) for column in statistics.columns)
+            alive = [tensor() for tensor in tensors]
+            kept.append(sum(tensor.nbytes for tensor in alive if tensor is not None))
+            return statistics
+
+        monkeypatch.setattr(la, "statistics_by_batch", lambda: watched)
+        GridSearch(val_loader=batches * n_times, **GRID)(la)
+        assert len(kept) == n_times * len(batches)
+        return max(kept), max(scored)
+
+    def counted(statistics, prior_precision):
+        scored.append(len(statistics))
+        return moments(statistics, prior_precision)
+
+    monkeypatch.setattr(PredictiveStatistics, "moments", counted)
+    once, often = most_kept(1), most_kept(6)
+    assert once == often
+    assert often[0] <= 3 * n_bytes
+    assert often[1] <= 6
