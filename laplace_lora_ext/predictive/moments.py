@@ -25,9 +25,11 @@ class Moments(NamedTuple):
     f_mu: torch.Tensor
     f_var: torch.Tensor
 
-    def to(self, *args: object, **kwargs: object) -> Moments:
+    def to(self, *args: Any, **kwargs: Any) -> Moments:
         """Convert both as `torch.Tensor.to` does."""
-        return Moments(self.f_mu.to(*args, **kwargs), self.f_var.to(*args, **kwargs))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        f_mu = self.f_mu.to(*args, **kwargs)
+        f_var = self.f_var.to(*args, **kwargs)
+        return Moments(f_mu, f_var)
 
     def split(self, size: int) -> Iterator[Moments]:
         """Divide the examples into consecutive parts of a size."""

@@ -21,7 +21,7 @@ from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, stand
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, of_first
 from laplace_lora_ext.processes.shards import Share, chosen, data_size, examples_of, in_order_like
-from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod, draw_seed
+from laplace_lora_ext.tuning.method import HistoryBuilder, TuningHistory, TuningMethod, draw_seed
 
 _CHUNK = 2**22  # numbers that are sampled at once
 # The search is in the logarithm of a factor by which the start is multiplied.
@@ -95,7 +95,7 @@ class Agreement(TuningMethod):
             )
         start = self._start(la)
         seed = 0 if self.generator is None else draw_seed(self.generator)
-        seed = of_first(seed)
+        seed = of_first(seed)  # all ranks draw alike
         moments = _moments_along(la, self._data(seed), self.progress_bar)
 
         def change(prior_precision: torch.Tensor) -> float:
@@ -151,15 +151,15 @@ def broadest(
 
     `change` is the mean distance under a prior precision.
     """
-    recorder = Recorder()
+    builder = HistoryBuilder()
     name = "[Comparing draws with the model]"
     with tqdm.tqdm(desc=name, disable=not progress_bar) as bar:
 
-        @cache
+        @cache  # brentq asks again for both ends
         def excess(log_factor: float) -> float:
             prior_precision = math.exp(log_factor) * start
             mean = change(prior_precision)
-            recorder.add(len(recorder.objectives), mean, prior_precision)
+            builder.add(len(builder.objectives), mean, prior_precision)
             bar.update()
             return mean - max_change
 
@@ -169,9 +169,9 @@ def broadest(
         warn(
             f"No prior precision within a factor of 1e8 changes the predictions by "
             f"{max_change:g} on average: at {la.prior_precision.mean().item():.3g} the "
-            f"change is {recorder.objectives[-1]:.3g}. Check that the adapter is trained."
+            f"change is {builder.objectives[-1]:.3g}. Check that the adapter is trained."
         )
-    return recorder.history()
+    return builder.history()
 
 
 def _falling_root(excess: Callable[[float], float]) -> float:
@@ -179,6 +179,7 @@ def _falling_root(excess: Callable[[float], float]) -> float:
     here = 0.0
     is_above = excess(here) > 0
     stride = _STRIDE if is_above else -_STRIDE
+    # Each evaluation may take a pass: walk in decades until the root lies between two of them.
     while abs(here) < _FARTHEST:
         there = max(-_FARTHEST, min(here + stride, _FARTHEST))
         if (excess(there) > 0) != is_above:

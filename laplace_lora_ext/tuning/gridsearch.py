@@ -23,8 +23,9 @@ from laplace_lora_ext.predictive.statistics import (
 )
 from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.processes.shards import Share, refuse_copies, stacked
-from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod
+from laplace_lora_ext.tuning.method import HistoryBuilder, TuningHistory, TuningMethod
 
+_LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 _EQUAL = 1e-6  # relative difference of losses that is rounding
 _ROWS = 256  # examples that are predicted at once from their moments
 _BYTES = 2**28  # of statistics that wait to be scored together
@@ -135,7 +136,7 @@ class GridSearch(TuningMethod):
                     yield _nll(la, outputs, targets).mean().item()
                 else:
                     yield _evaluated(self.loss, outputs, targets)
-            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+            except _LinAlgError:
                 yield math.inf  # as the host does, for a matrix that is not a covariance
 
     def _predictions(self, la: Posterior) -> Callable[[], Columns]:
@@ -240,7 +241,7 @@ class _Losses:
         for index, point in enumerate(self._grid):
             try:
                 self._sums[index] += self._loss(statistics, point)
-            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+            except _LinAlgError:
                 self._sums[index] = math.inf  # no covariance, as for the host
         self._n_examples += len(statistics)
         f_mu = statistics.columns[0]
@@ -263,9 +264,9 @@ def _evaluated(
     """Evaluate a loss of the user's own on all data."""
     if not isinstance(loss, torchmetrics.Metric):
         return loss(*outputs, targets).item()
-    loss.reset()
+    loss.reset()  # a metric would add to what it has seen at other points
     loss.update(*outputs, targets)
-    return loss.compute().sum().item()
+    return loss.compute().sum().item()  # one number of a metric by class
 
 
 def grid_of_priors(
@@ -293,21 +294,21 @@ def record_grid(
 
     A loss that is nan anywhere, or finite nowhere, is refused.
     """
-    recorder = Recorder()
+    builder = HistoryBuilder()
     points = tqdm.tqdm(grid, disable=not progress_bar)
     for index, (point, loss) in enumerate(zip(points, losses, strict=True)):
         points.set_description(
             f"[Grid search | prior_prec: {_middle(point):.3e}, loss: {loss:.3f}]"
         )
-        recorder.add(index, loss, point)
-    if not any(map(math.isfinite, recorder.objectives)):
+        builder.add(index, loss, point)
+    if not any(map(math.isfinite, builder.objectives)):
         raise ValueError("The validation loss is finite nowhere on the grid: check it.")
-    if len(recorder.objectives) > 1 and len(set(recorder.objectives)) == 1:
+    if len(builder.objectives) > 1 and len(set(builder.objectives)) == 1:
         warn(
             "The validation loss is the same at every point of the grid. Pass a loss that depends "
             "on the predictive variance; the mean squared error of the mean, for one, does not."
         )
-    return recorder.history()
+    return builder.history()
 
 
 def warn_of_ends(la: Posterior, history: TuningHistory) -> None:
@@ -318,7 +319,10 @@ def warn_of_ends(la: Posterior, history: TuningHistory) -> None:
         return  # a grid without a middle, or one of which `search_grid` has warned
     is_regression = la.trained_likelihood.is_gaussian
     noise = ""
-    if torch.isclose(losses[-1], best, rtol=_EQUAL, atol=0.0) and losses.argmin() > 0:
+    # Where both ends are as good, the first is taken, and spoken of.
+    is_last = torch.isclose(losses[-1], best, rtol=_EQUAL, atol=0.0) and losses.argmin() > 0
+    is_first = torch.isclose(losses[0], best, rtol=_EQUAL, atol=0.0)
+    if is_last:
         last = _middle(history.prior_precision[-1])
         if is_regression:
             noise = " With regression, sigma_noise may be too large instead."
@@ -329,7 +333,7 @@ def warn_of_ends(la: Posterior, history: TuningHistory) -> None:
             f"no posterior makes it surer.{noise} If a larger prior precision may be better still, "
             "raise log_prior_prec_max."
         )
-    elif torch.isclose(losses[0], best, rtol=_EQUAL, atol=0.0):
+    elif is_first:
         first = _middle(history.prior_precision[0])
         if is_regression:
             noise = " With regression, sigma_noise may be too small instead."

@@ -10,7 +10,7 @@ import torch
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.tuning.method import Recorder, TuningHistory, TuningMethod, descent
+from laplace_lora_ext.tuning.method import HistoryBuilder, TuningHistory, TuningMethod, descent
 
 _WINDOW = 10  # steps over which the evidence must be steady
 
@@ -81,7 +81,7 @@ class Marglik(TuningMethod):
             sigma_noise = None if log_noise is None else log_noise.exp()
             return -la.log_marginal_likelihood(log_prior.exp(), sigma_noise)
 
-        recorder = Recorder()
+        builder = HistoryBuilder()
         spread = math.inf
         steps = descent(
             loss,
@@ -92,8 +92,8 @@ class Marglik(TuningMethod):
             progress_bar=self.progress_bar,
         )
         for step, value in steps:
-            recorder.add(step, -value.item(), log_prior.exp())
-            recent = recorder.objectives[-_WINDOW - 1 :]  # ten steps lie between eleven values
+            builder.add(step, -value.item(), log_prior.exp())
+            recent = builder.objectives[-_WINDOW - 1 :]  # ten steps lie between eleven values
             if len(recent) > _WINDOW:
                 spread = max(recent) - min(recent)
                 if spread < self.tolerance:
@@ -104,4 +104,4 @@ class Marglik(TuningMethod):
                     f"The evidence has not converged in {self.n_steps} steps: it varied by "
                     f"{spread:.3g} nats over the last ten. Raise n_steps or lr."
                 )
-        return recorder.history()
+        return builder.history()

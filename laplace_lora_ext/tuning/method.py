@@ -50,7 +50,7 @@ class TuningHistory:
         return f"TuningHistory({len(self.step)} prior precisions from {low:.3g} to {high:.3g})"
 
 
-class Recorder:
+class HistoryBuilder:
     """Gathers a history, step by step."""
 
     def __init__(self) -> None:
@@ -60,6 +60,7 @@ class Recorder:
 
     def add(self, step: int, objective: float, prior_precision: torch.Tensor) -> None:
         """Record a step; an objective that is not a number is refused."""
+        # On the CPU, so that a history to plot holds no memory of an accelerator.
         row = prior_precision.detach().flatten().cpu()
         if math.isnan(objective):
             span = f"from {row.min().item():.3g} to {row.max().item():.3g}"
@@ -112,15 +113,18 @@ class TuningMethod:
                 if rank() == 0:
                     self.remark(la, history)
                 return history
-        except BaseException:
+        except BaseException:  # an interrupted search has a prior that is only tried, too
             la.hyperparameters = before
             raise
 
     def choose(self, la: Posterior) -> TuningHistory:
         """Choose without a remark and without undoing errors, for a method that asks this one."""
-        method = self if rank() == 0 else replace(self, progress_bar=False)
+        method = self
+        if rank() > 0:  # one bar on the screen is enough
+            method = replace(self, progress_bar=False)
         history = method._search(la)
-        if count() > 1:  # ranks may differ in the last digit
+        if count() > 1:
+            # Ranks may differ in the last digit, and must not drift apart.
             la.prior_precision = of_first(la.prior_precision).to(la.model.device)
             history = replace(
                 history,
@@ -147,6 +151,7 @@ class TuningMethod:
         It is returned in float64.
         """
         start = as_tensor(self.init_prior_prec).detach()
+        # Several numbers are of the structure that they have.
         if start.numel() == 1 and self.prior_structure != "scalar":
             start = fix_prior_prec_structure(
                 start,
@@ -177,6 +182,7 @@ def descent(
     for step in tqdm.trange(n_steps, desc=description, disable=not progress_bar):
         optimizer.zero_grad()
         value = loss()
+        # The caller comes first: it may measure where the loss is, or stop without this step.
         yield step, value
         value.backward()
         optimizer.step()
@@ -186,6 +192,8 @@ def descent(
 
 def draw_seed(generator: torch.Generator | None) -> int:
     """Draw a seed for another generator."""
-    if generator is None:
-        return int(torch.randint(2**31, ()).item())
-    return int(torch.randint(2**31, (), generator=generator, device=generator.device).item())
+    if generator is None:  # torch's own
+        seed = torch.randint(2**31, ())
+    else:
+        seed = torch.randint(2**31, (), generator=generator, device=generator.device)
+    return int(seed.item())

@@ -12,7 +12,7 @@ from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, Link, mean_field, probit, sampled
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import (
-    Recorder,
+    HistoryBuilder,
     TuningHistory,
     TuningMethod,
     descent,
@@ -95,17 +95,17 @@ class ValGD(TuningMethod):
     def _descend(
         self, la: Posterior, statistics: PredictiveStatistics, logarithm: torch.Tensor
     ) -> TuningHistory:
-        """Stochastic gradient descent, in the logarithm of the prior precision.
+        """Descend along stochastic gradients in the logarithm of the prior precision.
 
         Unlike the paper's constant step size, this one falls to 0 along half a cosine, so that the
         last steps average over minibatches. The history is the loss of the whole set before the
         first step and 20 times on the way, always with the same draws.
         """
         targets = statistics.required_targets()
-        recorder = Recorder()
+        builder = HistoryBuilder()
         optimizer = torch.optim.Adam([logarithm], lr=self.lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.n_steps)
-        seed = draw_seed(self.generator)
+        seed = draw_seed(self.generator)  # of measurements, which so change no minibatch
         minibatches = _minibatches(len(statistics), self.batch_size, self.generator)
 
         def losses(
@@ -120,11 +120,12 @@ class ValGD(TuningMethod):
             return la.trained_likelihood.nll(predicted, targets[places], la.sigma_noise)
 
         def measure(step: int) -> None:
+            # Without the noise of minibatches and of other draws, steps can be compared.
             draws = torch.Generator().manual_seed(seed)
             prior_precision = logarithm.detach().exp()
             starts = range(0, len(statistics), _ROWS)
             parts = [losses(slice(i, i + _ROWS), prior_precision, draws) for i in starts]
-            recorder.add(step, torch.cat(parts).double().mean().item(), prior_precision)
+            builder.add(step, torch.cat(parts).double().mean().item(), prior_precision)
 
         def loss() -> torch.Tensor:
             return losses(next(minibatches), logarithm.exp(), self.generator).mean()
@@ -139,12 +140,12 @@ class ValGD(TuningMethod):
             progress_bar=self.progress_bar,
         )
         for step, _ in steps:
-            if step:
+            if step:  # the first step is still to be taken, and torch wants it before the schedule
                 schedule.step()
             if step % every == 0:
                 measure(step)
         measure(self.n_steps)
-        return recorder.history()
+        return builder.history()
 
 
 def _minibatches(
