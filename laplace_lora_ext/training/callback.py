@@ -148,4 +148,5 @@ def _nll_of_tokens(la: Any, loader: DataLoader) -> float:
         return scores.sums.log_prob, scores.labelled.sum(1)
 
     log_probs, counts = over_loader(loader, of_texts)
-    return -log_probs.double().sum().item() / counts.sum().item()
+    log_prob = log_probs.double().sum().item()
+    return -log_prob / counts.sum().item()

@@ -190,7 +190,8 @@ def choose_priors(
         method="gridsearch", val_loader=held_out, progress_bar=progress_bar
     )
     members = together.members if isinstance(together, LaplaceMixture) else [together]
-    return Choice([member.prior_precision.detach().clone() for member in members], history)
+    priors = [member.prior_precision.detach().clone() for member in members]
+    return Choice(priors, history)
 
 
 def joined(posteriors: Sequence[LoRALaplace]) -> LoRALaplace | LaplaceMixture:
@@ -338,12 +339,13 @@ def train_in_stages(
         # Whether it has been trained now, or before it was interrupted.
         set_seed(trainer.args.seed + stage.number)
 
+    seed = trainer.args.data_seed or trainer.args.seed
     training = _Training(
         model=trainer.model,
         loader=in_order(trainer.train_dataset, 1),
         batches_of=partial(loader_of, trainer),
         train=train,
-        generator=torch.Generator().manual_seed(trainer.args.data_seed or trainer.args.seed),
+        generator=torch.Generator().manual_seed(seed),
         progress_bar=progress_bar,
         settings=options | {"likelihood": likelihood or _likelihood(trainer, options)},
     )

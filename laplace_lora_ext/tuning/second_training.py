@@ -99,7 +99,8 @@ class SecondTraining(TuningMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.trainer is None) == (self.train is None or self.train_loader is None):
+        has_function = self.train is not None and self.train_loader is not None
+        if has_function == (self.trainer is not None):
             raise ValueError(
                 "A second training needs either the trainer that has trained the model, or train, "
                 "a function that trains another model, and train_loader."
