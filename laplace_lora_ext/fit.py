@@ -12,7 +12,6 @@ from laplace_lora_ext.curvature.structure import Place, Structure
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
 from laplace_lora_ext.models.weights import Block, flattened
-from laplace_lora_ext.passes.checks import check_called
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.sums import sums_over
@@ -170,7 +169,7 @@ def fit(
             progress_bar=progress_bar,
         )
         if before is None:
-            check_called(blocks, sums.called)
+            structure.recorder.check_called(sums.called)
         loss = sums.loss
         n_data = sums.n_data
         if before is not None:

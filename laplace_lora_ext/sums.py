@@ -15,7 +15,6 @@ from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.same_model import hashes
-from laplace_lora_ext.passes.checks import noting_calls
 from laplace_lora_ext.processes.exchange import count, gathered, rank
 from laplace_lora_ext.processes.shards import Share, refuse_copies
 
@@ -173,7 +172,7 @@ def _with_batch(
     """Add a batch to sums, which are of no use afterwards."""
     model = structure.model
     called = set(sums.called)
-    with noting_calls(structure.blocks, called), model.weighing_answers() as answered:
+    with structure.recorder.noting_calls(called), model.weighing_answers() as answered:
         loss, curvature = structure.add(sums.curvature, X, y, n_before + sums.n_data)
     return Sums(
         curvature=curvature,

@@ -144,6 +144,7 @@ class LowRankKronInterface(CurvatureInterface):
             recording.backward(seeds.vectors, statistics, weights=seeds.weights)
             with torch.autocast(logits.device.type, enabled=False):
                 updates.finish()
+            # Once a batch: a look at a number on an accelerator waits for all work there.
             self._check_finite(H)
             return self._likelihood.loss(logits, y)
 
@@ -232,12 +233,14 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
 
     @property
     def settings(self) -> dict[str, Any]:
+        """Collect those of all backends, and of drawing labels where any may be drawn."""
         settings = super().settings | {"stochastic": self.stochastic}
         if self.stochastic is not False:
             settings |= {"num_samples": self.num_samples, "seed": self.seed}
         return settings
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        """Choose those of the exact Fisher, or draw labels where there are many classes."""
         draws = self.stochastic
         if draws is None:
             n_outputs = logits.shape[-1]
@@ -247,6 +250,7 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
         return self._likelihood.exact_seeds(logits)
 
     def _sampled_seeds(self, logits: torch.Tensor) -> Seeds:
+        """Draw labels by a generator of this batch's own."""
         # Numpy mixes the three well, so that no two batches or processes draw alike.
         entropy = np.random.SeedSequence([self.seed, rank(), self.n_before])
         (seed,) = entropy.generate_state(1)
@@ -263,4 +267,5 @@ class LowRankKronEF(LowRankKronInterface, EFInterface):
     """The empirical Fisher: gradients at the labels, one forward and one backward pass."""
 
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        """Choose the slope of each example's loss."""
         return self._likelihood.empirical_seeds(logits, y)

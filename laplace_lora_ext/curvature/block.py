@@ -70,6 +70,7 @@ class KroneckerBlock:
         }
 
     def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
+        """Add factors as if all data had been seen in one run."""
         return KroneckerBlock(
             self.output_factor + other.output_factor,
             self.input_factor + other.input_factor,
@@ -124,16 +125,18 @@ class DecomposedBlock:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(m, n)` of the weight."""
+        """Return `(m, n)` of the weight."""
         r, d = len(self.small.vectors), len(self.large.vectors)
         return (r, d) if self.small_output else (d, r)
 
     @property
     def device(self) -> torch.device:
+        """Return where the factors are."""
         return self.small.values.device
 
     @property
     def n_params(self) -> int:
+        """Count the weight's parameters."""
         return self.shape[0] * self.shape[1]
 
     @property
@@ -142,6 +145,7 @@ class DecomposedBlock:
         return len(self.large.vectors) - len(self.large.values)
 
     def __mul__(self, scalar: float | torch.Tensor) -> DecomposedBlock:
+        """Scale the curvature."""
         if isinstance(scalar, torch.Tensor):
             scalar = scalar.to(self.device)
         # F_small ⊗ F_large scales with either factor.

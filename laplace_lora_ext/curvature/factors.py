@@ -44,13 +44,16 @@ class DenseFactor:
 
     @property
     def size(self) -> int:
+        """Return d."""
         return len(self.matrix)
 
     @property
     def trace(self) -> torch.Tensor:
+        """Compute the trace in float64, as the large factor holds its own."""
         return self.matrix.trace().double()
 
     def __add__(self, other: Factor) -> DenseFactor:
+        """Add what other data gave."""
         assert isinstance(other, DenseFactor)
         return DenseFactor(self.matrix + other.matrix)
 
@@ -94,6 +97,7 @@ class LowRankFactor:
 
     @property
     def size(self) -> int:
+        """Return d."""
         return len(self.columns)
 
     @property
@@ -102,6 +106,7 @@ class LowRankFactor:
         return min(2 * self.rank, self.size)
 
     def __add__(self, other: Factor) -> LowRankFactor:
+        """Merge by the streaming update: append the other's columns, and keep the leading ones."""
         assert isinstance(other, LowRankFactor)
         columns = torch.cat([self.columns, other.columns], dim=1)
         trace = self.trace + other.trace

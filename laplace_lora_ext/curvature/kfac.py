@@ -31,6 +31,7 @@ class Expand(KfacApprox):
     sees_inputs = True
 
     def inputs(self, inputs: Inputs) -> None:
+        """Sum `a aᵀ`, which is the same for all blocks that share the inputs."""
         a = inputs.positions.valid(inputs.a[None])
         for index in inputs.indices:
             block = self.blocks[index]
@@ -38,6 +39,7 @@ class Expand(KfacApprox):
             block.normalizer = block.normalizer + len(a)
 
     def gradients(self, gradients: Gradients) -> None:
+        """Sum `g gᵀ`."""
         g = gradients.positions.valid(gradients.g)
         # After the last attention, only the positions that the model pools have a gradient.
         g = g[g.any(dim=1)]
@@ -53,10 +55,12 @@ class Gradient(KfacApprox):
     """
 
     def gradients(self, gradients: Gradients) -> None:
+        """Sum `G Gᵀ` and `Gᵀ G`."""
         block = self.blocks[gradients.index]
         G = gradients.of_weight().flatten(0, 1)
         self.updates.add(block.output_factor, G.mT.flatten(0, 1))
         energy = self.updates.add(block.input_factor, G.flatten(0, 1))
+        # Both factors have the trace Σ ‖G‖², and their product is to have it once.
         block.normalizer = block.normalizer + energy
 
 

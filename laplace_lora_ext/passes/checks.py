@@ -1,51 +1,20 @@
-"""Which LoRA layers ran, and checks of the passes that the host makes."""
+"""Checks of the passes that the host makes by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.graph import (
     check_differentiable,
     check_logits,
-    refuse_reentrant,
     tapped,
 )
 from laplace_lora_ext.passes.recorder import Recorder
-
-
-@contextmanager
-def noting_calls(blocks: Sequence[Block], called: set[int]) -> Iterator[None]:
-    """Add to `called` the indices of blocks whose layers are called within."""
-
-    def note(index: int, *_: Any) -> None:
-        called.add(index)
-        if not torch.is_grad_enabled():
-            refuse_reentrant()
-
-    with ExitStack() as hooks:
-        for index, block in enumerate(blocks):
-            hooks.callback(block.rows.layer.register_forward_hook(partial(note, index)).remove)
-        yield
-
-
-def check_called(blocks: Sequence[Block], called: Collection[int]) -> None:
-    """Refuse a fit in which some layers were never called, and so have no curvature."""
-    silent = [block.name for index, block in enumerate(blocks) if index not in called]
-    if not silent:
-        return
-    advice = "Leave such layers out with target_modules, or fit on data that use them."
-    if len(silent) == len(blocks):
-        advice = "A fused kernel may replace them: pass the model as it was before fusion."
-    raise RuntimeError(
-        f"No batch used {len(silent)} of {len(blocks)} LoRA weights, such as {silent[0]}. {advice}"
-    )
 
 
 @contextmanager
@@ -54,10 +23,10 @@ def inspected(
     x: Any,
     check_targets: Callable[[torch.Tensor], object],
 ) -> Iterator[None]:
-    """Check passes that the host makes on a batch `x`; errors are those of `run`.
+    """Check passes that the host makes on a batch `x` within.
 
-    What the first one returns goes to `check_targets`. Hooks that the host leaves behind are
-    removed, and where it fails, one more pass names the reason.
+    Errors are those of `Recorder.record`. What the first one returns goes to `check_targets`. Hooks
+    that the host leaves behind are removed, and where it fails, one more pass names the reason.
     """
     model, blocks = recorder.model, recorder.blocks
     called: set[int] = set()
@@ -71,7 +40,7 @@ def inspected(
         differentiable.append(logits.requires_grad)
 
     try:
-        with _without_new_hooks(model), noting_calls(blocks, called):
+        with _without_new_hooks(model), recorder.noting_calls(called):
             model.register_forward_hook(finished)
             yield
     except Exception as error:

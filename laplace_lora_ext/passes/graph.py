@@ -57,7 +57,7 @@ def check_differentiable(requires_grad: bool) -> None:
 
 
 class Call:
-    """A call of a block's layer."""
+    """A call of a block's layer, as a pass has noted it."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class _OutsideVmap(torch.autograd.Function):
 
 
 class Taps:
-    """Hooks on the blocks' layers, which note the calls of passes; made by `tapped`."""
+    """Hooks on the blocks' layers, which note the calls of passes; `tapped` sets them."""
 
     def __init__(
         self,

@@ -23,9 +23,12 @@ _Site = tuple[str, int, int]
 
 
 def is_proven(
-    graph: Graph, blocks: Sequence[Block], positions: Positions, known: dict[_Site, int]
+    graph: Graph,
+    blocks: Sequence[Block],
+    positions: Positions,
+    known: dict[_Site, int],
 ) -> bool:
-    """Whether the rows of a pass are each example's own.
+    """Prove that the rows of a pass are each example's own, or find that they are not.
 
     Texts are proven in the first batch, in the first one of two, four, eight and so on or more
     examples, and in each until every layer has had a gradient. Sizes don't tell what rows other
@@ -46,6 +49,7 @@ def is_proven(
         if not shape or shape[0] % n_examples:
             return False
     size = n_examples.bit_length()  # 2 for 2 and 3 examples, 3 for 4 to 7, and so on
+    # Which row a token has does not depend on what the text says, so that these stay proven.
     lasting = {site for site, shape in shapes.items() if _lasts(site[0], shape, positions)}
     unproven = {site for site in shapes if site not in lasting or known.get(site, 0) < size}
     if not unproven:
@@ -63,7 +67,7 @@ def is_proven(
 
 
 def codewords(n_examples: int) -> torch.Tensor:
-    """`(S, B)` booleans: the fewest seeds S that tell B examples apart, 4 for 6 and 5 for 10."""
+    """Choose the fewest seeds S that tell B examples apart, `(S, B)`: 4 for 6 and 5 for 10."""
     size = next(size for size in count(1) if comb(size, size // 2) >= n_examples)
     words = torch.zeros(size, n_examples, dtype=torch.bool)
     choices = combinations(range(size), size // 2)
@@ -78,9 +82,12 @@ def _sites(graph: Graph, blocks: Sequence[Block], index: int) -> list[_Site]:
 
 
 def _reached(
-    graph: Graph, blocks: Sequence[Block], positions: Positions, words: torch.Tensor
+    graph: Graph,
+    blocks: Sequence[Block],
+    positions: Positions,
+    words: torch.Tensor,
 ) -> dict[_Site, torch.Tensor]:
-    """`(S, B, rows)` booleans for each site: where seeds of examples `words`, `(S, B)`, arrive."""
+    """Find the rows of each site, `(S, B, rows)`, at which seeds of examples, `(S, B)`, arrive."""
     n_seeds, n_examples = words.shape
     reached: dict[_Site, torch.Tensor] = {}
     layers: list[str] = []  # that gradients came to
@@ -110,7 +117,7 @@ def _reached(
 
 
 def _lasts(layer: str, shape: torch.Size, positions: Positions) -> bool:
-    """Whether a later text batch of the same size has its rows in the same order."""
+    """Tell whether a later text batch of the same size has its rows in the same order."""
     if not positions.is_text or "experts" in layer.split("."):  # a router picks their rows
         return False
     by_example = shape[0] in (positions.n_examples, positions.n_rows)
@@ -118,7 +125,7 @@ def _lasts(layer: str, shape: torch.Size, positions: Positions) -> bool:
 
 
 def _is_conclusive(rows: torch.Tensor | None) -> bool:
-    """Whether gradients `(S, B, rows)` came, and not only where `(T, B)` has the same rows."""
+    """Tell whether gradients `(S, B, rows)` came, and not only where `(T, B)` has the same rows."""
     if rows is None:
         return False
     rows = rows.any(0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -15,7 +15,7 @@ from laplace_lora_ext.models.batches import number_of_rows, part_of
 from laplace_lora_ext.models.locks import unfused_attention
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block, read
-from laplace_lora_ext.passes.graph import Layouts, Taps, tapped
+from laplace_lora_ext.passes.graph import Layouts, Taps, refuse_reentrant, tapped
 from laplace_lora_ext.passes.proof import is_proven
 from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Visitor
 
@@ -48,6 +48,7 @@ class Recorder:
     model : LogitsModel
     blocks : list of Block
     layouts : Layouts
+        what passes have shown of the model so far
     """
 
     def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
@@ -94,6 +95,8 @@ class Recorder:
                 logits = whole.graph.logits
                 parts = partial(iter, [whole])
             else:
+                # A graph of the whole batch, which nothing is back-propagated through, is only
+                # needed where somebody differentiates the logits themselves.
                 with torch.set_grad_enabled(create_graph):
                     logits = self.model(batch)
                 parts = partial(self._one_at_a_time, taps, batch, logits)
@@ -139,6 +142,37 @@ class Recorder:
                 of_batch = of_batch or taps.run(batch)
                 yield Part(of_batch, None, number, own)
             del graph  # before the next example is recorded
+
+    @contextmanager
+    def noting_calls(self, called: set[int]) -> Iterator[None]:
+        """Add to `called` the indices of blocks whose layers anybody's passes call within."""
+
+        def note(index: int, *_: Any) -> None:
+            called.add(index)
+            if not torch.is_grad_enabled():
+                refuse_reentrant()
+
+        with ExitStack() as hooks:
+            for index, block in enumerate(self.blocks):
+                handle = block.rows.layer.register_forward_hook(partial(note, index))
+                hooks.callback(handle.remove)
+            yield
+
+    def check_called(self, called: Collection[int]) -> None:
+        """Refuse a fit in which some layers were never called, and so have no curvature."""
+        silent: list[str] = []
+        for index, block in enumerate(self.blocks):
+            if index not in called:
+                silent.append(block.name)
+        if not silent:
+            return
+        n_blocks = len(self.blocks)
+        advice = "Leave such layers out with target_modules, or fit on data that use them."
+        if len(silent) == n_blocks:
+            advice = "A fused kernel may replace them: pass the model as it was before fusion."
+        raise RuntimeError(
+            f"No batch used {len(silent)} of {n_blocks} LoRA weights, such as {silent[0]}. {advice}"
+        )
 
     def visit_jacobians(
         self,
