@@ -18,14 +18,14 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 70rem; padding: 1rem;
        color: #222; background: #fff; }
 h1, h2 { line-height: 1.2; }
-.pictures { display: flex; flex-wrap: wrap; gap: 1rem; }
+.pictures { display: flex; flex-wrap: wrap; gap: 1rem; margin-top: 1.5rem; }
 .pictures figure { flex: 1 1 18rem; margin: 0; min-width: 0; }
 .pictures svg { width: 100%; height: auto; }
 .scrolls { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd;
          vertical-align: top; }
-th:first-child, td:first-child { text-align: left; min-width: 12rem; }
+th:first-child, td:first-child { text-align: left; min-width: 9rem; }
 .wrong { color: #b00; }
 """
 _ORDER = (
