@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -16,9 +16,9 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.passes.recorder import Directions, every_output
-from laplace_lora_ext.text.generation import generate_texts
+from laplace_lora_ext.text.generation import GeneratedText, generate_texts
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch, TokenSecondTraining
-from laplace_lora_ext.text.scores import draw_logits, score_texts
+from laplace_lora_ext.text.scores import TextScores, draw_logits, score_texts
 from laplace_lora_ext.tuning.marglik import Marglik
 from laplace_lora_ext.tuning.method import TuningMethod
 
@@ -96,12 +96,97 @@ class LanguageModelLaplace(LowRankKronLoRALaplace):
     def _adapted(self, likelihood: str) -> type[LogitsModel]:
         return TokensModel
 
-    score = score_texts
-    draw_logits = draw_logits
-    generate = generate_texts
+    @property
+    def members(self) -> Sequence[LanguageModelLaplace]:
+        return [self]
+
+    def score(
+        self,
+        batch: Mapping[str, Any],
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+    ) -> TextScores:
+        """Score how likely texts are, and how uncertain the model is of each of their tokens.
+
+        Parameters
+        ----------
+        batch : Mapping
+            texts with labels, as for `fit`
+        n_samples : int, default=10
+            models with weights drawn from the posterior, S, of which `sample_adapters` writes the
+            like; 0 scores the trained model itself. A mixture divides them among its members, the
+            first ones getting the rest. Scoring takes `1 + S` forward passes, and the memory of a
+            few logits `(N, V)` whatever S is
+        generator : torch.Generator, optional
+            for the draws: with the same state, another batch gets the same draws
+
+        Returns
+        -------
+        TextScores
+
+        Raises
+        ------
+        ValueError
+            If the batch has no labelled token or does not suit the model, or a logit is not finite.
+        RuntimeError
+            If the model is not the fitted one.
+        """
+        return score_texts(self.members, batch, n_samples, generator)
+
+    def draw_logits(
+        self,
+        batch: Mapping[str, Any],
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Compute logits `(S, N, V)` of S draws at N labelled tokens, for measures of one's own.
+
+        Parameters are those of `score`. Without draws they are the trained model's, or each
+        member's.
+        """
+        return draw_logits(self.members, batch, n_samples, generator)
+
+    def generate(
+        self,
+        *,
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+        **generation_kwargs: Any,
+    ) -> GeneratedText:
+        """Write texts, choosing each next token by the posterior predictive.
+
+        This runs transformers' own `generate`, greedy or sampling, with its stopping, its logits
+        processors and its caches, for one text after the other. A whole text keeps the same draws,
+        so each draw is one model reading that text. Without draws the texts equal those of the
+        model's own `generate`, and of a mixture those of the mixture of its trained models.
+
+        Parameters
+        ----------
+        n_samples, generator
+            as for `score`; each token takes `1 + S` forward passes
+        **generation_kwargs
+            for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them, padded on
+            the left unless an encoder reads them, `max_new_tokens` and so on
+
+        Returns
+        -------
+        GeneratedText
+
+        Raises
+        ------
+        NotImplementedError
+            For beams, several texts a prompt, `past_key_values`, images beside text, and models
+            with a `generate` of their own; without `use_cache=False` also for models that keep no
+            cache.
+        ValueError
+            If there are no prompts, or if they are padded on the wrong side.
+        """
+        return generate_texts(
+            self.members, n_samples=n_samples, generator=generator, **generation_kwargs
+        )
 
     def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The trained model's logits `(N, V)` for the labelled tokens, and the tokens, `(N,)`."""
+        """Compute the trained model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
         self.check_model()
         with self.model.prepared():
             f = self.model(batch)
@@ -109,14 +194,14 @@ class LanguageModelLaplace(LowRankKronLoRALaplace):
         return f, self.trained_likelihood.check_targets(self.model.targets(batch), f)
 
     def moments(self, X: Any, joint: bool, directions: Directions = every_output) -> NoReturn:
-        """Refused, as all that needs moments of logits."""
+        """Refuse, as all that needs moments of logits is refused."""
         raise NotImplementedError(
             "Moments of logits would need Jacobians of the whole vocabulary at every token: use "
             "la.score(batch) for given texts and la.generate(**inputs) for new ones."
         )
 
     def predictive_statistics(self, loader: Any, **options: Any) -> NoReturn:
-        """Refused, whatever `**options`: they need moments of logits."""
+        """Refuse, whatever `**options`: statistics need moments of logits."""
         self.moments(loader, False)
 
     def statistics_by_batch(self) -> NoReturn:
@@ -124,7 +209,7 @@ class LanguageModelLaplace(LowRankKronLoRALaplace):
         self.moments(None, False)
 
     def __call__(self, x: Any, pred_type: str = "glm", **options: Any) -> NoReturn:
-        """Refused, whatever `pred_type` and `**options`: `score` and `generate` predict texts."""
+        """Refuse, whatever `pred_type` and `**options`: `score` and `generate` predict texts."""
         self.moments(x, False)
 
 

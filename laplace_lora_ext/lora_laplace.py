@@ -39,7 +39,7 @@ from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive import amortized, decisions, distributions
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
-from laplace_lora_ext.predictive.links import own_links
+from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
 from laplace_lora_ext.predictive.moments import Moments, semidefinite, uncorrelated
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import together
@@ -175,6 +175,11 @@ class LoRALaplace(ParametricLaplace):
         if issubclass(backend, LowRankKronInterface):
             self.backend  # noqa: B018 - refuses wrong `backend_kwargs` now rather than in `fit`
         self.mean = self.prior_mean  # as the host has it before a fit
+
+    @property
+    def members(self) -> Sequence[LoRALaplace]:
+        """The posteriors that predict: this one alone. A mixture has several."""
+        return [self]
 
     def for_model(self, model: nn.Module) -> LoRALaplace:
         """Make a posterior of the same class and options for another model, not fitted."""
@@ -554,7 +559,7 @@ class LoRALaplace(ParametricLaplace):
     def predict(
         self,
         x: Any,
-        link_approx: str = "mean_field",
+        link_approx: str = DEFAULT_LINK,
         n_samples: int = 1000,
         generator: torch.Generator | None = None,
         *,
@@ -597,7 +602,7 @@ class LoRALaplace(ParametricLaplace):
             nothing was learnt for this fit and prior. An error of a loader's batch names it.
         """
         return decisions.predict(
-            self,
+            self.members,
             x,
             link_approx,
             n_samples,
@@ -611,7 +616,7 @@ class LoRALaplace(ParametricLaplace):
     def predict_proba(
         self,
         x: Any,
-        link_approx: str = "mean_field",
+        link_approx: str = DEFAULT_LINK,
         *,
         pred_type: str = "glm",
         collate_fn: Callable[[Any], Any] | None = None,
@@ -623,7 +628,7 @@ class LoRALaplace(ParametricLaplace):
         Parameters and errors are those of `predict`; nothing is drawn but for the link "mc".
         """
         return decisions.predict_proba(
-            self,
+            self.members,
             x,
             link_approx,
             pred_type=pred_type,
@@ -800,7 +805,7 @@ class LoRALaplace(ParametricLaplace):
         RuntimeError
             If the model is not the fitted one any more.
         """
-        return saving.sample_adapters([self], n_samples, directory, generator, **kwargs)
+        return saving.sample_adapters(self.members, n_samples, directory, generator, **kwargs)
 
     def distill(
         self,

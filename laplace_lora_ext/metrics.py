@@ -103,15 +103,17 @@ def compare(
     ValueError
         If the likelihood has no classes.
     """
-    if la.trained_likelihood.is_gaussian:
-        raise ValueError(f"{la.likelihood} has no class probabilities to compare.")
+    first = la.members[0]
+    model = first.model
+    if first.trained_likelihood.is_gaussian:
+        raise ValueError(f"{first.likelihood} has no class probabilities to compare.")
 
     def evaluate(batch: Any) -> Columns:
-        X, y = la.model.split(batch)
+        X, y = model.split(batch)
         posterior = la(X, link_approx=link_approx, fitting=True).detach()
-        with la.model.prepared(), torch.no_grad():
-            logits = la.model(X)
-        labels = la.trained_likelihood.check_targets(y, logits)
+        with model.prepared(), torch.no_grad():
+            logits = model(X)
+        labels = first.trained_likelihood.check_targets(y, logits)
         return logits.softmax(-1).cpu(), posterior.cpu(), labels.cpu()
 
     trained, posterior, labels = over_loader(loader, evaluate, "[Comparing]", progress_bar)

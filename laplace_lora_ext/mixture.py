@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
@@ -17,25 +18,23 @@ from laplace_lora_ext.laplace import from_pretrained
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.adapters import find_peft_model, own_adapter_back, write_adapter
 from laplace_lora_ext.models.locks import as_tensor, exclusive, kept
+from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.predictive import decisions
 from laplace_lora_ext.predictive.amortized import LearntVariance
-from laplace_lora_ext.predictive.moments import MixtureMoments, mixed
+from laplace_lora_ext.predictive.decisions import Prediction
+from laplace_lora_ext.predictive.links import DEFAULT_LINK
+from laplace_lora_ext.predictive.moments import mixed, parts_for
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import Share
-from laplace_lora_ext.text.generation import generate_texts
+from laplace_lora_ext.text.generation import GeneratedText, generate_texts
 from laplace_lora_ext.text.priors import TokenGridSearch
-from laplace_lora_ext.text.scores import draw_logits, score_texts
+from laplace_lora_ext.text.scores import TextScores, draw_logits, score_texts
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
 _DESCRIPTION = "laplace_mixture.json"
-
-
-def _of_first(name: str) -> property:
-    """What all members have alike."""
-    return property(lambda mixture: getattr(mixture.members[0], name))
 
 
 class LaplaceMixture:
@@ -78,25 +77,10 @@ class LaplaceMixture:
     def __init__(self, members: Sequence[LoRALaplace]) -> None:
         if len(members) < 2:
             raise ValueError("A mixture needs two posteriors or more.")
-        self.members, facts, bases = [copy(member) for member in members], [], []
+        self.members = [copy(member) for member in members]
         for member in self.members:
             member.check_model()
-            bases.append(member.model_state.base_weights())
-            answers = tuple(member.model.class_token_ids or ())
-            facts.append((member.likelihood, member.n_outputs, answers))
-        if len(set(facts)) > 1:
-            raise ValueError(
-                f"The members differ in likelihood, n_outputs or class_token_ids: {facts}."
-            )
-        first, *others = bases
-        for number, other in enumerate(others, 1):
-            common = first.keys() & other.keys()
-            same = {name for name in common if first[name].equals(other[name])}
-            if differing := sorted((first.keys() | other.keys()) - same):
-                raise ValueError(
-                    f"Members 0 and {number} have different base models ({differing[0]} differs): "
-                    "mix adapters of one base model."
-                )
+        _check_alike(self.members)
         self._priors = tuple(member.prior_precision.detach() for member in self.members)
         self._factor = torch.ones(1)
 
@@ -107,7 +91,7 @@ class LaplaceMixture:
 
     @exclusive
     def __call__(self, x: Any, **options: Any) -> Any:
-        """The mean of the members' probabilities, `(B, C)`, or moments of their mixture.
+        """Average the members' probabilities, `(B, C)`, or compute the moments of their mixture.
 
         Parameters
         ----------
@@ -121,36 +105,151 @@ class LaplaceMixture:
         torch.Tensor or tuple of torch.Tensor
             of a regression mean and covariance
         """
-        outputs: list[Any] = [member(part, **options) for member, part in self.each(x)]
-        if isinstance(outputs[0], torch.Tensor):
-            return torch.stack(outputs).mean(0)
-        means, covariances = (torch.stack(parts) for parts in zip(*outputs, strict=True))
-        return mixed(means, covariances)
+        parts = parts_for(self.members, x)
+        outputs = [
+            member(part, **options) for member, part in zip(self.members, parts, strict=True)
+        ]
+        probabilities = [output for output in outputs if isinstance(output, torch.Tensor)]
+        if probabilities:
+            return torch.stack(probabilities).mean(0)
+        means, covariances = zip(*outputs, strict=True)
+        return mixed(torch.stack(means), torch.stack(covariances))
 
-    predict = decisions.predict
-    predict_proba = decisions.predict_proba
+    def predict(
+        self,
+        x: Any,
+        link_approx: str = DEFAULT_LINK,
+        n_samples: int = 1000,
+        generator: torch.Generator | None = None,
+        *,
+        pred_type: str = "glm",
+        collate_fn: Callable[[Any], Any] | None = None,
+        batch_size: int = 32,
+        progress_bar: bool = False,
+    ) -> Prediction:
+        """Predict class probabilities, and what else a decision needs, of a batch or a data set.
+
+        Parameters and errors are those of `LoRALaplace.predict`; each member has `n_samples` draws.
+        """
+        return decisions.predict(
+            self.members,
+            x,
+            link_approx,
+            n_samples,
+            generator,
+            pred_type=pred_type,
+            collate_fn=collate_fn,
+            batch_size=batch_size,
+            progress_bar=progress_bar,
+        )
+
+    def predict_proba(
+        self,
+        x: Any,
+        link_approx: str = DEFAULT_LINK,
+        *,
+        pred_type: str = "glm",
+        collate_fn: Callable[[Any], Any] | None = None,
+        batch_size: int = 32,
+        progress_bar: bool = False,
+    ) -> np.ndarray:
+        """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
+
+        Parameters and errors are those of `LoRALaplace.predict_proba`.
+        """
+        return decisions.predict_proba(
+            self.members,
+            x,
+            link_approx,
+            pred_type=pred_type,
+            collate_fn=collate_fn,
+            batch_size=batch_size,
+            progress_bar=progress_bar,
+        )
 
     @exclusive
     def amortize(self, loader: Any, **options: Any) -> list[LearntVariance]:
-        """Each member learns its variances; arguments are those of a posterior's `amortize`."""
-        members: list[Any] = self.members
-        return [member.amortize(loader, **options) for member in members]
+        """Let each member learn its variances; arguments are those of `LoRALaplace.amortize`."""
+        return [member.amortize(loader, **options) for member in self.members]
 
     @exclusive
     def predictive_statistics(self, loader: Any, **options: Any) -> MixtureStatistics:
-        """Each member's pass over a data set; arguments are those of a posterior's.
+        """Pass over a data set with each member; arguments are those of a posterior's.
 
         The loader is read once, so that all members see the same rows.
         """
-        members: list[Any] = self.members
+        members: list[Any] = self.members  # of which "lowrank_kron" alone has statistics
         data = Share.read_once(loader)
-        found = tuple(member.predictive_statistics(data, **options) for member in members)
-        return MixtureStatistics(found, self._priors)
+        of_members = [member.predictive_statistics(data, **options) for member in members]
+        return MixtureStatistics(tuple(of_members), self._priors)
 
-    distill = students.distill
-    score = score_texts
-    draw_logits = draw_logits
-    generate = generate_texts
+    def distill(
+        self,
+        trainer: Any,
+        unlabelled: Any = "swapped",
+        adapter_name: str = "calibrated",
+        *,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> str:
+        """Train an ordinary adapter whose own probabilities are those of the mixture.
+
+        Parameters, result and errors are those of `LoRALaplace.distill`; the student begins as a
+        copy of the first member's adapter.
+        """
+        return students.distill(
+            self,
+            trainer,
+            unlabelled,
+            adapter_name,
+            generator=generator,
+            progress_bar=progress_bar,
+        )
+
+    def score(
+        self,
+        batch: Mapping[str, Any],
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+    ) -> TextScores:
+        """Score how likely texts are, and how uncertain the members are of each of their tokens.
+
+        Parameters, result and errors are those of `LanguageModelLaplace.score`.
+        """
+        return score_texts(self._writers, batch, n_samples, generator)
+
+    def draw_logits(
+        self,
+        batch: Mapping[str, Any],
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Compute logits `(S, N, V)` of S draws at N labelled tokens, for measures of one's own.
+
+        Parameters are those of `score`. Without draws they are each member's.
+        """
+        return draw_logits(self._writers, batch, n_samples, generator)
+
+    def generate(
+        self,
+        *,
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+        **generation_kwargs: Any,
+    ) -> GeneratedText:
+        """Write texts, choosing each next token by the mean of the members' predictives.
+
+        `n_samples` and `generator` are as for `score`, and `**generation_kwargs`, result and errors
+        as for `LanguageModelLaplace.generate`.
+        """
+        return generate_texts(
+            self._writers, n_samples=n_samples, generator=generator, **generation_kwargs
+        )
+
+    @property
+    def _writers(self) -> list[Any]:
+        """The members, if they write; others have no tokens."""
+        return self.members
 
     # --- prior ---------------------------------------------------------------------------------
 
@@ -283,14 +382,15 @@ class LaplaceMixture:
     # --- what methods to choose a prior precision need -----------------------------------------
 
     def statistics_of(self, loader: Any, progress_bar: bool) -> MixtureStatistics | None:
-        """Statistics of a data set, or the given ones; None where a member has none."""
+        """Pass over a data set for statistics, or take given ones; None if a member has none."""
         if not all(hasattr(member, "predictive_statistics") for member in self.members):
             return None
         if not isinstance(loader, MixtureStatistics):
             return self.predictive_statistics(loader, progress_bar=progress_bar)
-        pairs: Any = zip(self.members, loader.members, strict=True)
-        found = tuple(member.statistics_of(part, progress_bar) for member, part in pairs)
-        return MixtureStatistics(found, self._priors)
+        of_members: list[Any] = []
+        for member, part in zip(self.members, loader.members, strict=True):
+            of_members.append(member.statistics_of(part, progress_bar))
+        return MixtureStatistics(tuple(of_members), self._priors)
 
     def statistics_by_batch(self) -> Callable[[Any], MixtureStatistics] | None:
         """Make a function from a batch to its statistics; None where a member has none."""
@@ -305,20 +405,50 @@ class LaplaceMixture:
         return of_batch
 
     def check_model(self) -> None:
+        """Refuse models that have changed since the fits."""
         for member in self.members:
             member.check_model()
 
-    model = _of_first("model")
-    likelihood = _of_first("likelihood")
-    trained_likelihood = _of_first("trained_likelihood")
-    predicted_likelihood = _of_first("predicted_likelihood")
-    sigma_noise = _of_first("sigma_noise")
-    n_data = _of_first("n_data")
-    n_outputs = _of_first("n_outputs")
-    blocks = _of_first("blocks")
-    curvature_scale = _of_first("curvature_scale")
+    # --- what the members have alike -----------------------------------------------------------
 
-    def each(self, x: Any) -> Iterator[tuple[LoRALaplace, Any]]:
-        """Each member and what it predicts: the whole batch, or its own moments."""
-        parts = x.members if isinstance(x, MixtureMoments) else [x] * len(self)
-        return zip(self.members, parts, strict=True)
+    @property
+    def model(self) -> LogitsModel:
+        """The first member's model."""
+        return self.members[0].model
+
+    @property
+    def likelihood(self) -> str:
+        """The members' likelihood."""
+        return self.members[0].likelihood
+
+    @property
+    def n_data(self) -> int:
+        """Number of the first member's training examples."""
+        return self.members[0].n_data
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of the members' outputs."""
+        return self.members[0].n_outputs
+
+
+def _check_alike(members: Sequence[LoRALaplace]) -> None:
+    """Refuse posteriors whose predictions have no mean, or that are around several base models."""
+    facts = [
+        (member.likelihood, member.n_outputs, tuple(member.model.class_token_ids or ()))
+        for member in members
+    ]
+    if len(set(facts)) > 1:
+        raise ValueError(
+            f"The members differ in likelihood, n_outputs or class_token_ids: {facts}."
+        )
+    first, *others = [member.model_state.base_weights() for member in members]
+    for number, other in enumerate(others, 1):
+        common = first.keys() & other.keys()
+        same = {name for name in common if first[name].equals(other[name])}
+        differing = sorted((first.keys() | other.keys()) - same)
+        if differing:
+            raise ValueError(
+                f"Members 0 and {number} have different base models ({differing[0]} differs): "
+                "mix adapters of one base model."
+            )

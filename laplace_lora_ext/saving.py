@@ -16,10 +16,9 @@ from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.same_model import ModelState, first_changed
 from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.predictive.distributions import drawn_weights
+from laplace_lora_ext.predictive.distributions import Drawable, drawn_weights
 
 FILE = "laplace_posterior.safetensors"
 CHECKSUM = "sha256"
@@ -158,7 +157,7 @@ def check_state(
 
 @exclusive
 def sample_adapters(
-    members: Sequence[Posterior],
+    members: Sequence[Drawable],
     n_samples: int,
     directory: str | Path,
     generator: torch.Generator | None = None,

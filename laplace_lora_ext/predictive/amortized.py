@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 
+from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import logits_and_hidden_states
-from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
-from laplace_lora_ext.predictive.distributions import predictive_distribution
+from laplace_lora_ext.predictive.distributions import Linearised, predictive_distribution
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes.exchange import together
 
@@ -228,12 +228,28 @@ def covariances(variances: torch.Tensor) -> torch.Tensor:
     return (sums - D[..., 1:, 1:]) / 2
 
 
+class Amortizable(Linearised, Protocol):
+    """A posterior whose variances can be learnt."""
+
+    trained_likelihood: Likelihood
+    learnt_variance: LearntVariance | None
+
+    @property
+    def likelihood(self) -> str: ...
+
+    @property
+    def prior_precision(self) -> torch.Tensor: ...
+
+    @property
+    def curvature_scale(self) -> torch.Tensor: ...
+
+
 @exclusive
 @torch.inference_mode(False)
 @torch.no_grad()
 @together()
 def amortize(
-    la: Posterior,
+    la: Amortizable,
     loader: DataLoader | Iterable[Any],
     unlabelled: str | DataLoader | Iterable[Any] | None = _SWAPPED,
     progress_bar: bool = False,
@@ -278,14 +294,16 @@ def amortize(
     return la.learnt_variance
 
 
-def _swapping(la: Posterior, loader: Iterable[Any], generator: torch.Generator) -> Swapping | None:
+def _swapping(
+    la: Amortizable, loader: Iterable[Any], generator: torch.Generator
+) -> Swapping | None:
     """Read a loader for tokens to swap; None where it holds no texts."""
     batches = (la.model.text(batch) for _, batch in named_batches(loader))
     texts = [text for text in batches if text is not None]
     return Swapping(texts, la.model.transformer, generator) if texts else None
 
 
-def _learnt_from(la: Posterior, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _learnt_from(la: Amortizable, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute features `(B, p)` and exact logarithms of variances `(B, P)`, on the CPU."""
     inputs = la.model.inputs(batch)
     _, f_var = predictive_distribution(la, inputs)
@@ -293,7 +311,7 @@ def _learnt_from(la: Posterior, batch: Any) -> tuple[torch.Tensor, torch.Tensor]
     return features.cpu(), log_variances(f_var.detach()).cpu()
 
 
-def amortized_moments(la: Posterior, x: Any) -> Moments:
+def amortized_moments(la: Amortizable, x: Any) -> Moments:
     """Predict mean and learnt covariance of a batch's logits, by one forward pass.
 
     A `ValueError` if nothing was learnt, or the fit or the prior precision has changed since.
@@ -312,7 +330,7 @@ def amortized_moments(la: Posterior, x: Any) -> Moments:
             return Moments(f_mu, learnt.covariance(features))
 
 
-def _features(la: Posterior, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _features(la: Amortizable, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute logits `(B, C)`, and features `(B, p)` that their variances are learnt from."""
     with la.model.prepared():
         logits, hidden = logits_and_hidden_states(la.model, inputs)

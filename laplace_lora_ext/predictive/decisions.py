@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from laplace_lora_ext.models.locks import exclusive
-from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.predictive.amortized import amortized_moments
+from laplace_lora_ext.predictive.amortized import Amortizable, amortized_moments
 from laplace_lora_ext.predictive.data_sets import over_data_set, over_loader
 from laplace_lora_ext.predictive.distributions import moments_for
 from laplace_lora_ext.predictive.links import (
@@ -19,7 +18,7 @@ from laplace_lora_ext.predictive.links import (
     shared_noise,
     softmax_samples,
 )
-from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.moments import Moments, parts_for
 from laplace_lora_ext.processes.shards import Share
 
 _BATCHES = (Mapping, torch.Tensor, np.ndarray, tuple)  # and of moments, which are tuples
@@ -72,7 +71,7 @@ class Prediction(NamedTuple):
 
 @exclusive
 def predict(
-    la: Posterior,
+    members: Sequence[Amortizable],
     x: Any,
     link_approx: str = DEFAULT_LINK,
     n_samples: int = 1000,
@@ -85,10 +84,12 @@ def predict(
 ) -> Prediction:
     """Predict class probabilities, and what else a decision needs, of a batch or a data set.
 
-    Parameters, result and errors are those of `LoRALaplace.predict`.
+    Predictions are the mean of the members', which are alike in what they predict. Other
+    parameters, result and errors are those of `LoRALaplace.predict`.
     """
-    if la.predicted_likelihood.is_gaussian:
-        raise ValueError(f"{la.likelihood} predicts numbers: use la(x) for mean and covariance.")
+    first = members[0]
+    if first.predicted_likelihood.is_gaussian:
+        raise ValueError(f"{first.likelihood} predicts numbers: use la(x) for mean and covariance.")
     links = own_links(n_samples, generator)
     if link_approx not in links:
         raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
@@ -99,8 +100,8 @@ def predict(
         if generator is not None and state is not None:
             generator.set_state(state)  # the same draws for every batch
         by_link, draws = [], []
-        for f_mu, f_var in _moments_of_members(la, batch, link_approx, pred_type):
-            with torch.autocast(la.model.device.type, enabled=False):
+        for f_mu, f_var in _moments_of_members(members, batch, link_approx, pred_type):
+            with torch.autocast(first.model.device.type, enabled=False):
                 by_link.append(link(f_mu, f_var).exp())
                 noise = shared_noise(f_mu, n_samples, generator)
                 draws.append(softmax_samples(f_mu, f_var, noise).exp())
@@ -109,7 +110,7 @@ def predict(
         return Prediction.of_draws(probabilities, torch.cat(draws))
 
     def of_inputs(batch: Any) -> Prediction:
-        return of_batch(la.model.inputs(batch))
+        return of_batch(first.model.inputs(batch))
 
     if collate_fn is None and isinstance(x, _BATCHES):
         return of_batch(x)
@@ -137,7 +138,7 @@ def predict(
 
 @exclusive
 def predict_proba(
-    la: Posterior,
+    members: Sequence[Amortizable],
     x: Any,
     link_approx: str = DEFAULT_LINK,
     *,
@@ -148,12 +149,12 @@ def predict_proba(
 ) -> np.ndarray:
     """Predict class probabilities `(B, C)` for scikit-learn's tools, the same in every call.
 
-    Parameters and errors are those of `LoRALaplace.predict_proba`.
+    Other parameters and errors are those of `LoRALaplace.predict_proba`.
     """
     # Draws serve entropies too, which nobody asks for here: without "mc", one is enough.
     n_samples = 1000 if link_approx == "mc" else 1
     prediction = predict(
-        la,
+        members,
         x,
         link_approx,
         n_samples=n_samples,
@@ -166,11 +167,13 @@ def predict_proba(
     return prediction.probabilities.detach().cpu().numpy()
 
 
-def _moments_of_members(la: Any, x: Any, link_approx: str, pred_type: str) -> Iterator[Moments]:
-    """Compute those of a posterior, or of each member of a mixture, as a link needs them."""
+def _moments_of_members(
+    members: Sequence[Amortizable], x: Any, link_approx: str, pred_type: str
+) -> Iterator[Moments]:
+    """Compute the moments of each member, as a link needs them."""
     if pred_type not in ("glm", "amortized"):
         raise ValueError(f'pred_type {pred_type!r} is neither "glm" nor "amortized".')
-    for member, part in la.each(x) if hasattr(la, "each") else [(la, x)]:
+    for member, part in zip(members, parts_for(members, x), strict=True):
         if pred_type == "amortized":
             part = amortized_moments(member, part)
         yield moments_for(member, part, link_approx)

@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import one_hot
 
+from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.locks import exclusive, without_autocast
-from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.weights import Values, called_with, check_in_place
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.weights import Block, Values, called_with, check_in_place
 from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES, shared_noise
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, uncorrelated
 
 
+class Drawable(Protocol):
+    """A Gaussian around a model's weights, to draw these from."""
+
+    blocks: list[Block]
+    enable_backprop: bool
+
+    @property
+    def model(self) -> LogitsModel: ...
+
+    def check_model(self) -> None: ...
+
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> torch.Tensor: ...
+
+
+class Linearised(Protocol):
+    """A posterior whose linearised model makes Gaussian logits."""
+
+    blocks: list[Block]
+    enable_backprop: bool
+    predicted_likelihood: Likelihood
+    n_outputs: int
+
+    @property
+    def model(self) -> LogitsModel: ...
+
+    def check_model(self) -> None: ...
+
+    def moments(
+        self, X: Any, joint: bool, directions: Directions = ...
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 @exclusive
 def predictive_moments(
-    la: Posterior, x: Any, *, joint: bool = False
+    la: Linearised, x: Any, *, joint: bool = False
 ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
     """Predict mean `(B, C)` and covariance `(B, C, C)` of a batch's logits, without link or noise.
 
@@ -29,7 +64,7 @@ def predictive_moments(
 
 
 def predictive_distribution(
-    la: Posterior, X: Any, joint: bool = False, diagonal_output: bool = False
+    la: Linearised, X: Any, joint: bool = False, diagonal_output: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute mean and covariance, or variances, of a batch or of `Moments`, as the host asks."""
     f_mu, f_var = _moments(la, X, joint)
@@ -40,7 +75,7 @@ def predictive_distribution(
     return f_mu, f_var
 
 
-def moments_for(la: Posterior, X: Any, link_approx: str) -> Moments:
+def moments_for(la: Linearised, X: Any, link_approx: str) -> Moments:
     """Compute moments of a batch as a link needs them, by as few backward passes as it can.
 
     Given `Moments` serve every link. Links that only see differences of logits get the C - 1 from
@@ -53,7 +88,7 @@ def moments_for(la: Posterior, X: Any, link_approx: str) -> Moments:
     return _of_contrasts(la, X)
 
 
-def _of_contrasts(la: Posterior, X: Any) -> Moments:
+def _of_contrasts(la: Linearised, X: Any) -> Moments:
     """Compute covariances of how far the other logits are from the most probable one.
 
     They stand at the other logits' places, beside zeros at that of the most probable one. So the
@@ -77,7 +112,7 @@ def _of_contrasts(la: Posterior, X: Any) -> Moments:
 
 
 def _moments(
-    la: Posterior, X: Any, joint: bool = False, directions: Directions = every_output
+    la: Linearised, X: Any, joint: bool = False, directions: Directions = every_output
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute mean and covariance of a batch's logits, or of combinations; `Moments` pass."""
     if not isinstance(X, Moments):
@@ -93,7 +128,7 @@ def _moments(
 @exclusive
 @without_autocast
 def functional_samples(
-    la: Posterior,
+    la: Linearised,
     f_mu: torch.Tensor,
     f_var: torch.Tensor,
     n_samples: int,
@@ -108,7 +143,7 @@ def functional_samples(
     return gaussian_samples(f_mu, f_var, noise)
 
 
-def drawn_weights(la: Posterior, generator: torch.Generator | None) -> Values:
+def drawn_weights(la: Drawable, generator: torch.Generator | None) -> Values:
     """Draw the LoRA weights once."""
     check_in_place(la.blocks, "A draw of the weights")
     (drawn,) = la.sample(1, generator)
@@ -119,7 +154,7 @@ def drawn_weights(la: Posterior, generator: torch.Generator | None) -> Values:
 
 
 def network_samples(
-    la: Posterior,
+    la: Drawable,
     X: Any,
     n_samples: int = 100,
     generator: torch.Generator | None = None,
@@ -139,7 +174,7 @@ def network_samples(
 
 
 def mean_probabilities(
-    la: Posterior,
+    la: Drawable,
     X: Any,
     n_samples: int = 100,
     generator: torch.Generator | None = None,

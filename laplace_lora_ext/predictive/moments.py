@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,11 @@ class MixtureMoments(NamedTuple):
         """Divide the examples into consecutive parts of a size."""
         parts = zip(*(moments.split(size) for moments in self.members), strict=True)
         return (MixtureMoments(part) for part in parts)
+
+
+def parts_for(members: Sequence[object], x: Any) -> Sequence[Any]:
+    """Say what each member predicts: the same batch, or its own moments of `MixtureMoments`."""
+    return x.members if isinstance(x, MixtureMoments) else [x] * len(members)
 
 
 def mixed(means: torch.Tensor, covariances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.adapters import only_active
 from laplace_lora_ext.models.locks import as_tensor, exclusive
 from laplace_lora_ext.models.weights import called_with
-from laplace_lora_ext.text.scores import Draw, TextScores, draws_of, members_of, scores_under
+from laplace_lora_ext.text.scores import Draw, TextScores, Writer, draws_of, scores_under
 
 Inputs = dict[str, torch.Tensor]
 
@@ -62,7 +62,7 @@ class GeneratedText(NamedTuple):
 @torch.inference_mode(False)
 @torch.no_grad()
 def generate_texts(
-    la: Any,
+    members: Sequence[Writer],
     *,
     n_samples: int = 10,
     generator: torch.Generator | None = None,
@@ -70,45 +70,23 @@ def generate_texts(
 ) -> GeneratedText:
     """Write texts, choosing each next token by the posterior predictive.
 
-    This runs transformers' own `generate`, greedy or sampling, with its stopping, its logits
-    processors and its caches, for one text after the other. A whole text keeps the same draws, so
-    each draw is one model reading that text. Without draws the texts equal those of the model's own
-    `generate`, and of a mixture those of the mixture of its trained models.
-
-    Parameters
-    ----------
-    n_samples, generator
-        as for `score`; each token takes `1 + S` forward passes
-    **generation_kwargs
-        for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them, padded on the
-        left unless an encoder reads them, `max_new_tokens` and so on
-
-    Returns
-    -------
-    GeneratedText
-
-    Raises
-    ------
-    NotImplementedError
-        For beams, several texts a prompt, `past_key_values`, images beside text, and models with a
-        `generate` of their own; without `use_cache=False` also for models that keep no cache.
-    ValueError
-        If there are no prompts, or if they are padded on the wrong side.
+    Members share the draws, and without any the mixture of their trained models writes. Other
+    parameters, result and errors are those of `LanguageModelLaplace.generate`.
     """
-    members = members_of(la)
-    transformer = la.model.transformer
+    model = members[0].model
+    transformer = model.transformer
     if any(member.model.transformer is not transformer for member in members):
         raise ValueError("Members that write together must be adapters of one model.")
-    draws = list(draws_of(la, n_samples, generator))
+    draws = list(draws_of(members, n_samples, generator))
     writers = draws
     if not draws and len(members) > 1:
         # Without draws a mixture writes by its trained models.
         writers = [
             Draw(member, [block.weight.detach() for block in member.blocks]) for member in members
         ]
-    with la.model.prepared():
-        written = _written(transformer, writers, la.model.device, generation_kwargs)
-    scores = scores_under(la, written.batch, draws)
+    with model.prepared():
+        written = _written(transformer, writers, model.device, generation_kwargs)
+    scores = scores_under(members, written.batch, draws)
     return GeneratedText(written.sequences, scores, written.outputs)
 
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.processes.shards import Share, total_size
 from laplace_lora_ext.text.scores import Draw, drawn
 from laplace_lora_ext.tuning.agreement import broadest, check_max_change
 from laplace_lora_ext.tuning.gridsearch import grid_of_priors, search_grid, warn_of_ends
-from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod, draw_seed
+from laplace_lora_ext.tuning.method import Tunable, TuningHistory, TuningMethod, draw_seed
 from laplace_lora_ext.tuning.second_training import SecondTraining
 
 
@@ -161,7 +160,7 @@ class TokenGridSearch(TuningMethod):
 
             def losses(batch: Any) -> Columns:
                 # The same draws for each batch, as if all texts were one.
-                generator = torch.Generator(la.model.device).manual_seed(seed)
+                generator = torch.Generator(la.members[0].model.device).manual_seed(seed)
                 scores = la.score(batch, self.n_samples, generator)
                 return -scores.tokens.log_prob.double().sum(1), scores.labelled.sum(1)
 
@@ -171,7 +170,7 @@ class TokenGridSearch(TuningMethod):
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
 
-    def remark(self, la: Posterior, history: TuningHistory) -> None:
+    def remark(self, la: Tunable, history: TuningHistory) -> None:
         """Warn if an end of the grid is the best."""
         warn_of_ends(la, history)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from laplace_lora_ext.models.locks import exclusive
-from laplace_lora_ext.models.posterior import Posterior
-from laplace_lora_ext.models.weights import Values, called_with
-from laplace_lora_ext.predictive.distributions import drawn_weights
+from laplace_lora_ext.models.tokens_model import TokensModel
+from laplace_lora_ext.models.weights import Block, Values, called_with
+from laplace_lora_ext.predictive.distributions import Drawable, drawn_weights
 from laplace_lora_ext.tuning.method import draw_seed
 
 
@@ -68,61 +68,61 @@ class TextScores(NamedTuple):
     log_prob: torch.Tensor
 
 
+class Writer(Protocol):
+    """A posterior of a model that writes."""
+
+    blocks: list[Block]
+    enable_backprop: bool
+
+    @property
+    def model(self) -> TokensModel: ...
+
+    def check_model(self) -> None: ...
+
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> torch.Tensor: ...
+
+    def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute logits `(N, V)` for the labelled tokens, and return these, `(N,)`, too."""
+        ...
+
+
 @exclusive
 @torch.inference_mode(False)
 @torch.no_grad()
 def score_texts(
-    la: Any,
+    members: Sequence[Writer],
     batch: Mapping[str, Any],
     n_samples: int = 10,
     generator: torch.Generator | None = None,
 ) -> TextScores:
     """Score how likely texts are, and how uncertain the model is of each of their tokens.
 
-    Parameters
-    ----------
-    batch : Mapping
-        texts with labels, as for `fit`
-    n_samples : int, default=10
-        models with weights drawn from the posterior, S, of which `sample_adapters` writes the
-        like; 0 scores the trained model itself. A mixture divides them among its members, the first
-        ones getting the rest. Scoring takes `1 + S` forward passes, and the memory of a few logits
-        `(N, V)` whatever S is
-    generator : torch.Generator, optional
-        for the draws: with the same state, another batch gets the same draws
-
-    Returns
-    -------
-    TextScores
-
-    Raises
-    ------
-    ValueError
-        If the batch has no labelled token or does not suit the model, or a logit is not finite.
-    RuntimeError
-        If the model is not the fitted one.
+    Members share the draws. Other parameters, result and errors are those of
+    `LanguageModelLaplace.score`.
     """
-    return scores_under(la, batch, draws_of(la, n_samples, generator))
+    return scores_under(members, batch, draws_of(members, n_samples, generator))
 
 
 @exclusive
 @torch.inference_mode(False)
 @torch.no_grad()
 def draw_logits(
-    la: Any,
+    members: Sequence[Writer],
     batch: Mapping[str, Any],
     n_samples: int = 10,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """Compute logits `(S, N, V)` of S draws at the N labelled tokens, for measures of one's own.
 
-    Parameters are those of `score`. Without draws they are the trained model's, or each member's.
+    Without draws they are those of each member's trained model.
     """
-    draws = list(draws_of(la, n_samples, generator))
+    draws = list(draws_of(members, n_samples, generator))
     if draws:
         return torch.stack([draw.logits(batch) for draw in draws])
     of_trained = []
-    for member in members_of(la):
+    for member in members:
         logits, _ = member.tokens(batch)
         of_trained.append(logits)
     return torch.stack(of_trained)
@@ -131,7 +131,7 @@ def draw_logits(
 class Draw(NamedTuple):
     """Holds a posterior, and LoRA weights in place of its own: one model that reads texts."""
 
-    posterior: Any
+    posterior: Writer
     weights: Values
 
     def logits(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -141,23 +141,19 @@ class Draw(NamedTuple):
             return called_with(model, self.posterior.blocks, self.weights, batch)
 
 
-def members_of(la: Any) -> Sequence[Any]:
-    """List the posteriors of a mixture; any other is alone."""
-    return getattr(la, "members", [la])
-
-
-def drawn(la: Posterior, n_samples: int, seed: int) -> Iterator[Values]:
+def drawn(la: Drawable, n_samples: int, seed: int) -> Iterator[Values]:
     """Draw LoRA weights, under any prior precision from the noise of the same seed."""
     la.check_model()
     generator = torch.Generator(la.model.device).manual_seed(seed)
     return (drawn_weights(la, generator) for _ in range(n_samples))
 
 
-def draws_of(la: Any, n_samples: int, generator: torch.Generator | None) -> Iterator[Draw]:
-    """Draw models; those of a mixture are divided among its members, the first getting the rest."""
+def draws_of(
+    members: Sequence[Writer], n_samples: int, generator: torch.Generator | None
+) -> Iterator[Draw]:
+    """Draw models, divided among the members, the first ones getting the rest."""
     if n_samples < 0:
         raise ValueError(f"n_samples must be 0 or more, not {n_samples}.")
-    members = members_of(la)
     n_each, rest = divmod(n_samples, len(members))
     for place, member in enumerate(members):
         n_own = n_each + 1 if place < rest else n_each
@@ -168,15 +164,17 @@ def draws_of(la: Any, n_samples: int, generator: torch.Generator | None) -> Iter
                 yield Draw(member, weights)
 
 
-def scores_under(la: Any, batch: Mapping[str, Any], draws: Iterable[Draw]) -> TextScores:
+def scores_under(
+    members: Sequence[Writer], batch: Mapping[str, Any], draws: Iterable[Draw]
+) -> TextScores:
     """Score texts under given draws."""
-    of_members = [member.tokens(batch) for member in members_of(la)]
+    of_members = [member.tokens(batch) for member in members]
     f, tokens = of_members[0]
     if len(of_members) > 1:
         # Logits of the mixture of the trained models, but for a constant.
         log_p = [logits.log_softmax(-1) for logits, _ in of_members]
         f = torch.stack(log_p).logsumexp(0)
-    labelled = la.model.labelled(batch).to(f.device)
+    labelled = members[0].model.labelled(batch).to(f.device)
     return score(f, (draw.logits(batch) for draw in draws), tokens, labelled)
 
 

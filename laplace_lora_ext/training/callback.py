@@ -129,9 +129,10 @@ def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
 
     The figures are its NLL and ECE, of texts the NLL of a token, and of a regression there is none.
     """
-    if la.trained_likelihood.is_gaussian:
+    first = la.members[0]
+    if first.trained_likelihood.is_gaussian:
         return {}
-    if la.likelihood == "language_modeling":
+    if first.likelihood == "language_modeling":
         return {"eval_laplace_nll": _nll_of_tokens(la, loader)}
     measured = compare(la, loader).posterior
     return {

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import tqdm
@@ -29,6 +29,7 @@ from laplace_lora_ext.models.adapters import (
 from laplace_lora_ext.models.batches import named_batches, pad_token
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.swapping import Swapping
+from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.training.trainers import (
     check_trainer,
     loader_of,
@@ -45,8 +46,29 @@ _TEACHER = "teacher_probabilities"
 Record = dict[str, torch.Tensor]
 
 
+class Member(Protocol):
+    """A posterior around one adapter."""
+
+    blocks: list[Block]
+
+    @property
+    def model(self) -> LogitsModel: ...
+
+    @property
+    def likelihood(self) -> str: ...
+
+
+class Teacher(Protocol):
+    """A posterior, or several whose mean is learnt."""
+
+    @property
+    def members(self) -> Sequence[Member]: ...
+
+    def __call__(self, x: Any, *, link_approx: str) -> Any: ...
+
+
 def distill(
-    la: Any,
+    la: Teacher,
     trainer: Any,
     unlabelled: Any = "swapped",
     adapter_name: str = "calibrated",
@@ -59,36 +81,33 @@ def distill(
     Parameters, result and errors are those of `LoRALaplace.distill`.
     """
     check_trainer(trainer)
-    peft_model = find_peft_model(la.model)
-    if la.likelihood != "classification":
-        raise ValueError(f"A student learns class probabilities, and {la.likelihood} has none.")
+    first = la.members[0]
+    model = first.model
+    peft_model = find_peft_model(model)
+    if first.likelihood != "classification":
+        raise ValueError(f"A student learns class probabilities, and {first.likelihood} has none.")
     if find_peft_model(trainer.model) is not peft_model:
         raise ValueError("Pass the trainer of the posterior's model: this one has another.")
     folder = Path(trainer.args.output_dir)
     with restored(trainer), own_adapter_back(peft_model):
-        _add_student(peft_model, _members(la)[0].blocks[0].adapter, adapter_name)
-        head = _head(peft_model, adapter_name, la.model.output_size)
+        _add_student(peft_model, first.blocks[0].adapter, adapter_name)
+        head = _head(peft_model, adapter_name, model.output_size)
         records: list[Record] = []
         logits: list[torch.Tensor] = []
-        batches = _texts(la.model, trainer, unlabelled, generator)
+        batches = _texts(model, trainer, unlabelled, generator)
         for batch in tqdm.tqdm(batches, "[Teacher's probabilities]", disable=not progress_bar):
             records += _taught(la, batch)
             if head:
-                with la.model.prepared(), torch.no_grad():
-                    logits.append(la.model(batch).cpu())
+                with model.prepared(), torch.no_grad():
+                    logits.append(model(batch).cpu())
         if head:
             targets = torch.stack([record[_TEACHER] for record in records])
             _scale_and_freeze(head, _best_scale(torch.cat(logits), targets))
-        with _without_dropout(peft_model), _teaching(trainer, la.model):
+        with _without_dropout(peft_model), _teaching(trainer, model):
             train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             write_adapter(peft_model, adapter_name, {}, folder)
     return adapter_name
-
-
-def _members(la: Any) -> Sequence[Any]:
-    """List the posteriors of a mixture; any other is alone."""
-    return getattr(la, "members", [la])
 
 
 def _add_student(model: PeftModel, teacher: str, student: str) -> None:
@@ -173,12 +192,13 @@ def _swapped(
 
 
 @torch.no_grad()
-def _taught(la: Any, batch: Any) -> Iterator[Record]:
+def _taught(la: Teacher, batch: Any) -> Iterator[Record]:
     """Yield a batch's texts, each with the probabilities to learn from it."""
+    model = la.members[0].model
     probabilities = la(batch, link_approx="mean_field")
-    if la.model.class_token_ids is not None:
-        probabilities = _with_other_tokens(la, batch, probabilities)
-    labels = {la.model.dict_key_y, "label", "labels"}
+    if model.class_token_ids is not None:
+        probabilities = _with_other_tokens(la.members, batch, probabilities)
+    labels = {model.dict_key_y, "label", "labels"}
     columns = {
         key: column
         for key, column in batch.items()
@@ -188,13 +208,15 @@ def _taught(la: Any, batch: Any) -> Iterator[Record]:
         yield {_TEACHER: targets, **_text(columns, row)}
 
 
-def _with_other_tokens(la: Any, batch: Any, probabilities: torch.Tensor) -> torch.Tensor:
+def _with_other_tokens(
+    members: Sequence[Member], batch: Any, probabilities: torch.Tensor
+) -> torch.Tensor:
     """Append what all tokens but the answers have together, `(N, C + 1)`.
 
-    The trained models decide it: `la` shares out the rest among the answers.
+    The trained models decide it: `probabilities` share out the rest among the answers.
     """
     of_members = []
-    for member in _members(la):
+    for member in members:
         with member.model.prepared():
             of_members.append(member.model.log_probs(batch)[:, -1:])
     others = torch.stack(of_members).exp().mean(0)

@@ -14,14 +14,19 @@ from scipy.optimize import brentq
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.data_sets import over_loader
 from laplace_lora_ext.predictive.distributions import predictive_distribution
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, of_first
 from laplace_lora_ext.processes.shards import Share, chosen, data_size, examples_of, in_order_like
-from laplace_lora_ext.tuning.method import HistoryBuilder, TuningHistory, TuningMethod, draw_seed
+from laplace_lora_ext.tuning.method import (
+    HistoryBuilder,
+    Tunable,
+    TuningHistory,
+    TuningMethod,
+    draw_seed,
+)
 
 _CHUNK = 2**22  # numbers that are sampled at once
 # The search is in the logarithm of a factor by which the start is multiplied.
@@ -87,7 +92,7 @@ class Agreement(TuningMethod):
         super().__post_init__()
         check_max_change(self.max_change)
 
-    def _search(self, la: Posterior) -> TuningHistory:
+    def _search(self, la: Tunable) -> TuningHistory:
         if la.trained_likelihood.is_gaussian:
             raise ValueError(
                 'method="agreement" compares class probabilities, and regression has none: use '
@@ -141,7 +146,7 @@ def check_max_change(max_change: float) -> None:
 
 
 def broadest(
-    la: Posterior,
+    la: Tunable,
     start: torch.Tensor,
     max_change: float,
     change: Callable[[torch.Tensor], float],
@@ -191,7 +196,7 @@ def _falling_root(excess: Callable[[float], float]) -> float:
 
 
 def _moments_along(
-    la: Posterior, loader: Iterable[Any] | PredictiveStatistics, progress_bar: bool
+    la: Tunable, loader: Iterable[Any] | PredictiveStatistics, progress_bar: bool
 ) -> Callable[[torch.Tensor], Moments]:
     """Make a function from a prior precision to the data's moments.
 

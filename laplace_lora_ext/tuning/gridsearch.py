@@ -12,7 +12,6 @@ import torchmetrics
 import tqdm
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.data_sets import NO_DATA, Columns, batch_by_batch, over_loader
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.statistics import (
@@ -23,7 +22,13 @@ from laplace_lora_ext.predictive.statistics import (
 )
 from laplace_lora_ext.processes.exchange import gathered
 from laplace_lora_ext.processes.shards import Share, refuse_copies, stacked
-from laplace_lora_ext.tuning.method import HistoryBuilder, TuningHistory, TuningMethod
+from laplace_lora_ext.tuning.method import (
+    HistoryBuilder,
+    Predictor,
+    Tunable,
+    TuningHistory,
+    TuningMethod,
+)
 
 _LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 _EQUAL = 1e-6  # relative difference of losses that is rounding
@@ -79,7 +84,7 @@ class GridSearch(TuningMethod):
     grid_size: int = 100
     log_prior_prec_base: float = 10.0
 
-    def _search(self, la: Posterior) -> TuningHistory:
+    def _search(self, la: Tunable) -> TuningHistory:
         grid = grid_of_priors(
             self.log_prior_prec_min,
             self.log_prior_prec_max,
@@ -95,10 +100,10 @@ class GridSearch(TuningMethod):
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
 
-    def remark(self, la: Posterior, history: TuningHistory) -> None:
+    def remark(self, la: Tunable, history: TuningHistory) -> None:
         warn_of_ends(la, history)
 
-    def _losses_of_one_pass(self, la: Posterior, grid: torch.Tensor) -> list[float] | None:
+    def _losses_of_one_pass(self, la: Predictor, grid: torch.Tensor) -> list[float] | None:
         """Sum the loss at every point of the grid in one pass, and keep no statistics.
 
         None where that can't be: a loss of the user's own asks for all examples at once, and some
@@ -118,20 +123,21 @@ class GridSearch(TuningMethod):
             losses.add(statistics)
         return losses.means(share.is_dealt)
 
-    def _nll_at(self, la: Posterior, statistics: Statistics, point: torch.Tensor) -> float:
+    def _nll_at(self, la: Predictor, statistics: Statistics, point: torch.Tensor) -> float:
         """Sum the examples' negative log-likelihood at a point of the grid."""
         la.prior_precision = point
-        targets = statistics.required_targets().to(la.model.device)
+        targets = statistics.required_targets().to(la.members[0].model.device)
         outputs = self._of_statistics(la, statistics)
         return _nll(la, outputs, targets).sum().item()
 
-    def _losses_one_by_one(self, la: Posterior, grid: torch.Tensor) -> Iterator[float]:
+    def _losses_one_by_one(self, la: Predictor, grid: torch.Tensor) -> Iterator[float]:
         """Compute the loss at each point of the grid, which the posterior's prior is set to."""
         predictions = self._predictions(la)
+        device = la.members[0].model.device
         for point in grid:
             la.prior_precision = point
             try:
-                *outputs, targets = (column.to(la.model.device) for column in predictions())
+                *outputs, targets = (column.to(device) for column in predictions())
                 if self.loss is None:
                     yield _nll(la, outputs, targets).mean().item()
                 else:
@@ -139,7 +145,7 @@ class GridSearch(TuningMethod):
             except _LinAlgError:
                 yield math.inf  # as the host does, for a matrix that is not a covariance
 
-    def _predictions(self, la: Posterior) -> Callable[[], Columns]:
+    def _predictions(self, la: Predictor) -> Callable[[], Columns]:
         """Make a function that predicts all validation data at the present prior precision.
 
         It returns outputs and targets.
@@ -153,25 +159,26 @@ class GridSearch(TuningMethod):
         targets = statistics.required_targets()
         return lambda: (*self._of_statistics(la, statistics), targets)
 
-    def _of_statistics(self, la: Posterior, statistics: Statistics) -> Columns:
+    def _of_statistics(self, la: Predictor, statistics: Statistics) -> Columns:
         """Predict examples at the present prior precision; their outputs."""
         parts = statistics.moments(la.prior_precision).split(_ROWS)
         return stacked([self._outputs(la, part) for part in parts])
 
-    def _of_batch(self, la: Posterior, batch: Any) -> Columns:
+    def _of_batch(self, la: Predictor, batch: Any) -> Columns:
         """Predict a batch; its outputs and targets."""
-        X, y = la.model.split(batch)
+        first = la.members[0]
+        X, y = first.model.split(batch)
         outputs = self._outputs(la, X)
         # The check asks logits for their shape and place alone: none are computed for it.
         logits = torch.zeros(
             len(y),
-            la.n_outputs,
-            device=la.model.device,
-            dtype=la.blocks[0].statistics_dtype,
+            first.n_outputs,
+            device=first.model.device,
+            dtype=first.blocks[0].statistics_dtype,
         )
-        return *outputs, la.trained_likelihood.check_targets(y, logits)
+        return *outputs, first.trained_likelihood.check_targets(y, logits)
 
-    def _outputs(self, la: Posterior, x: Any) -> Columns:
+    def _outputs(self, la: Predictor, x: Any) -> Columns:
         """Predict probabilities, or of numbers means and variances."""
         default = "mc" if self.pred_type == "nn" else DEFAULT_LINK
         outputs = la(
@@ -248,12 +255,13 @@ class _Losses:
         self._squares += f_mu.double().square().sum().item()
 
 
-def _nll(la: Posterior, outputs: Sequence[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+def _nll(la: Predictor, outputs: Sequence[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
     """Compute each example's negative log-likelihood `(N,)`, in float64."""
+    first = la.members[0]
     predicted = [output.double() for output in outputs]
-    if not la.trained_likelihood.is_gaussian:
+    if not first.trained_likelihood.is_gaussian:
         predicted = [predicted[0].log()]
-    return la.trained_likelihood.nll(predicted, targets, la.sigma_noise)
+    return first.trained_likelihood.nll(predicted, targets, first.sigma_noise)
 
 
 def _evaluated(
@@ -311,13 +319,13 @@ def record_grid(
     return builder.history()
 
 
-def warn_of_ends(la: Posterior, history: TuningHistory) -> None:
+def warn_of_ends(la: Predictor, history: TuningHistory) -> None:
     """Warn where nothing is better than the first or the last prior precision of a grid."""
     losses = history.objective
     best = losses.min()
     if len(losses) < 3 or (losses == best).all():
         return  # a grid without a middle, or one of which `search_grid` has warned
-    is_regression = la.trained_likelihood.is_gaussian
+    is_regression = la.members[0].trained_likelihood.is_gaussian
     noise = ""
     # Where both ends are as good, the first is taken, and spoken of.
     is_last = torch.isclose(losses[-1], best, rtol=_EQUAL, atol=0.0) and losses.argmin() > 0

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.processes.exchange import of_first
-from laplace_lora_ext.tuning.method import HistoryBuilder, TuningHistory, TuningMethod, descent
+from laplace_lora_ext.tuning.method import (
+    HistoryBuilder,
+    Tunable,
+    TuningHistory,
+    TuningMethod,
+    descent,
+)
 
 _WINDOW = 10  # steps over which the evidence must be steady
 
@@ -53,7 +58,7 @@ class Marglik(TuningMethod):
     tolerance: float = 1e-3
     optimize_sigma_noise: bool = False
 
-    def _search(self, la: Posterior) -> TuningHistory:
+    def _search(self, la: Tunable) -> TuningHistory:
         log_prior = self._start(la).log().requires_grad_()
         log_noise = None
         if self.optimize_sigma_noise:
@@ -66,7 +71,7 @@ class Marglik(TuningMethod):
         return history
 
     def _climb(
-        self, la: Posterior, log_prior: torch.Tensor, log_noise: torch.Tensor | None
+        self, la: Tunable, log_prior: torch.Tensor, log_noise: torch.Tensor | None
     ) -> TuningHistory:
         """Climb the evidence in the logarithms of the prior precision and perhaps of the noise.
 

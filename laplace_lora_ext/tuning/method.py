@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import tqdm
 from laplace.utils import fix_prior_prec_structure
+from torch import nn
 
+from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.locks import as_tensor, exclusive
-from laplace_lora_ext.models.posterior import Posterior
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.posterior import Hyperparameters
+from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.predictive.distributions import Linearised
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 
 # Limits of a prior precision's logarithm: what float32 holds.
@@ -22,6 +27,68 @@ _HIGHEST = math.log(torch.finfo(torch.float32).max)
 # Options of which some methods have one or more.
 _COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples", "trainings")
 _STRUCTURES = ["scalar", "layerwise", "diag"]
+
+
+class Fitted(Protocol):
+    """A posterior around one adapter, as a search sees it."""
+
+    blocks: list[Block]
+    trained_likelihood: Likelihood
+    n_outputs: int
+
+    @property
+    def model(self) -> LogitsModel: ...
+
+    @property
+    def sigma_noise(self) -> torch.Tensor: ...
+
+
+class Predictor(Protocol):
+    """A posterior or a mixture of several, whose predictions depend on a prior precision."""
+
+    @property
+    def members(self) -> Sequence[Fitted]: ...
+
+    @property
+    def prior_precision(self) -> torch.Tensor: ...
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | torch.Tensor) -> None: ...
+
+    def check_model(self) -> None: ...
+
+    def statistics_of(self, loader: Any, progress_bar: bool) -> Any: ...
+
+    def statistics_by_batch(self) -> Callable[[Any], Any] | None: ...
+
+    def __call__(self, x: Any, **options: Any) -> Any: ...
+
+
+class Tunable(Linearised, Predictor, Protocol):
+    """A posterior as all methods to choose its prior precision need it."""
+
+    trained_likelihood: Likelihood
+    n_data: int
+
+    @property
+    def hyperparameters(self) -> Hyperparameters: ...
+
+    @hyperparameters.setter
+    def hyperparameters(self, values: Hyperparameters) -> None: ...
+
+    @property
+    def sigma_noise(self) -> torch.Tensor: ...
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: float | torch.Tensor) -> None: ...
+
+    def log_marginal_likelihood(
+        self,
+        prior_precision: torch.Tensor | None = None,
+        sigma_noise: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+    def for_model(self, model: nn.Module) -> Any: ...
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,7 +171,7 @@ class TuningMethod:
     @exclusive  # no thread predicts by a prior precision that is only tried
     @torch.inference_mode(False)  # what is kept must not be inference tensors
     @torch.enable_grad()
-    def __call__(self, la: Posterior) -> TuningHistory:
+    def __call__(self, la: Tunable) -> TuningHistory:
         """Choose the prior precision of a fitted `LoRALaplace`; an error restores the old one."""
         before = la.hyperparameters
         try:
@@ -117,7 +184,7 @@ class TuningMethod:
             la.hyperparameters = before
             raise
 
-    def choose(self, la: Posterior) -> TuningHistory:
+    def choose(self, la: Tunable) -> TuningHistory:
         """Choose without a remark and without undoing errors, for a method that asks this one."""
         method = self
         if rank() > 0:  # one bar on the screen is enough
@@ -125,7 +192,8 @@ class TuningMethod:
         history = method._search(la)
         if count() > 1:
             # Ranks may differ in the last digit, and must not drift apart.
-            la.prior_precision = of_first(la.prior_precision).to(la.model.device)
+            device = la.members[0].model.device
+            la.prior_precision = of_first(la.prior_precision).to(device)
             history = replace(
                 history,
                 step=of_first(history.step),
@@ -134,10 +202,10 @@ class TuningMethod:
             )
         return history
 
-    def remark(self, la: Posterior, history: TuningHistory) -> None:
+    def remark(self, la: Tunable, history: TuningHistory) -> None:
         """Warn of a choice that shows that something is amiss."""
 
-    def _search(self, la: Posterior) -> TuningHistory:
+    def _search(self, la: Tunable) -> TuningHistory:
         raise NotImplementedError
 
     @property
@@ -145,21 +213,22 @@ class TuningMethod:
         """Tell whether the user gave several numbers to start from."""
         return as_tensor(self.init_prior_prec).numel() > 1
 
-    def _start(self, la: Posterior) -> torch.Tensor:
+    def _start(self, la: Tunable) -> torch.Tensor:
         """Set the prior to where the search starts: `(1,)`, `(blocks,)` or `(parameters,)`.
 
         It is returned in float64.
         """
+        first = la.members[0]
         start = as_tensor(self.init_prior_prec).detach()
         # Several numbers are of the structure that they have.
         if start.numel() == 1 and self.prior_structure != "scalar":
             start = fix_prior_prec_structure(
                 start,
                 self.prior_structure,
-                n_layers=len(la.blocks),
-                n_params=sum(block.weight.numel() for block in la.blocks),
-                device=la.model.device,
-                dtype=la.blocks[0].statistics_dtype,
+                n_layers=len(first.blocks),
+                n_params=sum(block.weight.numel() for block in first.blocks),
+                device=first.model.device,
+                dtype=first.blocks[0].statistics_dtype,
             )
         if not (start > 0).all():
             raise ValueError("init_prior_prec must be above 0.")

@@ -17,7 +17,6 @@ from laplace_lora_ext.models.adapters import (
     find_peft_model,
     own_adapter_back,
 )
-from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.models.weights import flattened
 from laplace_lora_ext.processes.shards import (
     check_divisible,
@@ -30,7 +29,7 @@ from laplace_lora_ext.training.groups import groups_of
 from laplace_lora_ext.training.trainers import check_trainer, loader_of, restored
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
-from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
+from laplace_lora_ext.tuning.method import Tunable, TuningHistory, TuningMethod
 
 _NAME = "second_training_{}"  # of adapters that a trainer trains
 
@@ -111,7 +110,7 @@ class SecondTraining(TuningMethod):
                 "examples: lower held_out or trainings."
             )
 
-    def _search(self, la: Posterior) -> TuningHistory:
+    def _search(self, la: Tunable) -> TuningHistory:
         la.check_model()
         loader = self._loader()
         check_divisible(loader, self.held_out, self.trainings)
@@ -160,7 +159,7 @@ class SecondTraining(TuningMethod):
             return in_order_like(like, examples)
         return loader_of(self.trainer, examples)
 
-    def _around_another_training(self, la: Posterior, rest: Dataset, number: int) -> Any:
+    def _around_another_training(self, la: Tunable, rest: Dataset, number: int) -> Any:
         """Train another adapter, and make a posterior of the same kind around it, without a fit."""
         if self.trainer is not None:
             model = self._from_trainer(la, rest, number)
@@ -181,7 +180,7 @@ class SecondTraining(TuningMethod):
             )
         return other
 
-    def _from_trainer(self, la: Posterior, rest: Dataset, number: int) -> nn.Module:
+    def _from_trainer(self, la: Tunable, rest: Dataset, number: int) -> nn.Module:
         """Let the trainer train a new adapter of the fitted model."""
         model = find_peft_model(la.model)
         if find_peft_model(self.trainer.model) is not model:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from laplace_lora_ext.models.posterior import Posterior
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, Link, mean_field, probit, sampled
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import (
     HistoryBuilder,
+    Tunable,
     TuningHistory,
     TuningMethod,
     descent,
@@ -75,7 +75,7 @@ class ValGD(TuningMethod):
                 f"{self.link_approx!r}."
             )
 
-    def _search(self, la: Posterior) -> TuningHistory:
+    def _search(self, la: Tunable) -> TuningHistory:
         logarithm = self._start(la).log().requires_grad_()
         statistics: PredictiveStatistics | None = la.statistics_of(
             self.val_loader, self.progress_bar
@@ -93,7 +93,7 @@ class ValGD(TuningMethod):
         return _SMOOTH.get(self.link_approx) or sampled(self.n_samples, generator)
 
     def _descend(
-        self, la: Posterior, statistics: PredictiveStatistics, logarithm: torch.Tensor
+        self, la: Tunable, statistics: PredictiveStatistics, logarithm: torch.Tensor
     ) -> TuningHistory:
         """Descend along stochastic gradients in the logarithm of the prior precision.
 
