@@ -28,6 +28,20 @@ from tests.support.posteriors import (
 )
 from tests.support.ranks import Texts
 
+
+def without_labels(batch):
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def sum_of_squares(outputs, targets):
+    """A loss of the user's own."""
+    return outputs.square().sum()
+
+
+def train_again(examples):
+    return another_training()
+
+
 # Of each method, options that all differ from their defaults and matter for the result.
 OPTIONS = {
     "agreement": {
@@ -48,7 +62,7 @@ OPTIONS = {
         "pred_type": "nn",
         "link_approx": "mc",
         "n_samples": 2,
-        "loss": lambda outputs, targets: outputs.square().sum(),
+        "loss": sum_of_squares,
         "log_prior_prec_min": -1,
         "log_prior_prec_max": 2,
         "grid_size": 3,
@@ -65,7 +79,7 @@ OPTIONS = {
         "batch_size": 3,
     },
     "second_training": {
-        "train": lambda _: another_training(),
+        "train": train_again,
         "train_loader": DataLoader(Texts(), batch_size=2),
         "held_out": 0.4,
         "search": partial(GridSearch, link_approx="probit", grid_size=9),
@@ -73,6 +87,8 @@ OPTIONS = {
 }
 FEW = {"gridsearch": GRID, "val_gd": {"n_steps": 1}}
 DATA = {name: required_data(name) for name in METHODS}
+# Methods whose statistics are also made in the context that a test is about.
+TAKE_STATISTICS = ("agreement", "val_gd")
 each_method = pytest.mark.parametrize("name", METHODS)
 
 
@@ -82,36 +98,33 @@ def fields_of(name: str) -> dict:
 
 @pytest.mark.parametrize("method", ["gridsearch", "val_gd"])
 def test_searches_score_the_link_of_predict_unless_told_another(validation, method):
-    histories = [
-        fitted().optimize_prior_precision(
+    def objective(**link):
+        history = fitted().optimize_prior_precision(
             method=method,
             val_loader=validation,
             **link,
             **FEW[method],
         )
-        for link in (
-            {},
-            {"link_approx": "mean_field"},
-            {"link_approx": "probit"},
-        )
-    ]
-    by_default, by_mean_field, by_probit = (history.objective for history in histories)
-    assert torch.equal(by_default, by_mean_field)
-    assert not torch.equal(by_default, by_probit)
+        return history.objective
+
+    by_default = objective()
+    assert torch.equal(by_default, objective(link_approx="mean_field"))
+    assert not torch.equal(by_default, objective(link_approx="probit"))
 
 
 @each_method
 def test_a_call_by_name_builds_the_object_of_its_options(name, monkeypatch):
     built = []
-    monkeypatch.setattr(
-        METHODS[name],
-        "__call__",
-        lambda self, la: built.append(self),
-    )
+
+    def note(self, la):
+        built.append(self)
+
+    monkeypatch.setattr(METHODS[name], "__call__", note)
     options = OPTIONS[name] | {"progress_bar": True}
     fitted().optimize_prior_precision(method=name, **options)
     assert vars(built[0]) == vars(METHODS[name](**options))
-    assert all(value != fields_of(name)[option].default for option, value in options.items())
+    for option, value in options.items():
+        assert value != fields_of(name)[option].default, option
     with pytest.raises(FrozenInstanceError):
         built[0].progress_bar = False
 
@@ -119,131 +132,120 @@ def test_a_call_by_name_builds_the_object_of_its_options(name, monkeypatch):
 @each_method
 def test_options_of_others_are_refused_and_named(name):
     la = fitted(prior_precision=0.4)
-    of_all = {option: value for options in OPTIONS.values() for option, value in options.items()}
+    of_all = {}
+    for options in OPTIONS.values():
+        of_all |= options
+    # The host passes how to predict whatever the method is.
     ignored = PREDICTIONS if name == "marglik" else set()
     foreign = of_all.keys() - fields_of(name).keys() - ignored
     assert foreign
     assert not ignored - of_all.keys()
     for option in foreign:
         message = rf'method="{name}" needs .*got .*{option}.*; its options are .*prior_structure'
+        options = OPTIONS[name] | {option: of_all[option]}
         with pytest.raises(ValueError, match=message):
-            la.optimize_prior_precision(
-                method=name,
-                **OPTIONS[name] | {option: of_all[option]},
-            )
-    with pytest.raises(
-        ValueError,
-        match=rf"Pass n_steps, grid_size to {METHODS[name].__name__}",
-    ):
-        la.optimize_prior_precision(
-            method=METHODS[name](**OPTIONS[name]),
-            n_steps=5,
-            grid_size=7,
-        )
+            la.optimize_prior_precision(method=name, **options)
+    method = METHODS[name](**OPTIONS[name])
+    message = rf"Pass n_steps, grid_size to {METHODS[name].__name__}"
+    with pytest.raises(ValueError, match=message):
+        la.optimize_prior_precision(method=method, n_steps=5, grid_size=7)
     assert la.prior_precision.tolist() == [0.4]
 
 
+def bad(message, **arguments):
+    """Arguments of a call, and what its error says."""
+    return arguments, message
+
+
+def bad_share(max_change):
+    return bad(
+        "between 0 and 1",
+        method="agreement",
+        train_loader=[],
+        max_change=max_change,
+    )
+
+
+# Names of a method's data stand for them.
 BAD = [
-    ({"method": "newton"}, "is none of"),
-    ({"method": "gridsearch"}, "needs val_loader"),
-    ({"method": "val_gd"}, "needs val_loader"),
-    ({"method": "agreement"}, "needs train_loader"),
-    ({"method": "second_training"}, "needs either the trainer"),
-    (
-        {
-            "method": "agreement",
-            "train_loader": [],
-            "init_prior_prec": 7.0,
-        },
+    bad("is none of", method="newton"),
+    bad("needs val_loader", method="gridsearch"),
+    bad("needs val_loader", method="val_gd"),
+    bad("needs train_loader", method="agreement"),
+    bad("needs either the trainer", method="second_training"),
+    bad(
         "no data",
+        method="agreement",
+        train_loader=[],
+        init_prior_prec=7.0,
     ),
-    (
-        {
-            "method": "val_gd",
-            "val_loader": "batches",
-            "link_approx": "bridge",
-        },
+    bad(
         "links",
+        method="val_gd",
+        val_loader="batches",
+        link_approx="bridge",
     ),
-    (
-        {
-            "method": "val_gd",
-            "val_loader": "batches",
-            "pred_type": "nn",
-        },
+    bad(
         "got val_loader, pred_type; its options",
+        method="val_gd",
+        val_loader="batches",
+        pred_type="nn",
     ),
-    (
-        {"method": "val_gd", "val_loader": "unlabelled"},
+    bad("need labels", method="val_gd", val_loader="unlabelled"),
+    bad(
         "need labels",
+        method="gridsearch",
+        val_loader="unlabelled",
     ),
-    (
-        {"method": "gridsearch", "val_loader": "unlabelled"},
-        "need labels",
-    ),
-    (
-        {"method": "gridsearch", "val_loader": []},
+    bad(
         "The loader has no data",
+        method="gridsearch",
+        val_loader=[],
     ),
-    (
-        {
-            "method": "val_gd",
-            "val_loader": "batches",
-            "init_prior_prec": -1.0,
-        },
+    bad(
         "above 0",
+        method="val_gd",
+        val_loader="batches",
+        init_prior_prec=-1.0,
     ),
-    ({"optimize_sigma_noise": True}, "for regression"),
-    ({"init_prior_prec": 0.0}, "above 0"),
-    (
-        {"init_prior_prec": torch.tensor([1.0] * 7 + [-1.0])},
+    bad("for regression", optimize_sigma_noise=True),
+    bad("above 0", init_prior_prec=0.0),
+    bad(
         "above 0",
+        init_prior_prec=torch.tensor([1.0] * 7 + [-1.0]),
     ),
-    ({"prior_structure": "diag"}, "scalar or per-layer"),
-    ({"prior_structure": "layers"}, "'layers' is none of"),
-    (
-        {
-            "method": "agreement",
-            "train_loader": [],
-            "max_examples": 0,
-        },
+    bad("scalar or per-layer", prior_structure="diag"),
+    bad("'layers' is none of", prior_structure="layers"),
+    bad(
         "max_examples must be at",
+        method="agreement",
+        train_loader=[],
+        max_examples=0,
     ),
-    *(
-        (
-            {
-                "method": "agreement",
-                "train_loader": [],
-                "max_change": value,
-            },
-            "between 0 and 1",
-        )
-        for value in (0, 1, -0.1, float("nan"))
-    ),
-    *(
-        (
-            {"method": name, option: 0} | dict.fromkeys(DATA[name], ()),
-            f"{option} must be at least",
-        )
-        for name in METHODS
-        for option in (
-            "n_samples",
-            "n_steps",
-            "grid_size",
-            "batch_size",
-        )
-        if option in fields_of(name)
-    ),
+    bad_share(0),
+    bad_share(1),
+    bad_share(-0.1),
+    bad_share(float("nan")),
 ]
+COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size")
+for name in METHODS:
+    for count in COUNTS:
+        if count in fields_of(name):
+            no_data = dict.fromkeys(DATA[name], ())
+            arguments = {"method": name, count: 0, **no_data}
+            BAD.append((arguments, f"{count} must be at least"))
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_arguments_leave_the_prior_precision_alone(validation, arguments, message):
     la = fitted(prior_precision=0.4)
-    unlabelled = [{k: v for k, v in batch.items() if k != "labels"} for batch in validation]
-    loaders = {"batches": validation, "unlabelled": unlabelled}
-    if isinstance(arguments.get("val_loader"), str):
-        arguments = arguments | {"val_loader": loaders[arguments["val_loader"]]}
+    loaders = {
+        "batches": validation,
+        "unlabelled": [without_labels(batch) for batch in validation],
+    }
+    loader = arguments.get("val_loader")
+    if isinstance(loader, str):
+        arguments = arguments | {"val_loader": loaders[loader]}
     with pytest.raises(ValueError, match=message):
         la.optimize_prior_precision(**arguments)
     assert la.prior_precision.tolist() == [0.4]
@@ -254,16 +256,19 @@ def test_a_search_starts_where_it_is_told_to(structure):
     la = fitted(structure=structure)
 
     def first_point(**options) -> torch.Tensor:
-        return Marglik(n_steps=1, tolerance=0, **options)(la).prior_precision[0]
+        method = Marglik(n_steps=1, tolerance=0, **options)
+        return method(la).prior_precision[0]
 
     shapes = {"scalar": 1, "layerwise": len(la.blocks)}
     if structure == "diag":
         shapes["diag"] = la.n_params
     for prior, size in shapes.items():
         start = first_point(init_prior_prec=2.5, prior_structure=prior)
-        torch.testing.assert_close(start, torch.full((size,), 2.5).double())
+        expected = torch.full((size,), 2.5).double()
+        torch.testing.assert_close(start, expected)
     several = torch.linspace(1, 2, len(la.blocks))
-    torch.testing.assert_close(first_point(init_prior_prec=several), several.double())
+    start = first_point(init_prior_prec=several)
+    torch.testing.assert_close(start, several.double())
 
 
 def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
@@ -302,33 +307,36 @@ def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.filterwarnings("ignore:The posterior is over")
 def test_an_object_finds_what_its_name_finds_and_gradients_may_be_off(context, name):
-    found = []
-    for within in (nullcontext, context):
-        la, options = fitted(), dict(OPTIONS[name])
+    def options_for(la):
+        options = dict(OPTIONS[name])
         if "generator" in fields_of(name):
             options["generator"] = generator(4)
-        with within():
-            for data in {
-                "agreement": ["train_loader"],
-                "val_gd": ["val_loader"],
-            }.get(name, []):
-                options[data] = la.predictive_statistics(ragged_batches())
-            torch.manual_seed(0)
-            if found:
-                history = METHODS[name](**options)(la)
-            else:
-                history = la.optimize_prior_precision(method=name, **options)
+        if name in TAKE_STATISTICS:
+            (data,) = required_data(name)
+            options[data] = la.predictive_statistics(ragged_batches())
+        return options
+
+    def results(la, history):
         assert isinstance(history, TuningHistory)
         assert not la.prior_precision.requires_grad
         assert not la.prior_precision.is_inference()
-        found.append(
-            [
-                la.prior_precision,
-                history.objective,
-                history.prior_precision,
-            ]
-        )
-    torch.testing.assert_close(*found)
+        return {
+            "chosen": la.prior_precision,
+            "objective": history.objective,
+            "tried": history.prior_precision,
+        }
+
+    la = fitted()
+    options = options_for(la)
+    torch.manual_seed(0)
+    by_name = results(la, la.optimize_prior_precision(method=name, **options))
+
+    la = fitted()
+    with context():
+        options = options_for(la)
+        torch.manual_seed(0)
+        history = METHODS[name](**options)(la)
+    torch.testing.assert_close(results(la, history), by_name)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -337,7 +345,13 @@ def test_a_search_that_fails_on_its_way_undoes_everything(
 ):
     la, X = plain_regression(structure=structure)
     la.prior_precision = 0.4
-    expected, points = (*la(X), la.sample(2, generator())), []
+    points = []
+
+    def predictions():
+        mean, covariance = la(X)
+        return mean, covariance, la.sample(2, generator())
+
+    expected = predictions()
 
     def loss(*_):
         points.append(la.prior_precision.item())
@@ -349,7 +363,7 @@ def test_a_search_that_fails_on_its_way_undoes_everything(
         GridSearch(val_loader=[(X, X[:, :2])], loss=loss)(la)
     assert len(set(points)) > 1
     assert la.prior_precision.tolist() == [0.4]
-    for now, then in zip((*la(X), la.sample(2, generator())), expected, strict=True):
+    for now, then in zip(predictions(), expected, strict=True):
         assert torch.equal(now, then)
 
 
@@ -359,7 +373,10 @@ def test_an_interrupted_search_leaves_the_noise_and_the_temperature_as_they_were
 ):
     la, X = plain_regression(structure=structure)
     la.temperature = 0.8
-    before, expected, calls = la.hyperparameters, la(X), []
+    before = la.hyperparameters
+    expected = la(X)
+    evidence = la.log_marginal_likelihood
+    calls = []
 
     def interrupted(*precisions):
         calls.append(evidence(*precisions))
@@ -368,10 +385,7 @@ def test_an_interrupted_search_leaves_the_noise_and_the_temperature_as_they_were
             raise KeyboardInterrupt
         return calls[-1]
 
-    evidence, la.log_marginal_likelihood = (
-        la.log_marginal_likelihood,
-        interrupted,
-    )
+    la.log_marginal_likelihood = interrupted
     with pytest.raises(KeyboardInterrupt):
         la.optimize_prior_precision(optimize_sigma_noise=True)
     assert la.hyperparameters == before
@@ -384,20 +398,22 @@ def test_an_interrupted_search_leaves_the_noise_and_the_temperature_as_they_were
 def test_what_is_set_in_inference_mode_is_ordinary():
     la, _ = plain_regression()
     with torch.inference_mode():
-        la.prior_precision, la.sigma_noise = (
-            torch.tensor(3.0),
-            0.4,
-        )
+        la.prior_precision = torch.tensor(3.0)
+        la.sigma_noise = 0.4
         la.temperature = torch.tensor(0.9)
-    assert not any(value.is_inference() for value in vars(la.hyperparameters).values())
-    la.prior_precision.requires_grad_().mul(la.sigma_noise).backward()
+    for value in vars(la.hyperparameters).values():
+        assert not value.is_inference()
+    product = la.prior_precision.requires_grad_() * la.sigma_noise
+    product.backward()
     assert la.prior_precision.grad.item() == pytest.approx(0.4)
 
 
 def test_no_thread_predicts_by_a_prior_precision_that_is_only_tried(
     validation,
 ):
-    la, (batch, *_), futures = fitted(), ragged_batches(), []
+    la = fitted()
+    batch = ragged_batches()[0]
+    futures = []
 
     with ThreadPoolExecutor(1) as pool:
 
@@ -414,16 +430,13 @@ def test_no_thread_predicts_by_a_prior_precision_that_is_only_tried(
 
 @pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd"])
 def test_data_pass_once_and_their_statistics_not_at_all(method):
-    la, batches = fitted(), ragged_batches()
-    data, options = (
-        required_data(method)[0],
-        {"n_steps": 2} if method == "val_gd" else {},
-    )
+    la = fitted()
+    batches = ragged_batches()
+    (data,) = required_data(method)
+    options = {"n_steps": 2} if method == "val_gd" else {}
     statistics = la.predictive_statistics(batches, dtype=torch.float64)
     calls = count_forward_passes(la)
-    for given, n_passes in (
-        (statistics, 0),
-        (batches, len(batches)),
-    ):
-        la.optimize_prior_precision(method=method, **{data: given}, **options)
-        assert len(calls) == n_passes
+    la.optimize_prior_precision(method=method, **{data: statistics}, **options)
+    assert len(calls) == 0
+    la.optimize_prior_precision(method=method, **{data: batches}, **options)
+    assert len(calls) == len(batches)

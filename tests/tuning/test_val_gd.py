@@ -18,23 +18,26 @@ from tests.support.posteriors import (
 
 def test_val_gd_of_a_layerwise_prior_beats_the_best_scalar():
     la, validation = overconfident()
-    arguments = {
-        "method": "val_gd",
-        "val_loader": validation,
-        "link_approx": "probit",
-    }
-    scalar = la.optimize_prior_precision(**arguments, batch_size=24)
-    layerwise = la.optimize_prior_precision(**arguments, batch_size=24, prior_structure="layerwise")
+
+    def descend(**options):
+        return la.optimize_prior_precision(
+            method="val_gd",
+            val_loader=validation,
+            link_approx="probit",
+            **options,
+        )
+
+    scalar = descend(batch_size=24)
+    layerwise = descend(batch_size=24, prior_structure="layerwise")
     assert len(la.prior_precision) == len(la.blocks)
     assert layerwise.objective.min() < scalar.objective.min()
     assert layerwise.prior_precision.shape == (21, len(la.blocks))
     assert layerwise.step.tolist() == list(range(0, 1001, 50))
-    from_scalar = la.optimize_prior_precision(
-        **arguments,
-        init_prior_prec=torch.full((len(la.blocks),), 2.0),
-        n_steps=1,
-    )
-    assert from_scalar.prior_precision[0].tolist() == pytest.approx([2.0] * len(la.blocks))
+    n_blocks = len(la.blocks)
+    start = torch.full((n_blocks,), 2.0)
+    from_scalar = descend(init_prior_prec=start, n_steps=1)
+    first = from_scalar.prior_precision[0]
+    assert first.tolist() == pytest.approx(start.tolist())
 
 
 @pytest.mark.parametrize(
@@ -48,71 +51,95 @@ def test_val_gd_of_a_layerwise_prior_beats_the_best_scalar():
 def test_the_history_is_the_loss_of_the_predictions(validation, link, n_samples, close):
     la = fitted(prior_precision=0.3)
     statistics = la.predictive_statistics(validation, dtype=torch.float64)
-    moments, targets = statistics.moments(0.3), statistics.targets
     predicted = la(
-        moments,
+        statistics.moments(0.3),
         link_approx=link,
         n_samples=n_samples,
         generator=generator(1),
     )
-    expected = -predicted.log().gather(1, targets[:, None]).mean().item()
-    options = {
-        "link_approx": link,
-        "n_samples": n_samples,
-        "n_steps": 1,
-        "init_prior_prec": 0.3,
-    }
-    history = la.optimize_prior_precision(method="val_gd", val_loader=statistics, **options)
+    of_targets = predicted.gather(1, statistics.targets[:, None])
+    expected = -of_targets.log().mean().item()
+    history = la.optimize_prior_precision(
+        method="val_gd",
+        val_loader=statistics,
+        link_approx=link,
+        n_samples=n_samples,
+        n_steps=1,
+        init_prior_prec=0.3,
+    )
     assert history.objective[0].item() == pytest.approx(expected, rel=close)
 
 
+def link_of(name):
+    """A link that gives the same for the same moments."""
+    if name == "mc":
+        return sampled(5_000, generator())
+    return {"probit": probit, "mean_field": mean_field}[name]
+
+
+# Whole batches have no noise but that of the draws, which takes more steps.
+WHOLE_BATCHES = {"n_steps": 300, "batch_size": 24}
+MANY_STEPS = {"n_steps": 1000}
+
+
 @pytest.mark.parametrize(
-    ("link", "dtype"),
+    ("link", "posterior", "options", "close"),
     [
-        ("probit", torch.float32),
-        ("mean_field", torch.float64),
-        ("mc", None),
+        (
+            "probit",
+            {"dtype": torch.float32, "tail": False},
+            WHOLE_BATCHES,
+            1e-3,
+        ),
+        (
+            "mean_field",
+            {"dtype": torch.float64},
+            WHOLE_BATCHES,
+            1e-3,
+        ),
+        ("mc", {"dtype": torch.float32}, MANY_STEPS, 0.01),
     ],
+    ids=["probit", "mean_field", "mc"],
 )
-def test_val_gd_finds_the_best_scalar(link, dtype):
-    la, validation = overconfident(dtype=dtype or torch.float32, tail=link != "probit")
+def test_val_gd_finds_the_best_scalar(link, posterior, options, close):
+    la, validation = overconfident(**posterior)
     statistics = la.predictive_statistics(validation)
 
     def measure(point):
-        f = {"probit": probit, "mean_field": mean_field}.get(link) or sampled(5_000, generator())
-        predicted, targets = (
-            [f(*statistics.moments(point))],
-            statistics.targets,
-        )
-        return la.trained_likelihood.nll(predicted, targets, la.sigma_noise).mean().item()
+        log_p = link_of(link)(*statistics.moments(point))
+        losses = la.trained_likelihood.nll([log_p], statistics.targets, la.sigma_noise)
+        return losses.mean().item()
 
     best = min(measure(point) for point in torch.logspace(-3, 3, 31))
-    options = {"n_steps": 1000} if link == "mc" else {"n_steps": 300, "batch_size": 24}
-    options |= {
-        "link_approx": link,
-        "init_prior_prec": 100.0,
-        "generator": generator(),
-    }
-    history = la.optimize_prior_precision(method="val_gd", val_loader=validation, **options)
-    assert measure(la.prior_precision) <= best + (0.01 if link == "mc" else 1e-3)
-    assert measure(100.0) > best + 0.02  # where it has started from
+    start = 100.0
+    history = la.optimize_prior_precision(
+        method="val_gd",
+        val_loader=validation,
+        link_approx=link,
+        init_prior_prec=start,
+        generator=generator(),
+        **options,
+    )
+    chosen = measure(la.prior_precision)
+    assert chosen <= best + close
+    assert measure(start) > best + 0.02
     if link != "mc":
-        assert history.objective.min().item() == pytest.approx(
-            measure(la.prior_precision), rel=1e-5
-        )
+        assert history.objective.min().item() == pytest.approx(chosen, rel=1e-5)
 
 
 def test_it_is_measured_twenty_times_and_takes_the_best_and_not_the_last():
     la, validation = overconfident()
-    options = {
-        "link_approx": "probit",
-        "n_steps": 45,
-        "lr": 200.0,
-    }  # steps far too long
-    history = la.optimize_prior_precision(method="val_gd", val_loader=validation, **options)
+    history = la.optimize_prior_precision(
+        method="val_gd",
+        val_loader=validation,
+        link_approx="probit",
+        n_steps=45,
+        lr=200.0,  # steps far too long
+    )
     assert history.step.tolist() == [*range(0, 45, 2), 45]
-    tiny = torch.tensor(torch.finfo(torch.float32).tiny).double()
-    torch.testing.assert_close(history.prior_precision.min(), tiny, rtol=1e-5, atol=0)  # no farther
+    tiny = torch.finfo(torch.float32).tiny  # there is no going farther
+    smallest = history.prior_precision.min().item()
+    assert smallest == pytest.approx(tiny, rel=1e-5, abs=0)
     best = history.objective.argmin()
     assert best < len(history.objective) - 1
     torch.testing.assert_close(la.prior_precision, history.prior_precision[best])
@@ -120,15 +147,18 @@ def test_it_is_measured_twenty_times_and_takes_the_best_and_not_the_last():
 
 def test_steps_become_shorter_along_half_a_cosine():
     la, validation = overconfident()
-    options = {
-        "link_approx": "probit",
-        "n_steps": 20,
-        "init_prior_prec": 1e4,
-        "batch_size": 24,
-    }
-    history = la.optimize_prior_precision(method="val_gd", val_loader=validation, **options)
-    first, last = history.prior_precision[[0, -1], 0].log().tolist()
-    assert first - last == pytest.approx(20 * 0.1 / 2, rel=0.1)  # Adam's steps have the same sign
+    history = la.optimize_prior_precision(
+        method="val_gd",
+        val_loader=validation,
+        link_approx="probit",
+        n_steps=20,
+        init_prior_prec=1e4,
+        batch_size=24,
+    )
+    logs = history.prior_precision[:, 0].log()
+    way = (logs[0] - logs[-1]).item()
+    # So far from the best, Adam's steps have the same sign.
+    assert way == pytest.approx(20 * 0.1 / 2, rel=0.1)
 
 
 def test_the_history_of_a_regression_is_the_density_of_its_targets():
@@ -138,5 +168,6 @@ def test_the_history_of_a_regression_is_the_density_of_its_targets():
     noise = 0.25 * torch.eye(2).double()
     density = torch.distributions.MultivariateNormal(f_mu, f_var + noise)
     history = la.optimize_prior_precision(method="val_gd", val_loader=statistics, n_steps=100)
-    assert history.objective[0].item() == pytest.approx(-density.log_prob(X[:, :2]).mean().item())
+    expected = -density.log_prob(X[:, :2]).mean().item()
+    assert history.objective[0].item() == pytest.approx(expected)
     assert history.objective.min() < history.objective[0]
