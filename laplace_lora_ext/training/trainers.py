@@ -45,7 +45,7 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
     before = trainer.train_dataset
     trainer.train_dataset = examples
     try:
-        # A shuffling loader draws its seed as soon as it is made.
+        # A loader that shuffles may draw a seed as soon as it is made.
         with same_random_states():
             of_training = trainer.get_train_dataloader()
     finally:
