@@ -80,11 +80,8 @@ def train_or_read(
     """
     model = find_peft_model(trainer.model)
     adapter = str(model.active_adapter)
-    mark = None
-    checkpoint = None
-    if resume:
-        mark = Mark.read(folder)
-        checkpoint = mark and mark.last_checkpoint(folder)
+    mark = Mark.read(folder) if resume else None
+    checkpoint = None if mark is None else mark.last_checkpoint(folder)
     # Processes may see other files, where each machine has a disk of its own.
     mark, checkpoint = of_first((mark, checkpoint))
     if mark is not None and mark.n_examples != len(examples):
