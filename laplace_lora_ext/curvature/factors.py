@@ -167,6 +167,7 @@ class StreamingUpdates:
 
     def finish(self) -> None:
         """Add all waiting rows."""
+        # Whatever fails below, no rows are added twice.
         waiting, self._waiting = self._waiting, {}
         self._bytes = 0
         groups: dict[tuple[Any, ...], _Group] = {}

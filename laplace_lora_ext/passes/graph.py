@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointFunction
 
 from laplace_lora_ext.models.checkpointing import Checkpoints
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -21,9 +22,6 @@ from laplace_lora_ext.models.weights import Block
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
 _ROWS = 512
-
-# What torch calls the node of a reentrant checkpoint, and so do DeepSpeed, Megatron and FairScale.
-_REENTRANT = "CheckpointFunctionBackward"
 
 
 @dataclass
@@ -69,7 +67,8 @@ class Call:
         self.index = index  # of the block
         self.layer = layer  # the name of its weight
         self.rows = output.shape[:-1]  # shape of what it returned, without their size m
-        self.inputs: torch.Tensor | None = inputs  # None once a checkpoint may forget them
+        # None once nobody asks for them: the graph has them too, or computes them anew.
+        self.inputs: torch.Tensor | None = inputs
         self.version = _version(inputs)
         self.node: Node | None = None  # of the graph, where gradients of the output pass
         self.backward_pass: _Pass | None = None  # that runs now
@@ -159,6 +158,7 @@ class Graph:
     @property
     def seeds_at_once(self) -> int:
         """Say how many seeds one backward pass should take."""
+        # A layer with more rows than others, as of all tokens, makes up most of the time.
         most_rows = 1
         for of_layer in self.calls:
             n_rows = sum(call.rows.numel() for call in of_layer)
@@ -375,7 +375,7 @@ class Taps:
             return tapped
         call.node = tapped.grad_fn
         if self.checkpoints.is_within and not self._keeps_inputs:
-            call.inputs = None
+            call.inputs = None  # before the layer's other activations go
         self._calls[index].append(call)
         return tapped
 
@@ -409,10 +409,10 @@ def tapped(
 def refuse_reentrant() -> None:
     """Refuse a call of a layer within reentrant checkpointing, which gives it no graph.
 
-    An `autograd.Function` is then among the callers.
+    An `autograd.Function` of the model's own code is then among the callers.
     """
     frame = sys._getframe()
-    while frame is not None:
+    while frame is not None and frame.f_code is not LogitsModel.forward.__code__:
         code = frame.f_code
         if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
             raise _reentrant()
@@ -441,7 +441,7 @@ def _nodes_behind(result: torch.Tensor) -> set[Node]:
         node = waiting.pop()
         if node is None or node in nodes:
             continue
-        if node.name() == _REENTRANT:
+        if isinstance(node, CheckpointFunction._backward_cls):  # its gradients can't be asked for
             raise _reentrant()
         nodes.add(node)
         for before, _ in node.next_functions:

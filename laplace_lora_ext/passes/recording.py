@@ -102,19 +102,20 @@ class Part:
         """Select or blank out the `(S, N, C)` vectors for the logits of the graph."""
         if self.logits is None:
             return of_batch
-        if self.positions is None:
+        if self.positions is None:  # the graph has the logits of the whole batch
             return of_batch * self.logits[:, None]
         return of_batch[:, self.logits]
 
     def weights(self, of_batch: torch.Tensor) -> torch.Tensor:
         """Select the `(S, B)` weights of its examples."""
-        if self.example is None or of_batch.shape[1] == 1:
+        is_for_all = of_batch.shape[1] == 1
+        if self.example is None or is_for_all:
             return of_batch
         return of_batch[:, [self.example]]
 
     @property
     def n_examples(self) -> int:
-        """The number of examples, one if the graph is of others too."""
+        """Count the examples: one if the graph is of others too."""
         return 1 if self.positions is None else self.positions.n_examples
 
 
@@ -155,6 +156,7 @@ class Recording:
             if visitor.sees_inputs:
                 self._visit_inputs(part, visitor)
             of_examples = None if weights is None else part.weights(weights)
+            # The graph of a batch may be needed again, for the next of its examples.
             part.graph.back_propagate(
                 part.vectors(vectors),
                 at_once or part.graph.seeds_at_once,

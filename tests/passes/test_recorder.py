@@ -82,6 +82,22 @@ def test_combinations_of_the_logits_have_the_same_combinations_of_jacobians(kind
     torch.testing.assert_close(Js, expected, **EXACT)
 
 
+class Predicting(torch.autograd.Function):
+    """A function of the user's own, whose forward pass predicts."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, la) -> torch.Tensor:
+        return la(x)
+
+
+def test_a_prediction_within_a_function_of_the_users_own_is_no_checkpoint():
+    model = with_lora(SharedRows(), "layer")
+    ((X, y),) = pairs()
+    la = make(model)
+    la.fit([(X, y)])
+    torch.testing.assert_close(Predicting.apply(X, la), la(X))
+
+
 # --- batches in parts ----------------------------------------------------------------------------
 
 
