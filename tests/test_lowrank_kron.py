@@ -10,11 +10,14 @@ from tests.support.posteriors import fitted, generator, sizes
 
 def test_the_sums_that_are_kept_have_twice_as_many_columns_as_the_curvature():
     la = fitted(rank=1)
-    blocks = la.H_facs.blocks
-    factors = [factor for block in blocks for factor in (block.output_factor, block.input_factor)]
-    large = [factor for factor in factors if isinstance(factor, LowRankFactor)]
-    assert [factor.columns.shape[1] for factor in large] == [2] * len(blocks)
-    assert [block.large.vectors.shape[1] for block in la.H.blocks] == [1] * len(blocks)
+    kept = []
+    for block in la.H_facs.blocks:
+        for factor in (block.output_factor, block.input_factor):
+            if isinstance(factor, LowRankFactor):
+                kept.append(factor.columns.shape[1])
+    n_blocks = len(la.blocks)
+    assert kept == [2] * n_blocks
+    assert [block.large.vectors.shape[1] for block in la.H.blocks] == [1] * n_blocks
 
 
 def test_bad_data_are_refused():
@@ -47,41 +50,39 @@ def test_statistics_of_another_temperature_choose_as_the_data_do(
     method,
 ):
     la = fitted()
-    data = {
-        "batches": ragged_batches(),
-        "statistics": la.predictive_statistics(ragged_batches()),
-    }
+    statistics = la.predictive_statistics(ragged_batches())
     la.temperature = 0.01
-    name = "train_loader" if method == "agreement" else "val_loader"
-    chosen = {}
-    for kind, given in data.items():
-        options = {"n_steps": 20, "generator": generator()} if method == "val_gd" else {}
-        la.optimize_prior_precision(method=method, **{name: given}, **options)
-        chosen[kind] = la.prior_precision
-    torch.testing.assert_close(chosen["statistics"], chosen["batches"], rtol=1e-6, atol=0)
+    data = "train_loader" if method == "agreement" else "val_loader"
+
+    def chosen(given):
+        options = {data: given}
+        if method == "val_gd":
+            options |= {"n_steps": 20, "generator": generator()}
+        la.optimize_prior_precision(method=method, **options)
+        return la.prior_precision
+
+    of_data = chosen(ragged_batches())
+    torch.testing.assert_close(chosen(statistics), of_data, rtol=1e-6, atol=0)
 
 
 def test_a_summary_counts_the_parameters_that_the_data_determine():
     la = fitted("gpt2")
-    la.temperature, la.prior_precision = (
-        0.01,
-        torch.linspace(0.5, 3.0, len(la.blocks)),
-    )
-    rows = [line.split() for line in la.summary().splitlines()[1:]]
-    precision = la.prior_precision.double().repeat_interleave(torch.tensor(sizes(la)))
-    H = 100 * la.H.to_matrix()
-    shares = (H @ torch.linalg.inv(H + precision.diag())).diagonal().split(sizes(la))
-    assert [int(row[1]) for row in rows] == sizes(la)
-    torch.testing.assert_close(
-        torch.tensor([[float(row[2]), float(row[3])] for row in rows]),
-        torch.stack(
-            [
-                la.prior_precision,
-                torch.stack([s.sum() for s in shares]),
-            ],
-            1,
-        ).float(),
-        rtol=1e-3,
-        atol=0.05,
-    )
-    assert rows[-1][0] == "transformer.h.1.mlp.c_proj.lora_B.default.weight"
+    la.temperature = 0.01
+    la.prior_precision = torch.linspace(0.5, 3.0, len(la.blocks))
+    _, *lines = la.summary().splitlines()
+    rows = [line.split() for line in lines]
+    names, n_params, precisions, n_determined = (list(column) for column in zip(*rows, strict=True))
+
+    # Of each parameter, the share of its posterior precision that the data bring.
+    of_blocks = la.prior_precision.double()
+    prior = of_blocks.repeat_interleave(torch.tensor(sizes(la))).diag()
+    H = la.H.to_matrix() / la.temperature
+    shares = (H @ torch.linalg.inv(H + prior)).diagonal()
+    expected = [of_block.sum().item() for of_block in shares.split(sizes(la))]
+
+    assert [int(n) for n in n_params] == sizes(la)
+    found = [float(precision) for precision in precisions]
+    assert found == pytest.approx(of_blocks.tolist(), rel=1e-3, abs=0.05)
+    found = [float(n) for n in n_determined]
+    assert found == pytest.approx(expected, rel=1e-3, abs=0.05)
+    assert names[-1] == "transformer.h.1.mlp.c_proj.lora_B.default.weight"

@@ -1,5 +1,9 @@
 """Predictions of whole data sets, against those of each example alone."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import datasets
 import pytest
 import torch
@@ -23,21 +27,29 @@ LENGTHS = [2, 7, 4, 5, 7, 3, 6, 2, 7, 4, 1]
 
 def rows() -> list[dict]:
     """Texts of several lengths without padding, as a tokenizer leaves them."""
-    examples = ragged_batches(lengths=LENGTHS, batch_size=1)
-    real = [
-        (
-            b["input_ids"][0][b["attention_mask"][0].bool()],
-            b["labels"],
+    examples = []
+    for batch in ragged_batches(lengths=LENGTHS, batch_size=1):
+        (ids,) = batch["input_ids"]
+        (mask,) = batch["attention_mask"]
+        real = ids[mask.bool()]
+        examples.append(
+            {
+                "input_ids": real.tolist(),
+                "labels": batch["labels"].item(),
+            }
         )
-        for b in examples
-    ]
-    return [{"input_ids": ids.tolist(), "labels": label.item()} for ids, label in real]
+    return examples
 
 
 def collate(records: list[dict]) -> dict[str, torch.Tensor]:
     longest = max(len(record["input_ids"]) for record in records)
-    ids = [record["input_ids"] + [0] * (longest - len(record["input_ids"])) for record in records]
-    mask = [[1] * len(r["input_ids"]) + [0] * (longest - len(r["input_ids"])) for r in records]
+    ids = []
+    mask = []
+    for record in records:
+        n_real = len(record["input_ids"])
+        n_padded = longest - n_real
+        ids.append(record["input_ids"] + [0] * n_padded)
+        mask.append([1] * n_real + [0] * n_padded)
     return {
         "input_ids": torch.tensor(ids),
         "attention_mask": torch.tensor(mask),
@@ -53,7 +65,15 @@ def la():
 @pytest.fixture(scope="module")
 def expected(la) -> Prediction:
     """One example at a time, in the data's order."""
-    alone = [la.predict(collate([row]), n_samples=50, generator=generator()) for row in rows()]
+    alone = []
+    for row in rows():
+        alone.append(
+            la.predict(
+                collate([row]),
+                n_samples=50,
+                generator=generator(),
+            )
+        )
     return Prediction(*map(torch.cat, zip(*alone, strict=True)))
 
 
@@ -68,35 +88,59 @@ class Rows:
 
 
 BATCHES = {"collate_fn": collate, "batch_size": 4}
+
+
+def loader():
+    return DataLoader(Rows(), **BATCHES)
+
+
+def batches():
+    return list(loader())
+
+
+def one_by_one():
+    return (collate([row]) for row in rows())
+
+
+def data_set():
+    return datasets.Dataset.from_list(rows())
+
+
+@dataclass(frozen=True)
+class Given:
+    """Data, and what a prediction must be told to make batches of them."""
+
+    data: Callable[[], Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
 DATA = {
-    "DataLoader": (lambda: DataLoader(Rows(), **BATCHES), {}),
-    "list of batches": (
-        lambda: list(DataLoader(Rows(), **BATCHES)),
-        {},
-    ),
-    "generator": (lambda: (collate([row]) for row in rows()), {}),
-    "datasets": (
-        lambda: datasets.Dataset.from_list(rows()),
-        BATCHES,
-    ),
-    "indexed": (Rows, {"collate_fn": collate, "batch_size": 1}),
-    "list of rows": (
-        rows,
-        {"collate_fn": collate, "batch_size": 32},
-    ),
+    "DataLoader": Given(loader),
+    "list of batches": Given(batches),
+    "generator": Given(one_by_one),
+    "datasets": Given(data_set, BATCHES),
+    "indexed": Given(Rows, {"collate_fn": collate, "batch_size": 1}),
+    "list of rows": Given(rows, {"collate_fn": collate, "batch_size": 32}),
 }
 
 
 @pytest.mark.parametrize("kind", DATA)
 def test_data_are_predicted_in_their_order(la, expected, kind, capsys):
-    make_data, how = DATA[kind]
-    found = la.predict(make_data(), n_samples=50, generator=generator(), **how)
+    given = DATA[kind]
+    found = la.predict(
+        given.data(),
+        n_samples=50,
+        generator=generator(),
+        **given.options,
+    )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
     assert not capsys.readouterr().err
-    proba = torch.from_numpy(la.predict_proba(make_data(), progress_bar=True, **how))
-    torch.testing.assert_close(proba, expected.probabilities, **CLOSE)
-    assert "[Predictions]: 100%" in capsys.readouterr().err or kind == "generator"
+    proba = la.predict_proba(given.data(), progress_bar=True, **given.options)
+    torch.testing.assert_close(torch.from_numpy(proba), expected.probabilities, **CLOSE)
+    has_length = kind != "generator"
+    if has_length:
+        assert "[Predictions]: 100%" in capsys.readouterr().err
 
 
 def test_long_texts_come_first_and_little_is_padded(la):
@@ -120,41 +164,45 @@ def test_every_batch_gets_the_same_draws(la):
 
 
 def test_ranks_share_a_data_set_and_a_sharded_loader(la):
-    def predicted(data, **how):
-        return la.predict(data, n_samples=5, generator=generator(), **how)
+    def predicted(data, **options):
+        return la.predict(data, n_samples=5, generator=generator(), **options)
 
-    def of_rows(_):
+    def of_rows(rank):
         return predicted(rows(), collate_fn=collate, batch_size=2)
 
-    def strided(_):
+    def strided(rank):
         return predicted(strided_loader(11))
 
     def prepared(rank):
-        return predicted(accelerated(rank, 3, DataLoader(Texts(11), batch_size=2)))
+        loader = DataLoader(Texts(11), batch_size=2)
+        return predicted(accelerated(rank, 3, loader))
 
-    for job, one in (
-        (of_rows, of_rows(0)),
-        (strided, strided(0)),
-        (prepared, strided(0)),
-    ):
-        assert_alike(on_ranks(job, 3), one, rtol=1e-7, atol=1e-10)
+    def assert_shared(job, expected):
+        assert_alike(on_ranks(job, 3), expected, rtol=1e-7, atol=1e-10)
+
+    assert_shared(of_rows, of_rows(0))
+    assert_shared(strided, strided(0))
+    assert_shared(prepared, strided(0))
 
 
-def test_a_rank_may_predict_batches_alone_and_its_error_in_shared_data_is_everyones(
-    la,
-):
-    first, second = on_ranks(
-        lambda rank: la.predict_proba(ragged_batches()) if rank == 0 else None,
-        2,
-    )
+def test_a_rank_may_predict_batches_alone(la):
+    def job(rank):
+        if rank == 0:
+            return la.predict_proba(ragged_batches())
+        return None
+
+    first, second = on_ranks(job, 2)
     assert first.shape == (8, 3)
     assert second is None
 
+
+def test_the_error_of_a_rank_in_shared_data_is_everyones(la):
+    data = [
+        {"input_ids": [3, 4], "labels": 0},
+        {"input_ids": [5], "labels": 0},
+    ]
+
     def job(rank):
-        data = [
-            {"input_ids": [3, 4], "labels": 0},
-            {"input_ids": [5], "labels": 0},
-        ]
         if rank:
             la.blocks[0].weight.data.fill_(torch.nan)
         return la.predict_proba(data, collate_fn=collate, batch_size=1)

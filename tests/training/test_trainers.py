@@ -37,22 +37,21 @@ def rows():
     return Dataset.from_list([text | {"origin": "a book"} for text in texts])
 
 
+def random_states():
+    _, _, place, *_ = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+        "numpy": place,
+    }
+
+
 @pytest.mark.parametrize("data", [Texts(N), rows()], ids=["torch", "datasets"])
 def test_batches_are_those_of_training_once_and_in_order(tmp_path, data):
     trainer = trainer_of(tmp_path, data=data)
-    before = (
-        torch.get_rng_state(),
-        random.getstate(),
-        np.random.get_state()[2],
-    )
+    before = random_states()
     loader = loader_of(trainer, data)
-    after = (
-        torch.get_rng_state(),
-        random.getstate(),
-        np.random.get_state()[2],
-    )
-    assert torch.equal(before[0], after[0])
-    assert before[1:] == after[1:]
+    assert random_states() == before
     found = list(loader)
     assert [len(batch["labels"]) for batch in found] == [
         5,
@@ -60,10 +59,12 @@ def test_batches_are_those_of_training_once_and_in_order(tmp_path, data):
         5,
         5,
     ]
-    assert found[0].keys() == Texts(N)[0].keys()
+    texts = [Texts(N)[place] for place in range(N)]
+    assert found[0].keys() == texts[0].keys()
     for name in found[0]:
-        expected = torch.stack([text[name] for text in map(Texts(N).__getitem__, range(N))])
-        assert torch.equal(torch.cat([batch[name] for batch in found]), expected)
+        joined = torch.cat([batch[name] for batch in found])
+        expected = torch.stack([text[name] for text in texts])
+        assert torch.equal(joined, expected)
 
 
 @dataclass
@@ -87,38 +88,37 @@ class Keeping(TrainerCallback):
         self.seen[1].numbers.append(state.global_step)
 
 
+# What a training sets of a trainer.
+KEPT = (
+    "args",
+    "state",
+    "optimizer",
+    "lr_scheduler",
+    "train_dataset",
+    "model_wrapped",
+)
+
+
 def test_afterwards_a_trainer_and_its_callbacks_are_as_before(
     tmp_path,
 ):
-    trainer = trainer_of(
-        tmp_path,
-        keeping := Keeping(),
-        max_steps=2,
-        disable_tqdm=False,
-    )
+    keeping = Keeping()
+    trainer = trainer_of(tmp_path, keeping, max_steps=2, disable_tqdm=False)
     trainer.train()
     (bar,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback))
     bar.training_bar = "of the training that goes on"
     trainer.own_figures = {"train": defaultdict(list, loss=[1.0])}
-    names = (
-        "args",
-        "state",
-        "optimizer",
-        "lr_scheduler",
-        "train_dataset",
-        "model_wrapped",
-    )
-    before, stops = (
-        [getattr(trainer, name) for name in names],
-        trainer.control.should_training_stop,
-    )
-    contents = deepcopy(
-        [
+
+    def containers():
+        return [
             trainer.state.log_history,
             trainer.own_figures,
             vars(keeping),
         ]
-    )
+
+    before = [getattr(trainer, name) for name in KEPT]
+    stops = trainer.control.should_training_stop
+    contents = deepcopy(containers())
     prepared = list(trainer.accelerator._optimizers)
     with restored(trainer):
         trainer.control.should_training_stop = not stops
@@ -126,26 +126,23 @@ def test_afterwards_a_trainer_and_its_callbacks_are_as_before(
         trainer.state.log_history[0]["loss"] = 3.0
         train(trainer, Texts(8), 2.0, Path(tmp_path, "again"))
     assert (tmp_path / "again" / "checkpoint-4").exists()
-    assert [getattr(trainer, name) for name in names] == before
+    assert [getattr(trainer, name) for name in KEPT] == before
     assert trainer.control.should_training_stop == stops
     assert bar.training_bar == "of the training that goes on"
-    assert [
-        trainer.state.log_history,
-        trainer.own_figures,
-        vars(keeping),
-    ] == contents
+    assert containers() == contents
     assert trainer.accelerator._optimizers == prepared
 
 
 def test_a_second_training_ends_with_the_best_of_its_own_adapter(
     tmp_path,
 ):
-    settings = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "load_best_model_at_end": True,
-    }
-    trainer = trainer_of(tmp_path, eval_data=Texts(9), **settings)
+    trainer = trainer_of(
+        tmp_path,
+        eval_data=Texts(9),
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+    )
     trainer.train()
     la = Laplace(
         trainer.model,
@@ -153,18 +150,24 @@ def test_a_second_training_ends_with_the_best_of_its_own_adapter(
         hessian_structure="lowrank_kron",
     )
     la.fit(loader_of(trainer, trainer.train_dataset))
-    (other,) = la.optimize_prior_precision(method="second_training", trainer=trainer).posteriors
+
+    def second_posterior(la):
+        history = la.optimize_prior_precision(method="second_training", trainer=trainer)
+        (posterior,) = history.posteriors
+        return posterior
+
+    other = second_posterior(la)
     assert not torch.equal(other.mean, la.mean)
     with pytest.raises(
         ValueError,
         match=r"'second_training_0' already: remove it",
     ):
-        la.optimize_prior_precision(method="second_training", trainer=trainer)
+        second_posterior(la)
     trainer.model.delete_adapter("second_training_0")
-    (again,) = la.optimize_prior_precision(method="second_training", trainer=trainer).posteriors
+    again = second_posterior(la)
     assert torch.equal(again.mean, other.mean)  # whatever was drawn since
     with pytest.raises(ValueError, match="this one has another"):
-        fitted().optimize_prior_precision(method="second_training", trainer=trainer)
+        second_posterior(fitted())
     assert trainer.model.active_adapter == "default"
 
 
@@ -172,72 +175,85 @@ def text(start, n):
     return " ".join(f"w{3 + (7 * start + i) % 50}" for i in range(n))
 
 
-SENTENCES = {
-    "SFT": lambda i: {
+def completion(i):
+    return {
         "prompt": text(i, 3),
         "completion": " " + text(i + 9, 1 + i % 3),
-    },
-    "Reward": lambda i: {
+    }
+
+
+def preference(i):
+    return {
         "chosen": text(i, 3 + i % 2),
         "rejected": text(i + 9, 4),
-    },
-}
+    }
 
 
-@pytest.mark.parametrize("kind", SENTENCES)
-def test_trainers_of_trl_train_in_stages(tmp_path, kind, monkeypatch):
+def tokenizer():
+    """Of words, each of which is a token."""
+    words = ["<pad>", "?", "</s>"]
+    words += [f"w{i}" for i in range(3, VOCABULARY)]
+    ids = {word: i for i, word in enumerate(words)}
+    made = Tokenizer(models.WordLevel(ids, unk_token="?"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="</s>",
+    )
+
+
+@pytest.fixture
+def trl(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
-    trl = pytest.importorskip("trl")
-    names = [
-        "<pad>",
-        "?",
-        "</s>",
-        *(f"w{i}" for i in range(3, VOCABULARY)),
-    ]
-    made = Tokenizer(
-        models.WordLevel(
-            {name: i for i, name in enumerate(names)},
-            unk_token="?",
-        )
-    )
-    made.pre_tokenizer = WhitespaceSplit()
-    words = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
-    settings = {
-        "max_steps": 5,
-        "per_device_train_batch_size": 4,
-        "report_to": [],
-        "bf16": False,
-    }
-    settings |= {
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-    }
-    base, task = llama(), "CAUSAL_LM"
+    return pytest.importorskip("trl")
+
+
+def trl_trainer(trl, folder, kind):
+    """TRL's trainer of completions, "SFT", or of preferences, "Reward"."""
+    example = completion if kind == "SFT" else preference
+    base = llama()
+    task = "CAUSAL_LM"
     if kind == "Reward":
         base.config.num_labels = 1
-        base, task = (
-            LlamaForSequenceClassification(base.config),
-            "SEQ_CLS",
-        )
+        base = LlamaForSequenceClassification(base.config)
+        task = "SEQ_CLS"
     lora = LoraConfig(task_type=task, r=2, target_modules=["q_proj", "v_proj"])
-    trainer = getattr(trl, f"{kind}Trainer")(
+    config_class = getattr(trl, f"{kind}Config")
+    trainer_class = getattr(trl, f"{kind}Trainer")
+    config = config_class(
+        str(folder),
+        max_steps=5,
+        per_device_train_batch_size=4,
+        report_to=[],
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    return trainer_class(
         get_peft_model(base, lora),
-        getattr(trl, f"{kind}Config")(str(tmp_path), **settings),
-        train_dataset=Dataset.from_list([SENTENCES[kind](i) for i in range(12)]),
-        eval_dataset=Dataset.from_list([SENTENCES[kind](i) for i in range(4)]),
-        processing_class=words,
+        config,
+        train_dataset=Dataset.from_list([example(i) for i in range(12)]),
+        eval_dataset=Dataset.from_list([example(i) for i in range(4)]),
+        processing_class=tokenizer(),
     )
-    la, figures = (
-        train_in_stages(trainer),
-        trainer.state.log_history[-1],
-    )
+
+
+@pytest.mark.parametrize("kind", ["SFT", "Reward"])
+def test_trainers_of_trl_train_in_stages(tmp_path, kind, trl):
+    trainer = trl_trainer(trl, tmp_path, kind)
+    la = train_in_stages(trainer)
+    figures = trainer.state.log_history[-1]
     batch, _ = loader_of(trainer, trainer.train_dataset)
     assert la.n_data == 12
     assert la.prior_precision.item() == figures["laplace_prior_precision"]
     assert figures["eval_laplace_nll"] > 0
     if kind == "Reward":
-        assert la(la.model.split(batch)[0], fitting=True).shape == (8, 2)
-    else:  # completions alone, with their ends
-        assert la.score(batch).labelled.sum(-1).tolist() == [2 + i % 3 for i in range(8)]
+        inputs, _ = la.model.split(batch)
+        assert la(inputs, fitting=True).shape == (8, 2)
+    else:
+        # Completions alone, with their ends.
+        n_tokens = la.score(batch).labelled.sum(-1)
+        assert n_tokens.tolist() == [2 + i % 3 for i in range(8)]
