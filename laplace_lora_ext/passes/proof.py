@@ -40,19 +40,25 @@ def is_proven(
     n_examples = positions.n_examples
     if n_examples == 1:
         return True
-    shapes = {
-        site: call.rows
-        for index, calls in enumerate(graph.calls)
-        for site, call in zip(_sites(graph, blocks, index), calls, strict=True)
-    }
+    shapes: dict[_Site, torch.Size] = {}
+    for index, calls in enumerate(graph.calls):
+        for site, call in zip(_sites(graph, blocks, index), calls, strict=True):
+            shapes[site] = call.rows
     for shape in shapes.values():
         if not shape or shape[0] % n_examples:
             return False
     size = n_examples.bit_length()  # 2 for 2 and 3 examples, 3 for 4 to 7, and so on
     # Which row a token has does not depend on what the text says, so that these stay proven.
-    lasting = {site for site, shape in shapes.items() if _lasts(site[0], shape, positions)}
-    unproven = {site for site in shapes if site not in lasting or known.get(site, 0) < size}
-    if not unproven:
+    lasting: list[_Site] = []
+    all_known = True
+    for site, shape in shapes.items():
+        if not _lasts(site[0], shape, positions):
+            all_known = False
+            continue
+        lasting.append(site)
+        if known.get(site, 0) < size:
+            all_known = False
+    if all_known:
         return True
     words = codewords(n_examples)
     reached = _reached(graph, blocks, positions, words)
@@ -62,7 +68,9 @@ def is_proven(
         strays.append((rows.any(-1) & is_other).any())
     if any(read(strays)):
         return False
-    known |= {site: size for site in lasting if _is_conclusive(reached.get(site))}
+    for site in lasting:
+        if _is_conclusive(reached.get(site)):
+            known[site] = size
     return True
 
 
