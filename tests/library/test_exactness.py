@@ -1,6 +1,7 @@
 """With rank >= d nothing is approximated but the Kronecker form: equality with dense formulas."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from tests.support.dense import (
     alone,
     as_padded,
     block_diagonal_covariance,
-    blocks,
     evidence,
     gradient_blocks,
     jacobian,
@@ -34,20 +34,87 @@ from tests.support.posteriors import KFAC_APPROX, fitted, make, sizes, stock
 
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
 
+# --- dense Kronecker blocks ----------------------------------------------------------------------
 
-def dense_examples(model, kind, side, batches):
-    """Each example without padding, where that is the same function.
 
-    A BERT that is padded on the left counts positions, and pools, from the padding on.
-    """
+@dataclass(frozen=True)
+class Labelled:
+    """An example as a batch of one, which of its positions `(T,)` count, and its label."""
+
+    inputs: dict[str, torch.Tensor]
+    is_valid: torch.Tensor
+    label: torch.Tensor
+
+
+def dense_examples(kind: str, side: str, batches: Sequence[Mapping]) -> Iterator[Labelled]:
+    """Take each example without padding, where that is the same function."""
+    # A BERT that is padded on the left counts positions, and pools, from the padding on.
+    keeps_padding = kind == "bert" and side == "left"
     for batch in batches:
-        for row in range(len(batch["labels"])):
-            if kind == "bert" and side == "left":
-                mask = batch["attention_mask"][row].bool()
-                yield as_padded(batch, row), mask, batch["labels"][row]
+        for row, label in enumerate(batch["labels"]):
+            if keeps_padding:
+                is_valid = batch["attention_mask"][row].bool()
+                yield Labelled(as_padded(batch, row), is_valid, label)
             else:
                 inputs = unpadded(batch, row)
-                yield inputs, torch.ones(inputs["input_ids"].shape[1]).bool(), batch["labels"][row]
+                is_valid = torch.ones(inputs["input_ids"].shape[1]).bool()
+                yield Labelled(inputs, is_valid, label)
+
+
+def inputs_and_gradients(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Find inputs `(T, n)` and derivatives of the logits `(C, T, m)` of each LoRA layer.
+
+    The derivatives are those in shifts of the layers' outputs.
+    """
+    layers = [layer for _, layer in lora_layers(model)]
+    read: dict[int, torch.Tensor] = {}
+    written: dict[int, torch.Tensor] = {}
+
+    def record(layer, args, output):
+        read[id(layer)] = args[0].detach()[0]
+        written[id(layer)] = output.detach()[0]
+
+    handles = [layer.register_forward_hook(record) for layer in layers]
+    logits_of(model, inputs)
+    for handle in handles:
+        handle.remove()
+
+    def logits_after(*shifts):
+        handles = []
+        for layer, shift in zip(layers, shifts, strict=True):
+            hook = lambda _, __, output, shift=shift: output + shift  # noqa: E731
+            handles.append(layer.register_forward_hook(hook))
+        logits = logits_of(model, inputs)
+        for handle in handles:
+            handle.remove()
+        return logits
+
+    no_shifts = tuple(torch.zeros_like(written[id(layer)]) for layer in layers)
+    gradients = torch.autograd.functional.jacobian(logits_after, no_shifts)
+    return [(read[id(layer)], g) for layer, g in zip(layers, gradients, strict=True)]
+
+
+def expand_blocks(model: nn.Module, examples: Sequence[Labelled]) -> list[torch.Tensor]:
+    """Compute dense Kronecker blocks of `kfac_approx="expand"`."""
+    n_blocks = len(lora_layers(model))
+    F_out: list[Any] = [0.0] * n_blocks
+    F_in: list[Any] = [0.0] * n_blocks
+    n_positions = 0
+    for example in examples:
+        H = softmax_fisher(logits_of(model, example.inputs).detach())
+        values, vectors = torch.linalg.eigh(H)
+        root = vectors * values.clamp_min(0).sqrt()  # (C, C), another factor than the library's
+        of_layers = inputs_and_gradients(model, example.inputs)
+        for index, (a, g) in enumerate(of_layers):
+            a = a[example.is_valid]
+            g = torch.einsum("cs,ctm->stm", root, g)[:, example.is_valid]
+            F_out[index] = F_out[index] + torch.einsum("stm,stk->mk", g, g)
+            F_in[index] = F_in[index] + a.T @ a
+        n_positions += int(example.is_valid.sum())
+    pairs = zip(F_out, F_in, strict=True)
+    return [torch.kron(outputs, inputs) / n_positions for outputs, inputs in pairs]
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
@@ -67,46 +134,50 @@ def test_covariance_and_evidence_equal_dense_formulas(kind, side, kfac_approx):
         prior_precision=prior_precision,
     )
 
-    examples = list(dense_examples(model, kind, side, batches))
-    dense_blocks = blocks(model, [e[:2] for e in examples], kfac_approx)
-    H = torch.block_diag(*dense_blocks)
+    examples = list(dense_examples(kind, side, batches))
+    Js = torch.stack([jacobian(model, example.inputs) for example in examples])
+    logits = torch.stack([logits_of(model, example.inputs) for example in examples])
+    if kfac_approx == "gradient":
+        blocks = gradient_blocks(model, Js, softmax_fisher(logits.detach()))
+    else:
+        blocks = expand_blocks(model, examples)
+    H = torch.block_diag(*blocks)
     torch.testing.assert_close(la.H.to_matrix(), H, **EXACT)
 
-    sizes = torch.tensor([len(block) for block in dense_blocks])
-    prior = prior_precision.repeat_interleave(sizes)
-    Js = torch.stack([jacobian(model, inputs) for inputs, _, _ in examples])
-    logits = torch.stack([logits_of(model, inputs) for inputs, _, _ in examples])
-    labels = torch.stack([label for _, _, label in examples])
+    n_weights = torch.tensor([len(block) for block in blocks])
+    prior = prior_precision.repeat_interleave(n_weights)
     covariance = Js @ torch.linalg.inv(H + prior.diag()) @ Js.mT
     moments = [la.predictive_moments(batch) for batch in batches]
-    torch.testing.assert_close(torch.cat([f_mu for f_mu, _ in moments]), logits, **EXACT)
-    torch.testing.assert_close(torch.cat([f_var for _, f_var in moments]), covariance, **EXACT)
+    f_mu = torch.cat([of_batch.f_mu for of_batch in moments])
+    f_var = torch.cat([of_batch.f_var for of_batch in moments])
+    torch.testing.assert_close(f_mu, logits, **EXACT)
+    torch.testing.assert_close(f_var, covariance, **EXACT)
     torch.testing.assert_close(la.functional_variance(Js), covariance, **EXACT)
 
+    labels = torch.stack([example.label for example in examples])
     log_likelihood = -cross_entropy(logits, labels, reduction="sum")
-    weights = torch.cat([p.detach().flatten() for n, p in model.named_parameters() if "lora_" in n])
-    expected = evidence(H, log_likelihood, weights, prior)
+    weights = [p.detach().flatten() for name, p in model.named_parameters() if "lora_" in name]
+    expected = evidence(H, log_likelihood, torch.cat(weights), prior)
     torch.testing.assert_close(la.log_marginal_likelihood(), expected, **EXACT)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
     model = lora_model(kind)
-    batch = ragged_batches(lengths=[6] * 5, batch_size=5, padded_to=6)
-    ours = fitted(kind, batch, model=model, rank=100, kfac_approx="expand")
-    theirs = stock(model, kind, "kron", batch)
-    torch.testing.assert_close(
-        ours.posterior_precision.to_matrix(), theirs.posterior_precision.to_matrix(), **EXACT
-    )
-    torch.testing.assert_close(
-        ours.log_marginal_likelihood(), theirs.log_marginal_likelihood(), **EXACT
-    )
+    batches = ragged_batches(lengths=[6] * 5, batch_size=5, padded_to=6)
+    ours = fitted(kind, batches, model=model, rank=100, kfac_approx="expand")
+    theirs = stock(model, kind, "kron", batches)
+
+    found = ours.posterior_precision.to_matrix()
+    expected = theirs.posterior_precision.to_matrix()
+    torch.testing.assert_close(found, expected, **EXACT)
+    found = ours.log_marginal_likelihood()
+    expected = theirs.log_marginal_likelihood()
+    torch.testing.assert_close(found, expected, **EXACT)
     for link_approx in ("probit", "bridge", "bridge_norm"):
-        torch.testing.assert_close(
-            ours(batch[0], link_approx=link_approx),
-            theirs(batch[0], link_approx=link_approx),
-            **EXACT,
-        )
+        found = ours(batches[0], link_approx=link_approx)
+        expected = theirs(batches[0], link_approx=link_approx)
+        torch.testing.assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
@@ -117,17 +188,20 @@ def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it(kind):
     Js = torch.stack([jacobian(model, inputs) for inputs in rows])
     logits = torch.stack([logits_of(model, inputs) for inputs in rows]).detach()
     diagonal = torch.einsum("bcp,bcd,bdp->p", Js, softmax_fisher(logits), Js)
-    with_tail, without = (fitted(kind, model=model, rank=1, tail=tail) for tail in (True, False))
-    traces, kept, cut = (
-        torch.stack([part.sum() for part in of_weights.split(sizes(with_tail))])
-        for of_weights in (diagonal, with_tail.H.diag(), without.H.diag())
-    )
-    torch.testing.assert_close(kept, traces, **EXACT)
-    assert (cut < traces).all()
+    with_tail = fitted(kind, model=model, rank=1, tail=True)
+    without = fitted(kind, model=model, rank=1, tail=False)
+
+    def traces(diagonal: torch.Tensor) -> torch.Tensor:
+        of_blocks = diagonal.split(sizes(with_tail))
+        return torch.stack([part.sum() for part in of_blocks])
+
+    torch.testing.assert_close(traces(with_tail.H.diag()), traces(diagonal), **EXACT)
+    assert (traces(without.H.diag()) < traces(diagonal)).all()
 
 
 def test_paper_settings_are_those_of_the_paper():
-    la = make(lora_model("bert", hidden_size=16), backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
+    model = lora_model("bert", hidden_size=16)
+    la = make(model, backend_kwargs=laplace_lora_ext.PAPER_SETTINGS)
     la.fit(ragged_batches())
     for block in la.H.blocks:
         assert block.large.values.shape == (10,)
@@ -135,6 +209,9 @@ def test_paper_settings_are_those_of_the_paper():
     # KFAC-expand counts positions, "gradient" the energy of gradients.
     n_positions = sum(batch["attention_mask"].sum() for batch in ragged_batches())
     assert all(block.normalizer == n_positions for block in la.H_facs.blocks)
+
+
+# --- batches that are no rows of tokens ----------------------------------------------------------
 
 
 class Choices(nn.Module):
@@ -148,11 +225,15 @@ class Choices(nn.Module):
         self.model = model
 
     def forward(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        n_texts = batch["input_ids"].shape[:2]
         ids = batch["input_ids"].flatten(0, 1)
-        logits = self.model(ids, attention_mask=batch["attention_mask"].flatten(0, 1)).logits
-        log_p = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-        of_answers = (log_p * batch["is_answer"].flatten(0, 1)[:, 1:]).sum(-1)
-        return of_answers.unflatten(0, batch["input_ids"].shape[:2])
+        mask = batch["attention_mask"].flatten(0, 1)
+        is_answer = batch["is_answer"].flatten(0, 1)
+        log_p = self.model(ids, attention_mask=mask).logits.log_softmax(-1)
+        # The logits at a position are those of the next token.
+        of_tokens = log_p[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+        of_answers = (of_tokens * is_answer[:, 1:]).sum(-1)
+        return of_answers.unflatten(0, n_texts)
 
 
 class Prompts(nn.Module):
@@ -163,30 +244,37 @@ class Prompts(nn.Module):
         self.model = model
 
     def forward(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        texts = [[ord(letter) % VOCABULARY for letter in prompt] for prompt in batch["prompt"]]
+        texts = []
+        for prompt in batch["prompt"]:
+            tokens = [ord(letter) % VOCABULARY for letter in prompt]
+            texts.append(torch.tensor(tokens))
         lengths = torch.tensor([len(text) for text in texts])
-        ids = torch.tensor([text + [0] * (int(lengths.max()) - len(text)) for text in texts])
+        ids = nn.utils.rnn.pad_sequence(texts, batch_first=True)
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         logits = self.model(ids, attention_mask=mask.long()).logits
         return logits[range(len(ids)), lengths - 1][:, CLASS_TOKEN_IDS]
 
 
-def of_choices() -> tuple[nn.Module, list[dict[str, Any]]]:
+def rows_of(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    """Take some examples of a batch."""
+    return {name: column[rows] for name, column in batch.items()}
+
+
+def batches_of_choices() -> list[dict[str, Any]]:
+    """Make two batches, of three examples and one, with three answers each."""
     (texts,) = ragged_batches(lengths=(7, 4, 5, 7, 3, 6) * 2, batch_size=12)
-    batch = {name: texts[name].unflatten(0, (4, 3)) for name in ("input_ids", "attention_mask")}
-    is_answer = batch["attention_mask"] * (torch.arange(7) >= 2)  # of one to five tokens
-    batch |= {"is_answer": is_answer, "labels": texts["labels"][:4]}
-    return Choices(lora_model("gpt2")), [parts(batch, slice(0, 3)), parts(batch, slice(3, 4))]
+    batch = {
+        "input_ids": texts["input_ids"].unflatten(0, (4, 3)),
+        "attention_mask": texts["attention_mask"].unflatten(0, (4, 3)),
+        "labels": texts["labels"][:4],
+    }
+    # Two tokens are the question, the one to five others an answer.
+    batch["is_answer"] = batch["attention_mask"] * (torch.arange(7) >= 2)
+    return [rows_of(batch, slice(0, 3)), rows_of(batch, slice(3, 4))]
 
 
-def of_prompts() -> tuple[nn.Module, list[dict[str, Any]]]:
-    first = {"prompt": ["Is it?", "Or not to be?", "Why"], "labels": torch.tensor([0, 2, 1])}
-    second = {"prompt": ["A question", "No"], "labels": torch.tensor([1, 1])}
-    return Prompts(lora_model("gpt2")), [first, second]
-
-
-def multiple_choice() -> tuple[nn.Module, list[dict[str, Any]]]:
-    """A model of transformers, of inputs `(B, K, T)`."""
+def multiple_choice_model() -> nn.Module:
+    """Make a model of transformers that takes inputs `(B, K, T)`."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=VOCABULARY,
@@ -200,43 +288,70 @@ def multiple_choice() -> tuple[nn.Module, list[dict[str, Any]]]:
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["query", "value"]))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
-    _, batches = of_choices()
+    return model.double()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batches, and its logits of a batch without labels."""
+
+    model: nn.Module
+    batches: list[dict[str, Any]]
+    logits: Callable[[nn.Module, dict[str, Any]], torch.Tensor]
+
+
+def called_with_a_mapping(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    return model(inputs)
+
+
+def called_with_keywords(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    return model(**inputs).logits
+
+
+def choices_of_several_tokens() -> Case:
+    model = Choices(lora_model("gpt2"))
+    return Case(model, batches_of_choices(), called_with_a_mapping)
+
+
+def prompts_as_strings() -> Case:
+    model = Prompts(lora_model("gpt2"))
+    first = {"prompt": ["Is it?", "Or not to be?", "Why"], "labels": torch.tensor([0, 2, 1])}
+    second = {"prompt": ["A question", "No"], "labels": torch.tensor([1, 1])}
+    return Case(model, [first, second], called_with_a_mapping)
+
+
+def multiple_choice() -> Case:
+    batches = batches_of_choices()
     for batch in batches:
         del batch["is_answer"]
-    return model.double(), batches
+    return Case(multiple_choice_model(), batches, called_with_keywords)
 
 
-def parts(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
-    """Some examples of a batch."""
-    return {name: column[rows] for name, column in batch.items()}
+@pytest.mark.parametrize(
+    "make_case",
+    [
+        pytest.param(choices_of_several_tokens, id="choices of several tokens"),
+        pytest.param(prompts_as_strings, id="prompts as strings"),
+        pytest.param(multiple_choice, id="multiple choice"),
+    ],
+)
+def test_batches_that_are_no_rows_of_tokens(make_case: Callable[[], Case]):
+    case = make_case()
+    la = make(case.model, likelihood="classification", backend_kwargs={"rank": 100})
+    la.fit(case.batches)
 
+    examples = []
+    for batch in case.batches:
+        inputs = {key: column for key, column in batch.items() if key != "labels"}
+        for row in range(len(batch["labels"])):
+            examples.append(rows_of(inputs, slice(row, row + 1)))
+    logits, Js = alone(case.model.eval(), lambda *args: case.logits(*args)[0], examples)
+    blocks = gradient_blocks(case.model, Js, softmax_fisher(logits))
+    covariance = block_diagonal_covariance(blocks, Js)
+    torch.testing.assert_close(la.H.to_matrix(), torch.block_diag(*blocks), **EXACT)
 
-OF_WRAPPERS = {
-    "choices of several tokens": of_choices,
-    "prompts as strings": of_prompts,
-    "multiple choice": multiple_choice,
-}
-
-
-@pytest.mark.parametrize("name", OF_WRAPPERS)
-def test_batches_that_are_no_rows_of_tokens(name):
-    model, batches = OF_WRAPPERS[name]()
-
-    def own_logits(model: nn.Module, example: Mapping[str, Any]) -> torch.Tensor:
-        inputs = {key: column for key, column in example.items() if key != "labels"}
-        return (model(**inputs).logits if name == "multiple choice" else model(inputs))[0]
-
-    la = make(model, likelihood="classification", backend_kwargs={"rank": 100})
-    la.fit(batches)
-    examples = [
-        parts(batch, slice(row, row + 1))
-        for batch in batches
-        for row in range(len(batch["labels"]))
-    ]
-    logits, Js = alone(model.eval(), own_logits, examples)
-    dense = gradient_blocks(model, Js, softmax_fisher(logits))
-    torch.testing.assert_close(la.H.to_matrix(), torch.block_diag(*dense), **EXACT)
-    expected = logits, block_diagonal_covariance(dense, Js)
-    moments = [la.predictive_moments(batch) for batch in batches]
-    for found, of_logits in zip(zip(*moments, strict=True), expected, strict=True):
-        torch.testing.assert_close(torch.cat(found), of_logits, **EXACT)
+    moments = [la.predictive_moments(batch) for batch in case.batches]
+    f_mu = torch.cat([of_batch.f_mu for of_batch in moments])
+    f_var = torch.cat([of_batch.f_var for of_batch in moments])
+    torch.testing.assert_close(f_mu, logits, **EXACT)
+    torch.testing.assert_close(f_var, covariance, **EXACT)
