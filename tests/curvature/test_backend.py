@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
@@ -36,7 +37,7 @@ def test_regression_has_the_curvature_of_the_squared_error():
     la.fit([(X, real_targets())])
     Js = jacobians(regressor, X)
     H = torch.eye(2).double().expand(4, 2, 2)
-    torch.testing.assert_close(la.H.to_matrix(), gradient_curvature(regressor, Js, H), **EXACT)
+    assert_close(la.H.to_matrix(), gradient_curvature(regressor, Js, H), **EXACT)
 
 
 def test_the_exact_fisher_and_the_empirical_fisher_of_one_example():
@@ -60,7 +61,7 @@ def test_the_exact_fisher_and_the_empirical_fisher_of_one_example():
         H = la.H.to_matrix()
         for size in sizes:
             here = slice(start, start + size)
-            torch.testing.assert_close(H[here, here], dense[here, here], **EXACT)
+            assert_close(H[here, here], dense[here, here], **EXACT)
             start += size
 
 
@@ -159,5 +160,5 @@ def test_gradients_are_those_of_each_examples_loss(likelihood):
     for n in range(len(X)):
         of_one = backend.lossfunc(model(X[n : n + 1]), y[n : n + 1])
         expected = [part.flatten() for part in torch.autograd.grad(of_one, weights)]
-        torch.testing.assert_close(found[n], torch.cat(expected), **EXACT)
-    torch.testing.assert_close(loss, backend.lossfunc(model(X), y), **EXACT)
+        assert_close(found[n], torch.cat(expected), **EXACT)
+    assert_close(loss, backend.lossfunc(model(X), y), **EXACT)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from laplace_lora_ext.curvature.factors import DenseFactor, Factor, LowRankFactor, StreamingUpdates
 
@@ -47,17 +48,17 @@ def matrix_of(factor: Factor) -> torch.Tensor:
 def test_is_exact_where_the_rank_reaches_the_size(n, d, extra, tail, batch):
     rows = decaying_rows(n, d)
     factor = low_rank(rows, d + extra, tail, batch)
-    torch.testing.assert_close(matrix_of(factor), rows.T @ rows, rtol=1e-10, atol=1e-12)
+    assert_close(matrix_of(factor), rows.T @ rows, rtol=1e-10, atol=1e-12)
     assert factor.columns.shape[1] <= d
 
 
 def test_merging_two_runs_is_one_longer_run():
     rows = decaying_rows(60, 8)
     merged = low_rank(rows[:25], rank=8) + low_rank(rows[25:], rank=8)
-    torch.testing.assert_close(matrix_of(merged), rows.T @ rows)
+    assert_close(matrix_of(merged), rows.T @ rows)
     truncated = low_rank(rows[:25], rank=3) + low_rank(rows[25:], rank=3)
     assert truncated.columns.shape[1] == 6
-    torch.testing.assert_close(truncated.trace, rows.square().sum())
+    assert_close(truncated.trace, rows.square().sum())
 
 
 def test_an_eigendecomposition_that_does_not_converge_is_done_otherwise(monkeypatch):
@@ -68,9 +69,9 @@ def test_an_eigendecomposition_that_does_not_converge_is_done_otherwise(monkeypa
         raise torch.linalg.LinAlgError("did not converge")
 
     monkeypatch.setattr(torch.linalg, "eigh", fail)
-    torch.testing.assert_close(matrix_of(low_rank(rows, rank=4)), expected)
+    assert_close(matrix_of(low_rank(rows, rank=4)), expected)
     dense = DenseFactor(rows.T @ rows)
-    torch.testing.assert_close(matrix_of(dense), dense.matrix)
+    assert_close(matrix_of(dense), dense.matrix)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -88,7 +89,7 @@ def test_streaming_keeps_the_energy_of_the_optimal_factor(d, power, dtype):
         assert values.sum() <= optimal * (1 + 1e-5)
         trace = rows.double().square().sum()  # what the rank leaves out is in the tail
         for exact in (factor.trace, matrix_of(factor).double().trace()):
-            torch.testing.assert_close(exact.double(), trace, rtol=1e-5, atol=0)
+            assert_close(exact.double(), trace, rtol=1e-5, atol=0)
 
 
 def test_updates_are_the_same_from_run_to_run():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import (
@@ -84,21 +85,21 @@ def test_decomposed_operations_equal_dense_ones(shapes, rank, tail, n_rows, laye
     deltas = torch.rand(len(shapes) if layerwise else 1).double() + 0.1
     P = scale * kron.decompose() + deltas
     scaled_from_the_right = kron.decompose() * scale + deltas
-    torch.testing.assert_close(scaled_from_the_right.logdet(), P.logdet())
+    assert_close(scaled_from_the_right.logdet(), P.logdet())
 
     added = deltas.expand(len(shapes)).repeat_interleave(sizes)
     reference = scale * matrix_of(kron) + added.diag()
     W = torch.randn(2, 3, len(added), generator=generator(1)).double()
     log_determinant = torch.linalg.slogdet(reference).logabsdet
     square_form = W @ torch.linalg.inv(reference) @ W.mT
-    torch.testing.assert_close(P.logdet(), log_determinant, **TIGHT)
-    torch.testing.assert_close(P.inv_square_form(W), square_form, **TIGHT)
+    assert_close(P.logdet(), log_determinant, **TIGHT)
+    assert_close(P.inv_square_form(W), square_form, **TIGHT)
     for exponent in EXPONENTS:
         expected = power(reference, exponent)
-        torch.testing.assert_close(P.to_matrix(exponent), expected, **TIGHT)
-        torch.testing.assert_close(P.diag(exponent), expected.diag(), **TIGHT)
+        assert_close(P.to_matrix(exponent), expected, **TIGHT)
+        assert_close(P.diag(exponent), expected.diag(), **TIGHT)
         for w in (W, W[0], W[0, 0]):
-            torch.testing.assert_close(P.bmm(w, exponent), w @ expected, **TIGHT)
+            assert_close(P.bmm(w, exponent), w @ expected, **TIGHT)
 
 
 def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
@@ -136,7 +137,7 @@ def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
     W = kept.repeat(2)[None, None]
     variance = (single.decompose() + torch.tensor(1.0)).inv_square_form(W)
     expected = torch.tensor(6 / (1e8 + 1))
-    torch.testing.assert_close(variance.squeeze(), expected, rtol=1e-3, atol=0)
+    assert_close(variance.squeeze(), expected, rtol=1e-3, atol=0)
 
 
 def test_rounding_is_no_remainder_where_nothing_is_left_out():
@@ -148,8 +149,8 @@ def test_rounding_is_no_remainder_where_nothing_is_left_out():
     for exponent in (-1, -0.5):
         expected = double.diag(exponent).float()
         of_matrix = single.to_matrix(exponent).diagonal()
-        torch.testing.assert_close(single.diag(exponent), expected, rtol=1e-5, atol=0)
-        torch.testing.assert_close(of_matrix, expected, rtol=1e-5, atol=0)
+        assert_close(single.diag(exponent), expected, rtol=1e-5, atol=0)
+        assert_close(of_matrix, expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("prior", PRIORS)
@@ -158,4 +159,4 @@ def test_the_determinant_of_a_posterior_is_that_of_its_matrix(rank, tail, prior)
     la = fitted(rank=rank, tail=tail, temperature=0.7)
     la.prior_precision = some_precision(la, prior)
     expected = torch.linalg.slogdet(la.posterior_precision.to_matrix()).logabsdet
-    torch.testing.assert_close(la.log_det_posterior_precision, expected)
+    assert_close(la.log_det_posterior_precision, expected)

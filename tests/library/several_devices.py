@@ -11,6 +11,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from laplace.curvature import AsdlGGN
 from torch import nn
+from torch.testing import assert_close
 
 from tests.library.pretended_device import NAME, install
 from tests.support.dense import EXACT
@@ -115,7 +116,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name in found:
         describe = f"{name}: {{}}".format
-        torch.testing.assert_close(found[name].cpu(), expected[name], msg=describe, **EXACT)
+        assert_close(found[name].cpu(), expected[name], msg=describe, **EXACT)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])

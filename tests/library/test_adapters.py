@@ -5,6 +5,7 @@ import torch
 from laplace.curvature.curvlinops import CurvlinopsGGN
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 import laplace_lora_ext
 from tests.compatibility.kinds import with_dora, with_frozen_a
@@ -19,7 +20,7 @@ def test_doras_identity_is_no_input_of_expand_and_hosts_backends_are_refused():
     la.fit([(X, y)])
     assert [block.normalizer for block in la.H_facs.blocks] == [5] * 4
     of_first_A = la.H_facs.blocks[0]
-    torch.testing.assert_close(of_first_A.input_factor.trace, X.square().sum())
+    assert_close(of_first_A.input_factor.trace, X.square().sum())
     for structure in ("kron", "diag", "full"):
         with pytest.raises(NotImplementedError, match=r"don't support DoRA.*first\.lora_A"):
             make(model, structure, backend=CurvlinopsGGN)
@@ -32,7 +33,7 @@ def test_statistics_of_b_are_those_that_it_has_beside_a():
     for la in (both, alone):
         la.fit(pairs(2))
     of_b = torch.cat([torch.full((n,), index % 2 == 1) for index, n in enumerate(sizes(both))])
-    torch.testing.assert_close(alone.H.to_matrix(), both.H.to_matrix()[of_b][:, of_b])
+    assert_close(alone.H.to_matrix(), both.H.to_matrix()[of_b][:, of_b])
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -47,7 +48,7 @@ def test_a_posterior_over_b_alone_is_saved_drawn_from_and_guarded(structure, tmp
     again = laplace_lora_ext.from_pretrained(loaded, tmp_path)
     assert [b.name for b in again.blocks] == [b.name for b in la.blocks]
     assert not any(p.requires_grad for n, p in loaded.named_parameters() if "lora_" in n)
-    torch.testing.assert_close(again(batch), la(batch))
+    assert_close(again(batch), la(batch))
     settings = {"backend_kwargs": {"rank": 3}} if structure == "lowrank_kron" else {}
     of_both = make(loaded, structure, **settings)
     with pytest.raises(ValueError, match=r"lora_A\.weight .*was None at the fit"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.special import entr
+from torch.testing import assert_close
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
@@ -69,8 +70,8 @@ def test_the_ensembles_of_lm_polygraph_are_draws_and_without_any_the_trained_mod
         weights = weights * p[:, place, token, None]
     for mode, total in totals.items():
         scores = found[f"{mode}_token_level_scores"]
-        torch.testing.assert_close(scores["total_uncertainty"], torch.stack(total).mean()[None])
-        torch.testing.assert_close(scores["log_probas"], weights.log() / 3)
+        assert_close(scores["total_uncertainty"], torch.stack(total).mean()[None])
+        assert_close(scores["log_probas"], weights.log() / 3)
 
 
 def test_the_wrapper_of_torch_uncertainty_predicts_as_the_posterior_does():
@@ -81,7 +82,7 @@ def test_the_wrapper_of_torch_uncertainty_predicts_as_the_posterior_does():
     inputs = la.model.inputs(batches[0])
     loader = [(la.model.inputs(batch), batch["labels"]) for batch in batches]
     found = run("torch-uncertainty", {"model": model, "train_loader": loader, "inputs": inputs})
-    torch.testing.assert_close(found["probs"], la(inputs))
+    assert_close(found["probs"], la(inputs))
 
 
 def test_vllm_serves_draws_as_peft_does(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from laplace.curvature.asdl import AsdlGGN
 from laplace.curvature.backpack import BackPackEF, BackPackGGN
 from laplace.curvature.curvlinops import CurvlinopsEF, CurvlinopsGGN
 from torch import nn
+from torch.testing import assert_close
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -69,16 +70,16 @@ def test_ggn_of_a_linear_net_without_positions(rival, likelihood):
     X, y = data(likelihood)
     loss, H = ours(LowRankKronGGN, X, y, likelihood)
     their_loss, their_H = rival(flat_net(), likelihood).kron(X, y, N=len(X))
-    torch.testing.assert_close(loss, their_loss, **CLOSE)
-    torch.testing.assert_close(H.decompose().to_matrix(), their_H.to_matrix(), **CLOSE)
+    assert_close(loss, their_loss, **CLOSE)
+    assert_close(H.decompose().to_matrix(), their_H.to_matrix(), **CLOSE)
 
 
 def test_empirical_fisher_of_a_linear_net():
     X, y = data()
     _, H = ours(LowRankKronEF, X, y)
     _, their_H = CurvlinopsEF(flat_net(), "classification").kron(X, y, N=len(X))
-    torch.testing.assert_close(H.decompose().to_matrix(), their_H.to_matrix(), **CLOSE)
+    assert_close(H.decompose().to_matrix(), their_H.to_matrix(), **CLOSE)
     # Of one example the Kronecker form is exact, so that its diagonal is BackPACK's.
     _, H = ours(LowRankKronEF, X[:1], y[:1])
     _, diagonal = BackPackEF(flat_net(), "classification").diag(X[:1], y[:1])
-    torch.testing.assert_close(H.decompose().diag(), diagonal, **CLOSE)
+    assert_close(H.decompose().diag(), diagonal, **CLOSE)

@@ -10,6 +10,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 
 import laplace_lora_ext
 from tests.support.dense import (
@@ -142,7 +143,7 @@ def test_covariance_and_evidence_equal_dense_formulas(kind, side, kfac_approx):
     else:
         blocks = expand_blocks(model, examples)
     H = torch.block_diag(*blocks)
-    torch.testing.assert_close(la.H.to_matrix(), H, **EXACT)
+    assert_close(la.H.to_matrix(), H, **EXACT)
 
     n_weights = torch.tensor([len(block) for block in blocks])
     prior = prior_precision.repeat_interleave(n_weights)
@@ -150,15 +151,15 @@ def test_covariance_and_evidence_equal_dense_formulas(kind, side, kfac_approx):
     moments = [la.predictive_moments(batch) for batch in batches]
     f_mu = torch.cat([of_batch.f_mu for of_batch in moments])
     f_var = torch.cat([of_batch.f_var for of_batch in moments])
-    torch.testing.assert_close(f_mu, logits, **EXACT)
-    torch.testing.assert_close(f_var, covariance, **EXACT)
-    torch.testing.assert_close(la.functional_variance(Js), covariance, **EXACT)
+    assert_close(f_mu, logits, **EXACT)
+    assert_close(f_var, covariance, **EXACT)
+    assert_close(la.functional_variance(Js), covariance, **EXACT)
 
     labels = torch.stack([example.label for example in examples])
     log_likelihood = -cross_entropy(logits, labels, reduction="sum")
     weights = [p.detach().flatten() for name, p in model.named_parameters() if "lora_" in name]
     expected = evidence(H, log_likelihood, torch.cat(weights), prior)
-    torch.testing.assert_close(la.log_marginal_likelihood(), expected, **EXACT)
+    assert_close(la.log_marginal_likelihood(), expected, **EXACT)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
@@ -170,14 +171,14 @@ def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
 
     found = ours.posterior_precision.to_matrix()
     expected = theirs.posterior_precision.to_matrix()
-    torch.testing.assert_close(found, expected, **EXACT)
+    assert_close(found, expected, **EXACT)
     found = ours.log_marginal_likelihood()
     expected = theirs.log_marginal_likelihood()
-    torch.testing.assert_close(found, expected, **EXACT)
+    assert_close(found, expected, **EXACT)
     for link_approx in ("probit", "bridge", "bridge_norm"):
         found = ours(batches[0], link_approx=link_approx)
         expected = theirs(batches[0], link_approx=link_approx)
-        torch.testing.assert_close(found, expected, **EXACT)
+        assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
@@ -195,7 +196,7 @@ def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it(kind):
         of_blocks = diagonal.split(sizes(with_tail))
         return torch.stack([part.sum() for part in of_blocks])
 
-    torch.testing.assert_close(traces(with_tail.H.diag()), traces(diagonal), **EXACT)
+    assert_close(traces(with_tail.H.diag()), traces(diagonal), **EXACT)
     assert (traces(without.H.diag()) < traces(diagonal)).all()
 
 
@@ -348,10 +349,10 @@ def test_batches_that_are_no_rows_of_tokens(make_case: Callable[[], Case]):
     logits, Js = alone(case.model.eval(), lambda *args: case.logits(*args)[0], examples)
     blocks = gradient_blocks(case.model, Js, softmax_fisher(logits))
     covariance = block_diagonal_covariance(blocks, Js)
-    torch.testing.assert_close(la.H.to_matrix(), torch.block_diag(*blocks), **EXACT)
+    assert_close(la.H.to_matrix(), torch.block_diag(*blocks), **EXACT)
 
     moments = [la.predictive_moments(batch) for batch in case.batches]
     f_mu = torch.cat([of_batch.f_mu for of_batch in moments])
     f_var = torch.cat([of_batch.f_var for of_batch in moments])
-    torch.testing.assert_close(f_mu, logits, **EXACT)
-    torch.testing.assert_close(f_var, covariance, **EXACT)
+    assert_close(f_mu, logits, **EXACT)
+    assert_close(f_var, covariance, **EXACT)

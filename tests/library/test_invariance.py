@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from tests.support.models import ragged_batches
 from tests.support.posteriors import KFAC_APPROX, fitted
@@ -13,10 +14,8 @@ CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 
 
 def assert_same_posterior(first, second):
-    torch.testing.assert_close(first.H.to_matrix(), second.H.to_matrix(), **CLOSE)
-    torch.testing.assert_close(
-        first.log_marginal_likelihood(), second.log_marginal_likelihood(), **CLOSE
-    )
+    assert_close(first.H.to_matrix(), second.H.to_matrix(), **CLOSE)
+    assert_close(first.log_marginal_likelihood(), second.log_marginal_likelihood(), **CLOSE)
     assert first.n_data == second.n_data
 
 
@@ -40,7 +39,7 @@ def test_batch_size_padding_side_and_amount(kind, way, kfac_approx):
         torch.cat([la(batch) for batch in data])
         for la, data in ((other, batches), (reference, ragged_batches()))
     )
-    torch.testing.assert_close(found, expected, **CLOSE)
+    assert_close(found, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import distributed, nn
+from torch.testing import assert_close
 
 from tests.compatibility.kinds import ADAPTERS, PRECISIONS, WRAPPERS, Kind, Precision
 from tests.support.dense import EXACT, assert_exact
@@ -71,7 +72,7 @@ def test_each_wrapper(name: str):
         la.fit(batches)
         results.append((la.H.to_matrix(), *la.predictive_moments(batches[0])))
     for found, expected in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(found, expected, **EXACT)
+        assert_close(found, expected, **EXACT)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torchmetrics
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from tests.support.models import lora_model, ragged_batches
@@ -66,7 +67,7 @@ def test_without_a_generator_ranks_choose_alike_too():
         return la.prior_precision, history.prior_precision, history.objective
 
     results = on_ranks(job, 2)
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    assert_close(results[0], results[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [None, {}, {"even_batches": False}])

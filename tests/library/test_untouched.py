@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from tests.support.models import laplace_keywords, lora_model, pairs, plain_model, ragged_batches
 from tests.support.posteriors import STRUCTURES, make
@@ -26,7 +27,7 @@ def test_construction_and_fit_leave_everything(kind, structure):
     for override in (True, False):
         la.fit(batches, override=override)
         before.assert_equal(model)
-    torch.testing.assert_close(batches, ragged_batches(), rtol=0, atol=0)
+    assert_close(batches, ragged_batches(), rtol=0, atol=0)
 
 
 GRID = {"method": "gridsearch", "grid_size": 3}
@@ -132,9 +133,9 @@ def test_construction_fit_predictions_and_tuning_are_the_same_without_gradients(
         assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
         assert not torch.is_grad_enabled()
     before.assert_equal(model, random_state=False)
-    torch.testing.assert_close(prediction, expected(inputs(data()[0])), rtol=1e-10, atol=1e-12)
+    assert_close(prediction, expected(inputs(data()[0])), rtol=1e-10, atol=1e-12)
     evidences = [posterior.log_marginal_likelihood() for posterior in (la, expected)]
-    torch.testing.assert_close(*evidences, rtol=1e-10, atol=0)
+    assert_close(*evidences, rtol=1e-10, atol=0)
     log_precision = torch.zeros((), dtype=torch.float64, requires_grad=True)
     la.log_marginal_likelihood(log_precision.exp()).backward()
     assert torch.isfinite(log_precision.grad)

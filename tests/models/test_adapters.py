@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from laplace_lora_ext.models.adapters import add_fresh_adapter, only_active
 from tests.support.models import CLASS_TOKEN_IDS, base_model, lora_model, ragged_batches
@@ -36,7 +37,7 @@ def test_averaged_adapters_are_the_sampled_networks_prediction(kind, tmp_path):
     draws = torch.stack([probabilities(reloaded(kind, folder), batch) for folder in folders])
     assert not torch.allclose(draws[0], draws[1], atol=1e-4)
     expected = la(batch, pred_type="nn", link_approx="mc", n_samples=3, generator=generator())
-    torch.testing.assert_close(draws.mean(0), expected)
+    assert_close(draws.mean(0), expected)
     for name, value in la.model.state_dict().items():
         assert torch.equal(value, before[name])
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import laplace_lora_ext
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -53,10 +54,10 @@ def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(kin
     for dtype in (torch.long, torch.bool, torch.float64, torch.uint8):
         of_type = batch | {"attention_mask": batch["attention_mask"].to(dtype)}
         found = LogitsModel(model, CLASS_TOKEN_IDS)(of_type)
-        torch.testing.assert_close(found, expected, **tolerance)
+        assert_close(found, expected, **tolerance)
     if kind == "gpt_neox":  # which counts positions from the first real token by itself
         found = LogitsModel(OfBatches(model), CLASS_TOKEN_IDS)(batch)
-        torch.testing.assert_close(found, expected, **tolerance)
+        assert_close(found, expected, **tolerance)
 
 
 def test_without_a_mask_the_last_token_is_the_last_position_of_tokens_or_embeddings():
@@ -66,7 +67,7 @@ def test_without_a_mask_the_last_token_is_the_last_position_of_tokens_or_embeddi
     expected = model(input_ids=ids).logits[:, -1, CLASS_TOKEN_IDS]
     for batch in ({"input_ids": ids}, {"inputs_embeds": embeddings}, ids):
         found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-        torch.testing.assert_close(found, expected, **EXACT)
+        assert_close(found, expected, **EXACT)
     la = make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS)
     la.fit([(ids, torch.tensor([0, 1, 2]))])
     assert torch.isfinite(la.log_marginal_likelihood())
@@ -89,7 +90,7 @@ def test_an_adapter_in_the_output_layer_takes_part(side):
     model = llama_with_output_layer().eval()
     (batch,) = ragged_batches(batch_size=8, padding_side=side)
     found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-    torch.testing.assert_close(found, alone(model, batch), rtol=1e-4, atol=1e-5)
+    assert_close(found, alone(model, batch), rtol=1e-4, atol=1e-5)
     la = make(model, class_token_ids=CLASS_TOKEN_IDS)
     la.fit([batch])
     assert any("lm_head" in block.name for block in la.blocks)
@@ -217,7 +218,7 @@ def test_an_encoder_decoder_answers_after_its_start_token_or_what_the_batch_give
     if given:
         batch["decoder_input_ids"] = torch.tensor([given]).expand(8, -1)
     found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
-    torch.testing.assert_close(found, expected, **EXACT)
+    assert_close(found, expected, **EXACT)
 
 
 # --- masked language models ----------------------------------------------------------------------
@@ -238,7 +239,7 @@ def test_a_masked_language_model_answers_at_its_mask_token(side):
         logits = model(input_ids=row[mask][None]).logits[0]
         rows.append(logits[row[mask] == MASK][0, CLASS_TOKEN_IDS])
     found = LogitsModel(model, CLASS_TOKEN_IDS, mask_token_id=MASK)(batch)
-    torch.testing.assert_close(found, torch.stack(rows), **EXACT)
+    assert_close(found, torch.stack(rows), **EXACT)
 
 
 @pytest.mark.parametrize("n_masks", [0, 2])

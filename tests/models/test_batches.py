@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.testing import assert_close
 from transformers import (
     BatchEncoding,
     LongformerConfig,
@@ -127,10 +128,8 @@ def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(str
     found = make(wrapper(model), structure)
     for la in (expected, found):
         la.fit(batches)
-    torch.testing.assert_close(
-        found.log_marginal_likelihood(), expected.log_marginal_likelihood(), **EXACT
-    )
-    torch.testing.assert_close(found(batches[0]), expected(batches[0]), **EXACT)
+    assert_close(found.log_marginal_likelihood(), expected.log_marginal_likelihood(), **EXACT)
+    assert_close(found(batches[0]), expected(batches[0]), **EXACT)
 
 
 @pytest.mark.parametrize("labels", [None, torch.tensor([0, 2])])

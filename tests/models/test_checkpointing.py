@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -44,12 +45,12 @@ def test_checkpointed_passes_give_the_same_numbers(kind, use_reentrant, kfac_app
     calls = forward_passes_of(layers[0])
     la = fitted(kind, model=model, rank=100, kfac_approx=kfac_approx)
     assert len(calls) > len(ragged_batches())  # computed anew
-    torch.testing.assert_close(la.H.to_matrix(), plain.H.to_matrix())
+    assert_close(la.H.to_matrix(), plain.H.to_matrix())
     assert la.log_marginal_likelihood() == pytest.approx(plain.log_marginal_likelihood().item())
     batch = ragged_batches()[0]
     for link_approx in ("mean_field", "probit"):
         expected = plain(batch, link_approx=link_approx)
-        torch.testing.assert_close(la(batch, link_approx=link_approx), expected)
+        assert_close(la(batch, link_approx=link_approx), expected)
     # The model is as it was.
     assert not any("forward" in vars(layer) for layer in layers)
     assert all(layer.gradient_checkpointing for layer in layers)
@@ -75,7 +76,7 @@ def test_dropout_of_checkpointed_layers_stays_off():
     plain = fitted(model=model.train())
     enable(model)
     la = fitted(model=model.train())
-    torch.testing.assert_close(la.H.to_matrix(), plain.H.to_matrix())
+    assert_close(la.H.to_matrix(), plain.H.to_matrix())
     assert model.training
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 from transformers import MixtralConfig, MixtralForSequenceClassification
 
 from laplace_lora_ext.models.logits_model import LogitsModel, logits_and_hidden_states
@@ -62,8 +63,8 @@ def test_the_output_layer_makes_the_logits_of_what_it_read(name, padding_side):
     for batch in ragged_batches(padding_side=padding_side):
         with model.prepared():
             logits, hidden = logits_and_hidden_states(model, batch)
-            torch.testing.assert_close(logits, model(batch))
-            torch.testing.assert_close(head(plain, layer)(hidden), logits)
+            assert_close(logits, model(batch))
+            assert_close(head(plain, layer)(hidden), logits)
 
 
 ANSWERING = {
@@ -85,9 +86,9 @@ def test_a_language_models_is_read_where_it_answers(name, padding_side):
         batch["input_ids"][:, -2 if padding_side == "left" else 1] = 1
         with model.prepared():
             logits, hidden = logits_and_hidden_states(model, batch)
-            torch.testing.assert_close(logits, model(batch))
+            assert_close(logits, model(batch))
             of_all = head(plain, layer)(hidden)
-            torch.testing.assert_close(of_all[:, CLASS_TOKEN_IDS], logits)
+            assert_close(of_all[:, CLASS_TOKEN_IDS], logits)
 
 
 class Router(nn.Module):

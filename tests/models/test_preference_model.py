@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from tests.support.dense import EXACT, gradient_curvature, jacobians, softmax_fisher
 from tests.support.models import OfMapping, lora_model, ragged_batches
@@ -42,10 +43,10 @@ def test_a_classifier_is_treated_as_a_wrapper_that_takes_pairs(structure):
     first = {key: pairs[key][:, 0] for key in ("input_ids", "attention_mask")}
     plain = fit(lora_model("bert", n_labels=1), structure)
     wrapped = fit(Wrapped(), structure)
-    torch.testing.assert_close(plain.loss, wrapped.loss)
-    torch.testing.assert_close(plain.log_marginal_likelihood(), wrapped.log_marginal_likelihood())
-    torch.testing.assert_close(plain(first), wrapped(first))
-    torch.testing.assert_close(plain(pairs, fitting=True), wrapped(pairs, fitting=True))
+    assert_close(plain.loss, wrapped.loss)
+    assert_close(plain.log_marginal_likelihood(), wrapped.log_marginal_likelihood())
+    assert_close(plain(first), wrapped(first))
+    assert_close(plain(pairs, fitting=True), wrapped(pairs, fitting=True))
 
 
 def test_rewards_are_those_of_the_model():
@@ -54,13 +55,13 @@ def test_rewards_are_those_of_the_model():
     pairs = preferences()
     first = {key: pairs[key][:, 0] for key in ("input_ids", "attention_mask")}
     mean, variance = la(first)
-    torch.testing.assert_close(mean, model.eval()(**first).logits.detach())
+    assert_close(mean, model.eval()(**first).logits.detach())
     assert variance.shape == (5, 1, 1)
     assert (variance > 0).all()
     for draw in (la.functional_samples, la.predictive_samples):
         samples = draw(first, n_samples=4000, generator=torch.Generator().manual_seed(0))
-        torch.testing.assert_close(samples.mean(0), mean, atol=0.2, rtol=0.1)
-        torch.testing.assert_close(samples.var(0), variance[..., 0], atol=0, rtol=0.1)
+        assert_close(samples.mean(0), mean, atol=0.2, rtol=0.1)
+        assert_close(samples.var(0), variance[..., 0], atol=0, rtol=0.1)
 
 
 def test_rewards_have_the_curvature_of_preferences():
@@ -71,10 +72,10 @@ def test_rewards_have_the_curvature_of_preferences():
     preferred = pairs.pop("labels")
     rewards = model(pairs).detach()
     expected = nn.functional.cross_entropy(rewards, preferred, reduction="sum")
-    torch.testing.assert_close(la.loss, expected, **EXACT)
+    assert_close(la.loss, expected, **EXACT)
     Js = jacobians(model, pairs)
     H = softmax_fisher(rewards)
-    torch.testing.assert_close(la.H.to_matrix(), gradient_curvature(model, Js, H), **EXACT)
+    assert_close(la.H.to_matrix(), gradient_curvature(model, Js, H), **EXACT)
 
 
 def stacked() -> dict[str, torch.Tensor]:
@@ -98,6 +99,6 @@ def test_trls_batches_are_taken_as_they_come():
     for method, data in (("agreement", "train_loader"), ("gridsearch", "val_loader")):
         expected = la.optimize_prior_precision(method=method, **{data: [ordered]})
         found = la.optimize_prior_precision(method=method, **{data: [stacked()]})
-        torch.testing.assert_close(found.objective, expected.objective)
+        assert_close(found.objective, expected.objective)
     with pytest.warns(UserWarning, match="has no margin"):
         la.fit([stacked() | {"margin": torch.ones(5)}])

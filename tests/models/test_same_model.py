@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
+from torch.testing import assert_close
 
 from laplace_lora_ext import from_pretrained
 from tests.support.models import (
@@ -151,7 +152,7 @@ def test_an_adapter_may_be_merged_and_unmerged():
     for _ in range(3):
         model.merge_adapter()
         model.unmerge_adapter()
-    torch.testing.assert_close(la(batch), expected, rtol=1e-5, atol=1e-6)
+    assert_close(la(batch), expected, rtol=1e-5, atol=1e-6)
 
 
 def active_of(model):
@@ -177,7 +178,7 @@ def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, activ
         layer.set_adapter(active)
     before = active_of(model)
     torch.manual_seed(0)
-    torch.testing.assert_close(USES[use](la, batches), expected)
+    assert_close(USES[use](la, batches), expected)
     assert active_of(model) == before
     model.delete_adapter("other")
     model.set_adapter("default")
@@ -277,7 +278,7 @@ def test_resized_and_tied_embeddings_under_another_name_of_the_adapter(trained, 
     served = PeftModel.from_pretrained(resized(), tmp_path / "trained", "served").double()
     loaded = from_pretrained(served, tmp_path)
     assert {block.adapter for block in loaded.blocks} == {"served"}
-    torch.testing.assert_close(loaded(batch), la(batch), rtol=1e-6, atol=1e-9)
+    assert_close(loaded(batch), la(batch), rtol=1e-6, atol=1e-9)
     served.get_input_embeddings().weight.data[0] += 0.1
     with pytest.raises(RuntimeError, match=r"(wte|lm_head).*weight differs from that of the fit"):
         loaded(batch)

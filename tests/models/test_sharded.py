@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 from tests.support.dense import EXACT
 from tests.support.models import laplace_keywords, lora_model, ragged_batches
@@ -46,7 +47,7 @@ def test_offloaded_weights(tmp_path, where, structure, kind):
     assert next(model.parameters()).is_meta
     la = build(model, structure, kind)
     expected = facts(build(lora_model(kind), structure, kind))
-    torch.testing.assert_close(facts(la), expected, **EXACT)
+    assert_close(facts(la), expected, **EXACT)
     assert settings_of(model) == before
     with pytest.raises(NotImplementedError, match="A draw of the weights needs whole LoRA weights"):
         la(ragged_batches()[0], pred_type="nn", link_approx="mc", n_samples=2)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 from transformers import FSMTConfig, FSMTForConditionalGeneration
 
 from laplace_lora_ext.models.tokens_model import TokensModel
@@ -17,7 +18,7 @@ def test_logits_are_those_that_predict_labels_in_the_texts_alone(kind, side):
     (batch,) = text_batches(batch_size=6, padding_side=side, padded_to=9)
     adapted = TokensModel(model)
     expected, _ = token_logits(model, [batch])
-    torch.testing.assert_close(adapted(batch), expected, rtol=1e-9, atol=1e-9)
+    assert_close(adapted(batch), expected, rtol=1e-9, atol=1e-9)
     targets = adapted.split(batch)[1]
     tokens = targets[targets != -100]
     assert tokens.tolist() == batch["labels"][batch["labels"] != -100].tolist()
@@ -33,7 +34,7 @@ def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(side):
     adapted = TokensModel(model)
     found = adapted(batch)
     assert len(found) == batch["attention_mask"].sum() - 6 == adapted.labelled(batch).sum()
-    torch.testing.assert_close(found, token_logits(model, [batch])[0], rtol=1e-9, atol=1e-9)
+    assert_close(found, token_logits(model, [batch])[0], rtol=1e-9, atol=1e-9)
 
 
 def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
@@ -43,7 +44,7 @@ def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
     batch["labels"][0, 3] = -100
     adapted = TokensModel(model)
     loss = cross_entropy(adapted(batch), batch["labels"][batch["labels"] != -100])
-    torch.testing.assert_close(loss, model(**batch).loss.to(loss))
+    assert_close(loss, model(**batch).loss.to(loss))
 
 
 def test_the_output_layer_runs_for_labelled_tokens_alone():
@@ -64,7 +65,7 @@ def test_an_encoder_reads_left_and_right_padded_texts_alike(kind):
         ragged_batches((4, 3, 2), padded_to=4, padding_side=side)[0] for side in ("left", "right")
     ]
     adapted = TokensModel(encoder_decoder(kind))
-    torch.testing.assert_close(*(adapted(batch | {"labels": labels}) for batch in ragged))
+    assert_close(*(adapted(batch | {"labels": labels}) for batch in ragged))
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
@@ -73,11 +74,11 @@ def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(kind):
     batch = pairs_of_texts()
     adapted = TokensModel(model)
     loss = cross_entropy(adapted(batch), batch["labels"][batch["labels"] != -100])
-    torch.testing.assert_close(loss, model(**batch).loss.to(loss))
+    assert_close(loss, model(**batch).loss.to(loss))
     model_of_collator = model.get_base_model()
     shifted = model_of_collator.prepare_decoder_input_ids_from_labels(batch["labels"])
     given = batch | {"decoder_input_ids": shifted}
-    torch.testing.assert_close(adapted(given), adapted(batch))
+    assert_close(adapted(given), adapted(batch))
 
 
 def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
@@ -87,7 +88,7 @@ def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
     shifted = model.get_base_model().prepare_decoder_input_ids_from_labels(batch["labels"])
     everything = model(**{**batch, "decoder_input_ids": shifted}).logits
     found = TokensModel(model)(batch)
-    torch.testing.assert_close(found, everything[batch["labels"] != -100].to(found))
+    assert_close(found, everything[batch["labels"] != -100].to(found))
 
 
 def test_what_a_decoder_reads_may_be_given_as_embeddings_or_left_open():
@@ -98,7 +99,7 @@ def test_what_a_decoder_reads_may_be_given_as_embeddings_or_left_open():
     embeddings = base.get_input_embeddings()(shifted)
     expected = TokensModel(model)(batch)
     for given in ({"decoder_input_ids": None}, {"decoder_inputs_embeds": embeddings}):
-        torch.testing.assert_close(TokensModel(model)(batch | given), expected)
+        assert_close(TokensModel(model)(batch | given), expected)
 
 
 def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
@@ -107,7 +108,7 @@ def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
     model.get_base_model().config.decoder_start_token_id = 2
     expected = TokensModel(model)(batch)
     monkeypatch.delattr(type(model.get_base_model()), "prepare_decoder_input_ids_from_labels")
-    torch.testing.assert_close(TokensModel(model)(batch), expected, rtol=0, atol=0)
+    assert_close(TokensModel(model)(batch), expected, rtol=0, atol=0)
 
 
 def test_an_embedding_that_is_also_the_output_layer_and_labels_that_a_model_writes_to():
@@ -123,7 +124,7 @@ def test_an_embedding_that_is_also_the_output_layer_and_labels_that_a_model_writ
     assert torch.equal(batch["labels"], labels)
     batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch.pop("labels"))
     expected = model(**batch, use_cache=False).logits[labels != -100]
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 def changed(**parts):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from tests.support.models import CLASS_TOKEN_IDS
 
@@ -213,9 +214,9 @@ def assert_exact(la: Any, model: nn.Module, inputs: Sequence[Any]) -> None:
     moments = [la.predictive_moments(X) for X in inputs]
     means = torch.cat([of_batch.f_mu for of_batch in moments])
     covariances = torch.cat([of_batch.f_var for of_batch in moments])
-    torch.testing.assert_close(found, H, **EXACT)
-    torch.testing.assert_close(means, f_mu, **EXACT)
-    torch.testing.assert_close(covariances, covariance, **EXACT)
+    assert_close(found, H, **EXACT)
+    assert_close(means, f_mu, **EXACT)
+    assert_close(covariances, covariance, **EXACT)
 
 
 def _takes_part(la: Any, model: nn.Module) -> torch.Tensor:

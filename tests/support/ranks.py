@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.data_loader import prepare_data_loader
 from torch import multiprocessing
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from tests.support.models import ragged_batches
@@ -44,8 +45,8 @@ def assert_alike(results: Sequence[Any], expected: Any, **close: float) -> None:
     """No rank has failed, all have the same to the bit, and it is close to what is expected."""
     for result in results:
         assert not isinstance(result, Exception), result
-        torch.testing.assert_close(result, expected, **close)
-        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+        assert_close(result, expected, **close)
+        assert_close(result, results[0], rtol=0, atol=0)
 
 
 def failures(results: Sequence[Any]) -> list[str]:
