@@ -1,5 +1,8 @@
 """Which examples of a loader each rank passes over: all ranks together each of them once."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch.utils.data import (
@@ -25,24 +28,40 @@ from laplace_lora_ext.processes.shards import (
 from tests.support.ranks import accelerated, failures, on_ranks
 
 SIZES = [1, 2, 5, 8, 9, 11, 12, 13]
+NO_EXAMPLES = torch.empty(0).long()
+
+# --- loaders that are dealt to ranks -------------------------------------------------------------
 
 
-def numbered(n: int, **options) -> DataLoader:
-    return DataLoader(torch.arange(n), **{"batch_size": 2} | options)
+def numbered(n: int, batch_size: int = 2, **options) -> DataLoader:
+    """Load numbers from 0 to n, which are the examples' places too."""
+    return DataLoader(torch.arange(n), batch_size=batch_size, **options)
 
 
-def strided(_, world, n, **options):
-    sampler = DistributedSampler(torch.arange(n), **options)
+def strided(rank: int, world: int, n: int) -> DataLoader:
+    return numbered(n, sampler=DistributedSampler(torch.arange(n)))
+
+
+def strided_and_dropping(rank: int, world: int, n: int) -> DataLoader:
+    sampler = DistributedSampler(torch.arange(n), drop_last=True)
     return numbered(n, sampler=sampler)
 
 
-def prepared(rank, world, n, shuffle=False, batch_size=2, **options):
-    loader = numbered(n, shuffle=shuffle, batch_size=batch_size)
-    return accelerated(rank, world, loader, **options)
+def prepared(rank: int, world: int, n: int) -> DataLoader:
+    return accelerated(rank, world, numbered(n))
 
 
-def by_batches(rank, world, n):
-    return accelerated(rank, world, DataLoader(torch.arange(n), batch_sampler=SortedBatches(n)))
+def prepared_and_shuffled(rank: int, world: int, n: int) -> DataLoader:
+    return accelerated(rank, world, numbered(n, shuffle=True))
+
+
+def prepared_uneven(rank: int, world: int, n: int) -> DataLoader:
+    return accelerated(rank, world, numbered(n), even_batches=False)
+
+
+def prepared_by_splitting(rank: int, world: int, n: int) -> DataLoader:
+    loader = numbered(n, batch_size=6)
+    return accelerated(rank, world, loader, split_batches=True)
 
 
 class SortedBatches(BatchSampler):
@@ -55,202 +74,355 @@ class SortedBatches(BatchSampler):
 
 SortedBatches.__module__ = "torch.utils.data"  # as if it were one that gives all
 
-LOADERS = {
-    "DistributedSampler": strided,
-    "DistributedSampler, dropping": lambda *a: strided(*a, drop_last=True),
-    "Accelerate": prepared,
-    "Accelerate, shuffled": lambda *a: prepared(*a, shuffle=True),
-    "Accelerate, uneven": lambda *a: prepared(*a, even_batches=False),
-    "Accelerate, split": lambda *a: prepared(*a, batch_size=6, split_batches=True),
-    "Accelerate, batches of many sizes": by_batches,
-    "in order": lambda rank, world, n: in_order(torch.arange(n), 2, None),
-}
+
+def prepared_by_batches(rank: int, world: int, n: int) -> DataLoader:
+    loader = DataLoader(torch.arange(n), batch_sampler=SortedBatches(n))
+    return accelerated(rank, world, loader)
 
 
-def given(loader):
-    """Columns of all ranks, how many batches there were, and how many examples in the largest."""
+def dealt_in_order(rank: int, world: int, n: int) -> DataLoader:
+    return in_order(torch.arange(n), 2, None)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a share's pass gave: all ranks' column, and sizes of this rank's batches."""
+
+    column: list[int]
+    batch_sizes: list[int]
+
+
+def given(loader: DataLoader) -> Given:
+    """Pass over this rank's share and join the examples of all ranks."""
     share = Share(loader)
     assert share.is_dealt
-    batches = []
-    parts = [torch.empty(0).long()]
-    places = [torch.empty(0).long()]
+    batch_sizes = []
+    examples = [NO_EXAMPLES]
+    places = [NO_EXAMPLES]
     for batch in share.loader:
-        batches.append(len(batch))
-        here = share.places(len(batch))
-        if len(here):
-            parts.append(batch)
-            places.append(here)
-    assert share.size == sum(map(len, parts))
-    (column,) = joined(torch.cat(places), (torch.cat(parts),)) or ()
-    return column.tolist(), len(batches), max(batches)
+        batch_sizes.append(len(batch))
+        of_batch = share.places(len(batch))
+        if len(of_batch):
+            examples.append(batch)
+            places.append(of_batch)
+    assert share.size == sum(map(len, examples))
+    (column,) = joined(torch.cat(places), (torch.cat(examples),)) or ()
+    return Given(column.tolist(), batch_sizes)
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-def test_all_ranks_together_have_each_example_once_and_in_order(kind):
+@pytest.mark.parametrize(
+    "make_loader",
+    [
+        pytest.param(strided, id="DistributedSampler"),
+        pytest.param(strided_and_dropping, id="DistributedSampler, dropping"),
+        pytest.param(prepared, id="Accelerate"),
+        pytest.param(prepared_and_shuffled, id="Accelerate, shuffled"),
+        pytest.param(prepared_uneven, id="Accelerate, uneven"),
+        pytest.param(prepared_by_splitting, id="Accelerate, split"),
+        pytest.param(prepared_by_batches, id="Accelerate, batches of many sizes"),
+        pytest.param(dealt_in_order, id="in order"),
+    ],
+)
+def test_all_ranks_together_have_each_example_once_and_in_order(make_loader):
     def job(rank):
-        return [given(LOADERS[kind](rank, 3, n)) for n in SIZES]
+        return [given(make_loader(rank, 3, n)) for n in SIZES]
 
     of_ranks = on_ranks(job, 3)
     assert isinstance(of_ranks[0], list), of_ranks[0]
-    for results in zip(*of_ranks, strict=True):
-        columns, n_batches, largest = zip(*results, strict=True)
-        n = len(columns[0])
-        assert all(column == list(range(n)) for column in columns)
-        assert len(set(n_batches)) == 1  # ranks that share a model pass over it together
-        if kind != "Accelerate, batches of many sizes":
-            assert max(largest) <= 2
-    assert [len(column) for column, *_ in of_ranks[0]] == SIZES
+    for n, results in zip(SIZES, zip(*of_ranks, strict=True), strict=True):
+        for result in results:
+            assert result.column == list(range(n))
+            if make_loader is not prepared_by_batches:
+                assert max(result.batch_sizes) <= 2
+        # Ranks that share a model pass over it together.
+        assert len({len(result.batch_sizes) for result in results}) == 1
+
+
+def passes_over(share: Share) -> list[list[int]]:
+    """Pass over a share twice."""
+    passes = []
+    for _ in range(2):
+        (column, *_) = over_loader(share, lambda batch: (batch,))
+        passes.append(column.tolist())
+    return passes
 
 
 def test_a_share_that_is_read_once_gives_every_pass_the_same():
     def job(rank):
-        loader = prepared(rank, 2, 5, shuffle=True)
-        share = Share.read_once(loader)
-        return [over_loader(share, lambda batch: (batch,))[0].tolist() for _ in range(2)]
+        return passes_over(Share.read_once(prepared_and_shuffled(rank, 2, 5)))
 
     for passes in on_ranks(job, 2):
         assert passes == [list(range(5))] * 2
-    shuffled = Share.read_once(DataLoader(torch.arange(40), batch_size=3, shuffle=True))
-    passes = [over_loader(shuffled, lambda batch: (batch,))[0].tolist() for _ in range(2)]
-    assert passes[0] == passes[1] != list(range(40))
+    shuffled = DataLoader(torch.arange(40), batch_size=3, shuffle=True)
+    first, second = passes_over(Share.read_once(shuffled))
+    assert first == second
+    assert first != list(range(40))
+
+
+# --- other loaders -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A share of a loader that each rank has wholly, and all ranks' examples."""
+
+    is_dealt: bool
+    size: int | None
+    column: list[int]
+
+
+def shared(loader, rank: int) -> Shared:
+    """Join examples of all ranks, of which rank 1 adds 10 to its own."""
+    share = Share(loader)
+    places = torch.cat([share.places(len(batch)) for batch in share.loader])
+    values = torch.cat(list(share.loader)) + 10 * rank
+    (column,) = joined(places, (values,))
+    return Shared(share.is_dealt, share.size, column.tolist())
 
 
 def test_other_loaders_give_a_rank_its_own():
-    loaders = {
-        "list": [torch.arange(3), torch.arange(2)],
-        "loader": numbered(5, batch_size=3),
-        "batches": DataLoader(torch.arange(5), batch_sampler=BatchSampler(range(5), 3, False)),
-    }
+    batches = [torch.arange(3), torch.arange(2)]
+    loader = numbered(5, batch_size=3)
+    by_batches = DataLoader(
+        torch.arange(5),
+        batch_sampler=BatchSampler(range(5), 3, False),
+    )
 
     def job(rank):
-        found = []
-        for loader in loaders.values():
-            share = Share(loader)
-            places = torch.cat([share.places(len(batch)) for batch in share.loader])
-            values = torch.cat(list(share.loader)) + 10 * rank
-            found.append((share.is_dealt, share.size, joined(places, (values,))[0].tolist()))
-        return found, total_size(loaders["loader"], 7), total_size(loaders["list"], 7)
+        found = [shared(each, rank) for each in (batches, loader, by_batches)]
+        return found, total_size(loader, 7), total_size(batches, 7)
 
-    for found, total, unknown in on_ranks(job, 2):
-        assert [result[:2] for result in found] == [(False, None), (False, 5), (False, 5)]
-        assert found[0][2] == [0, 1, 2, 0, 1, 10, 11, 12, 10, 11]
-        assert found[1][2] == found[2][2] == [*range(5), *range(10, 15)]
-        assert (total, unknown) == (10, 7)
-    assert not Share(strided(0, 1, 5, num_replicas=2, rank=0)).is_dealt  # one process alone
+    both = [
+        0,
+        1,
+        2,
+        3,
+        4,
+        10,
+        11,
+        12,
+        13,
+        14,
+    ]
+    of_list = Shared(
+        is_dealt=False,
+        size=None,
+        column=[
+            0,
+            1,
+            2,
+            0,
+            1,
+            10,
+            11,
+            12,
+            10,
+            11,
+        ],
+    )
+    of_loader = Shared(is_dealt=False, size=5, column=both)
+    for found, total, total_of_list in on_ranks(job, 2):
+        assert found == [of_list, of_loader, of_loader]
+        assert total == 10
+        assert total_of_list == 7  # as it was given: a list doesn't tell
+    of_one_process = DistributedSampler(torch.arange(5), num_replicas=2, rank=0)
+    assert not Share(numbered(5, sampler=of_one_process)).is_dealt
+
+
+# --- refused -------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset):
-    def __iter__(self):
+    def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(torch.arange(7))
 
 
 class Own(Sampler):
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         return iter([3, 1, 3])
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 3
 
 
-REFUSED = {
-    "repeats examples where it shards an iterable": lambda rank: accelerated(
-        rank, 2, DataLoader(Stream(), batch_size=2), dispatch_batches=False
-    ),
-    "or dispatches": lambda rank: accelerated(rank, 2, numbered(4), dispatch_batches=True),
-    "among 4 processes, and there are 2": lambda rank: strided(
-        rank, 4, 8, num_replicas=4, rank=rank
-    ),
-    "a sampler of your own": lambda rank: accelerated(rank, 2, numbered(5, sampler=Own())),
-    "must return one for each": lambda rank: DataLoader(
-        torch.arange(4), 2, sampler=DistributedSampler(range(4)), collate_fn=lambda x: x[:1]
-    ),
-    "have the same 4 examples": lambda rank: numbered(4),
-}
+def sharded_stream(rank: int) -> DataLoader:
+    loader = DataLoader(Stream(), batch_size=2)
+    return accelerated(rank, 2, loader, dispatch_batches=False)
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_would_count_twice_is_refused(message):
+def dispatched(rank: int) -> DataLoader:
+    return accelerated(rank, 2, numbered(4), dispatch_batches=True)
+
+
+def for_four_processes(rank: int) -> DataLoader:
+    sampler = DistributedSampler(torch.arange(8), num_replicas=4, rank=rank)
+    return numbered(8, sampler=sampler)
+
+
+def with_a_sampler_of_ones_own(rank: int) -> DataLoader:
+    return accelerated(rank, 2, numbered(5, sampler=Own()))
+
+
+def with_a_collator_that_drops(rank: int) -> DataLoader:
+    sampler = DistributedSampler(range(4))
+    return numbered(4, sampler=sampler, collate_fn=lambda examples: examples[:1])
+
+
+def the_same_on_all_ranks(rank: int) -> DataLoader:
+    return numbered(4)
+
+
+@pytest.mark.parametrize(
+    ("make_loader", "message"),
+    [
+        (sharded_stream, "repeats examples where it shards an iterable"),
+        (dispatched, "or dispatches"),
+        (for_four_processes, "among 4 processes, and there are 2"),
+        (with_a_sampler_of_ones_own, "a sampler of your own"),
+        (with_a_collator_that_drops, "must return one for each"),
+        (the_same_on_all_ranks, "have the same 4 examples"),
+    ],
+)
+def test_what_would_count_twice_is_refused(make_loader, message):
     def job(rank):
-        share = Share(REFUSED[message](rank))
-        pairs = [(share.places(len(batch)), torch.as_tensor(batch)) for batch in share.loader]
-        places, values = (torch.cat(part) for part in zip(*pairs, strict=True))
-        joined(places, (values,))
+        share = Share(make_loader(rank))
+        places = []
+        values = []
+        for batch in share.loader:
+            places.append(share.places(len(batch)))
+            values.append(torch.as_tensor(batch))
+        joined(torch.cat(places), (torch.cat(values),))
 
     for error in failures(on_ranks(job, 2)):
         assert message in error
+
+
+# --- ranks without data --------------------------------------------------------------------------
 
 
 def test_a_rank_without_data_or_labels():
     def job(rank):
         share = Share([])
         if rank == 1:
-            return joined(torch.empty(0).long(), None)
+            return joined(NO_EXAMPLES, None)
         values = torch.arange(4).reshape(2, 2) + 10 * rank
-        return joined(share.places(2), (values, values[:, 0]))
+        return joined(
+            share.places(2),
+            (values, values[:, 0]),
+        )
 
     for first, second in on_ranks(job, 3):
         assert first.tolist() == [[0, 1], [2, 3], [20, 21], [22, 23]]
         assert second.tolist() == [0, 2, 20, 22]
-    assert on_ranks(lambda _: joined(torch.empty(0).long(), None), 2) == [None, None]
-    numbers = torch.arange(2.0)
-    some = on_ranks(lambda r: joined(torch.arange(2) + 2 * r, (numbers + r,) * (1 + r)), 2)
-    assert (
-        failures(some)
-        == ["Some batches have labels and others have none: give all or none labels."] * 2
-    )
+    assert on_ranks(lambda _: joined(NO_EXAMPLES, None), 2) == [None, None]
+
+
+def test_labels_of_some_ranks_alone_are_refused():
+    def job(rank):
+        places = torch.arange(2) + 2 * rank
+        values = torch.arange(2.0) + rank
+        columns = (values,) if rank == 0 else (values, values)
+        joined(places, columns)
+
+    message = "Some batches have labels and others have none: give all or none labels."
+    assert failures(on_ranks(job, 2)) == [message] * 2
+
+
+# --- examples that a sampler leaves out ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "examples"),
+    ("loader", "examples"),
     [
-        ({}, range(5)),
-        ({"shuffle": True}, range(5)),
-        ({"sampler": SubsetRandomSampler([4, 0])}, [0, 4]),
-        ({"sampler": WeightedRandomSampler([1.0] * 5, 3)}, range(5)),
-        ({"sampler": Own()}, [1, 3]),
-        ({"batch_sampler": [[2, 0], [1]], "batch_size": 1}, range(3)),
+        pytest.param(numbered(5), [0, 1, 2, 3, 4], id="none"),
+        pytest.param(numbered(5, shuffle=True), [0, 1, 2, 3, 4], id="none, shuffled"),
+        pytest.param(
+            numbered(5, sampler=SubsetRandomSampler([4, 0])),
+            [0, 4],
+            id="a subset",
+        ),
+        pytest.param(
+            numbered(5, sampler=WeightedRandomSampler([1.0] * 5, 3)),
+            [0, 1, 2, 3, 4],
+            id="by chance",
+        ),
+        pytest.param(numbered(5, sampler=Own()), [1, 3], id="a sampler of one's own"),
+        pytest.param(
+            numbered(
+                5,
+                batch_size=1,
+                batch_sampler=[
+                    [2, 0],
+                    [1],
+                ],
+            ),
+            [0, 1, 2],
+            id="batches",
+        ),
     ],
 )
-def test_examples_that_a_sampler_leaves_out_are_no_part_of_the_data(options, examples):
-    assert examples_of(numbered(5, **options)).tolist() == list(examples)
+def test_examples_that_a_sampler_leaves_out_are_no_part_of_the_data(loader, examples):
+    assert examples_of(loader).tolist() == examples
 
 
-def held_out(n, share, groups, seed, parts=1):
-    """Places that each part holds out; the others are its rest."""
-    found = []
+# --- held out ------------------------------------------------------------------------------------
+
+
+def held_out(
+    groups: torch.Tensor,
+    share: float,
+    seed: int,
+    n_parts: int = 1,
+) -> list[Sequence[int]]:
+    """Find the places that each part holds out; the others are its rest."""
+    n = len(groups)
     loader = DataLoader(list(range(n)), 4)
-    for rest, held in divided(loader, share, groups, torch.Generator().manual_seed(seed), parts):
+    noise = torch.Generator().manual_seed(seed)
+    places = []
+    for rest, held in divided(loader, share, groups, noise, n_parts):
         assert sorted([*rest.indices, *held.indices]) == list(range(n))
-        found.append(held.indices)
-    return found
-
-
-RARE = torch.cat([torch.arange(90) % 3, torch.arange(3, 13)])  # ten classes of one text each
+        places.append(held.indices)
+    return places
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_classes_are_held_out_in_proportion_and_never_to_the_last(seed):
-    (held,) = held_out(100, 0.2, RARE, seed)
+    three_large = torch.arange(90) % 3
+    ten_of_one_text = torch.arange(3, 13)
+    classes = torch.cat([three_large, ten_of_one_text])
+    (held,) = held_out(classes, 0.2, seed)
     assert len(held) == 20
-    counts = RARE[held].bincount(minlength=13)
-    assert 6 <= counts[:3].min() <= counts[:3].max() <= 7
+    counts = classes[held].bincount(minlength=13)
+    assert counts[:3].min() >= 6
+    assert counts[:3].max() <= 7
     assert not counts[3:].any()
-    pairs = torch.arange(20) % 10  # two of each class
-    (held,) = held_out(20, 0.7, pairs, seed)
-    assert pairs[held].sort().values.tolist() == list(range(10))
-    uneven = torch.tensor([0] * 5 + [1] * 40 + [2] * 55)
-    parts = held_out(100, 0.2, uneven, seed, 5)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_of_two_texts_is_held_out_at_most(seed):
+    classes = torch.arange(20) % 10
+    (held,) = held_out(classes, 0.7, seed)
+    assert classes[held].sort().values.tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_parts_hold_out_each_text_once_and_each_class_in_proportion(seed):
+    classes = torch.tensor([0] * 5 + [1] * 40 + [2] * 55)
+    parts = held_out(classes, 0.2, seed, n_parts=5)
     assert sorted(place for part in parts for place in part) == list(range(100))
+    fifths = torch.tensor([1, 8, 11])
     for part in parts:
-        counts = uneven[part].bincount(minlength=3) - torch.tensor([1, 8, 11])
-        assert counts.abs().max() <= 1
+        counts = classes[part].bincount(minlength=3)
+        assert (counts - fifths).abs().max() <= 1
 
 
 def test_each_example_of_a_class_is_as_likely_to_be_held_out():
-    uneven = torch.tensor([0] * 2 + [1] * 7 + [2] * 11)
-    of_all = sum(
-        torch.tensor(held_out(20, 0.25, uneven, seed)[0]).bincount(minlength=20)
-        for seed in range(1000)
-    )
-    assert of_all.sum() == 5000
-    assert (of_all - 250).abs().max() < 5 * (1000 * 0.25 * 0.75) ** 0.5  # standard deviations
+    classes = torch.tensor([0] * 2 + [1] * 7 + [2] * 11)
+    n_seeds = 1000
+    counts = torch.zeros(20)
+    for seed in range(n_seeds):
+        (held,) = held_out(classes, 0.25, seed)
+        counts += torch.tensor(held).bincount(minlength=20)
+    assert counts.sum() == 5 * n_seeds
+    standard_deviation = (n_seeds * 0.25 * 0.75) ** 0.5
+    assert (counts - 0.25 * n_seeds).abs().max() < 5 * standard_deviation
