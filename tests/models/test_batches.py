@@ -3,6 +3,7 @@
 from collections import UserDict
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -33,39 +34,60 @@ PAD = 3
 
 
 def adapted(kind: str, pad: int | None = PAD) -> LogitsModel:
-    model = lora_model(kind)
+    """Adapt a model whose configuration names a padding token, or none."""
+    model = lora_model(kind).eval()
     model.config.pad_token_id = pad
-    return LogitsModel(model.eval(), None if kind == "bert" else CLASS_TOKEN_IDS)
+    if kind == "bert":
+        return LogitsModel(model)
+    return LogitsModel(model, CLASS_TOKEN_IDS)
 
 
 def padded_batch(side: str = "right") -> dict[str, torch.Tensor]:
-    """A batch with its mask, whose texts don't hold the padding token."""
-    (batch,) = ragged_batches(lengths=(4, 7, 5), padding_side=side)
+    """Make a batch with its mask, whose texts don't hold the padding token."""
+    (batch,) = ragged_batches(
+        lengths=(4, 7, 5),
+        padding_side=side,
+    )
     ids = batch["input_ids"]
     ids[ids == PAD] += 1
     ids[batch["attention_mask"] == 0] = PAD
     return batch
 
 
-MAPPINGS = [dict, UserDict, BatchEncoding, lambda d: MappingProxyType(dict(d))]
+def without(
+    batch: Mapping[str, Any],
+    left_out: str,
+) -> dict[str, Any]:
+    """Copy a batch without one of its keys."""
+    return {key: value for key, value in batch.items() if key != left_out}
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
+# --- mappings, pairs and keywords ----------------------------------------------------------------
+
+
+def read_only(batch: dict[str, Any]) -> MappingProxyType:
+    return MappingProxyType(dict(batch))
+
+
+@pytest.mark.parametrize("mapping", [dict, UserDict, BatchEncoding, read_only])
 def test_every_mapping_and_a_pair_give_the_same_and_are_left_as_they_were(bert, mapping):
     batches = ragged_batches()
     wrapped = [mapping(batch) for batch in batches]
-    inputs = [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
     before = dict(wrapped[0])
     expected = make(bert)
-    found = make(bert)
-    of_pairs = make(bert)
     expected.fit(batches)
-    found.fit(wrapped)
-    of_pairs.fit([(x, batch["labels"]) for x, batch in zip(inputs, batches, strict=True)])
-    assert torch.equal(found.log_marginal_likelihood(), expected.log_marginal_likelihood())
-    assert torch.equal(of_pairs.log_marginal_likelihood(), expected.log_marginal_likelihood())
-    assert torch.equal(found.model(wrapped[0]), bert(**inputs[0]).logits)
+    evidence = expected.log_marginal_likelihood()
+
+    of_mappings = make(bert)
+    of_mappings.fit(wrapped)
+    assert torch.equal(of_mappings.log_marginal_likelihood(), evidence)
+    logits = bert(**without(batches[0], "labels")).logits
+    assert torch.equal(of_mappings.model(wrapped[0]), logits)
     assert dict(wrapped[0]) == before  # the same tensor objects
+
+    of_pairs = make(bert)
+    of_pairs.fit([(without(batch, "labels"), batch["labels"]) for batch in batches])
+    assert torch.equal(of_pairs.log_marginal_likelihood(), evidence)
 
 
 @pytest.mark.parametrize("mapping", [dict, BatchEncoding])
@@ -81,10 +103,13 @@ def test_a_users_module_gets_the_mapping_without_labels_as_it_is(mapping):
             taken.append(batch)
             return self.inner(batch["x"])
 
-    x = torch.randn(2, 5).double()
-    labels = torch.ones(2)
-    LogitsModel(Wrapper())(mapping({"x": x, "labels": labels, "lengths": [3, 4]}))
-    assert [type(batch) for batch in taken] == [mapping]
+    batch = {
+        "x": torch.randn(2, 5).double(),
+        "labels": torch.ones(2),
+        "lengths": [3, 4],
+    }
+    LogitsModel(Wrapper())(mapping(batch))
+    assert [type(each) for each in taken] == [mapping]
     assert list(taken[0]) == ["x", "lengths"]
 
 
@@ -96,8 +121,8 @@ class Answering(nn.Module):
         self.model = model
 
     def answers(self, **inputs: torch.Tensor) -> torch.Tensor:
-        last = inputs["attention_mask"].sum(-1) - 1
         logits = self.model(**inputs).logits
+        last = inputs["attention_mask"].sum(-1) - 1
         return logits[torch.arange(len(last)), last][:, CLASS_TOKEN_IDS]
 
 
@@ -107,13 +132,20 @@ class OfKeywords(Answering):
 
 
 class OfKeywordsAlone(Answering):
-    def forward(self, *, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+    ) -> torch.Tensor:
         return self.answers(input_ids=input_ids, attention_mask=attention_mask)
 
 
 class OfNamedInputs(Answering):
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert attention_mask is not None
         return self.answers(input_ids=input_ids, attention_mask=attention_mask)
@@ -125,14 +157,22 @@ def test_a_wrapper_whose_forward_takes_keywords_gives_what_class_tokens_give(str
     model = lora_model("gpt2").eval()
     batches = ragged_batches()
     expected = make(model, structure, class_token_ids=CLASS_TOKEN_IDS)
+    expected.fit(batches)
     found = make(wrapper(model), structure)
-    for la in (expected, found):
-        la.fit(batches)
-    assert_close(found.log_marginal_likelihood(), expected.log_marginal_likelihood(), **EXACT)
-    assert_close(found(batches[0]), expected(batches[0]), **EXACT)
+    found.fit(batches)
+    evidence = expected.log_marginal_likelihood()
+    assert_close(found.log_marginal_likelihood(), evidence, **EXACT)
+    assert_close(
+        found(batches[0]),
+        expected(batches[0]),
+        **EXACT,
+    )
 
 
-@pytest.mark.parametrize("labels", [None, torch.tensor([0, 2])])
+@pytest.mark.parametrize(
+    "labels",
+    [None, torch.tensor([0, 2])],
+)
 def test_keywords_reach_a_wrapper_within_pefts(labels):
     """And tokens by themselves, which have no other place there."""
 
@@ -160,99 +200,180 @@ def test_a_model_may_be_called_as_transformers_models_are(kind):
     assert torch.equal(model(**batch), model(batch))
 
 
+# --- labels that are none, batches that are empty ------------------------------------------------
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_labels_that_are_none_are_no_labels(structure):
     la = fitted(structure=structure)
     batch, *_ = ragged_batches()
-    expected = la.predict_proba(batch)
+    inputs = without(batch, "labels")
     unlabelled = batch | {"labels": None}
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    expected = la.predict_proba(batch)
     assert torch.equal(la(unlabelled), la(batch))
     assert (la.predict_proba(unlabelled) == expected).all()
     for given in (unlabelled, (inputs, None), [inputs, None]):
         assert (la.predict_proba([given]) == expected).all()
         if structure == "lowrank_kron":
             assert la.predictive_statistics([given]).targets is None
-    for unlearnable in (unlabelled, (inputs, None)):
+    for given in (unlabelled, (inputs, None)):
         with pytest.raises(ValueError, match=r"batch 1: No labels .*\['attention_mask', 'input_"):
-            la.fit([batch, unlearnable])
+            la.fit([batch, given])
     with pytest.raises(TypeError, match="not Tensor without labels"):
         la.model.split((inputs["input_ids"], None))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_empty_batches_are_left_out_and_others_keep_their_numbers(structure):
+def test_empty_batches_are_left_out(structure):
     batches = ragged_batches()
     empty = {key: value[:0] for key, value in batches[0].items()}
     la = fitted(batches=batches, structure=structure)
     evidence = la.log_marginal_likelihood()
     la.fit([empty, *batches, empty])
     assert torch.equal(la.log_marginal_likelihood(), evidence)
+
+
+def test_batches_keep_their_numbers_where_empty_ones_are_left_out():
     X = torch.randn(2, 3)
-    loader = [(X, X), (X[:0], X[:0]), X[:0], {"x": X[:0], "y": 3}, {"x": [1]}, ({"x": X}, X)]
-    assert [name for name, _ in named_batches(loader)] == ["batch 0", "batch 4", "batch 5"]
+    none = X[:0]
+    loader = [
+        (X, X),
+        (none, none),
+        none,
+        {"x": none, "y": 3},
+        {"x": [1]},
+        ({"x": X}, X),
+    ]
+    names = [name for name, _ in named_batches(loader)]
+    assert names == ["batch 0", "batch 4", "batch 5"]
 
 
-def packed(batch: dict) -> dict:
-    return batch | {"position_ids": torch.tensor([0, 1, 2, 3, 0, 1, 2]).expand(3, 7)}
+# --- several texts in a row ----------------------------------------------------------------------
 
-
-RESTARTING = torch.tensor([0, 1, 2, 3, 0, 1, 2])
-PACKED = {
-    "position_ids": RESTARTING.expand(3, 7),
-    "position_ids of all rows": RESTARTING[None],
-    "position_ids of text and images": torch.stack([RESTARTING, *[torch.arange(7)] * 3])[:, None],
-    "position_ids of three axes": RESTARTING.expand(3, 3, 7),
-    "attention_mask": torch.tensor([1, 1, 1, 2, 2, 3, 3]).expand(3, 7),
-    "attention_mask of floats": torch.tensor([1.0, 1, 1, 2, 2, 0, 0]).expand(3, 7),
-    "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 2]]).int(),
-    "cu_seq_lens_q": torch.tensor([0, 3, 7, 14, 21]).int(),
-    "cu_seq_lens_k": torch.tensor([0, 3, 7, 14, 21]).int(),
-}
+RESTARTING = torch.tensor(
+    [
+        0,
+        1,
+        2,
+        3,
+        0,
+        1,
+        2,
+    ]
+)
+IN_ORDER = torch.arange(7)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
-@pytest.mark.parametrize("shown_by", PACKED)
-def test_several_texts_in_a_row_are_refused_by_what_shows_them(shown_by, kind):
+@pytest.mark.parametrize(
+    ("key", "numbers"),
+    [
+        pytest.param(
+            "position_ids",
+            RESTARTING.expand(3, 7),
+            id="position_ids",
+        ),
+        pytest.param(
+            "position_ids",
+            RESTARTING[None],
+            id="position_ids of all rows",
+        ),
+        pytest.param(
+            "position_ids",
+            torch.stack([RESTARTING, IN_ORDER, IN_ORDER, IN_ORDER])[:, None],
+            id="position_ids of text and images",
+        ),
+        pytest.param(
+            "position_ids",
+            RESTARTING.expand(3, 3, 7),
+            id="position_ids of three axes",
+        ),
+        pytest.param(
+            "attention_mask",
+            torch.tensor([1, 1, 1, 2, 2, 3, 3]).expand(3, 7),
+            id="attention_mask",
+        ),
+        pytest.param(
+            "attention_mask",
+            torch.tensor([1.0, 1, 1, 2, 2, 0, 0]).expand(3, 7),
+            id="attention_mask of floats",
+        ),
+        pytest.param(
+            "seq_idx",
+            torch.tensor([[0, 0, 0, 1, 1, 1, 2]]).int(),
+            id="seq_idx",
+        ),
+        pytest.param(
+            "cu_seq_lens_q",
+            torch.tensor([0, 3, 7, 14, 21]).int(),
+            id="cu_seq_lens_q",
+        ),
+        pytest.param(
+            "cu_seq_lens_k",
+            torch.tensor([0, 3, 7, 14, 21]).int(),
+            id="cu_seq_lens_k",
+        ),
+    ],
+)
+def test_several_texts_in_a_row_are_refused_by_what_shows_them(key, numbers, kind):
     (batch,) = ragged_batches(lengths=(7, 7, 7))
-    key = shown_by.partition(" ")[0]
+    model = adapted(kind, pad=None)
     with pytest.raises(NotImplementedError, match=f"as {key} shows: give each text a row of its"):
-        adapted(kind, pad=None)(batch | {key: PACKED[shown_by]})
-    embedded = {key: value for key, value in batch.items() if key != "input_ids"}
+        model(batch | {key: numbers})
+    embedded = without(batch, "input_ids")
     embedded["inputs_embeds"] = torch.randn(3, 7, 12).double()
     with pytest.raises(NotImplementedError, match=f"as {key} shows"):
-        adapted(kind, pad=None)(embedded | {key: PACKED[shown_by]})
+        model(embedded | {key: numbers})
 
 
-def test_packed_texts_of_supervised_fine_tuning_are_refused():
-    """As transformers' `DataCollatorWithFlattening` makes them; one text by itself is none."""
+# As transformers' `DataCollatorWithFlattening` makes them.
+@pytest.mark.parametrize(
+    ("key", "of_two", "of_one"),
+    [
+        ("position_ids", [[0, 1, 2, 0, 1]], [[0, 1, 2, 3, 4]]),
+        ("seq_idx", [[0, 0, 0, 1, 1]], [[0, 0, 0, 0, 0]]),
+        ("cu_seq_lens_q", [0, 3, 5], [0, 5]),
+        ("cu_seq_lens_k", [0, 3, 5], [0, 5]),
+    ],
+)
+def test_packed_texts_of_supervised_fine_tuning_are_refused_and_one_text_is_not(
+    key, of_two, of_one
+):
     model = TokensModel(lora_model("gpt2").eval())
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
-    of_two = {
-        "position_ids": torch.tensor([[0, 1, 2, 0, 1]]),
-        "seq_idx": torch.tensor([[0, 0, 0, 1, 1]]),
-        "cu_seq_lens_q": torch.tensor([0, 3, 5]),
-        "cu_seq_lens_k": torch.tensor([0, 3, 5]),
+    check_texts(
+        {"input_ids": tokens, key: torch.tensor(of_one)},
+        model.transformer,
+    )
+    packed = {"input_ids": tokens, "labels": tokens, key: torch.tensor(of_two)}
+    with pytest.raises(NotImplementedError, match=f"as {key} shows"):
+        model(packed)
+
+
+# --- texts that a model would read in another way ------------------------------------------------
+
+
+def packed_with_a_mask_of_ones(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return batch | {
+        "position_ids": RESTARTING.expand(3, 7),
+        "attention_mask": torch.ones(3, 7),
     }
-    of_one = {
-        "position_ids": torch.arange(5)[None],
-        "seq_idx": torch.zeros(1, 5),
-        "cu_seq_lens_q": torch.tensor([0, 5]),
-        "cu_seq_lens_k": torch.tensor([0, 5]),
-    }
-    batch = {"input_ids": tokens, "labels": tokens}
-    for key, numbers in of_two.items():
-        check_texts({"input_ids": tokens, key: of_one[key]}, model.transformer)
-        with pytest.raises(NotImplementedError, match=f"as {key} shows"):
-            model(batch | {key: numbers})
+
+
+def without_a_mask(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return without(batch, "attention_mask")
+
+
+def tokens_alone(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return batch["input_ids"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: packed(b) | {"attention_mask": torch.ones(3, 7)}, "as position_ids shows"),
-        (lambda b: {"input_ids": b["input_ids"]}, "no attention_mask, but the padding token 3"),
-        (lambda b: b["input_ids"], "pass the tokenizer's attention_mask"),
+        (packed_with_a_mask_of_ones, "as position_ids shows"),
+        (without_a_mask, "no attention_mask, but the padding token 3"),
+        (tokens_alone, "pass the tokenizer's attention_mask"),
     ],
 )
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -262,38 +383,98 @@ def test_what_a_model_would_read_in_another_way_is_refused(kind, side, change, m
         adapted(kind)(change(padded_batch(side)))
 
 
-def test_what_only_looks_packed_or_padded_is_not_refused():
-    model = adapted("gpt2")
-    batch = padded_batch()
-    model(packed(batch) | {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]]).expand(3, 7)})
-    each_row = {"cu_seq_lens_q": torch.tensor([0, 7, 14, 21]), "seq_idx": torch.zeros(3, 7)}
-    check_texts(batch | each_row, model.transformer)
-    axes = torch.arange(7).repeat(4, 3, 1)
-    axes[2] = torch.tensor([0, 1, 2, 1, 2, 3, 4])  # columns of an image
-    check_texts(batch | {"position_ids": axes}, model.transformer)
-    longformer = LongformerForSequenceClassification(
-        LongformerConfig(vocab_size=60, hidden_size=12, num_hidden_layers=1, num_attention_heads=2)
+def test_positions_that_restart_in_the_padding_are_not_refused():
+    mask = torch.tensor(
+        [
+            1,
+            1,
+            1,
+            1,
+            0,
+            0,
+            0,
+        ]
     )
-    check_texts(batch | {"attention_mask": torch.tensor([[2, 1, 1, 1, 1, 0, 0]])}, longformer)
+    batch = padded_batch() | {
+        "position_ids": RESTARTING.expand(3, 7),
+        "attention_mask": mask.expand(3, 7),
+    }
+    adapted("gpt2")(batch)
+
+
+def test_one_text_a_row_is_not_refused():
+    batch = padded_batch() | {
+        "cu_seq_lens_q": torch.tensor([0, 7, 14, 21]),
+        "seq_idx": torch.zeros(3, 7),
+    }
+    check_texts(batch, adapted("gpt2").transformer)
+
+
+def test_positions_of_an_image_are_not_refused():
+    axes = IN_ORDER.repeat(4, 3, 1)
+    axes[2] = torch.tensor(
+        [
+            0,
+            1,
+            2,
+            1,
+            2,
+            3,
+            4,
+        ]
+    )  # columns of an image
+    check_texts(padded_batch() | {"position_ids": axes}, adapted("gpt2").transformer)
+
+
+def test_longformers_tokens_of_global_attention_are_not_refused():
+    config = LongformerConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    model = LongformerForSequenceClassification(config)
+    mask = torch.tensor([[2, 1, 1, 1, 1, 0, 0]])
+    check_texts(padded_batch() | {"attention_mask": mask}, model)
+
+
+def test_a_padding_token_inside_of_a_text_is_not_refused():
+    model = adapted("gpt2")
     (batch,) = ragged_batches(lengths=(7, 7))
-    batch["input_ids"][batch["input_ids"] == PAD] += 1
-    batch["input_ids"][0, 2] = PAD  # inside of a text
-    assert torch.equal(model({"input_ids": batch["input_ids"]}), model(batch))
+    ids = batch["input_ids"]
+    ids[ids == PAD] += 1
+    ids[0, 2] = PAD
+    assert torch.equal(model({"input_ids": ids}), model(batch))
+
+
+# --- padding on the left -------------------------------------------------------------------------
 
 
 def test_what_lies_by_position_comes_with_its_tokens_and_nothing_else_does():
-    """Of a language model: how a classifier pools is its own, and given positions stay."""
-    (batch,) = ragged_batches(lengths=(4, 7, 5), padding_side="left")
-    mask = batch["attention_mask"]
-    types = torch.arange(7).expand(3, 7)
+    lengths = (4, 7, 5)
+    (batch,) = ragged_batches(lengths=lengths, padding_side="left")
+    is_real = batch["attention_mask"].bool()
+    types = IN_ORDER.expand(3, 7)
     features = torch.randn(3, 7, 2)
-    given = batch | {"token_type_ids": types, "decoder_x": types, "pixel_values": features}
-    moved = text_first(given)
-    assert moved["attention_mask"].tolist() == [[1] * n + [0] * (7 - n) for n in (4, 7, 5)]
-    assert torch.equal(moved["token_type_ids"][mask.bool().flip(1)], types[mask.bool()])
+    more = {"token_type_ids": types, "decoder_x": types, "pixel_values": features}
+    moved = text_first(batch | more)
+    assert moved["attention_mask"].tolist() == [[1] * n + [0] * (7 - n) for n in lengths]
+    assert torch.equal(moved["token_type_ids"][is_real.flip(1)], types[is_real])
     assert moved["decoder_x"] is types
     assert moved["pixel_values"] is features
-    for kind, more in (("bert", {}), ("gpt2", {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)})):
-        calls = record_calls((model := adapted(kind)).model.base_model.model)
-        model(batch | more)
-        assert torch.equal(calls[-1]["attention_mask"], mask)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_classifier_and_a_model_with_positions_read_texts_where_they_stand(kind):
+    """How a classifier pools is its own, and given positions stay."""
+    (batch,) = ragged_batches(
+        lengths=(4, 7, 5),
+        padding_side="left",
+    )
+    mask = batch["attention_mask"]
+    if kind == "gpt2":
+        batch["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)
+    model = adapted(kind)
+    calls = record_calls(model.model.base_model.model)
+    model(batch)
+    assert torch.equal(calls[-1]["attention_mask"], mask)
