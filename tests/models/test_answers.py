@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,17 +30,27 @@ from tests.support.posteriors import STRUCTURES, make
 from tests.support.texts import encoder_decoder
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
+IN_FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def causal_model(kind: str) -> nn.Module:
-    # Llama's attention is not for float64: its softmax of a masked row is NaN there.
-    return (llama() if kind == "llama" else lora_model(kind)).eval()
+    if kind == "llama":
+        # Its attention is not for float64: the softmax of a masked row is NaN there.
+        return llama().eval()
+    return lora_model(kind).eval()
 
 
-def alone(model: nn.Module, batch: Mapping, **more: Any) -> torch.Tensor:
-    """Brute force: each row alone, without padding, all of the vocabulary at all positions."""
-    rows = range(len(batch["input_ids"]))
-    return torch.stack([logits_of(model, unpadded(batch, row) | more) for row in rows])
+def alone(
+    model: nn.Module,
+    batch: Mapping,
+    **more: Any,
+) -> torch.Tensor:
+    """Compute each row alone, without padding, all of the vocabulary at all positions."""
+    logits = []
+    for row in range(len(batch["input_ids"])):
+        inputs = unpadded(batch, row) | more
+        logits.append(logits_of(model, inputs))
+    return torch.stack(logits)
 
 
 @pytest.mark.parametrize("padded_to", [7, 12])
@@ -50,10 +60,10 @@ def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(kin
     model = causal_model(kind)
     (batch,) = ragged_batches(batch_size=8, padding_side=side, padded_to=padded_to)
     expected = alone(model, batch)
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if kind == "llama" else EXACT
+    tolerance = IN_FLOAT32 if kind == "llama" else EXACT
     for dtype in (torch.long, torch.bool, torch.float64, torch.uint8):
-        of_type = batch | {"attention_mask": batch["attention_mask"].to(dtype)}
-        found = LogitsModel(model, CLASS_TOKEN_IDS)(of_type)
+        mask = batch["attention_mask"].to(dtype)
+        found = LogitsModel(model, CLASS_TOKEN_IDS)(batch | {"attention_mask": mask})
         assert_close(found, expected, **tolerance)
     if kind == "gpt_neox":  # which counts positions from the first real token by itself
         found = LogitsModel(OfBatches(model), CLASS_TOKEN_IDS)(batch)
@@ -62,11 +72,15 @@ def test_logits_are_those_after_the_last_real_token_of_the_unpadded_sequence(kin
 
 def test_without_a_mask_the_last_token_is_the_last_position_of_tokens_or_embeddings():
     model = causal_model("gpt2")
-    ids = ragged_batches(lengths=(6, 6, 6), padded_to=6)[0]["input_ids"]
+    (batch,) = ragged_batches(
+        lengths=(6, 6, 6),
+        padded_to=6,
+    )
+    ids = batch["input_ids"]
     embeddings = model.get_input_embeddings()(ids).detach()
     expected = model(input_ids=ids).logits[:, -1, CLASS_TOKEN_IDS]
-    for batch in ({"input_ids": ids}, {"inputs_embeds": embeddings}, ids):
-        found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+    for unmasked in ({"input_ids": ids}, {"inputs_embeds": embeddings}, ids):
+        found = LogitsModel(model, CLASS_TOKEN_IDS)(unmasked)
         assert_close(found, expected, **EXACT)
     la = make(lora_model("gpt2"), class_token_ids=CLASS_TOKEN_IDS)
     la.fit([(ids, torch.tensor([0, 1, 2]))])
@@ -78,7 +92,11 @@ def test_only_answers_are_computed_and_nothing_is_cached():
     outputs = []
     calls = record_calls(model.base_model.model)
     model.register_forward_hook(lambda *args: outputs.append(args[-1]))
-    (batch,) = ragged_batches(lengths=(2, 4), padded_to=4, padding_side="left")
+    (batch,) = ragged_batches(
+        lengths=(2, 4),
+        padded_to=4,
+        padding_side="left",
+    )
     LogitsModel(model, CLASS_TOKEN_IDS)(batch)
     assert calls[-1]["use_cache"] is False
     assert outputs[-1].past_key_values is None
@@ -106,47 +124,75 @@ class ImageFirst(nn.Module):
 
     def forward(self, batch: Any) -> torch.Tensor:
         tokens = batch["input_ids"] if isinstance(batch, Mapping) else batch
-        return nn.functional.pad(self.logits(tokens), (0, 0, 3, 0))
+        return nn.functional.pad(
+            self.logits(tokens),
+            (0, 0, 3, 0),
+        )
 
 
 def test_logits_at_other_positions_than_the_texts_are_refused():
+    model = LogitsModel(ImageFirst(), CLASS_TOKEN_IDS)
     ids = torch.ones(2, 5, dtype=torch.long)
     for batch in ({"input_ids": ids}, ids):
         with pytest.raises(ValueError, match="logits at 8 positions for texts of 5"):
-            LogitsModel(ImageFirst(), CLASS_TOKEN_IDS)(batch)
-    model = image_first()
+            model(batch)
+
+
+def test_logits_of_an_image_before_the_text_are_refused():
+    model = LogitsModel(image_first(), CLASS_TOKEN_IDS)
     (batch,) = ragged_batches(batch_size=8)
-    assert torch.isfinite(LogitsModel(model, CLASS_TOKEN_IDS)(batch)).all()
-    images = {"pixel_values": torch.randn(len(batch["input_ids"]), 3, 8, 8)}
+    assert torch.isfinite(model(batch)).all()
+    images = torch.randn(8, 3, 8, 8)
     with pytest.raises(ValueError, match=r"logits at 12 positions for texts of 7"):
-        LogitsModel(model, CLASS_TOKEN_IDS)(batch | images)
+        model(batch | {"pixel_values": images})
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("ids", [[3, 3], [1, 2, 1], [1], [], [1, VOCABULARY], [-1, 2]], ids=str)
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [3, 3],
+        [1, 2, 1],
+        [1],
+        [],
+        [1, VOCABULARY],
+        [-1, 2],
+    ],
+    ids=str,
+)
 def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(ids):
     with pytest.raises(ValueError, match="two or more distinct tokens of the model's vocabulary"):
         LogitsModel(lora_model("gpt2"), ids)
 
 
-WRITTEN = [["A", "B"], "AB", [11, None], [None, None], [[11], [23]], [11.0, 23.0], 11, ["11", "23"]]
-
-
-@pytest.mark.parametrize("ids", WRITTEN, ids=repr)
+@pytest.mark.parametrize(
+    "ids",
+    [
+        ["A", "B"],
+        "AB",
+        [11, None],
+        [None, None],
+        [[11], [23]],
+        [11.0, 23.0],
+        11,
+        ["11", "23"],
+    ],
+    ids=repr,
+)
 def test_what_is_no_number_of_a_token_is_refused_by_what_it_is(ids):
     message = re.escape(f"must be numbers of tokens, not {ids!r}") + ".*convert_tokens_to_ids"
-    for make_it in (LogitsModel, make_by_likelihood):
+    for build in (LogitsModel, laplace_lora_ext.Laplace):
         with pytest.raises(ValueError, match=message):
-            make_it(lora_model("gpt2"), class_token_ids=ids)
+            build(lora_model("gpt2"), class_token_ids=ids)
 
 
-def make_by_likelihood(model: nn.Module, **options: Any):
-    return laplace_lora_ext.Laplace(model, **options)
-
-
-@pytest.mark.parametrize("ids", [torch.tensor([11, 23]), np.array([11, 23]), (11, 23)], ids=repr)
+@pytest.mark.parametrize(
+    "ids",
+    [torch.tensor([11, 23]), np.array([11, 23]), (11, 23)],
+    ids=repr,
+)
 def test_numbers_of_tokens_may_be_of_any_kind(ids):
-    la = make_by_likelihood(lora_model("gpt2"), class_token_ids=ids)
+    la = laplace_lora_ext.Laplace(lora_model("gpt2"), class_token_ids=ids)
     assert la.model.class_token_ids == [11, 23]
 
 
@@ -156,10 +202,10 @@ def test_tokens_beyond_a_trimmed_output_layer_are_named():
     kept = model.lm_head.weight.data[:40].clone()
     model.lm_head = nn.Linear(16, 40, bias=False)
     model.lm_head.weight.data.copy_(kept)
-    for of_wrapper in (model, OfBatches(model)):
+    for each in (model, OfBatches(model)):
         with pytest.raises(ValueError, match=r"\[11, 23, 42\] go beyond .* only 40 tokens"):
-            LogitsModel(of_wrapper, CLASS_TOKEN_IDS)(batch)
-        LogitsModel(of_wrapper, [11, 39])(batch)
+            LogitsModel(each, CLASS_TOKEN_IDS)(batch)
+        LogitsModel(each, [11, 39])(batch)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -170,16 +216,19 @@ def test_answers_that_the_model_hardly_gives_are_warned_of_once_after_a_fit(stru
     la = make(model, structure, class_token_ids=CLASS_TOKEN_IDS)
     with pytest.warns(UserWarning, match="have only") as caught:
         la.fit(batches)
-    every = LogitsModel(model, list(range(VOCABULARY)))
-    p = torch.cat([every(batch).softmax(-1)[:, CLASS_TOKEN_IDS].sum(-1) for batch in batches])
-    (message,) = [str(w.message) for w in caught if "have only" in str(w.message)]
-    assert f"have only {100 * p.mean():.2g} % of the model's probability together" in message
-    assert p.mean() < 0.06
+    messages = [str(warning.message) for warning in caught]
+    (message,) = [each for each in messages if "have only" in each]
+    of_all_tokens = LogitsModel(model, list(range(VOCABULARY)))
+    probabilities = torch.cat([of_all_tokens(batch).softmax(-1) for batch in batches])
+    mean = probabilities[:, CLASS_TOKEN_IDS].sum(-1).mean()
+    assert mean < 0.06
+    assert f"have only {100 * mean:.2g} % of the model's probability together" in message
 
 
 def test_answers_that_the_model_gives_are_not_warned_of():
-    """Of 60 tokens, all about equally probable, half have about half of the probability."""
-    la = make(lora_model("gpt2"), class_token_ids=list(range(0, VOCABULARY, 2)))
+    # Of 60 tokens, all about equally probable, half have about half of the probability.
+    every_second = list(range(0, VOCABULARY, 2))
+    la = make(lora_model("gpt2"), class_token_ids=every_second)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*have only")
         la.fit(ragged_batches())
@@ -191,8 +240,8 @@ def test_a_causal_language_model_needs_class_tokens_which_may_be_the_first_and_t
     with pytest.raises(ValueError, match="pass class_token_ids"):
         make(model)
     ids = [0, VOCABULARY - 1]
-    every = LogitsModel(model, list(range(VOCABULARY)))(batch)
-    assert torch.equal(LogitsModel(model, ids)(batch), every[:, ids])
+    of_all_tokens = LogitsModel(model, list(range(VOCABULARY)))(batch)
+    assert torch.equal(LogitsModel(model, ids)(batch), of_all_tokens[:, ids])
 
 
 def test_prompts_that_end_in_their_answers_are_warned_of():
@@ -210,14 +259,22 @@ def test_prompts_that_end_in_their_answers_are_warned_of():
 # --- encoder-decoders ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [None, [0, 9, 4]])
-def test_an_encoder_decoder_answers_after_its_start_token_or_what_the_batch_gives(given):
+def test_an_encoder_decoder_answers_after_its_start_token():
     model = encoder_decoder("bart")
     (batch,) = ragged_batches(batch_size=8)
-    expected = alone(model, batch, decoder_input_ids=torch.tensor([given or [2]]))
-    if given:
-        batch["decoder_input_ids"] = torch.tensor([given]).expand(8, -1)
+    start = torch.tensor([[2]])
     found = LogitsModel(model, CLASS_TOKEN_IDS)(batch)
+    expected = alone(model, batch, decoder_input_ids=start)
+    assert_close(found, expected, **EXACT)
+
+
+def test_an_encoder_decoder_answers_after_what_the_batch_gives():
+    model = encoder_decoder("bart")
+    (batch,) = ragged_batches(batch_size=8)
+    given = torch.tensor([[0, 9, 4]])
+    of_batch = batch | {"decoder_input_ids": given.expand(8, -1)}
+    found = LogitsModel(model, CLASS_TOKEN_IDS)(of_batch)
+    expected = alone(model, batch, decoder_input_ids=given)
     assert_close(found, expected, **EXACT)
 
 
@@ -226,29 +283,44 @@ def test_an_encoder_decoder_answers_after_its_start_token_or_what_the_batch_give
 MASK = 7
 
 
+def texts_without_a_mask_token(
+    lengths: Sequence[int],
+    side: str = "right",
+) -> dict[str, Any]:
+    (batch,) = ragged_batches(lengths, batch_size=len(lengths), padding_side=side)
+    ids = batch["input_ids"]
+    ids[ids == MASK] += 1
+    return batch
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_masked_language_model_answers_at_its_mask_token(side):
     model = built("BertForMaskedLM").double()
-    (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3), padding_side=side)
+    batch = texts_without_a_mask_token((7, 4, 5, 3), side)
     ids = batch["input_ids"]
-    real = batch["attention_mask"].bool()
-    ids[ids == MASK] += 1
-    ids[torch.arange(4), real.int().argmax(-1) + torch.tensor([5, 1, 0, 2])] = MASK
-    rows = []
-    for row, mask in zip(ids, real, strict=True):
-        logits = model(input_ids=row[mask][None]).logits[0]
-        rows.append(logits[row[mask] == MASK][0, CLASS_TOKEN_IDS])
+    is_real = batch["attention_mask"].bool()
+    first = is_real.int().argmax(-1)
+    ids[torch.arange(4), first + torch.tensor([5, 1, 0, 2])] = MASK
+    expected = []
+    for row in range(4):
+        text = ids[row][is_real[row]]
+        logits = model(input_ids=text[None]).logits[0]
+        (at_mask,) = logits[text == MASK]
+        expected.append(at_mask[CLASS_TOKEN_IDS])
     found = LogitsModel(model, CLASS_TOKEN_IDS, mask_token_id=MASK)(batch)
-    assert_close(found, torch.stack(rows), **EXACT)
+    assert_close(found, torch.stack(expected), **EXACT)
 
 
 @pytest.mark.parametrize("n_masks", [0, 2])
 def test_each_text_of_a_masked_language_model_has_one_mask_token(n_masks):
-    (batch,) = ragged_batches(lengths=(7, 7), padded_to=7)
-    batch["input_ids"][batch["input_ids"] == MASK] += 1
+    model = LogitsModel(built("BertForMaskedLM"), CLASS_TOKEN_IDS, mask_token_id=MASK)
+    batch = texts_without_a_mask_token((7, 7))
     batch["input_ids"][0, 0] = MASK
     batch["input_ids"][1, :n_masks] = MASK
     with pytest.raises(ValueError, match=rf"one mask token 7, but .* have \[1, {n_masks}\]"):
-        LogitsModel(built("BertForMaskedLM"), CLASS_TOKEN_IDS, mask_token_id=MASK)(batch)
+        model(batch)
+
+
+def test_a_masked_language_model_wants_its_mask_token():
     with pytest.raises(ValueError, match=r"BertForMaskedLM.*mask_token_id"):
         LogitsModel(built("BertForMaskedLM"), CLASS_TOKEN_IDS)

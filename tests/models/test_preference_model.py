@@ -7,14 +7,34 @@ from torch.testing import assert_close
 
 from tests.support.dense import EXACT, gradient_curvature, jacobians, softmax_fisher
 from tests.support.models import OfMapping, lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, make
+from tests.support.posteriors import STRUCTURES, generator, make
+
+TEXT_KEYS = ("input_ids", "attention_mask")
 
 
-def preferences():
-    """Pairs `(B, 2, T)` with the index of the text that is preferred."""
-    (batch,) = ragged_batches(lengths=(7, 4, 5, 7, 3, 6, 2, 7, 5, 5), batch_size=10)
-    pairs = {key: batch[key].unflatten(0, (5, 2)) for key in ("input_ids", "attention_mask")}
-    return {**pairs, "labels": torch.tensor([0, 1, 1, 0, 0])}
+def preferences() -> dict[str, torch.Tensor]:
+    """Make pairs `(B, 2, T)` with the index of the text that is preferred."""
+    (texts,) = ragged_batches(
+        lengths=(7, 4, 5, 7, 3, 6, 2, 7, 5, 5),
+        batch_size=10,
+    )
+    pairs = {key: texts[key].unflatten(0, (5, 2)) for key in TEXT_KEYS}
+    pairs["labels"] = torch.tensor(
+        [
+            0,
+            1,
+            1,
+            0,
+            0,
+        ]
+    )
+    return pairs
+
+
+def first_texts() -> dict[str, torch.Tensor]:
+    """Make the first text of each pair."""
+    pairs = preferences()
+    return {key: pairs[key][:, 0] for key in TEXT_KEYS}
 
 
 class Wrapped(nn.Module):
@@ -24,14 +44,19 @@ class Wrapped(nn.Module):
         super().__init__()
         self.inner = lora_model("bert", n_labels=1)
 
-    def forward(self, batch):
-        ids = batch["input_ids"]
-        mask = batch["attention_mask"]
-        flat = {"input_ids": ids.flatten(0, -2), "attention_mask": mask.flatten(0, -2)}
-        return self.inner(**flat).logits.reshape(len(ids), -1)
+    def forward(
+        self,
+        batch: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        rewards = self.inner(
+            input_ids=batch["input_ids"].flatten(0, -2),
+            attention_mask=batch["attention_mask"].flatten(0, -2),
+        ).logits
+        n_examples = len(batch["input_ids"])
+        return rewards.reshape(n_examples, -1)
 
 
-def fit(model, structure="lowrank_kron"):
+def fit(model: nn.Module, structure: str = "lowrank_kron"):
     la = make(model, structure, likelihood="reward_modeling", prior_precision=0.5)
     la.fit([preferences()])
     return la
@@ -39,10 +64,10 @@ def fit(model, structure="lowrank_kron"):
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_classifier_is_treated_as_a_wrapper_that_takes_pairs(structure):
-    pairs = preferences()
-    first = {key: pairs[key][:, 0] for key in ("input_ids", "attention_mask")}
     plain = fit(lora_model("bert", n_labels=1), structure)
     wrapped = fit(Wrapped(), structure)
+    first = first_texts()
+    pairs = preferences()
     assert_close(plain.loss, wrapped.loss)
     assert_close(plain.log_marginal_likelihood(), wrapped.log_marginal_likelihood())
     assert_close(plain(first), wrapped(first))
@@ -52,16 +77,20 @@ def test_a_classifier_is_treated_as_a_wrapper_that_takes_pairs(structure):
 def test_rewards_are_those_of_the_model():
     model = lora_model("bert", n_labels=1)
     la = fit(model)
-    pairs = preferences()
-    first = {key: pairs[key][:, 0] for key in ("input_ids", "attention_mask")}
+    first = first_texts()
     mean, variance = la(first)
     assert_close(mean, model.eval()(**first).logits.detach())
     assert variance.shape == (5, 1, 1)
     assert (variance > 0).all()
     for draw in (la.functional_samples, la.predictive_samples):
-        samples = draw(first, n_samples=4000, generator=torch.Generator().manual_seed(0))
+        samples = draw(first, n_samples=4000, generator=generator())
         assert_close(samples.mean(0), mean, atol=0.2, rtol=0.1)
-        assert_close(samples.var(0), variance[..., 0], atol=0, rtol=0.1)
+        assert_close(
+            samples.var(0),
+            variance[..., 0],
+            atol=0,
+            rtol=0.1,
+        )
 
 
 def test_rewards_have_the_curvature_of_preferences():
@@ -71,34 +100,60 @@ def test_rewards_have_the_curvature_of_preferences():
     la.fit([pairs])
     preferred = pairs.pop("labels")
     rewards = model(pairs).detach()
-    expected = nn.functional.cross_entropy(rewards, preferred, reduction="sum")
-    assert_close(la.loss, expected, **EXACT)
+    loss = nn.functional.cross_entropy(rewards, preferred, reduction="sum")
+    assert_close(la.loss, loss, **EXACT)
     Js = jacobians(model, pairs)
-    H = softmax_fisher(rewards)
-    assert_close(la.H.to_matrix(), gradient_curvature(model, Js, H), **EXACT)
+    H = gradient_curvature(model, Js, softmax_fisher(rewards))
+    assert_close(la.H.to_matrix(), H, **EXACT)
+
+
+# --- batches of TRL ------------------------------------------------------------------------------
+
+
+def first_preferred() -> dict[str, torch.Tensor]:
+    """Make pairs of which the first text is preferred."""
+    return preferences() | {
+        "labels": torch.zeros(
+            5,
+            dtype=torch.long,
+        )
+    }
 
 
 def stacked() -> dict[str, torch.Tensor]:
-    """Preferences for the first text, as TRL's collator makes them."""
+    """Make the same as TRL's collator does: all preferred texts, then all others."""
     pairs = preferences()
-    return {
-        key: pairs[key].transpose(0, 1).flatten(0, 1) for key in ("input_ids", "attention_mask")
-    }
+    return {key: pairs[key].transpose(0, 1).flatten(0, 1) for key in TEXT_KEYS}
 
 
 def test_trls_batches_are_taken_as_they_come():
     la = make(lora_model("bert", n_labels=1), likelihood="reward_modeling")
-    ordered = preferences() | {"labels": torch.zeros(5, dtype=torch.long)}
-    la.fit([ordered])
+    la.fit([first_preferred()])
     evidence = la.log_marginal_likelihood()
-    la.fit([stacked()])
-    assert la.n_data == 5
-    assert torch.equal(la.log_marginal_likelihood(), evidence)
-    la.fit([stacked() | {"labels": None}])
-    assert torch.equal(la.log_marginal_likelihood(), evidence)
-    for method, data in (("agreement", "train_loader"), ("gridsearch", "val_loader")):
-        expected = la.optimize_prior_precision(method=method, **{data: [ordered]})
-        found = la.optimize_prior_precision(method=method, **{data: [stacked()]})
-        assert_close(found.objective, expected.objective)
+    for batch in (stacked(), stacked() | {"labels": None}):
+        la.fit([batch])
+        assert la.n_data == 5
+        assert torch.equal(la.log_marginal_likelihood(), evidence)
+
+
+@pytest.mark.parametrize(
+    ("method", "data"),
+    [("agreement", "train_loader"), ("gridsearch", "val_loader")],
+)
+def test_trls_batches_choose_the_prior_as_pairs_do(method, data):
+    la = fit(lora_model("bert", n_labels=1))
+    expected = la.optimize_prior_precision(
+        method=method,
+        **{data: [first_preferred()]},
+    )
+    found = la.optimize_prior_precision(
+        method=method,
+        **{data: [stacked()]},
+    )
+    assert_close(found.objective, expected.objective)
+
+
+def test_margins_are_warned_of():
+    la = fit(lora_model("bert", n_labels=1))
     with pytest.warns(UserWarning, match="has no margin"):
         la.fit([stacked() | {"margin": torch.ones(5)}])

@@ -10,85 +10,117 @@ from laplace_lora_ext.models.tokens_model import TokensModel
 from tests.support.models import VOCABULARY, lora_model, ragged_batches
 from tests.support.texts import encoder_decoder, pairs_of_texts, text_batches, token_logits
 
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+NO_LABEL = -100
+
+# --- decoders ------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
 def test_logits_are_those_that_predict_labels_in_the_texts_alone(kind, side):
     model = lora_model(kind).eval()
     (batch,) = text_batches(batch_size=6, padding_side=side, padded_to=9)
+    labels = batch["labels"]
     adapted = TokensModel(model)
     expected, _ = token_logits(model, [batch])
-    assert_close(adapted(batch), expected, rtol=1e-9, atol=1e-9)
-    targets = adapted.split(batch)[1]
-    tokens = targets[targets != -100]
-    assert tokens.tolist() == batch["labels"][batch["labels"] != -100].tolist()
+    assert_close(adapted(batch), expected, **CLOSE)
     assert adapted.output_size == VOCABULARY
-    assert torch.equal(adapted.labelled(batch), batch["labels"] != -100)
+    _, targets = adapted.split(batch)
+    tokens = targets[targets != NO_LABEL]
+    assert torch.equal(tokens, labels[labels != NO_LABEL])
+    assert torch.equal(adapted.labelled(batch), labels != NO_LABEL)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_texts_first_token_is_predicted_by_nothing_and_by_no_padding(side):
     model = lora_model("gpt2").eval()
     (batch,) = text_batches(batch_size=6, padding_side=side, padded_to=9)
-    batch["labels"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)
+    is_real = batch["attention_mask"].bool()
+    batch["labels"] = batch["input_ids"].masked_fill(~is_real, NO_LABEL)
     adapted = TokensModel(model)
-    found = adapted(batch)
-    assert len(found) == batch["attention_mask"].sum() - 6 == adapted.labelled(batch).sum()
-    assert_close(found, token_logits(model, [batch])[0], rtol=1e-9, atol=1e-9)
+    expected, _ = token_logits(model, [batch])
+    n_predicted = is_real.sum() - 6
+    assert len(expected) == n_predicted
+    assert adapted.labelled(batch).sum() == n_predicted
+    assert_close(adapted(batch), expected, **CLOSE)
 
 
 def test_a_gap_in_a_text_predicts_what_follows_as_in_training():
     model = lora_model("gpt_neox").eval()
     (batch,) = text_batches(batch_size=6)
     batch["attention_mask"][0, 3] = 0
-    batch["labels"][0, 3] = -100
-    adapted = TokensModel(model)
-    loss = cross_entropy(adapted(batch), batch["labels"][batch["labels"] != -100])
+    batch["labels"][0, 3] = NO_LABEL
+    assert_has_the_loss_of_training(model, batch)
+
+
+def assert_has_the_loss_of_training(model, batch):
+    tokens = batch["labels"][batch["labels"] != NO_LABEL]
+    loss = cross_entropy(TokensModel(model)(batch), tokens)
     assert_close(loss, model(**batch).loss.to(loss))
 
 
 def test_the_output_layer_runs_for_labelled_tokens_alone():
     model = lora_model("gpt2").eval()
-    seen = []
+    n_positions = []
     layer = model.get_output_embeddings()
-    layer.register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
+    layer.register_forward_hook(lambda _, args, output: n_positions.append(output.shape[1]))
     (batch,) = text_batches(batch_size=6, padded_to=20)
     TokensModel(model)(batch)
-    assert seen == [5]  # the longest text has seven tokens, of which two are its prompt
+    assert n_positions == [5]  # the longest text has seven tokens, of which two are its prompt
     assert len(layer._forward_pre_hooks) == 0
+
+
+# --- encoder-decoders ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_an_encoder_reads_left_and_right_padded_texts_alike(kind):
     labels = pairs_of_texts()["labels"]  # as many as positions
-    ragged = [
-        ragged_batches((4, 3, 2), padded_to=4, padding_side=side)[0] for side in ("left", "right")
-    ]
+    (left,) = ragged_batches(
+        (4, 3, 2),
+        padded_to=4,
+        padding_side="left",
+    )
+    (right,) = ragged_batches(
+        (4, 3, 2),
+        padded_to=4,
+        padding_side="right",
+    )
     adapted = TokensModel(encoder_decoder(kind))
-    assert_close(*(adapted(batch | {"labels": labels}) for batch in ragged))
+    found = adapted(left | {"labels": labels})
+    expected = adapted(right | {"labels": labels})
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_labels_of_an_encoder_decoder_are_predicted_at_their_own_place(kind):
     model = encoder_decoder(kind)
     batch = pairs_of_texts()
+    assert_has_the_loss_of_training(model, batch)
     adapted = TokensModel(model)
-    loss = cross_entropy(adapted(batch), batch["labels"][batch["labels"] != -100])
-    assert_close(loss, model(**batch).loss.to(loss))
-    model_of_collator = model.get_base_model()
-    shifted = model_of_collator.prepare_decoder_input_ids_from_labels(batch["labels"])
-    given = batch | {"decoder_input_ids": shifted}
-    assert_close(adapted(given), adapted(batch))
+    # Collators hand over what the decoder reads, where they are given the model.
+    shifted = model.get_base_model().prepare_decoder_input_ids_from_labels(batch["labels"])
+    of_collator = batch | {"decoder_input_ids": shifted}
+    assert_close(adapted(of_collator), adapted(batch))
 
 
 def test_labels_anywhere_in_an_encoder_decoders_text_are_found():
     model = encoder_decoder("t5")
     batch = pairs_of_texts()
-    batch["labels"] = torch.tensor([[5, 6, 7, 8], [-100, 9, -100, 4], [-100, -100, 3, 2]])
-    shifted = model.get_base_model().prepare_decoder_input_ids_from_labels(batch["labels"])
-    everything = model(**{**batch, "decoder_input_ids": shifted}).logits
+    labels = torch.tensor(
+        [
+            [5, 6, 7, 8],
+            [NO_LABEL, 9, NO_LABEL, 4],
+            [NO_LABEL, NO_LABEL, 3, 2],
+        ]
+    )
+    batch["labels"] = labels
+    shifted = model.get_base_model().prepare_decoder_input_ids_from_labels(labels)
+    everything = model(**batch, decoder_input_ids=shifted).logits
     found = TokensModel(model)(batch)
-    assert_close(found, everything[batch["labels"] != -100].to(found))
+    expected = everything[labels != NO_LABEL]
+    assert_close(found, expected.to(found))
 
 
 def test_what_a_decoder_reads_may_be_given_as_embeddings_or_left_open():
@@ -97,63 +129,99 @@ def test_what_a_decoder_reads_may_be_given_as_embeddings_or_left_open():
     base = model.get_base_model()
     shifted = base.prepare_decoder_input_ids_from_labels(batch["labels"])
     embeddings = base.get_input_embeddings()(shifted)
-    expected = TokensModel(model)(batch)
-    for given in ({"decoder_input_ids": None}, {"decoder_inputs_embeds": embeddings}):
-        assert_close(TokensModel(model)(batch | given), expected)
+    adapted = TokensModel(model)
+    expected = adapted(batch)
+    assert_close(adapted(batch | {"decoder_input_ids": None}), expected)
+    assert_close(adapted(batch | {"decoder_inputs_embeds": embeddings}), expected)
 
 
 def test_an_encoder_decoder_may_have_no_method_that_shifts_labels(monkeypatch):
     model = encoder_decoder("bart")
+    base = model.get_base_model()
+    base.config.decoder_start_token_id = 2
     batch = pairs_of_texts()
-    model.get_base_model().config.decoder_start_token_id = 2
     expected = TokensModel(model)(batch)
-    monkeypatch.delattr(type(model.get_base_model()), "prepare_decoder_input_ids_from_labels")
+    monkeypatch.delattr(type(base), "prepare_decoder_input_ids_from_labels")
     assert_close(TokensModel(model)(batch), expected, rtol=0, atol=0)
 
 
 def test_an_embedding_that_is_also_the_output_layer_and_labels_that_a_model_writes_to():
     torch.manual_seed(0)
-    sides = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24}
-    sides |= {key.replace("encoder", "decoder"): n for key, n in sides.items()}
-    tokens = {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "pad_token_id": 0}
-    config = FSMTConfig(langs=["en", "de"], d_model=12, **sides, **tokens)
+    config = FSMTConfig(
+        langs=["en", "de"],
+        src_vocab_size=VOCABULARY,
+        tgt_vocab_size=VOCABULARY,
+        pad_token_id=0,
+        d_model=12,
+        encoder_layers=1,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=24,
+    )
     model = FSMTForConditionalGeneration(config).eval()
     batch = pairs_of_texts()
     labels = batch["labels"].clone()
     found = TokensModel(model)(batch)
     assert torch.equal(batch["labels"], labels)
-    batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch.pop("labels"))
-    expected = model(**batch, use_cache=False).logits[labels != -100]
-    assert_close(found, expected)
+    shifted = model.prepare_decoder_input_ids_from_labels(batch.pop("labels"))
+    everything = model(**batch, decoder_input_ids=shifted, use_cache=False).logits
+    assert_close(found, everything[labels != NO_LABEL])
 
 
-def changed(**parts):
+# --- refused -------------------------------------------------------------------------------------
+
+
+def six_texts(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Make a batch of six texts of seven positions, some of its columns replaced."""
     (batch,) = text_batches(batch_size=6)
-    return batch | parts
+    return batch | changes
 
 
 @pytest.mark.parametrize(
-    ("batch", "message"),
+    ("changes", "message"),
     [
-        (changed(labels=torch.full((6, 7), -100)), "no token is labelled"),
-        (changed(labels=torch.zeros(6, dtype=torch.long)), "tokens of shape"),
-        (changed(labels=torch.zeros(6, 7)), "tokens of shape"),
-        (
-            changed(labels=torch.ones(6, 4, dtype=torch.long)),
-            r"labels have shape \(6, 4\), but input_ids",
+        pytest.param(
+            {"labels": torch.full((6, 7), NO_LABEL)},
+            "no token is labelled",
+            id="no label",
         ),
-        (changed(labels=changed()["input_ids"]), "labels where attention_mask is 0"),
-        (changed(attention_mask=torch.ones(6, 5)), r"attention_mask has \(6, 5\)"),
+        pytest.param(
+            {"labels": torch.zeros(6, dtype=torch.long)},
+            "tokens of shape",
+            id="a label a text",
+        ),
+        pytest.param(
+            {"labels": torch.zeros(6, 7)},
+            "tokens of shape",
+            id="labels that are no integers",
+        ),
+        pytest.param(
+            {"labels": torch.ones(6, 4, dtype=torch.long)},
+            r"labels have shape \(6, 4\), but input_ids",
+            id="fewer labels than tokens",
+        ),
+        pytest.param(
+            {"labels": six_texts()["input_ids"]},
+            "labels where attention_mask is 0",
+            id="labels on padding",
+        ),
+        pytest.param(
+            {"attention_mask": torch.ones(6, 5)},
+            r"attention_mask has \(6, 5\)",
+            id="a shorter mask",
+        ),
     ],
 )
-def test_what_is_refused(batch, message):
+def test_what_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        TokensModel(lora_model("gpt2").eval())(batch)
+        TokensModel(lora_model("gpt2").eval())(six_texts(**changes))
 
 
 def test_a_batch_without_labels_and_one_that_is_no_mapping_are_refused():
     model = TokensModel(lora_model("gpt2").eval())
-    batch = changed()
+    batch = six_texts()
     del batch["labels"]
     with pytest.raises(ValueError, match="No labels 'labels'"):
         model(batch)
