@@ -30,39 +30,70 @@ from tests.support.ranks import on_ranks
 from tests.support.texts import text_batches
 
 
+def first_positions() -> torch.Tensor:
+    """Make inputs of four examples without positions, `(4, 5)`."""
+    X, _ = sequences()
+    return X[:, 0]
+
+
 def test_regression_has_the_curvature_of_the_squared_error():
     regressor = plain_model(n_outputs=2)
-    X = sequences()[0][:, 0]
+    X = first_positions()
     la = make(regressor, likelihood="regression")
     la.fit([(X, real_targets())])
     Js = jacobians(regressor, X)
-    H = torch.eye(2).double().expand(4, 2, 2)
-    assert_close(la.H.to_matrix(), gradient_curvature(regressor, Js, H), **EXACT)
+    of_logits = (
+        torch.eye(2)
+        .double()
+        .expand(
+            4,
+            2,
+            2,
+        )
+    )
+    H = gradient_curvature(regressor, Js, of_logits)
+    assert_close(la.H.to_matrix(), H, **EXACT)
 
 
-def test_the_exact_fisher_and_the_empirical_fisher_of_one_example():
+@pytest.mark.parametrize("backend", [LowRankKronGGN, LowRankKronEF])
+def test_the_exact_fisher_and_the_empirical_fisher_of_one_example(backend):
     """At T = 1 and one datum the Kronecker form of "gradient" is exact for a rank-one Fisher."""
-    model = lora_model("bert", n_labels=2)
-    batch = ragged_batches(lengths=[1], batch_size=1, padded_to=1, n_classes=2)[0]
+    model = lora_model("bert", n_labels=2).eval()
+    (batch,) = ragged_batches(
+        lengths=[1],
+        padded_to=1,
+        n_classes=2,
+    )
     inputs = unpadded(batch, 0)
-    J = jacobian(model.eval(), inputs)
+    J = jacobian(model, inputs)
     logits = logits_of(model, inputs).detach()
-    gradient = (logits.softmax(-1) - torch.eye(2).double()[batch["labels"][0]]) @ J
-    fisher = J.T @ softmax_fisher(logits) @ J
-    sizes = [layer.weight.numel() for _, layer in lora_layers(model)]
-    for backend, dense in [
-        (LowRankKronGGN, fisher),
-        (LowRankKronEF, torch.outer(gradient, gradient)),
-    ]:
-        la = fitted(batches=[batch], model=model, backend=backend, rank=100)
-        # A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A, lora_B
-        # at a single position.
-        start = 0
-        H = la.H.to_matrix()
-        for size in sizes:
-            here = slice(start, start + size)
-            assert_close(H[here, here], dense[here, here], **EXACT)
-            start += size
+    if backend is LowRankKronGGN:
+        dense = J.T @ softmax_fisher(logits) @ J
+    else:
+        label = torch.eye(2).double()[batch["labels"][0]]
+        gradient = (logits.softmax(-1) - label) @ J
+        dense = torch.outer(gradient, gradient)
+    la = fitted(
+        batches=[batch],
+        model=model,
+        backend=backend,
+        rank=100,
+    )
+    H = la.H.to_matrix()
+    # A rank-one block vec(G) vec(G)ᵀ of a rank-one G is a Kronecker product: lora_A, lora_B
+    # at a single position.
+    start = 0
+    for _, layer in lora_layers(model):
+        end = start + layer.weight.numel()
+        assert_close(
+            H[start:end, start:end],
+            dense[start:end, start:end],
+            **EXACT,
+        )
+        start = end
+
+
+# --- drawn labels --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
@@ -77,6 +108,9 @@ def test_monte_carlo_fisher_follows_the_seed_and_approaches_the_exact_one(struct
     def sampled(num_samples, seed=0):
         return curvature(stochastic=True, num_samples=num_samples, seed=seed)
 
+    def error(num_samples):
+        return (sampled(num_samples) - exact).norm() / exact.norm()
+
     exact = curvature()
     state = torch.get_rng_state()
     first = sampled(2)
@@ -84,8 +118,7 @@ def test_monte_carlo_fisher_follows_the_seed_and_approaches_the_exact_one(struct
     torch.manual_seed(7)
     assert torch.equal(sampled(2), first)
     assert not torch.equal(sampled(2, seed=1), first)
-    errors = [(sampled(n) - exact).norm() / exact.norm() for n in (1, 64)]
-    assert errors[1] < errors[0] / 3  # 1 / √64 of it in the mean
+    assert error(64) < error(1) / 3  # 1 / √64 of it in the mean
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "language_modeling"])
@@ -96,9 +129,10 @@ def test_drawn_labels_of_a_fit_in_parts_are_those_of_one_fit(likelihood, tmp_pat
     else:
         model = lora_model("bert", n_labels=20)
         batches = ragged_batches(n_classes=20)
-    at_once, in_parts = (make(model, likelihood=likelihood) for _ in range(2))
     state = torch.get_rng_state()
+    at_once = make(model, likelihood=likelihood)
     at_once.fit(batches)
+    in_parts = make(model, likelihood=likelihood)
     for batch in batches:
         in_parts.fit([batch], override=False)
         in_parts.save_pretrained(tmp_path)
@@ -113,26 +147,31 @@ def test_each_batch_each_rank_and_each_seed_draw_labels_of_their_own():
     def drawn(n_before=0, seed=0):
         backend = LowRankKronGGN(plain_model(20), "classification", seed=seed)
         backend.n_before = n_before
-        return backend.seeds(torch.zeros(30, 20), torch.zeros(30).long()).vectors
+        logits = torch.zeros(30, 20)
+        labels = torch.zeros(30).long()
+        return backend.seeds(logits, labels).vectors
 
-    of_ranks = on_ranks(lambda _: drawn(), 2)
-    assert torch.equal(of_ranks[0], drawn())
-    for other in (of_ranks[1], drawn(n_before=30), drawn(seed=1)):
+    of_first_rank, of_second_rank = on_ranks(lambda _: drawn(), 2)
+    assert torch.equal(of_first_rank, drawn())
+    for other in (of_second_rank, drawn(n_before=30), drawn(seed=1)):
         assert not torch.equal(other, drawn())
 
 
 @pytest.mark.parametrize("n_classes", [19, 20])
 def test_labels_of_many_classes_are_drawn_unless_the_user_decides(n_classes):
-    def curvature(likelihood="classification", **settings):
+    def n_seeds(likelihood="classification", **settings):
         backend = LowRankKronGGN(plain_model(n_classes), likelihood, **settings)
-        return backend.seeds(torch.zeros(3, n_classes), torch.zeros(3).long()).vectors
+        logits = torch.zeros(3, n_classes)
+        labels = torch.zeros(3).long()
+        return len(backend.seeds(logits, labels).vectors)
 
-    assert len(curvature()) == (18 if n_classes == 19 else 8)
-    assert len(curvature(num_samples=3)) == (18 if n_classes == 19 else 3)
-    assert len(curvature(stochastic=False)) == n_classes - 1
-    assert len(curvature(stochastic=True)) == 1
-    assert len(curvature(stochastic=True, num_samples=4)) == 4
-    assert len(curvature("regression")) == n_classes
+    has_many_classes = n_classes == 20
+    assert n_seeds() == (8 if has_many_classes else 18)
+    assert n_seeds(num_samples=3) == (3 if has_many_classes else 18)
+    assert n_seeds(stochastic=False) == n_classes - 1
+    assert n_seeds(stochastic=True) == 1
+    assert n_seeds(stochastic=True, num_samples=4) == 4
+    assert n_seeds("regression") == n_classes
 
 
 @pytest.mark.parametrize(
@@ -151,14 +190,20 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_gradients_are_those_of_each_examples_loss(likelihood):
     model = with_lora(TwoLinear(n_outputs=2), "first", "second")
-    X = sequences()[0][:, 0]
+    X = first_positions()
+    if likelihood == "regression":
+        y = real_targets()
+    else:
+        y = torch.tensor([0, 1, 1, 0])
     la = make(model, likelihood=likelihood)
-    y = real_targets() if likelihood == "regression" else torch.tensor([0, 1, 1, 0])
     backend = la.backend
     weights = [block.weight.requires_grad_() for block in la.blocks]
     found, loss = backend.gradients(X, y)
     for n in range(len(X)):
-        of_one = backend.lossfunc(model(X[n : n + 1]), y[n : n + 1])
-        expected = [part.flatten() for part in torch.autograd.grad(of_one, weights)]
-        assert_close(found[n], torch.cat(expected), **EXACT)
-    assert_close(loss, backend.lossfunc(model(X), y), **EXACT)
+        one = slice(n, n + 1)
+        of_one = backend.lossfunc(model(X[one]), y[one])
+        gradients = torch.autograd.grad(of_one, weights)
+        expected = torch.cat([gradient.flatten() for gradient in gradients])
+        assert_close(found[n], expected, **EXACT)
+    of_all = backend.lossfunc(model(X), y)
+    assert_close(loss, of_all, **EXACT)

@@ -10,21 +10,39 @@ from laplace_lora_ext.curvature.factors import DenseFactor, Factor, LowRankFacto
 
 
 def decaying_rows(
-    n: int, d: int, power: float = 1.0, dtype: torch.dtype = torch.float64
+    n: int,
+    d: int,
+    power: float = 1.0,
+    dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Draw `(n, d)` rows, of which direction i has the standard deviation `i ** -power`.
 
     Rows of activations and gradients have eigenvalues that decay like this.
     """
     generator = torch.Generator().manual_seed(0)
-    scales = torch.arange(1, d + 1, dtype=dtype).pow(-power)
+    scales = torch.arange(
+        1,
+        d + 1,
+        dtype=dtype,
+    ).pow(-power)
     basis = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=dtype)).Q
     rows = torch.randn(n, d, generator=generator, dtype=dtype)
     return (rows * scales) @ basis
 
 
-def low_rank(rows: torch.Tensor, rank: int, tail: bool = True, batch: int = 7) -> LowRankFactor:
-    factor = LowRankFactor.zeros(rows.shape[1], rank, tail, rows.device, rows.dtype)
+def low_rank(
+    rows: torch.Tensor,
+    rank: int,
+    tail: bool = True,
+    batch: int = 7,
+) -> LowRankFactor:
+    factor = LowRankFactor.zeros(
+        rows.shape[1],
+        rank,
+        tail,
+        rows.device,
+        rows.dtype,
+    )
     for part in rows.split(batch):
         StreamingUpdates().add(factor, part)
     return factor
@@ -33,8 +51,9 @@ def low_rank(rows: torch.Tensor, rank: int, tail: bool = True, batch: int = 7) -
 def matrix_of(factor: Factor) -> torch.Tensor:
     """Dense, from its eigendecomposition."""
     vectors, values, tail = factor.eigendecomposition()
+    kept = (vectors * values) @ vectors.T
     complement = torch.eye(factor.size).to(vectors) - vectors @ vectors.T
-    return (vectors * values) @ vectors.T + tail * complement
+    return kept + tail * complement
 
 
 @settings(deadline=None, max_examples=40)
@@ -48,15 +67,18 @@ def matrix_of(factor: Factor) -> torch.Tensor:
 def test_is_exact_where_the_rank_reaches_the_size(n, d, extra, tail, batch):
     rows = decaying_rows(n, d)
     factor = low_rank(rows, d + extra, tail, batch)
-    assert_close(matrix_of(factor), rows.T @ rows, rtol=1e-10, atol=1e-12)
+    expected = rows.T @ rows
+    assert_close(matrix_of(factor), expected, rtol=1e-10, atol=1e-12)
     assert factor.columns.shape[1] <= d
 
 
 def test_merging_two_runs_is_one_longer_run():
     rows = decaying_rows(60, 8)
-    merged = low_rank(rows[:25], rank=8) + low_rank(rows[25:], rank=8)
+    first = rows[:25]
+    second = rows[25:]
+    merged = low_rank(first, rank=8) + low_rank(second, rank=8)
     assert_close(matrix_of(merged), rows.T @ rows)
-    truncated = low_rank(rows[:25], rank=3) + low_rank(rows[25:], rank=3)
+    truncated = low_rank(first, rank=3) + low_rank(second, rank=3)
     assert truncated.columns.shape[1] == 6
     assert_close(truncated.trace, rows.square().sum())
 
@@ -87,9 +109,11 @@ def test_streaming_keeps_the_energy_of_the_optimal_factor(d, power, dtype):
         assert (rows @ vectors).square().sum() >= 0.98 * optimal
         # A sketch sees less energy in its directions than there is, never more.
         assert values.sum() <= optimal * (1 + 1e-5)
-        trace = rows.double().square().sum()  # what the rank leaves out is in the tail
-        for exact in (factor.trace, matrix_of(factor).double().trace()):
-            assert_close(exact.double(), trace, rtol=1e-5, atol=0)
+        # What the rank leaves out is in the tail.
+        trace = rows.double().square().sum()
+        of_matrix = matrix_of(factor).double().trace()
+        assert_close(factor.trace.double(), trace, rtol=1e-5, atol=0)
+        assert_close(of_matrix, trace, rtol=1e-5, atol=0)
 
 
 def test_updates_are_the_same_from_run_to_run():

@@ -38,13 +38,28 @@ def flat_net() -> nn.Sequential:
 
 def ours(backend, X, y, likelihood="classification"):
     net = LinearNet()
-    down, up = LinearRows(net.down, site="down"), LinearRows(net.up, site="up")
-    blocks = [
-        Block("down.weight", "own", net.down, small_output=True, rows=down),
-        Block("up.weight", "own", net.up, small_output=False, rows=up),
-    ]
-    recorder = Recorder(LogitsModel(net), blocks)
-    curvature = backend(net, likelihood, recorder=recorder, rank=10, kfac_approx="expand")
+    down = Block(
+        "down.weight",
+        "own",
+        net.down,
+        small_output=True,
+        rows=LinearRows(net.down, site="down"),
+    )
+    up = Block(
+        "up.weight",
+        "own",
+        net.up,
+        small_output=False,
+        rows=LinearRows(net.up, site="up"),
+    )
+    recorder = Recorder(LogitsModel(net), [down, up])
+    curvature = backend(
+        net,
+        likelihood,
+        recorder=recorder,
+        rank=10,
+        kfac_approx="expand",
+    )
     return curvature.kron(X, y, N=len(X))
 
 
@@ -68,18 +83,28 @@ def data(likelihood="classification"):
 )
 def test_ggn_of_a_linear_net_without_positions(rival, likelihood):
     X, y = data(likelihood)
+    theirs = rival(flat_net(), likelihood)
+    their_loss, their_H = theirs.kron(X, y, N=len(X))
     loss, H = ours(LowRankKronGGN, X, y, likelihood)
-    their_loss, their_H = rival(flat_net(), likelihood).kron(X, y, N=len(X))
+    found = H.decompose().to_matrix()
     assert_close(loss, their_loss, **CLOSE)
-    assert_close(H.decompose().to_matrix(), their_H.to_matrix(), **CLOSE)
+    assert_close(found, their_H.to_matrix(), **CLOSE)
 
 
 def test_empirical_fisher_of_a_linear_net():
     X, y = data()
+    theirs = CurvlinopsEF(flat_net(), "classification")
+    _, their_H = theirs.kron(X, y, N=len(X))
     _, H = ours(LowRankKronEF, X, y)
-    _, their_H = CurvlinopsEF(flat_net(), "classification").kron(X, y, N=len(X))
-    assert_close(H.decompose().to_matrix(), their_H.to_matrix(), **CLOSE)
-    # Of one example the Kronecker form is exact, so that its diagonal is BackPACK's.
+    found = H.decompose().to_matrix()
+    assert_close(found, their_H.to_matrix(), **CLOSE)
+
+
+def test_empirical_fisher_of_one_example():
+    """Its Kronecker form is exact, so that its diagonal is BackPACK's."""
+    X, y = data()
+    theirs = BackPackEF(flat_net(), "classification")
+    _, diagonal = theirs.diag(X[:1], y[:1])
     _, H = ours(LowRankKronEF, X[:1], y[:1])
-    _, diagonal = BackPackEF(flat_net(), "classification").diag(X[:1], y[:1])
-    assert_close(H.decompose().diag(), diagonal, **CLOSE)
+    found = H.decompose().diag()
+    assert_close(found, diagonal, **CLOSE)
