@@ -191,10 +191,8 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 def test_gradients_are_those_of_each_examples_loss(likelihood):
     model = with_lora(TwoLinear(n_outputs=2), "first", "second")
     X = first_positions()
-    if likelihood == "regression":
-        y = real_targets()
-    else:
-        y = torch.tensor([0, 1, 1, 0])
+    labels = torch.tensor([0, 1, 1, 0])
+    y = real_targets() if likelihood == "regression" else labels
     la = make(model, likelihood=likelihood)
     backend = la.backend
     weights = [block.weight.requires_grad_() for block in la.blocks]

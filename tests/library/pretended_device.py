@@ -51,38 +51,67 @@ class Pretended(torch.Tensor):
         raise TypeError(f"NumPy has no numbers of {self.device}: call .cpu() first.")
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None):
+    def __torch_dispatch__(
+        cls,
+        function: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
-        ours = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Pretended)]
+        leaves = tree_leaves((args, kwargs))
+        ours = [leaf for leaf in leaves if isinstance(leaf, Pretended)]
         device = _device_of(function, args, kwargs, ours)
         if kwargs.get("device") is not None:
             device = torch.device(kwargs["device"])
             kwargs = kwargs | {"device": "cpu"}
-        args, kwargs = tree_map_only(Pretended, lambda tensor: tensor.inner, (args, kwargs))
-        known = {id(tensor.inner): tensor for tensor in ours}  # of operations in place
+        args, kwargs = tree_map_only(
+            Pretended,
+            lambda tensor: tensor.inner,
+            (args, kwargs),
+        )
+        # Operations in place return what they were given.
+        of_inner = {id(tensor.inner): tensor for tensor in ours}
 
         def wrapped(result: torch.Tensor) -> torch.Tensor:
-            if id(result) in known:
-                return known[id(result)]
+            if id(result) in of_inner:
+                return of_inner[id(result)]
             return result if device.type == "cpu" else cls(result, device)
 
         return tree_map_only(torch.Tensor, wrapped, function(*args, **kwargs))
 
 
+class _Module:
+    """What PyTorch asks the module of an accelerator, as it asks `torch.cuda`."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def manual_seed_all(self, seed: int) -> None:
+        """It has no generator."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
 def install() -> None:
     """Make PyTorch know the device "pretended"."""
 
-    class Module:
-        is_available = is_initialized = staticmethod(lambda: True)
-        device_count = staticmethod(lambda: 1)
-        current_device = staticmethod(lambda: 0)
-        manual_seed_all = staticmethod(lambda seed: None)
-        get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
-        _is_in_bad_fork = staticmethod(lambda: False)
-
     hook = registration._DummyPrivateUse1Hook()
     guard = registration._DummyDeviceGuard()
-    registration._setup_privateuseone_for_python_backend(NAME, Module(), hook, guard)
+    registration._setup_privateuseone_for_python_backend(NAME, _Module(), hook, guard)
     library = torch.library.Library("aten", "IMPL")
     for name, make in _MADE.items():
         library.impl(name, partial(_made, make), "PrivateUse1")
@@ -99,8 +128,15 @@ def install() -> None:
     torch.autograd._engine_run_backward = in_this_thread
 
 
-def _made(make: Any, *args: Any, dtype: Any = None, device: Any = None, **_: Any) -> Pretended:
-    return Pretended(make(*args, dtype=dtype, device="cpu"), torch.device(device))
+def _made(
+    make: Any,
+    *args: Any,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    **_: Any,
+) -> Pretended:
+    inner = make(*args, dtype=dtype, device="cpu")
+    return Pretended(inner, torch.device(device))
 
 
 def _copy(source: Any, target: Pretended, non_blocking: bool = False) -> Pretended:
@@ -108,14 +144,21 @@ def _copy(source: Any, target: Pretended, non_blocking: bool = False) -> Pretend
     return target
 
 
-def _device_of(function: Any, args: Any, kwargs: Any, ours: list[Pretended]) -> torch.device:
+def _device_of(
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    ours: list[Pretended],
+) -> torch.device:
     """Where an operation runs; a `RuntimeError` if its tensors are on several devices."""
     name = function._schema.name.removeprefix("aten::")
     if name == "copy_":
         return args[0].device
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    leaves = tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    # As on CUDA, numbers by themselves and indices may be on the CPU.
     devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
-    if name.lstrip("_").startswith("index"):  # as on CUDA, indices may be on the CPU
+    if name.lstrip("_").startswith("index"):
         accelerators = {device for device in devices if device.type != "cpu"}
         devices = accelerators | {tensors[0].device}
     if len(devices) > 1:

@@ -3,8 +3,9 @@
 It takes a process of its own: PyTorch knows the pretended accelerator from then on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -21,16 +22,13 @@ from tests.support.posteriors import generator, make
 CPU = "cpu"
 FIRST = f"{NAME}:0"
 SECOND = f"{NAME}:1"
-ALL = ("first", "second", "third")
-PLACES = {
-    "one after the other": (ALL, (CPU, FIRST, SECOND)),
-    "there and back": (ALL, (SECOND, CPU, SECOND)),
-    "no LoRA weight where batches go": (("second", "third"), (CPU, FIRST, SECOND)),
-}
+ALL_LAYERS = ("first", "second", "third")
+
+Outcomes = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def accelerators():
+def _accelerators() -> None:
     install()
 
 
@@ -45,84 +43,149 @@ class Layers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.children():
-            x = layer(x.to(next(layer.parameters()).device)).tanh()
+            place = next(layer.parameters()).device
+            x = layer(x.to(place)).tanh()
         return 3 * x
 
 
-def spread(places: Sequence[str] = (CPU, CPU, CPU), targets: Sequence[str] = ALL) -> nn.Module:
+def spread(
+    places: Sequence[str],
+    targets: Sequence[str],
+) -> nn.Module:
+    """Make a model with LoRA in some of its layers, each of which is at a place."""
     return moved(with_lora(Layers(), *targets), places)
 
 
-def moved(model: nn.Module, places: Sequence[str]) -> nn.Module:
+def moved(
+    model: nn.Module,
+    places: Sequence[str],
+) -> nn.Module:
     for layer, place in zip(model.children(), places, strict=True):
         layer.to(place)
     return model
 
 
-def predictions(la, X) -> dict[str, torch.Tensor]:
-    """What all structures can say about a batch."""
-    drawn = {"link_approx": "mc", "n_samples": 3}
-    statistics = la.predictive_moments(X)
+def assert_equal(found: Outcomes, expected: Outcomes) -> None:
+    assert found.keys() == expected.keys()
+    for name in found:
+        describe = f"{name}: {{}}".format
+        assert_close(
+            found[name].cpu(),
+            expected[name],
+            msg=describe,
+            **EXACT,
+        )
+
+
+# --- classifiers ---------------------------------------------------------------------------------
+
+
+def predictions(la: Any, X: torch.Tensor) -> Outcomes:
+    """Ask all that posteriors of every structure can say about a batch."""
+    moments = la.predictive_moments(X)
+    joint = la.predictive_moments(X, joint=True)
+    by_glm = la(
+        X,
+        link_approx="mc",
+        n_samples=3,
+        generator=generator(),
+    )
+    by_networks = la(
+        X,
+        pred_type="nn",
+        link_approx="mc",
+        n_samples=3,
+        generator=generator(),
+    )
+    layerwise = torch.ones(la.n_layers).to(la.mean)
     return {
-        "mean": statistics.f_mu,
-        "covariance": statistics.f_var,
-        "joint": la.predictive_moments(X, joint=True)[1],
+        "mean": moments.f_mu,
+        "covariance": moments.f_var,
+        "joint": joint.f_var,
         "probit": la(X),
         "mean field": la(X, link_approx="mean_field"),
-        "mc": la(X, **drawn, generator=generator()),
-        "nn": la(X, pred_type="nn", **drawn, generator=generator()),
+        "mc": by_glm,
+        "nn": by_networks,
         "decision": la.predict(X).probabilities,
         "draws": la.sample(3, generator()),
         "evidence": la.log_marginal_likelihood(),
-        "evidences": la.log_marginal_likelihood(torch.ones(la.n_layers).to(la.mean)),
+        "evidences": la.log_marginal_likelihood(layerwise),
     }
 
 
-CHOICES = {
-    "marglik": {"n_steps": 2, "tolerance": 0},
-    "agreement": {"train_loader": pairs(2)},
-    "gridsearch": {"val_loader": pairs(2), "grid_size": 3},
-}
-
-
-def outcomes(model: nn.Module, structure: str) -> dict[str, torch.Tensor]:
-    la = make(model, structure)
+def choices(la: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Choose the prior precision by each method."""
     loader = pairs(2)
+    la.optimize_prior_precision(method="marglik", n_steps=2, tolerance=0)
+    yield "prior of marglik", la.prior_precision
+    la.optimize_prior_precision(method="agreement", train_loader=loader)
+    yield "prior of agreement", la.prior_precision
+    la.optimize_prior_precision(method="gridsearch", val_loader=loader, grid_size=3)
+    yield "prior of gridsearch", la.prior_precision
+
+
+def of_low_rank_factors(la: Any) -> Outcomes:
+    """Ask what only a posterior with low-rank factors can say."""
+    statistics = la.predictive_statistics(pairs(2))
+    precision = la.posterior_precision
+    rows = torch.ones(
+        1,
+        2,
+        la.n_params,
+    ).to(la.mean)
+    return {
+        "statistics": statistics.moments(la.prior_precision).f_var,
+        "diagonal": precision.diag(),
+        "form": precision.inv_square_form(rows),
+    }
+
+
+def outcomes(model: nn.Module, structure: str) -> Outcomes:
+    """Fit, predict, choose the prior precision, restore a state and fit more data."""
+    loader = pairs(2)
+    X, _ = loader[0]
+    la = make(model, structure)
     la.fit(loader)
-    found = {"loss": la.loss} | predictions(la, loader[0][0])
-    for method, options in CHOICES.items():
-        la.optimize_prior_precision(method=method, **options)
-        found[f"prior of {method}"] = la.prior_precision
+    found = {"loss": la.loss}
+    found |= predictions(la, X)
+    found |= dict(choices(la))
     restored = make(model, structure)
     restored.load_state_dict(la.state_dict())
-    found["restored"] = restored(loader[0][0])
+    found["restored"] = restored(X)
     la.fit(loader, override=False)
-    found["more data"] = la(loader[0][0])
+    found["more data"] = la(X)
     if structure == "lowrank_kron":
-        moments = la.predictive_statistics(loader).moments(la.prior_precision)
-        precision = la.posterior_precision
-        rows = torch.ones(1, 2, la.n_params).to(la.mean)
-        found |= {"statistics": moments.f_var, "diagonal": precision.diag()}
-        found["form"] = precision.inv_square_form(rows)
+        found |= of_low_rank_factors(la)
     return found
 
 
 @cache
-def outcomes_on_cpu(structure: str, targets: Sequence[str]) -> dict[str, torch.Tensor]:
-    return outcomes(spread(targets=targets), structure)
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name in found:
-        describe = f"{name}: {{}}".format
-        assert_close(found[name].cpu(), expected[name], msg=describe, **EXACT)
+def outcomes_on_cpu(structure: str, targets: Sequence[str]) -> Outcomes:
+    return outcomes(spread((CPU, CPU, CPU), targets), structure)
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
-@pytest.mark.parametrize("order", PLACES)
-def test_everything_is_as_on_one_device(order, structure):
-    targets, places = PLACES[order]
+@pytest.mark.parametrize(
+    ("targets", "places"),
+    [
+        pytest.param(
+            ALL_LAYERS,
+            (CPU, FIRST, SECOND),
+            id="one after the other",
+        ),
+        pytest.param(
+            ALL_LAYERS,
+            (SECOND, CPU, SECOND),
+            id="there and back",
+        ),
+        pytest.param(
+            ("second", "third"),
+            (CPU, FIRST, SECOND),
+            id="no LoRA weight where batches go",
+        ),
+    ],
+)
+def test_everything_is_as_on_one_device(targets, places, structure):
     found = outcomes(spread(places, targets), structure)
     assert_equal(found, outcomes_on_cpu(structure, targets))
 
@@ -130,10 +193,13 @@ def test_everything_is_as_on_one_device(order, structure):
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron", "diag", "full"])
 def test_a_posterior_follows_layers_to_several_devices(structure):
     model = spread((FIRST, FIRST, FIRST), ("second", "third"))
-    # curvlinops would need a generator of the pretended device.
-    la = make(model, structure, **{"backend": AsdlGGN} if structure == "kron" else {})
+    if structure == "kron":
+        # curvlinops would need a generator of the pretended device.
+        la = make(model, structure, backend=AsdlGGN)
+    else:
+        la = make(model, structure)
     la.fit(pairs(2))
-    X = pairs()[0][0]
+    X, _ = pairs()[0]
     expected = {name: value.cpu() for name, value in predictions(la, X).items()}
     moved(model, (FIRST, SECOND, SECOND))
     found = predictions(la, X)
@@ -141,52 +207,63 @@ def test_a_posterior_follows_layers_to_several_devices(structure):
     assert_equal(found, expected)
 
 
-def dispatched(first: str, second: str) -> nn.Module:
-    """A language model with Accelerate's hooks, the second half of which is elsewhere."""
+# --- language models -----------------------------------------------------------------------------
+
+
+def dispatched() -> nn.Module:
+    """Make a language model with Accelerate's hooks, the second half of which is elsewhere."""
     model = lora_model("gpt2")
-    base = model.get_base_model().to(first)
+    base = model.get_base_model().to(CPU)
     base.lm_head.weight = nn.Parameter(base.lm_head.weight.detach().clone())  # tied otherwise
     for module in (base.transformer.h[1], base.transformer.ln_f, base.lm_head):
-        hook = AlignDevicesHook(second, skip_keys=["past_key_values"])
-        add_hook_to_module(module.to(second), hook)
+        hook = AlignDevicesHook(FIRST, skip_keys=["past_key_values"])
+        add_hook_to_module(module.to(FIRST), hook)
     return model
 
 
-def texts(model: nn.Module) -> dict[str, torch.Tensor]:
+def outcomes_of_texts(model: nn.Module) -> Outcomes:
     la = make(model, likelihood="language_modeling")
-    batches = [
-        batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
-        for batch in ragged_batches()
-    ]
+    batches = ragged_batches()
+    for batch in batches:
+        is_padding = batch["attention_mask"] == 0
+        batch["labels"] = batch["input_ids"].masked_fill(is_padding, -100)
     la.fit(batches)
-    prompt = ragged_batches(padding_side="left")[0] | {"max_new_tokens": 3, "do_sample": False}
-    del prompt["labels"]
-    options = {"n_samples": 2, "generator": generator()}
-    score = la.score(batches[0], **options)
+    noise = generator()
+    score = la.score(batches[0], n_samples=2, generator=noise)
+    prompts, *_ = ragged_batches(padding_side="left")
+    generated = la.generate(
+        n_samples=2,
+        generator=noise,
+        input_ids=prompts["input_ids"],
+        attention_mask=prompts["attention_mask"],
+        max_new_tokens=3,
+        do_sample=False,
+    )
     return {
         "evidence": la.log_marginal_likelihood(),
         "log-probabilities": score.log_prob,
-        "texts": la.generate(**options, **prompt).sequences,
+        "texts": generated.sequences,
     }
 
 
 def test_texts_are_as_on_one_device():
-    found = texts(dispatched(CPU, FIRST))
+    found = outcomes_of_texts(dispatched())
     assert {value.device.type for value in found.values()} == {CPU}
-    assert_equal(found, texts(lora_model("gpt2")))
+    assert_equal(found, outcomes_of_texts(lora_model("gpt2")))
+
+
+def outcomes_of_answers(model: nn.Module) -> Outcomes:
+    batches = ragged_batches()
+    la = make(model, class_token_ids=CLASS_TOKEN_IDS)
+    la.fit(batches)
+    return {"evidence": la.log_marginal_likelihood(), "probit": la(batches[0])}
 
 
 @pytest.mark.parametrize("has_output_layer", [True, False])
 def test_answers_are_as_on_one_device(has_output_layer, monkeypatch):
-    batches = ragged_batches()
-
-    def found(model: nn.Module) -> dict[str, torch.Tensor]:
-        if not has_output_layer:
-            monkeypatch.setattr(
-                type(model.get_base_model()), "get_output_embeddings", lambda _: None
-            )
-        la = make(model, class_token_ids=CLASS_TOKEN_IDS)
-        la.fit(batches)
-        return {"evidence": la.log_marginal_likelihood(), "probit": la(batches[0])}
-
-    assert_equal(found(dispatched(CPU, FIRST)), found(lora_model("gpt2")))
+    on_two_devices = dispatched()
+    on_one = lora_model("gpt2")
+    if not has_output_layer:
+        kind = type(on_one.get_base_model())
+        monkeypatch.setattr(kind, "get_output_embeddings", lambda _: None)
+    assert_equal(outcomes_of_answers(on_two_devices), outcomes_of_answers(on_one))

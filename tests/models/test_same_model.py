@@ -20,15 +20,56 @@ from tests.support.models import (
 )
 from tests.support.posteriors import STRUCTURES, fitted, make
 
-USES = {
-    "glm": lambda la, batches: la(batches[0]),
-    "nn": lambda la, batches: la(batches[0], pred_type="nn", link_approx="mc", n_samples=2),
-    "moments": lambda la, batches: la.predictive_moments(batches[0]),
-    "functional samples": lambda la, batches: la.functional_samples(batches[0], n_samples=2),
-    "more data": lambda la, batches: la.fit(batches, override=False),
-    "statistics": lambda la, batches: la.predictive_statistics(batches).f_mu,
-}
 RANK = {"backend_kwargs": {"rank": 3}}
+
+# --- uses of a posterior -------------------------------------------------------------------------
+
+
+def predict(la, batches):
+    return la(batches[0])
+
+
+def predict_by_draws(la, batches):
+    return la(batches[0], pred_type="nn", link_approx="mc", n_samples=2)
+
+
+def compute_moments(la, batches):
+    return la.predictive_moments(batches[0])
+
+
+def draw_functions(la, batches):
+    return la.functional_samples(batches[0], n_samples=2)
+
+
+def fit_more(la, batches):
+    return la.fit(batches, override=False)
+
+
+def collect_statistics(la, batches):
+    return la.predictive_statistics(batches).f_mu
+
+
+of_every_use = pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(predict, id="glm"),
+        pytest.param(predict_by_draws, id="nn"),
+        pytest.param(compute_moments, id="moments"),
+        pytest.param(draw_functions, id="functional samples"),
+        pytest.param(fit_more, id="more data"),
+        pytest.param(collect_statistics, id="statistics"),
+    ],
+)
+
+# --- parts of its model --------------------------------------------------------------------------
+
+
+def bert(model) -> nn.Module:
+    return model.base_model.model.bert
+
+
+def query(model) -> nn.Module:
+    return bert(model).encoder.layer[0].attention.self.query
 
 
 def adapter(la) -> torch.Tensor:
@@ -36,40 +77,44 @@ def adapter(la) -> torch.Tensor:
 
 
 def head(la) -> torch.Tensor:
-    return la.model.model.base_model.model.classifier.modules_to_save["default"].weight
+    classifier = la.model.model.base_model.model.classifier
+    return classifier.modules_to_save["default"].weight
 
 
 def base(la) -> torch.Tensor:
-    return la.model.model.base_model.model.bert.encoder.layer[0].output.dense.weight
+    return bert(la.model.model).encoder.layer[0].output.dense.weight
 
 
 def outside(la) -> torch.Tensor:
-    """A LoRA weight that is not in the posterior."""
+    """Find a LoRA weight that is not in the posterior."""
     return query(la.model.model).lora_B["default"].weight
-
-
-PARTS = {
-    adapter: r"value\.lora_B\.default\.weight have changed since the fit: fit again",
-    head: r"classifier\.modules_to_save\.weight differs from that of the fit: fit again",
-    base: r"output\.dense\.weight differs from that of the fit",
-    outside: r"query\.lora_B\.weight differs from that of the fit",
-}
 
 
 def only_values(structure: str = "lowrank_kron", **keywords):
     return fitted(structure=structure, target_modules=["value"], **keywords)
 
 
+# --- what is a change ----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("part", PARTS)
-def test_a_weight_that_has_changed_since_the_fit_is_named(part, structure):
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (adapter, r"value\.lora_B\.default\.weight have changed since the fit: fit again"),
+        (head, r"classifier\.modules_to_save\.weight differs from that of the fit: fit again"),
+        (base, r"output\.dense\.weight differs from that of the fit"),
+        (outside, r"query\.lora_B\.weight differs from that of the fit"),
+    ],
+)
+def test_a_weight_that_has_changed_since_the_fit_is_named(part, message, structure):
     la = only_values(structure)
     batch, *_ = ragged_batches()
     weight = part(la)
     expected = la(batch)
     before = weight.detach().clone()
     weight.data[0, 0] += 1e-6  # seen by no version counter
-    with pytest.raises(RuntimeError, match=PARTS[part]):
+    with pytest.raises(RuntimeError, match=message):
         la(batch)
     weight.data.copy_(before)
     assert torch.equal(la(batch), expected)
@@ -77,12 +122,44 @@ def test_a_weight_that_has_changed_since_the_fit_is_named(part, structure):
     la(batch)
 
 
-def query(model):
-    return model.base_model.model.bert.encoder.layer[0].attention.self.query
+def merge(model):
+    model.merge_adapter()
+
+
+def disable(model):
+    model.base_model.disable_adapter_layers()
+
+
+def unload(model):
+    model.unload()
 
 
 def replace(model):
-    query(model).lora_A["default"] = nn.Linear(12, 2, bias=False).double()
+    query(model).lora_A["default"] = nn.Linear(
+        12,
+        2,
+        bias=False,
+    ).double()
+
+
+@of_every_use
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (merge, "query is merged into the base model: call"),
+        (disable, "query is disabled: call"),
+        (unload, r"lost LoRA weights of the posterior: .*query\.lora_A"),
+        (replace, r"lost LoRA weights of the posterior: .*query\.lora_A"),
+    ],
+)
+def test_an_adapter_that_does_not_run_is_named_and_can_not_be_fitted(change, message, use):
+    la = fitted()
+    change(la.model.model)
+    batches = ragged_batches()
+    with pytest.raises(RuntimeError, match=message):
+        use(la, batches)
+    with pytest.raises(RuntimeError, match=message):
+        la.fit(batches)
 
 
 def scale(model):
@@ -90,30 +167,23 @@ def scale(model):
 
 
 def replace_weight(model):
-    layer = model.base_model.model.bert.pooler.dense
+    layer = bert(model).pooler.dense
     layer.weight = nn.Parameter(layer.weight.detach() * 1.001)
 
 
+@of_every_use
 @pytest.mark.parametrize(
-    ("change", "message", "can_be_fitted"),
+    ("change", "message"),
     [
-        (lambda m: m.merge_adapter(), "query is merged into the base model: call", False),
-        (lambda m: m.base_model.disable_adapter_layers(), "query is disabled: call", False),
-        (lambda m: m.unload(), r"lost LoRA weights of the posterior: .*query\.lora_A", False),
-        (replace, r"lost LoRA weights of the posterior: .*query\.lora_A", False),
-        (scale, r"query\.lora_A.*was \(\[2, 12\], 2\.0\) at the fit, and now is .*6\.0", True),
-        (replace_weight, r"bert\.pooler\.dense\.weight differs from that of the fit", True),
+        (scale, r"query\.lora_A.*was \(\[2, 12\], 2\.0\) at the fit, and now is .*6\.0"),
+        (replace_weight, r"bert\.pooler\.dense\.weight differs from that of the fit"),
     ],
 )
-@pytest.mark.parametrize("use", USES)
-def test_an_adapter_or_a_base_that_is_another_is_named(use, change, message, can_be_fitted):
+def test_a_scale_or_a_base_that_is_another_is_named(change, message, use):
     la = fitted()
     change(la.model.model)
     with pytest.raises(RuntimeError, match=message):
-        USES[use](la, ragged_batches())
-    if not can_be_fitted:
-        with pytest.raises(RuntimeError, match=message):
-            la.fit(ragged_batches())
+        use(la, ragged_batches())
 
 
 def test_a_scaling_outside_the_posterior_counts_as_well(tmp_path):
@@ -128,15 +198,16 @@ def test_a_scaling_outside_the_posterior_counts_as_well(tmp_path):
 
 def test_running_averages_that_move_after_the_fit_are_named(tmp_path):
     batches = pairs(2)
+    X, _ = batches[0]
     normed = nn.Sequential(nn.BatchNorm1d(5), TwoLinear())
     model = with_lora(normed, "first", "second")
     la = make(model)
     la.fit(batches)
-    la(batches[0][0])
+    la(X)
     la.save_pretrained(tmp_path)
-    model.train()(batches[0][0])
+    model.train()(X)
     with pytest.raises(RuntimeError, match=r"0\.running_mean differs from that of the fit"):
-        la(batches[0][0])
+        la(X)
     with pytest.raises(ValueError, match=r"0\.running_mean differs from that of the fit"):
         from_pretrained(model, tmp_path)
 
@@ -156,29 +227,42 @@ def test_an_adapter_may_be_merged_and_unmerged():
 
 
 def active_of(model):
-    """What is active in each layer, and what requires grad."""
-    layers = [m.active_adapters for m in model.modules() if hasattr(m, "active_adapters")]
-    return layers, [parameter.requires_grad for parameter in model.parameters()]
+    """Read what is active in each layer, and what requires grad."""
+    active = [
+        module.active_adapters for module in model.modules() if hasattr(module, "active_adapters")
+    ]
+    return active, [parameter.requires_grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("target", ["query", "intermediate.dense"])  # in its layers, or not
-@pytest.mark.parametrize("active", ["other", ["default", "other"]], ids=str)
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "active",
+    ["other", ["default", "other"]],
+    ids=str,
+)
+@of_every_use
 def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, active):
     la = fitted()
     batches = ragged_batches()
     torch.manual_seed(0)
-    expected = USES[use](la, batches)
+    expected = use(la, batches)
     model = la.model.model
-    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=[target], init_lora_weights=False)
+    config = LoraConfig(
+        task_type="SEQ_CLS",
+        r=2,
+        target_modules=[target],
+        init_lora_weights=False,
+    )
     model.add_adapter("other", config)
-    model.base_model.model.classifier.modules_to_save["other"].weight.data.mul_(2)
+    other_head = model.base_model.model.classifier.modules_to_save["other"]
+    other_head.weight.data.mul_(2)
     model.set_adapter("other")
-    for layer in (m for m in model.modules() if isinstance(m, LoraLayer)):
-        layer.set_adapter(active)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.set_adapter(active)
     before = active_of(model)
     torch.manual_seed(0)
-    assert_close(USES[use](la, batches), expected)
+    assert_close(use(la, batches), expected)
     assert active_of(model) == before
     model.delete_adapter("other")
     model.set_adapter("default")
@@ -188,47 +272,65 @@ def test_a_posterior_runs_its_own_adapter_whichever_is_active(use, target, activ
 # --- states --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_state_of_another_model_is_not_loaded(part):
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (adapter, "other LoRA weights"),
+        (head, r"classifier\.modules_to_save\.weight differs from that of the fit"),
+        (base, r"output\.dense\.weight differs from that of the fit"),
+        (outside, r"query\.lora_B\.weight differs from that of the fit"),
+    ],
+)
+def test_a_state_of_another_model_is_not_loaded(part, message):
     la = only_values()
     other = make(la.model.model, target_modules=["value"], **RANK)
     state = la.state_dict()
     part(other).data.add_(1e-6)
-    message = "other LoRA weights" if part is adapter else PARTS[part].partition(":")[0]
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(state)
     assert other.n_data == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "message"),
-    [
-        ("bert", {"target_modules": ["value"]}, r"query\.lora_A\.weight .* and now is None"),
-        (
-            "gpt2",
-            {"class_token_ids": CLASS_TOKEN_IDS[::-1]},
-            r"class_token_ids was \[11, 23, 42\] at the fit, and now is \[42, 23, 11",
-        ),
-    ],
-)
-def test_a_state_of_other_layers_or_answers_is_not_loaded(kind, settings, message):
-    la = fitted(kind)
-    with pytest.raises(ValueError, match=f"fitted to another model. .*{message}"):
-        make(la.model.model, **settings, **RANK).load_state_dict(la.state_dict())
+def test_a_state_of_other_layers_is_not_loaded():
+    la = fitted("bert")
+    other = make(la.model.model, target_modules=["value"], **RANK)
+    message = r"fitted to another model. .*query\.lora_A\.weight .* and now is None"
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(la.state_dict())
+
+
+def test_a_state_of_other_answers_is_not_loaded():
+    la = fitted("gpt2")
+    reversed_ids = CLASS_TOKEN_IDS[::-1]
+    other = make(la.model.model, class_token_ids=reversed_ids, **RANK)
+    message = (
+        r"fitted to another model. .*"
+        r"class_token_ids was \[11, 23, 42\] at the fit, and now is \[42, 23, 11"
+    )
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(la.state_dict())
 
 
 def test_a_state_is_loaded_under_another_name_of_the_adapter_and_another_precision_of_the_base():
     model = lora_model("bert", torch.float32)
     la = fitted(model=model)
-    config = LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
+    config = LoraConfig(
+        task_type="SEQ_CLS",
+        r=2,
+        lora_alpha=4,
+        target_modules=["query", "value"],
+    )
     renamed = get_peft_model(base_model("bert"), config, "renamed")
-    weights = {k.replace(".default.", ".renamed."): v for k, v in model.state_dict().items()}
+    weights = {}
+    for name, value in model.state_dict().items():
+        weights[name.replace(".default.", ".renamed.")] = value
     renamed.load_state_dict(weights)
-    renamed.base_model.model.bert.embeddings.bfloat16().float().bfloat16()
+    embeddings = bert(renamed).embeddings
+    embeddings.bfloat16().float().bfloat16()
     other = make(renamed, **RANK)
     other.load_state_dict(la.state_dict())
     assert torch.equal(other.log_marginal_likelihood(), la.log_marginal_likelihood())
-    renamed.base_model.model.bert.embeddings.word_embeddings.weight.data.add_(0.1)
+    embeddings.word_embeddings.weight.data.add_(0.1)
     with pytest.raises(ValueError, match="word_embeddings"):
         other.load_state_dict(la.state_dict())
 
@@ -236,18 +338,20 @@ def test_a_state_is_loaded_under_another_name_of_the_adapter_and_another_precisi
 def test_a_base_with_weights_that_are_subnormal_in_float16_is_the_same_there(tmp_path):
     """Numbers there are 6e-8 apart, so that rounding moves small ones by much of their size."""
     model = lora_model("bert", torch.float32)
-    embeddings = model.base_model.model.bert.embeddings.word_embeddings.weight
-    embeddings.data[0, :3] = torch.tensor([5.1e-7, -8.7e-8, 2e-8])
+    embeddings = bert(model).embeddings
+    small = torch.tensor([5.1e-7, -8.7e-8, 2e-8])
+    embeddings.word_embeddings.weight.data[0, :3] = small
     la = fitted(model=model)
     la.save_pretrained(tmp_path)
-    for served in (model.base_model.model.bert.embeddings, model):
+    for served in (embeddings, model):
         served.half()
         assert from_pretrained(model, tmp_path).n_data == la.n_data
         la.check_model()
-    model.base_model.model.bert.embeddings.word_embeddings.weight.data[0, 0] += 1.2e-7
-    for use in (la.check_model, lambda: from_pretrained(model, tmp_path)):
-        with pytest.raises((RuntimeError, ValueError), match=r"word_embeddings\.weight differs"):
-            use()
+    embeddings.word_embeddings.weight.data[0, 0] += 1.2e-7
+    with pytest.raises(RuntimeError, match=r"word_embeddings\.weight differs"):
+        la.check_model()
+    with pytest.raises(ValueError, match=r"word_embeddings\.weight differs"):
+        from_pretrained(model, tmp_path)
 
 
 @pytest.mark.parametrize("trained", [None, ["wte"]])
@@ -269,14 +373,16 @@ def test_resized_and_tied_embeddings_under_another_name_of_the_adapter(trained, 
     model = get_peft_model(resized(), config, "trained")
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "modules_to_save" in name:
-            parameter.data = parameter.data + torch.ones_like(parameter).cumsum(0).sin() / 3
+            waves = torch.ones_like(parameter).cumsum(0).sin()
+            parameter.data = parameter.data + waves / 3
     (batch,) = ragged_batches(batch_size=8)
-    la = make(model.double(), class_token_ids=[11, VOCABULARY, VOCABULARY + 3], **RANK)
+    old_and_new_tokens = [11, VOCABULARY, VOCABULARY + 3]
+    la = make(model.double(), class_token_ids=old_and_new_tokens, **RANK)
     la.fit([batch])
     model.save_pretrained(tmp_path)
     la.save_pretrained(tmp_path)
-    served = PeftModel.from_pretrained(resized(), tmp_path / "trained", "served").double()
-    loaded = from_pretrained(served, tmp_path)
+    served = PeftModel.from_pretrained(resized(), tmp_path / "trained", "served")
+    loaded = from_pretrained(served.double(), tmp_path)
     assert {block.adapter for block in loaded.blocks} == {"served"}
     assert_close(loaded(batch), la(batch), rtol=1e-6, atol=1e-9)
     served.get_input_embeddings().weight.data[0] += 0.1
