@@ -108,7 +108,6 @@ class _Module:
 
 def install() -> None:
     """Make PyTorch know the device "pretended"."""
-
     hook = registration._DummyPrivateUse1Hook()
     guard = registration._DummyDeviceGuard()
     registration._setup_privateuseone_for_python_backend(NAME, _Module(), hook, guard)
