@@ -14,31 +14,40 @@ CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 
 
 def assert_same_posterior(first, second):
-    assert_close(first.H.to_matrix(), second.H.to_matrix(), **CLOSE)
+    assert_close(
+        first.H.to_matrix(),
+        second.H.to_matrix(),
+        **CLOSE,
+    )
     assert_close(first.log_marginal_likelihood(), second.log_marginal_likelihood(), **CLOSE)
     assert first.n_data == second.n_data
 
 
 @pytest.mark.parametrize("kfac_approx", KFAC_APPROX)
 @pytest.mark.parametrize(
-    ("kind", "way"),
+    ("kind", "other_batches"),
     [
-        ("gpt2", {"batch_size": 1}),
-        ("gpt2", {"batch_size": 8}),
-        ("gpt2", {"padding_side": "left", "padded_to": 20}),
-        ("gpt_neox", {"padding_side": "left", "padded_to": 12}),
-        ("bert", {"padded_to": 20}),
+        ("gpt2", ragged_batches(batch_size=1)),
+        ("gpt2", ragged_batches(batch_size=8)),
+        ("gpt2", ragged_batches(padding_side="left", padded_to=20)),
+        ("gpt_neox", ragged_batches(padding_side="left", padded_to=12)),
+        ("bert", ragged_batches(padded_to=20)),
+    ],
+    ids=[
+        "one text a batch",
+        "one batch",
+        "padded on the left",
+        "padded on the left, another model",
+        "padded further",
     ],
 )
-def test_batch_size_padding_side_and_amount(kind, way, kfac_approx):
-    reference = whole(kind, ragged_batches(), kfac_approx=kfac_approx)
-    batches = ragged_batches(**way)
-    other = whole(kind, batches, kfac_approx=kfac_approx)
+def test_batch_size_padding_side_and_amount(kind, other_batches, kfac_approx):
+    batches = ragged_batches()
+    reference = whole(kind, batches, kfac_approx=kfac_approx)
+    other = whole(kind, other_batches, kfac_approx=kfac_approx)
     assert_same_posterior(reference, other)
-    found, expected = (
-        torch.cat([la(batch) for batch in data])
-        for la, data in ((other, batches), (reference, ragged_batches()))
-    )
+    expected = torch.cat([reference(batch) for batch in batches])
+    found = torch.cat([other(batch) for batch in other_batches])
     assert_close(found, expected, **CLOSE)
 
 

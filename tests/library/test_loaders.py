@@ -10,17 +10,31 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tests.support.models import pairs
 from tests.support.posteriors import fitted
 
+NO_EXAMPLES = TensorDataset(torch.zeros(0, 5))
 
-@pytest.mark.parametrize("loader", [[], iter(()), DataLoader(TensorDataset(torch.zeros(0, 5)))])
+
+@pytest.mark.parametrize(
+    "loader",
+    [[], iter(()), DataLoader(NO_EXAMPLES)],
+)
 def test_an_empty_loader_is_refused(la, loader):
     with pytest.raises(ValueError, match="no data"):
         la.fit(loader)
 
 
+X = torch.zeros(4, 5)
+Y = torch.zeros(4)
+
+
 @pytest.mark.parametrize(
     "batch",
-    [pairs()[0][0], (pairs()[0][0],), (*pairs()[0], None), None, "text"],
-    ids=lambda b: type(b).__name__,
+    [
+        pytest.param(X, id="tensor"),
+        pytest.param((X,), id="tuple of one"),
+        pytest.param((X, Y, None), id="tuple of three"),
+        pytest.param(None, id="none"),
+        pytest.param("text", id="text"),
+    ],
 )
 def test_a_batch_that_is_neither_a_mapping_nor_a_pair_is_refused(la, batch):
     with pytest.raises(TypeError, match=rf"a pair \(X, y\), not {type(batch).__name__}"):
@@ -29,35 +43,56 @@ def test_a_batch_that_is_neither_a_mapping_nor_a_pair_is_refused(la, batch):
 
 def test_lists_of_tokens_want_a_collator():
     la = fitted()
-    rows = [{"input_ids": [3, 4], "labels": 1}, {"input_ids": [5], "labels": 0}]
+    rows = [
+        {"input_ids": [3, 4], "labels": 1},
+        {"input_ids": [5], "labels": 0},
+    ]
     for use in (la.fit, la.predict, lambda rows: la(rows[0])):
         with pytest.raises(TypeError, match="as collators make them"):
             use(rows)
 
 
+def six_examples() -> tuple[torch.Tensor, torch.Tensor]:
+    ((X, y),) = pairs(n=6)
+    return X, y
+
+
+def four_and_two() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make a batch of four examples and one of two."""
+    return [*pairs(n=4), *pairs(n=2)]
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield from zip(*pairs(n=6)[0], strict=True)
+        yield from zip(*six_examples(), strict=True)
 
 
-WHOLE = {
-    "data set": lambda: DataLoader(TensorDataset(*pairs(n=6)[0]), batch_size=4),
-    "data set of batches": lambda: DataLoader([pairs(n=n)[0] for n in (4, 2)], batch_size=None),
-    "stream": lambda: DataLoader(Stream(), batch_size=4),
-    "generator": lambda: (pairs(n=n)[0] for n in (4, 2)),
-}
+def data_set() -> DataLoader:
+    return DataLoader(TensorDataset(*six_examples()), batch_size=4)
 
 
-@pytest.mark.parametrize("kind", WHOLE)
-def test_what_is_seen_whole_is_counted_without_a_warning(la, kind):
+def data_set_of_batches() -> DataLoader:
+    return DataLoader(four_and_two(), batch_size=None)
+
+
+def stream() -> DataLoader:
+    return DataLoader(Stream(), batch_size=4)
+
+
+def generator() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    yield from four_and_two()
+
+
+@pytest.mark.parametrize("make_loader", [data_set, data_set_of_batches, stream, generator])
+def test_what_is_seen_whole_is_counted_without_a_warning(la, make_loader):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "The loader gave")
-        la.fit(WHOLE[kind]())
+        la.fit(make_loader())
     assert la.n_data == 6
 
 
 def test_drop_last_counts_what_was_seen_and_warns(la):
-    X, y = pairs(n=6)[0]
+    X, y = six_examples()
     loader = DataLoader(TensorDataset(X, y), batch_size=4, drop_last=True)
     with pytest.warns(UserWarning, match=r"4 examples.*data set has 6") as caught:
         la.fit(loader)

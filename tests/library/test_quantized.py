@@ -27,13 +27,16 @@ def quantized(name: str, dtype: torch.dtype) -> nn.Module:
         for part in ("query", "value"):
             attention = layer.attention.self
             setattr(attention, part, quantize(getattr(attention, part), dtype))
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["query", "value"])).eval()
+    model = get_peft_model(
+        base,
+        LoraConfig(r=2, target_modules=["query", "value"]),
+    )
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
             nn.init.normal_(parameter, std=0.3)
         elif "classifier" in parameter_name:
             nn.init.normal_(parameter, std=0.5)
-    return model
+    return model.eval()
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -43,11 +46,15 @@ def test_posterior_of_a_quantized_base(name, dtype):
     batches = ragged_batches()
     la = make(model, backend_kwargs={"rank": 200})
     la.fit(batches)
-    f_mu, f_var = (part.double() for part in la.predictive_moments(batches[0]))
-    examples = [as_padded(b, row) for b in batches for row in range(len(b["labels"]))]
-    logits, Js = (part.double() for part in alone(model, logits_of, examples))
+    found = la.predictive_moments(batches[0])
+    examples = [as_padded(batch, row) for batch in batches for row in range(len(batch["labels"]))]
+    logits, Js = alone(model, logits_of, examples)
+    logits = logits.double()
+    Js = Js.double()
     blocks = gradient_blocks(model, Js, softmax_fisher(logits))
-    n = len(f_mu)
-    expected = block_diagonal_covariance(blocks, Js[:n])
-    assert (f_mu - logits[:n]).abs().max() <= BOUNDS[dtype] * logits.abs().max()
-    assert (f_var - expected).abs().max() <= BOUNDS[dtype] * expected.abs().max()
+    n = len(found.f_mu)
+    covariance = block_diagonal_covariance(blocks, Js[:n])
+    error_of_mean = (found.f_mu.double() - logits[:n]).abs().max()
+    error_of_covariance = (found.f_var.double() - covariance).abs().max()
+    assert error_of_mean <= BOUNDS[dtype] * logits.abs().max()
+    assert error_of_covariance <= BOUNDS[dtype] * covariance.abs().max()

@@ -11,94 +11,180 @@ from tests.support.posteriors import GRID, STRUCTURES, generator, make
 from tests.support.ranks import Texts, accelerated, assert_alike, failures, on_ranks, strided_loader
 
 CLOSE = {"rtol": 1e-7, "atol": 1e-10}
-WAYS = {
-    "agreement": {"max_change": 0.05},
-    "agreement of some": {"max_change": 0.05, "max_examples": 5},
-    "gridsearch": GRID | {"grid_size": 3},
-    "val_gd": {"n_steps": 30, "generator": "seeded"},
-    "marglik": {},
-}
+IN_FLOAT32 = {"rtol": 1e-4, "atol": 1e-6}
+THREE_VALUES = GRID | {"grid_size": 3}
 
 
 def fitted(structure: str = "lowrank_kron"):
-    settings = {"backend_kwargs": {"rank": 100}} if structure == "lowrank_kron" else {}
-    la = make(lora_model("bert"), structure, **settings)
+    if structure == "lowrank_kron":
+        la = make(lora_model("bert"), structure, backend_kwargs={"rank": 100})
+    else:
+        la = make(lora_model("bert"), structure)
     la.fit(strided_loader())
     return la
 
 
-def chosen(method: str, structure: str, options: dict, as_statistics: bool = False):
-    method = method.removesuffix(" of some")
-    la = fitted(structure)
-    loader = strided_loader(9)
-    if as_statistics:
-        loader = la.predictive_statistics(loader, dtype=torch.float64)
-    options = dict(options)
-    if "generator" in options:
-        options["generator"] = generator()
-    if method != "marglik":
-        data = "val_loader" if method in ("gridsearch", "val_gd") else "train_loader"
-        options[data] = loader
-    history = la.optimize_prior_precision(method=method, **options)
-    return la.prior_precision, history.objective[-1:], la(ragged_batches()[0])
+# --- choices of the prior precision --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", WAYS)
-def test_every_way_chooses_as_one_process_does(method):
-    as_statistics = method in ("agreement", "gridsearch", "val_gd")
-    arguments = method, "lowrank_kron", WAYS[method], as_statistics
-    assert_alike(on_ranks(lambda _: chosen(*arguments), 3), chosen(*arguments), **CLOSE)
+def by_agreement(la, data):
+    return la.optimize_prior_precision(
+        method="agreement",
+        train_loader=data,
+        max_change=0.05,
+    )
+
+
+def by_agreement_of_some(la, data):
+    return la.optimize_prior_precision(
+        method="agreement",
+        train_loader=data,
+        max_change=0.05,
+        max_examples=5,
+    )
+
+
+def by_gridsearch(la, data):
+    return la.optimize_prior_precision(
+        method="gridsearch",
+        val_loader=data,
+        **THREE_VALUES,
+    )
+
+
+def by_descent(la, data):
+    return la.optimize_prior_precision(
+        method="val_gd",
+        val_loader=data,
+        n_steps=30,
+        generator=generator(),
+    )
+
+
+def by_evidence(la, data):
+    return la.optimize_prior_precision(method="marglik")
+
+
+def outcomes(la, choose, data):
+    """Choose the prior precision; find it, the objective there, and a prediction."""
+    history = choose(la, data)
+    prediction = la(ragged_batches()[0])
+    return la.prior_precision, history.objective[-1:], prediction
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        pytest.param(by_agreement, id="agreement"),
+        pytest.param(by_agreement_of_some, id="agreement of some"),
+        pytest.param(by_gridsearch, id="gridsearch"),
+        pytest.param(by_descent, id="val_gd"),
+        pytest.param(by_evidence, id="marglik"),
+    ],
+)
+def test_every_way_chooses_as_one_process_does(choose):
+    def job(_):
+        la = fitted()
+        loader = strided_loader(9)
+        if choose in (by_agreement_of_some, by_evidence):
+            return outcomes(la, choose, loader)
+        statistics = la.predictive_statistics(loader, dtype=torch.float64)
+        return outcomes(la, choose, statistics)
+
+    assert_alike(on_ranks(job, 3), job(0), **CLOSE)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("method", ["agreement", "gridsearch"])
-def test_every_structure_chooses_as_one_process_does(structure, method):
-    arguments = method, structure, WAYS[method]
-    close = {"rtol": 1e-4, "atol": 1e-6}  # statistics and the host's metric are in float32
-    assert_alike(on_ranks(lambda _: chosen(*arguments), 2), chosen(*arguments), **close)
+@pytest.mark.parametrize(
+    "choose",
+    [
+        pytest.param(by_agreement, id="agreement"),
+        pytest.param(by_gridsearch, id="gridsearch"),
+    ],
+)
+def test_every_structure_chooses_as_one_process_does(structure, choose):
+    def job(_):
+        return outcomes(fitted(structure), choose, strided_loader(9))
+
+    # Statistics and the host's metric are in float32.
+    assert_alike(on_ranks(job, 2), job(0), **IN_FLOAT32)
 
 
 def test_without_a_generator_ranks_choose_alike_too():
     def job(rank):
         torch.manual_seed(rank)
         la = fitted()
-        options = {"n_steps": 10, "val_loader": strided_loader()}
-        history = la.optimize_prior_precision(method="val_gd", **options)
+        history = la.optimize_prior_precision(
+            method="val_gd",
+            val_loader=strided_loader(),
+            n_steps=10,
+        )
         return la.prior_precision, history.prior_precision, history.objective
 
     results = on_ranks(job, 2)
     assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [None, {}, {"even_batches": False}])
-def test_fits_and_statistics_are_those_of_one_process_in_the_order_of_the_data(options):
+def test_losses_of_a_users_own_choose_alike_on_all_ranks():
+    def sum_of_squares(p, y):
+        return p.square().sum()
+
+    def job(_):
+        la = fitted("diag")
+        accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+        objectives = []
+        for loss in (accuracy, sum_of_squares):
+            history = la.optimize_prior_precision(
+                method="gridsearch",
+                val_loader=strided_loader(),
+                loss=loss,
+                **THREE_VALUES,
+            )
+            objectives.append(history.objective)
+        return objectives
+
+    assert_alike(on_ranks(job, 2), job(0), **CLOSE)
+
+
+# --- fits and predictions ------------------------------------------------------------------------
+
+
+def by_a_sampler(rank):
+    return strided_loader()
+
+
+def by_accelerate(rank):
+    return accelerated(rank, 2, DataLoader(Texts(), batch_size=2))
+
+
+def by_accelerate_uneven(rank):
+    loader = DataLoader(Texts(), batch_size=2)
+    return accelerated(rank, 2, loader, even_batches=False)
+
+
+@pytest.mark.parametrize("make_loader", [by_a_sampler, by_accelerate, by_accelerate_uneven])
+def test_fits_and_statistics_are_those_of_one_process_in_the_order_of_the_data(make_loader):
     def facts(loader):
         la = make(lora_model("bert"), backend_kwargs={"rank": 100})
         la.fit(loader)
         statistics = la.predictive_statistics(loader, dtype=torch.float64)
-        learnt = la.amortize(loader, None).offset, la(ragged_batches()[0], pred_type="amortized")
-        evidence = la.log_marginal_likelihood().detach()
-        return *learnt, evidence, *statistics.moments(0.1), statistics.targets
-
-    def job(rank):
-        if options is None:
-            return facts(strided_loader())
-        return facts(accelerated(rank, 2, DataLoader(Texts(), batch_size=2), **options))
+        moments = statistics.moments(0.1)
+        amortized = la.amortize(loader, None)
+        prediction = la(ragged_batches()[0], pred_type="amortized")
+        return {
+            "offset": amortized.offset,
+            "amortized prediction": prediction,
+            "evidence": la.log_marginal_likelihood().detach(),
+            "means": moments.f_mu,
+            "covariances": moments.f_var,
+            "targets": statistics.targets,
+        }
 
     expected = facts(strided_loader())
-    assert torch.equal(expected[-1], torch.stack([text["labels"] for text in Texts()]))
-    assert_alike(on_ranks(job, 2), expected, rtol=1e-5, atol=1e-7)  # learnt in float32
-
-
-def test_losses_of_a_users_own_choose_alike_on_all_ranks():
-    def job(_):
-        la = fitted("diag")
-        options = {"method": "gridsearch", "val_loader": strided_loader(), **WAYS["gridsearch"]}
-        metric = torchmetrics.Accuracy(task="multiclass", num_classes=3)
-        losses = metric, lambda p, y: p.square().sum()
-        return [la.optimize_prior_precision(loss=loss, **options).objective for loss in losses]
-
-    assert_alike(on_ranks(job, 2), job(0), **CLOSE)
+    labels = torch.stack([text["labels"] for text in Texts()])
+    assert torch.equal(expected["targets"], labels)
+    found = on_ranks(lambda rank: facts(make_loader(rank)), 2)
+    assert_alike(found, expected, rtol=1e-5, atol=1e-7)  # learnt in float32
 
 
 def test_predictions_and_variances_are_each_ranks_own():
@@ -106,7 +192,12 @@ def test_predictions_and_variances_are_each_ranks_own():
         la = fitted()
         la(ragged_batches()[0])
         if rank == 0:
-            la(ragged_batches()[1], pred_type="nn", link_approx="mc", n_samples=2)
+            la(
+                ragged_batches()[1],
+                pred_type="nn",
+                link_approx="mc",
+                n_samples=2,
+            )
             la.sample(3)
         return len(la.predictive_statistics(strided_loader()))
 
