@@ -1,5 +1,6 @@
 """Draws from the posterior as ordinary adapters."""
 
+import copy
 import json
 
 import pytest
@@ -16,12 +17,16 @@ from tests.support.posteriors import fitted, generator
 def reloaded(kind, folder) -> PeftModel:
     torch.manual_seed(0)  # the base model of `lora_model`
     base = base_model(kind).double()
-    return PeftModel.from_pretrained(base, str(folder)).double().eval()
+    model = PeftModel.from_pretrained(base, str(folder))
+    return model.double().eval()
+
+
+def inputs_of(batch):
+    return {key: batch[key] for key in ("input_ids", "attention_mask")}
 
 
 def probabilities(model, batch):
-    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    logits = model(**inputs).logits
+    logits = model(**inputs_of(batch)).logits
     if logits.ndim == 3:  # no row of the batch is padded
         logits = logits[:, -1, CLASS_TOKEN_IDS]
     return logits.softmax(-1)
@@ -30,13 +35,22 @@ def probabilities(model, batch):
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_averaged_adapters_are_the_sampled_networks_prediction(kind, tmp_path):
     la = fitted(kind, prior_precision=20.0)
-    batch = ragged_batches(lengths=(5, 5, 5), padded_to=5)[0]
-    before = {name: value.clone() for name, value in la.model.state_dict().items()}
+    (batch,) = ragged_batches(
+        lengths=(5, 5, 5),
+        padded_to=5,
+    )
+    before = copy.deepcopy(la.model.state_dict())
     folders = la.sample_adapters(3, tmp_path / "samples", generator=generator())
     assert [folder.name for folder in folders] == ["sample_0", "sample_1", "sample_2"]
     draws = torch.stack([probabilities(reloaded(kind, folder), batch) for folder in folders])
     assert not torch.allclose(draws[0], draws[1], atol=1e-4)
-    expected = la(batch, pred_type="nn", link_approx="mc", n_samples=3, generator=generator())
+    expected = la(
+        batch,
+        pred_type="nn",
+        link_approx="mc",
+        n_samples=3,
+        generator=generator(),
+    )
     assert_close(draws.mean(0), expected)
     for name, value in la.model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -46,45 +60,53 @@ def test_files_are_those_of_the_users_own_adapter(tmp_path):
     la = fitted()
     (folder,) = la.sample_adapters(1, tmp_path)
     la.model.model.save_pretrained(tmp_path / "own")
-    tensors, own = (load_file(f / "adapter_model.safetensors") for f in (folder, tmp_path / "own"))
-    assert {name: value.shape for name, value in tensors.items()} == {
-        name: value.shape for name, value in own.items()
-    }
-    assert all(
-        torch.equal(tensors[name], own[name]) != ("lora_" in name) for name in tensors
-    )  # the head is at its MAP value
-    configurations = [
-        json.loads((f / "adapter_config.json").read_text()) for f in (folder, tmp_path / "own")
-    ]
-    assert configurations[0] == configurations[1]
+    drawn = load_file(folder / "adapter_model.safetensors")
+    own = load_file(tmp_path / "own" / "adapter_model.safetensors")
+    assert drawn.keys() == own.keys()
+    for name, value in drawn.items():
+        assert value.shape == own[name].shape, name
+        # The head is at its MAP value.
+        assert torch.equal(value, own[name]) != ("lora_" in name), name
+    assert configuration(folder) == configuration(tmp_path / "own")
+
+
+def configuration(folder):
+    return json.loads((folder / "adapter_config.json").read_text())
 
 
 def test_weights_outside_the_posterior_stay_at_their_map_value(tmp_path):
     la = fitted(layers_to_transform=[1])
     (folder,) = la.sample_adapters(1, tmp_path)
-    model = reloaded("bert", folder)
-    map_model = lora_model("bert")
-    for (name, value), expected in zip(
-        model.named_parameters(), map_model.parameters(), strict=True
-    ):
-        changed = ".layer.1." in name and "lora_" in name
-        if "original_module" not in name:  # PEFT's own copy of the head, which is not used
-            assert torch.equal(value, expected) != changed, name
+    drawn = dict(reloaded("bert", folder).named_parameters())
+    trained = dict(lora_model("bert").named_parameters())
+    assert drawn.keys() == trained.keys()
+    for name, value in drawn.items():
+        if "original_module" in name:  # PEFT's own copy of the head, which is not used
+            continue
+        takes_part = ".layer.1." in name and "lora_" in name
+        assert torch.equal(value, trained[name]) != takes_part, name
 
 
-NAMES = ["second", "s", "lora", "q", "weight", "default_2", "lora_A"]
+# --- adapters beside another ---------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:The model has modules that are named 'weight'")
-@pytest.mark.parametrize("adapter", NAMES)
+@pytest.mark.parametrize(
+    "adapter",
+    ["second", "s", "lora", "q", "weight", "default_2", "lora_A"],
+)
 def test_a_fresh_adapter_trains_what_the_other_one_does(adapter):
     model = lora_model("bert", trainable_token_indices=[1, 5])
     for name, weight in model.named_parameters():
-        weight.requires_grad_(weight.requires_grad and "lora_A" not in name)  # LoRA-FA
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        if "lora_A" in name:
+            weight.requires_grad_(False)  # as LoRA-FA
+    expected = [name.replace(".default", f".{adapter}") for name in trained_names(model)]
     add_fresh_adapter(model, adapter)
-    found = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    assert found == [name.replace(".default", f".{adapter}") for name in trained]
+    assert trained_names(model) == expected
+
+
+def trained_names(model) -> list[str]:
+    return [name for name, weight in model.named_parameters() if weight.requires_grad]
 
 
 def test_a_name_of_modules_is_warned_of():
@@ -94,15 +116,17 @@ def test_a_name_of_modules_is_warned_of():
 
 def test_an_adapter_runs_alone_whatever_another_one_has():
     model = lora_model("bert", trainable_token_indices=[1, 5]).eval()
-    model.add_adapter("plain", LoraConfig(r=2, target_modules=["key"], init_lora_weights=False))
+    config = LoraConfig(r=2, target_modules=["key"], init_lora_weights=False)
+    model.add_adapter("plain", config)
     (batch,) = ragged_batches(batch_size=8)
-    found = []
-    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    for adapter, other in (("plain", "default"), ("default", "plain")):
-        model.set_adapter(adapter)
-        expected = model(**inputs).logits
-        model.set_adapter(other)
-        with only_active(model, adapter):
-            assert torch.equal(model(**inputs).logits, expected)
-        found.append(expected)
-    assert not torch.allclose(*found)
+    inputs = inputs_of(batch)
+
+    model.set_adapter("default")
+    of_default = model(**inputs).logits
+    with only_active(model, "plain"):
+        of_plain = model(**inputs).logits
+    model.set_adapter("plain")
+    assert torch.equal(of_plain, model(**inputs).logits)
+    with only_active(model, "default"):
+        assert torch.equal(of_default, model(**inputs).logits)
+    assert not torch.allclose(of_default, of_plain)

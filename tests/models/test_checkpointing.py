@@ -1,5 +1,7 @@
 """Layers that the user's training checkpoints are checkpointed in recorded passes too."""
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -17,19 +19,18 @@ KINDS = list(TARGET_MODULES)
 
 
 def enable(model: nn.Module, use_reentrant: bool = False) -> None:
+    checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant)
     model.get_base_model()._set_gradient_checkpointing(
         enable=True,
-        gradient_checkpointing_func=lambda *args, **kwargs: torch.utils.checkpoint.checkpoint(
-            *args, use_reentrant=use_reentrant, **kwargs
-        ),
+        gradient_checkpointing_func=checkpoint,
     )
 
 
 def forward_passes_of(layer: nn.Module) -> list[int]:
     """A list that gets an entry each time a layer computes its attention."""
     calls: list[int] = []
-    inner = next(m for m in layer.modules() if "Attention" in type(m).__name__)
-    inner.register_forward_hook(lambda *_: calls.append(1))
+    attention = next(module for module in layer.modules() if "Attention" in type(module).__name__)
+    attention.register_forward_hook(lambda *_: calls.append(1))
     return calls
 
 

@@ -1,5 +1,6 @@
 """The layer that makes the logits, found by what it returns."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +23,12 @@ from tests.support.models import (
 from tests.support.texts import encoder_decoder
 
 
-def head(model: nn.Module, name: str) -> nn.Module:
-    (layer,) = (m for n, m in model.named_modules() if n.endswith(name) and "original" not in n)
+def layer_named(model: nn.Module, ending: str) -> nn.Module:
+    (layer,) = (
+        module
+        for name, module in model.named_modules()
+        if name.endswith(ending) and "original" not in name  # PEFT's own copy of the head
+    )
     return layer
 
 
@@ -44,51 +49,98 @@ def mixtral() -> nn.Module:
     return MixtralForSequenceClassification(config).eval()
 
 
-CLASSIFIERS = {
-    "BERT": (lambda: built("BertForSequenceClassification"), "classifier"),
-    "RoBERTa": (lambda: built("RobertaForSequenceClassification"), "classifier.out_proj"),
-    "head beside the adapter": (lambda: lora_model("bert").eval(), "modules_to_save.default"),
-    "Llama": (lambda: built("LlamaForSequenceClassification"), "score"),
-    "GPT-NeoX": (lambda: built("GPTNeoXForSequenceClassification"), "score"),
-    "Mixtral": (mixtral, "score"),
-}
+def head_beside_an_adapter() -> nn.Module:
+    return lora_model("bert").eval()
 
 
 @pytest.mark.parametrize("padding_side", ["right", "left"])
-@pytest.mark.parametrize("name", CLASSIFIERS)
-def test_the_output_layer_makes_the_logits_of_what_it_read(name, padding_side):
-    make, layer = CLASSIFIERS[name]
-    plain = make()
+@pytest.mark.parametrize(
+    ("make_model", "output_layer"),
+    [
+        pytest.param(
+            partial(built, "BertForSequenceClassification"),
+            "classifier",
+            id="BERT",
+        ),
+        pytest.param(
+            partial(built, "RobertaForSequenceClassification"),
+            "classifier.out_proj",
+            id="RoBERTa",
+        ),
+        pytest.param(
+            head_beside_an_adapter,
+            "modules_to_save.default",
+            id="head beside the adapter",
+        ),
+        pytest.param(
+            partial(built, "LlamaForSequenceClassification"),
+            "score",
+            id="Llama",
+        ),
+        pytest.param(
+            partial(built, "GPTNeoXForSequenceClassification"),
+            "score",
+            id="GPT-NeoX",
+        ),
+        pytest.param(
+            mixtral,
+            "score",
+            id="Mixtral",
+        ),
+    ],
+)
+def test_the_output_layer_makes_the_logits_of_what_it_read(make_model, output_layer, padding_side):
+    plain = make_model()
     model = LogitsModel(plain)
     for batch in ragged_batches(padding_side=padding_side):
         with model.prepared():
             logits, hidden = logits_and_hidden_states(model, batch)
             assert_close(logits, model(batch))
-            assert_close(head(plain, layer)(hidden), logits)
+            made = layer_named(plain, output_layer)(hidden)
+            assert_close(made, logits)
 
 
-ANSWERING = {
-    "GPT-2": (lambda: lora_model("gpt2").eval(), "lm_head", {}),
-    "Llama with LoRA there": (lambda: llama_with_output_layer().eval(), "lm_head", {}),
-    "T5": (lambda: encoder_decoder("t5"), "lm_head", {}),
-    "BERT": (lambda: built("BertForMaskedLM"), "decoder", {"mask_token_id": 1}),
-}
+MASK = 1
+
+
+def gpt2() -> LogitsModel:
+    return LogitsModel(lora_model("gpt2").eval(), CLASS_TOKEN_IDS)
+
+
+def llama_with_lora_there() -> LogitsModel:
+    return LogitsModel(llama_with_output_layer().eval(), CLASS_TOKEN_IDS)
+
+
+def t5() -> LogitsModel:
+    return LogitsModel(encoder_decoder("t5"), CLASS_TOKEN_IDS)
+
+
+def masked_bert() -> LogitsModel:
+    return LogitsModel(built("BertForMaskedLM"), CLASS_TOKEN_IDS, mask_token_id=MASK)
 
 
 @pytest.mark.parametrize("padding_side", ["right", "left"])
-@pytest.mark.parametrize("name", ANSWERING)
-def test_a_language_models_is_read_where_it_answers(name, padding_side):
-    make, layer, options = ANSWERING[name]
-    plain = make()
-    model = LogitsModel(plain, CLASS_TOKEN_IDS, **options)
+@pytest.mark.parametrize(
+    ("make_model", "output_layer"),
+    [
+        pytest.param(gpt2, "lm_head", id="GPT-2"),
+        pytest.param(llama_with_lora_there, "lm_head", id="Llama with LoRA there"),
+        pytest.param(t5, "lm_head", id="T5"),
+        pytest.param(masked_bert, "decoder", id="BERT"),
+    ],
+)
+def test_a_language_models_is_read_where_it_answers(make_model, output_layer, padding_side):
+    model = make_model()
+    place = -2 if padding_side == "left" else 1  # in the shortest text too
     for batch in ragged_batches(padding_side=padding_side):
-        batch["input_ids"][batch["input_ids"] == 1] = 3
-        batch["input_ids"][:, -2 if padding_side == "left" else 1] = 1
+        ids = batch["input_ids"]
+        ids[ids == MASK] = 3
+        ids[:, place] = MASK
         with model.prepared():
             logits, hidden = logits_and_hidden_states(model, batch)
             assert_close(logits, model(batch))
-            of_all = head(plain, layer)(hidden)
-            assert_close(of_all[:, CLASS_TOKEN_IDS], logits)
+            of_vocabulary = layer_named(model.model, output_layer)(hidden)
+            assert_close(of_vocabulary[:, CLASS_TOKEN_IDS], logits)
 
 
 class Router(nn.Module):
@@ -117,7 +169,15 @@ class ByKeyword(TwoLinear):
         return logits
 
 
-@pytest.mark.parametrize("routed", [(torch.zeros(4, 3), None), {}, None, torch.zeros(())], ids=str)
+@pytest.mark.parametrize(
+    "routed",
+    [
+        pytest.param((torch.zeros(4, 3), None), id="tuple"),
+        pytest.param({}, id="mapping"),
+        pytest.param(None, id="none"),
+        pytest.param(torch.zeros(()), id="number"),
+    ],
+)
 def test_keywords_are_read_and_what_is_no_tensor_of_rows_is_passed_over(routed):
     plain = ByKeyword(routed)
     X = torch.randn(4, 5)

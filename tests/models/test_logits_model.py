@@ -1,7 +1,6 @@
 """A batch in, logits of its classes out: labels, outputs, and a model that is left as it was."""
 
 from collections import namedtuple
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +12,16 @@ from laplace_lora_ext.models.logits_model import LogitsModel
 from tests.support.models import lora_model, ragged_batches, record_calls
 from tests.support.posteriors import STRUCTURES, make
 
+LOGITS = torch.arange(6.0).reshape(3, 2)
+
 
 class Spy(nn.Module):
     """Keeps what it is called with, and returns what it is told to."""
 
-    def __init__(self, output: Any = None) -> None:
+    def __init__(self, output: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
-        self.output = torch.zeros(3, 2) if output is None else output
+        self.output = output
         self.calls: list[tuple[tuple, dict]] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +41,7 @@ def test_labels_never_reach_the_model_and_other_options_do(bert, key):
 
 
 def test_a_tensor_and_keyword_arguments_are_passed_on_as_they_are():
-    spy = Spy()
+    spy = Spy(LOGITS)
     X = torch.zeros(3, 1)
     LogitsModel(spy)(X, flag=1)
     assert spy.calls == [((X,), {"flag": 1})]
@@ -52,9 +53,13 @@ def test_a_tensor_and_keyword_arguments_are_passed_on_as_they_are():
 def test_split_gives_inputs_and_labels():
     x = torch.zeros(2, 1)
     y = torch.tensor([0, 1])
-    for batch in ({"x": x, "answer": y}, (x, y), [x, [0, 1]]):
-        X, labels = LogitsModel(Spy(), dict_key_y="answer").split(batch)
-        assert (X["x"] if isinstance(X, Mapping) else X) is x
+    model = LogitsModel(Spy(LOGITS), dict_key_y="answer")
+    inputs, labels = model.split({"x": x, "answer": y})
+    assert inputs["x"] is x
+    assert labels.tolist() == [0, 1]
+    for pair in ((x, y), [x, [0, 1]]):
+        inputs, labels = model.split(pair)
+        assert inputs is x
         assert labels.tolist() == [0, 1]
 
 
@@ -70,38 +75,52 @@ def test_missing_labels_are_refused_by_batch_and_say_which_keys_there_are(struct
 
 # --- outputs -------------------------------------------------------------------------------------
 
-LOGITS = torch.arange(6.0).reshape(3, 2)
 Output = namedtuple("Output", ["logits", "hidden_states"])
 
 
 @pytest.mark.parametrize(
     "output",
     [
-        LOGITS,
-        (LOGITS, "more"),
-        SimpleNamespace(logits=LOGITS),
-        SimpleNamespace(logits=(LOGITS, "more")),
-        Output(logits=LOGITS, hidden_states=()),
-        LOGITS.bfloat16(),
+        pytest.param(LOGITS, id="tensor"),
+        pytest.param((LOGITS, "more"), id="tuple"),
+        pytest.param(SimpleNamespace(logits=LOGITS), id="attribute"),
+        pytest.param(SimpleNamespace(logits=(LOGITS, "more")), id="attribute with a tuple"),
+        pytest.param(Output(logits=LOGITS, hidden_states=()), id="named tuple"),
+        pytest.param(LOGITS.bfloat16(), id="bfloat16"),
     ],
-    ids=["tensor", "tuple", "attribute", "attribute with a tuple", "named tuple", "bfloat16"],
 )
-def test_logits_are_read_off_the_output_in_float32_or_better(output):
+def test_logits_are_read_off_the_output_in_float32(output):
     model = LogitsModel(Spy(output))
     logits = model(torch.zeros(3, 1))
     assert torch.equal(logits, LOGITS)
     assert logits.dtype is torch.float32
     assert model.output_size == 2
-    assert LogitsModel(Spy(LOGITS.double()))(torch.zeros(3, 1)).dtype is torch.float64
 
 
-@pytest.mark.parametrize("output", [(), {"scores": LOGITS}, ("text", LOGITS), 1.0], ids=repr)
+def test_logits_in_float64_stay_there():
+    model = LogitsModel(Spy(LOGITS.double()))
+    assert model(torch.zeros(3, 1)).dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    "output",
+    [(), {"scores": LOGITS}, ("text", LOGITS), 1.0],
+    ids=repr,
+)
 def test_any_other_output_is_refused(output):
     with pytest.raises(TypeError, match=r"must return logits"):
         LogitsModel(Spy(output))(torch.zeros(3, 1))
 
 
-@pytest.mark.parametrize("shape", [(3,), (3, 4, 2), ()])
+@pytest.mark.parametrize(
+    "shape",
+    [(3,), (3, 4, 2), ()],
+)
 def test_logits_that_are_not_one_row_an_example_are_refused(shape):
     with pytest.raises(ValueError, match=r"shape \(batch, outputs\), not"):
-        LogitsModel(Spy(torch.zeros(shape)))(torch.zeros(3, 1))
+        LogitsModel(Spy(torch.zeros(shape)))(
+            torch.zeros(
+                3,
+                1,
+            )
+        )

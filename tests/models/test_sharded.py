@@ -9,29 +9,42 @@ from torch.testing import assert_close
 
 from tests.support.dense import EXACT
 from tests.support.models import laplace_keywords, lora_model, ragged_batches
-from tests.support.posteriors import STRUCTURES, make
+from tests.support.posteriors import STRUCTURES, generator, make
 from tests.support.ranks import assert_alike, on_ranks, strided_loader
 
 REACHABLE = [structure for structure in STRUCTURES if structure != "kron"]
 
 
 def build(model, structure: str, kind: str = "bert"):
-    settings = {"backend_kwargs": {"rank": 100}} if structure == "lowrank_kron" else {}
-    return make(model, structure, prior_precision=0.1, **settings, **laplace_keywords(kind))
+    keywords = laplace_keywords(kind)
+    if structure == "lowrank_kron":
+        keywords["backend_kwargs"] = {"rank": 100}
+    return make(model, structure, prior_precision=0.1, **keywords)
 
 
-def facts(la):
-    """What a fit, a choice and a prediction come to."""
+def facts(la) -> dict[str, torch.Tensor]:
+    """Find what a fit, a prediction and a choice come to."""
     la.fit(strided_loader(12))
-    before = la.log_marginal_likelihood().detach(), la(ragged_batches()[0])
+    evidence = la.log_marginal_likelihood().detach()
+    prediction = la(ragged_batches()[0])
     la.optimize_prior_precision(method="agreement", train_loader=strided_loader(12))
-    return *before, la.prior_precision
-
-
-def settings_of(model) -> dict[str, object]:
     return {
-        name: (p.requires_grad, p.device, p.shape, p.grad) for name, p in model.named_parameters()
+        "evidence": evidence,
+        "prediction": prediction,
+        "prior precision": la.prior_precision,
     }
+
+
+def settings_of(model) -> dict[str, tuple]:
+    return {
+        name: (weight.requires_grad, weight.device, weight.shape, weight.grad)
+        for name, weight in model.named_parameters()
+    }
+
+
+def predict_by_draws(la, **keywords) -> None:
+    batch = ragged_batches()[0]
+    la(batch, pred_type="nn", link_approx="mc", n_samples=2, **keywords)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
@@ -50,7 +63,7 @@ def test_offloaded_weights(tmp_path, where, structure, kind):
     assert_close(facts(la), expected, **EXACT)
     assert settings_of(model) == before
     with pytest.raises(NotImplementedError, match="A draw of the weights needs whole LoRA weights"):
-        la(ragged_batches()[0], pred_type="nn", link_approx="mc", n_samples=2)
+        predict_by_draws(la)
 
 
 def test_weights_that_changed_elsewhere_are_noticed(tmp_path):
@@ -74,18 +87,18 @@ def test_data_parallel(structure):
 
 
 def sharded(structure: str, leave_out: bool = False):
-    """A posterior of a model whose layers, perhaps without LoRA weights, are sharded by FSDP2."""
+    """Make a posterior of a model that FSDP2 shards, perhaps without the LoRA weights."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard"):
         pytest.skip("this torch has no FSDP2")
     model = lora_model("bert")
-    options = {"mesh": init_device_mesh("cpu", (2,))}
+    mesh = init_device_mesh("cpu", (2,))
+    left_out = set()
     if leave_out:
-        lora = {p for name, p in model.named_parameters() if "lora_" in name}
-        options["ignored_params"] = lora
-    for layer in model.base_model.model.bert.encoder.layer:
-        fsdp.fully_shard(layer, **options)
-    fsdp.fully_shard(model, **options)
+        left_out = {weight for name, weight in model.named_parameters() if "lora_" in name}
+    # Layers first: what is sharded already is no part of the whole model's shards.
+    for part in (*model.base_model.model.bert.encoder.layer, model):
+        fsdp.fully_shard(part, mesh=mesh, ignored_params=left_out)
     return build(model, structure)
 
 
@@ -97,7 +110,7 @@ def test_sharded_weights(structure):
         result = facts(la)
         assert settings_of(la.model) == before
         with pytest.raises(NotImplementedError, match="Pass them to fully_shard"):
-            la(ragged_batches()[0], pred_type="nn", link_approx="mc", n_samples=2)
+            predict_by_draws(la)
         return result
 
     expected = facts(build(lora_model("bert"), structure))
@@ -107,9 +120,8 @@ def test_sharded_weights(structure):
 def test_a_sharded_base_with_whole_lora_weights():
     def job(_):
         la = sharded("kron", leave_out=True)
-        drawn = torch.Generator()
         result = facts(la)
-        la(ragged_batches()[0], pred_type="nn", link_approx="mc", n_samples=2, generator=drawn)
+        predict_by_draws(la, generator=generator())
         return result
 
     expected = facts(build(lora_model("bert"), "kron"))
