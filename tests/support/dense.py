@@ -19,19 +19,28 @@ EXACT = {"rtol": 1e-9, "atol": 1e-12}
 # --- models --------------------------------------------------------------------------------------
 
 
-def unpadded(batch: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+def unpadded(
+    batch: Mapping[str, torch.Tensor],
+    row: int,
+) -> dict[str, torch.Tensor]:
     """Take one example without its padding."""
     is_real = batch["attention_mask"][row].bool()
     tokens = batch["input_ids"][row][is_real]
     return {"input_ids": tokens[None]}
 
 
-def as_padded(batch: Mapping[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+def as_padded(
+    batch: Mapping[str, torch.Tensor],
+    row: int,
+) -> dict[str, torch.Tensor]:
     """Take one example with its padding and mask."""
     return {key: batch[key][row : row + 1] for key in ("input_ids", "attention_mask")}
 
 
-def logits_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def logits_of(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
     """Read `(C,)` logits of one example off the model's plain output."""
     return _logits(model(**inputs))[0]
 
@@ -71,10 +80,16 @@ def jacobians(model: nn.Module, inputs: Any) -> torch.Tensor:
         return _logits(output)
 
     derivatives = torch.func.jacrev(forward)(weights)
-    return torch.cat([d.flatten(2) for d in derivatives.values()], dim=2)
+    return torch.cat(
+        [d.flatten(2) for d in derivatives.values()],
+        dim=2,
+    )
 
 
-def jacobian(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def jacobian(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
     """Differentiate the logits of one example, `(C, parameters)`."""
     return jacobians(model, inputs)[0]
 
@@ -139,10 +154,17 @@ def exact_ggn(Js: torch.Tensor, H: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bcp,bcd,bdq->pq", Js, H, Js)
 
 
-def gradient_blocks(model: nn.Module, Js: torch.Tensor, H: torch.Tensor) -> list[torch.Tensor]:
+def gradient_blocks(
+    model: nn.Module,
+    Js: torch.Tensor,
+    H: torch.Tensor,
+) -> list[torch.Tensor]:
     """Compute Kronecker blocks of `kfac_approx="gradient"` from Jacobians."""
     shapes = [weight.flatten(1).shape for weight in lora_weights(model).values()]
-    of_blocks = Js.split([shape.numel() for shape in shapes], dim=-1)
+    of_blocks = Js.split(
+        [shape.numel() for shape in shapes],
+        dim=-1,
+    )
     blocks = []
     for shape, J in zip(shapes, of_blocks, strict=True):
         J = J.contiguous().unflatten(-1, shape)
@@ -156,7 +178,11 @@ def gradient_blocks(model: nn.Module, Js: torch.Tensor, H: torch.Tensor) -> list
     return blocks
 
 
-def gradient_curvature(model: nn.Module, Js: torch.Tensor, H: torch.Tensor) -> torch.Tensor:
+def gradient_curvature(
+    model: nn.Module,
+    Js: torch.Tensor,
+    H: torch.Tensor,
+) -> torch.Tensor:
     """Compute `gradient_blocks` as one matrix."""
     return torch.block_diag(*gradient_blocks(model, Js, H))
 
@@ -167,9 +193,15 @@ def power(matrix: torch.Tensor, exponent: float) -> torch.Tensor:
     return vectors @ values.clamp_min(0).pow(exponent).diag() @ vectors.T
 
 
-def block_diagonal_covariance(blocks: Sequence[torch.Tensor], Js: torch.Tensor) -> torch.Tensor:
+def block_diagonal_covariance(
+    blocks: Sequence[torch.Tensor],
+    Js: torch.Tensor,
+) -> torch.Tensor:
     """Compute `(N, C, C)` covariances of logits from their Jacobians, at a prior precision of 1."""
-    parts = Js.split([len(block) for block in blocks], dim=-1)
+    parts = Js.split(
+        [len(block) for block in blocks],
+        dim=-1,
+    )
     covariance = torch.zeros(())
     for block, J in zip(blocks, parts, strict=True):
         precision = block + torch.eye(len(block)).to(block)
@@ -188,7 +220,11 @@ def evidence(H, log_likelihood, mean, prior_precision) -> torch.Tensor:
     return log_likelihood - 0.5 * (log_det_ratio + scatter)
 
 
-def assert_exact(la: Any, model: nn.Module, inputs: Sequence[Any]) -> None:
+def assert_exact(
+    la: Any,
+    model: nn.Module,
+    inputs: Sequence[Any],
+) -> None:
     """Compare a posterior's curvature, means and covariances, at a prior precision of 1.
 
     The inputs are those that it was fitted to. Its structure is any but the host's Kron, and it may

@@ -33,36 +33,58 @@ TARGET_MODULES = {
 
 
 def base_model(
-    kind: str, n_labels: int = N_CLASSES, hidden_size: int = 12, attention: str = "eager"
+    kind: str,
+    n_labels: int = N_CLASSES,
+    hidden_size: int = 12,
+    attention: str = "eager",
 ) -> nn.Module:
-    """A randomly initialised two-layer model: "bert" classifies, the others are causal LMs."""
-    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
-    shared = {"attn_implementation": attention, **tokens}
-    encoder = {
+    """Initialise a two-layer model at random: "bert" classifies, the others are causal LMs."""
+    tokens = {
+        "vocab_size": VOCABULARY,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    if kind == "gpt2":
+        config = GPT2Config(
+            n_embd=hidden_size,
+            n_layer=2,
+            n_head=2,
+            n_positions=64,
+            attn_implementation=attention,
+            **tokens,
+        )
+        return GPT2LMHeadModel(config)
+    sizes = {
         "hidden_size": hidden_size,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "intermediate_size": 2 * hidden_size,
+        "max_position_embeddings": 64,
     }
     if kind == "bert":
-        return BertForSequenceClassification(
-            BertConfig(num_labels=n_labels, max_position_embeddings=64, **encoder, **shared)
+        config = BertConfig(
+            num_labels=n_labels,
+            attn_implementation=attention,
+            **sizes,
+            **tokens,
         )
-    if kind == "gpt2":
-        return GPT2LMHeadModel(
-            GPT2Config(n_embd=hidden_size, n_layer=2, n_head=2, n_positions=64, **shared)
-        )
+        return BertForSequenceClassification(config)
     # Eager attention of newer GPT-NeoX gives NaN for padded rows in float64.
-    shared["attn_implementation"] = "sdpa" if GPTNeoXForCausalLM._supports_sdpa else "eager"
-    return GPTNeoXForCausalLM(
-        GPTNeoXConfig(max_position_embeddings=64, rotary_pct=1.0, **encoder, **shared)
+    attention = "sdpa" if GPTNeoXForCausalLM._supports_sdpa else "eager"
+    config = GPTNeoXConfig(
+        rotary_pct=1.0,
+        attn_implementation=attention,
+        **sizes,
+        **tokens,
     )
+    return GPTNeoXForCausalLM(config)
 
 
 def built(name: str) -> nn.Module:
-    """A randomly initialised model of one layer, of a class of transformers."""
+    """Initialise a model of one layer at random, of a class of transformers."""
     torch.manual_seed(0)
-    config = getattr(transformers, name.partition("For")[0] + "Config")(
+    family = name.partition("For")[0]
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCABULARY,
         hidden_size=16,
         num_hidden_layers=1,
@@ -82,7 +104,7 @@ def lora_model(
     attention: str = "eager",
     **lora_config: object,
 ) -> PeftModel:
-    """A PEFT model with a rank-2 adapter whose `lora_B`, or A of an embedding, is not 0."""
+    """Make a PEFT model with a rank-2 adapter whose `lora_B`, or A of an embedding, is not 0."""
     torch.manual_seed(0)
     settings = {
         "task_type": "SEQ_CLS" if kind == "bert" else "CAUSAL_LM",
@@ -103,7 +125,7 @@ def lora_model(
 
 
 def llama() -> LlamaForCausalLM:
-    """A randomly initialised causal language model of three layers, for float32."""
+    """Initialise a causal language model of three layers at random, for float32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -122,17 +144,34 @@ def llama() -> LlamaForCausalLM:
 
 
 def image_first() -> nn.Module:
-    """A tiny GIT, whose decoder reads the five positions of an image before the text."""
+    """Make a tiny GIT, whose decoder reads the five positions of an image before the text."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = sizes | {"image_size": 8, "patch_size": 4, "intermediate_size": 12}
-    config = GitConfig(vision_config=vision, vocab_size=VOCABULARY, pad_token_id=0, **sizes)
+    vision = {
+        "image_size": 8,
+        "patch_size": 4,
+        "hidden_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 12,
+    }
+    config = GitConfig(
+        vision_config=vision,
+        vocab_size=VOCABULARY,
+        pad_token_id=0,
+        hidden_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     return GitForCausalLM(config).eval()
 
 
 def llama_with_output_layer() -> PeftModel:
-    """Its adapter is in the output layer as well."""
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj", "lm_head"])
+    """Make a language model whose adapter is in the output layer as well."""
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=2,
+        target_modules=["q_proj", "v_proj", "lm_head"],
+    )
     model = get_peft_model(llama(), config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -141,8 +180,10 @@ def llama_with_output_layer() -> PeftModel:
 
 
 def laplace_keywords(kind: str) -> dict[str, object]:
-    """What the Laplace classes must be told about such a model."""
-    return {} if kind == "bert" else {"class_token_ids": CLASS_TOKEN_IDS}
+    """Tell the Laplace classes what they must know of `lora_model(kind)`."""
+    if kind == "bert":
+        return {}
+    return {"class_token_ids": CLASS_TOKEN_IDS}
 
 
 def ragged_batches(
@@ -153,30 +194,43 @@ def ragged_batches(
     n_classes: int = N_CLASSES,
     seed: int = 1,
 ) -> list[dict[str, torch.Tensor]]:
-    """Batches of the same examples, whatever the batch size and the padding."""
+    """Make batches of the same examples, whatever the batch size and the padding."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.full((len(lengths), padded_to), 0)
     attention_mask = torch.zeros_like(input_ids)
     for row, length in enumerate(lengths):
         tokens = torch.randint(1, VOCABULARY, (length,), generator=generator)
-        columns = slice(0, length) if padding_side == "right" else slice(padded_to - length, None)
+        start = 0 if padding_side == "right" else padded_to - length
+        columns = slice(start, start + length)
         input_ids[row, columns] = tokens
         attention_mask[row, columns] = 1
-    labels = torch.randint(0, n_classes, (len(lengths),), generator=generator)
-    return [
-        {
-            "input_ids": input_ids[i : i + batch_size],
-            "attention_mask": attention_mask[i : i + batch_size],
-            "labels": labels[i : i + batch_size],
+    labels = torch.randint(
+        0,
+        n_classes,
+        (len(lengths),),
+        generator=generator,
+    )
+    batches = []
+    for start in range(0, len(lengths), batch_size):
+        rows = slice(start, start + batch_size)
+        batch = {
+            "input_ids": input_ids[rows],
+            "attention_mask": attention_mask[rows],
+            "labels": labels[rows],
         }
-        for i in range(0, len(lengths), batch_size)
-    ]
+        batches.append(batch)
+    return batches
 
 
 class TwoLinear(nn.Module):
     """A plain module without transformers or PEFT wrappers, for `(X, y)` batches."""
 
-    def __init__(self, n_inputs: int = 5, n_hidden: int = 6, n_outputs: int = 3) -> None:
+    def __init__(
+        self,
+        n_inputs: int = 5,
+        n_hidden: int = 6,
+        n_outputs: int = 3,
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(n_inputs, n_hidden)
         self.second = nn.Linear(n_hidden, n_outputs)
@@ -231,12 +285,20 @@ class OfMapping(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Any = None, **inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        batch: Any = None,
+        **inputs: torch.Tensor,
+    ) -> torch.Tensor:
         return self.model(inputs if batch is None else batch)
 
 
-def with_lora(model: nn.Module, *target_modules: str, **lora_config: object) -> nn.Module:
-    """Random weights, and an adapter of rank 2 in the named layers, in float64.
+def with_lora(
+    model: nn.Module,
+    *target_modules: str,
+    **lora_config: object,
+) -> nn.Module:
+    """Draw all weights, and add an adapter of rank 2 to the named layers, in float64.
 
     Its `lora_B` is not 0, and neither is A of an embedding.
     """
@@ -252,34 +314,44 @@ def with_lora(model: nn.Module, *target_modules: str, **lora_config: object) -> 
 
 
 def plain_model(n_outputs: int = 3, **lora_config: object) -> nn.Module:
-    """`TwoLinear` with an adapter in both layers."""
+    """Make a `TwoLinear` with an adapter in both layers."""
     return with_lora(TwoLinear(n_outputs=n_outputs), "first", "second", **lora_config)
 
 
-def pairs(n_batches: int = 1, n: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches `(X, y)` of `n` examples for `TwoLinear` with three outputs."""
+def pairs(
+    n_batches: int = 1,
+    n: int = 4,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make batches `(X, y)` of `n` examples for `TwoLinear` with three outputs."""
     generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(n, 5, generator=generator).double(), torch.arange(n) % 3)
-        for _ in range(n_batches)
-    ]
+    y = torch.arange(n) % 3
+    batches = []
+    for _ in range(n_batches):
+        X = torch.randn(n, 5, generator=generator).double()
+        batches.append((X, y))
+    return batches
 
 
-def sequences(n: int = 4, length: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs `(n, length, 5)` and labels for models that average over positions."""
+def sequences(
+    n: int = 4,
+    length: int = 3,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make inputs `(n, length, 5)` and labels for models that average over positions."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(n, length, 5, generator=generator).double(), torch.arange(n) % 3
+    X = torch.randn(n, length, 5, generator=generator).double()
+    y = torch.arange(n) % 3
+    return X, y
 
 
 def real_targets(n: int = 4, n_outputs: int = 2) -> torch.Tensor:
-    """`(n, n_outputs)` targets of a regression."""
-    return torch.randn(n, n_outputs, generator=torch.Generator().manual_seed(2)).double()
+    """Make `(n, n_outputs)` targets of a regression."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(n, n_outputs, generator=generator).double()
 
 
 def record_calls(module: nn.Module) -> list[dict]:
-    """Keyword arguments of each call of a module from now on."""
+    """Record the keyword arguments of each call of a module from now on."""
     calls: list[dict] = []
-
     forward = module.forward
 
     @functools.wraps(forward)  # older PEFT calls `forward`, past all hooks

@@ -29,11 +29,15 @@ def make(
     likelihood: str = "classification",
     **keywords: Any,
 ):
-    """What the stock factory builds, silent about trainable heads."""
+    """Build a posterior by the stock factory, silent about trainable heads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The posterior is over")
         return laplace.Laplace(
-            model, likelihood, subset_of_weights="lora", hessian_structure=structure, **keywords
+            model,
+            likelihood,
+            subset_of_weights="lora",
+            hessian_structure=structure,
+            **keywords,
         )
 
 
@@ -49,64 +53,80 @@ def fitted(
     kfac_approx: str = "gradient",
     **keywords: Any,
 ):
-    """A posterior of a classifier, by default of `lora_model(kind)` on `ragged_batches()`."""
+    """Fit a posterior of a classifier, by default of `lora_model(kind)` on `ragged_batches()`."""
     if structure == "lowrank_kron":
-        settings = {"rank": rank, "tail": tail, "kfac_approx": kfac_approx}
+        settings = {
+            "rank": rank,
+            "tail": tail,
+            "kfac_approx": kfac_approx,
+        }
         keywords["backend_kwargs"] = settings | keywords.get("backend_kwargs", {})
     if model is None:
         model = lora_model(kind, dtype)
+    if batches is None:
+        batches = ragged_batches()
     la = make(model, structure, **laplace_keywords(kind), **keywords)
-    la.fit(ragged_batches() if batches is None else batches)
+    la.fit(batches)
     return la
 
 
 def plain_regression(n_outputs: int = 2, structure: str = "lowrank_kron"):
-    """A posterior of a plain module on twelve examples, and their inputs."""
-    model = plain_model(n_outputs)
+    """Fit a posterior of a plain module to twelve examples, and return their inputs too."""
+    model = plain_model(n_outputs).requires_grad_(False)
     X = torch.randn(12, 5, generator=generator()).double()
-    y = torch.randn(12, n_outputs, generator=generator(1)).double()
-    la = make(model.requires_grad_(False), structure, "regression", sigma_noise=0.5)
+    y = torch.randn(
+        12,
+        n_outputs,
+        generator=generator(1),
+    ).double()
+    la = make(model, structure, "regression", sigma_noise=0.5)
     la.fit(DataLoader(TensorDataset(X, y), batch_size=5))
     return la, X
 
 
 def overconfident(**keywords: Any):
-    """A posterior, and texts of which its model is right about three in four."""
+    """Fit a posterior, and make texts of which its model is right about three in four."""
     la = fitted(**keywords)
     classifier = la.model.model.base_model.classifier.modules_to_save["default"]
     classifier.weight.data.mul_(20)
     la.fit(ragged_batches())
-    texts = ragged_batches(lengths=(7, 4, 5, 7, 3, 6, 2, 7) * 3, seed=7)
+    texts = ragged_batches(
+        lengths=(7, 4, 5, 7, 3, 6, 2, 7) * 3,
+        seed=7,
+    )
     for index, batch in enumerate(texts):
         right = la.model(batch).argmax(-1)
-        batch["labels"] = torch.where(torch.arange(3) == index % 4, batch["labels"], right)
+        keeps_its_label = torch.arange(3) == index % 4
+        batch["labels"] = torch.where(keeps_its_label, batch["labels"], right)
     return la, texts
 
 
 def another_training(kind: str = "bert") -> nn.Module:
-    """What a training of `lora_model(kind)` on other texts might end with."""
+    """Make what a training of `lora_model(kind)` on other texts might end with."""
     model = lora_model(kind)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
-            weight.data += 0.2 * torch.randn(weight.shape, generator=generator()).double()
+            noise = torch.randn(weight.shape, generator=generator())
+            weight.data += 0.2 * noise.double()
     return model
 
 
 def some_precision(la, prior: str) -> torch.Tensor:
-    """`(1,)` or `(blocks,)` prior precisions."""
+    """Draw `(1,)` or `(blocks,)` prior precisions."""
     size = 1 if prior == "scalar" else len(la.blocks)
-    return torch.rand(size, generator=generator(3)).to(la.mean.dtype) + 0.1
+    drawn = torch.rand(size, generator=generator(3)).to(la.mean.dtype)
+    return drawn + 0.1
 
 
 def count_forward_passes(la) -> list[int]:
-    """A list that gets an entry at each forward pass."""
+    """Make a list that gets an entry at each forward pass."""
     calls: list[int] = []
     la.model.register_forward_hook(lambda *_: calls.append(1))
     return calls
 
 
 def validation_loss(la, prior_precision, batches, **predictions: Any) -> float:
-    """Negative log-likelihood at one prior precision, by predictions from the inputs."""
+    """Compute the negative log-likelihood at a prior precision, by predictions from the inputs."""
     la.prior_precision = prior_precision
     metric = RunningNLLMetric()
     for batch in batches:
@@ -117,7 +137,10 @@ def validation_loss(la, prior_precision, batches, **predictions: Any) -> float:
 class HostLoader:
     """What the host needs of a DataLoader."""
 
-    def __init__(self, batches: list[dict[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        batches: list[dict[str, torch.Tensor]],
+    ) -> None:
         self.batches = batches
         self.dataset = range(sum(len(batch["labels"]) for batch in batches))
 
@@ -125,8 +148,13 @@ class HostLoader:
         return iter(self.batches)
 
 
-def stock(model: nn.Module, kind: str, structure: str, batches: list[dict[str, torch.Tensor]]):
-    """The host's own posterior over the same parameters, which alone require grad."""
+def stock(
+    model: nn.Module,
+    kind: str,
+    structure: str,
+    batches: list[dict[str, torch.Tensor]],
+):
+    """Fit the host's own posterior over the same parameters, which alone require grad."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     wrapper = LogitsModel(model, **laplace_keywords(kind))
@@ -136,5 +164,5 @@ def stock(model: nn.Module, kind: str, structure: str, batches: list[dict[str, t
 
 
 def sizes(la) -> list[int]:
-    """Numbers of weights of the blocks."""
+    """Count the weights of each block."""
     return [block.weight.numel() for block in la.blocks]

@@ -19,30 +19,37 @@ from tests.support.models import ragged_batches
 
 
 def on_ranks(
-    job: Callable[..., Any], world: int, *arguments: Any, time_limit: float = 60
+    job: Callable[..., Any],
+    world: int,
+    *arguments: Any,
+    time_limit: float = 60,
 ) -> list[Any]:
-    """What `job(rank, *arguments)` returns on each rank, or the error that it raises.
+    """Run `job(rank, *arguments)` on each rank; find what it returns, or the error that it raises.
 
     No rank waits longer for another than the limit, in seconds. The processes are forked, which
     spares them the imports.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(
-                target=_run, args=(job, rank, world, Path(folder), time_limit, arguments)
+        processes = []
+        for rank in range(world):
+            process = context.Process(
+                target=_run,
+                args=(job, rank, world, Path(folder), time_limit, arguments),
             )
-            for rank in range(world)
-        ]
-        for process in processes:
             process.start()
+            processes.append(process)
         for process in processes:
             process.join()
         return [_result(Path(folder) / f"{rank}.pt") for rank in range(world)]
 
 
-def assert_alike(results: Sequence[Any], expected: Any, **close: float) -> None:
-    """No rank has failed, all have the same to the bit, and it is close to what is expected."""
+def assert_alike(
+    results: Sequence[Any],
+    expected: Any,
+    **close: float,
+) -> None:
+    """Check that all ranks have the same to the bit, close to what is expected."""
     for result in results:
         assert not isinstance(result, Exception), result
         assert_close(result, expected, **close)
@@ -50,7 +57,7 @@ def assert_alike(results: Sequence[Any], expected: Any, **close: float) -> None:
 
 
 def failures(results: Sequence[Any]) -> list[str]:
-    """Messages of the ranks' errors; fails where a rank has none."""
+    """Find the messages of the ranks' errors; fail where a rank has none."""
     assert all(isinstance(result, Exception) for result in results), results
     return [str(result) for result in results]
 
@@ -79,14 +86,18 @@ def _run(
 
 
 def _result(path: Path) -> Any:
-    return torch.load(path, weights_only=False) if path.exists() else RuntimeError("killed")
+    if not path.exists():
+        return RuntimeError("killed")
+    return torch.load(path, weights_only=False)
 
 
 class Texts(Dataset):
     """The examples of `ragged_batches`, each by itself."""
 
     def __init__(self, n: int = 11) -> None:
-        lengths = [7, 4, 5, 7, 3, 6, 2][: min(n, 7)] + [5] * max(0, n - 7)
+        ragged = [7, 4, 5, 7, 3, 6, 2]
+        n_more = max(0, n - len(ragged))
+        lengths = ragged[:n] + [5] * n_more
         self.batches = ragged_batches(lengths=lengths, batch_size=1)
 
     def __len__(self) -> int:
@@ -97,16 +108,23 @@ class Texts(Dataset):
 
 
 def strided_loader(n: int = 11, batch_size: int = 2) -> DataLoader:
-    """Texts of this rank, by a `DistributedSampler`; all texts where there is one process."""
+    """Load texts of this rank by a `DistributedSampler`, or all where there is one process."""
     texts = Texts(n)
     sampler = DistributedSampler(texts, shuffle=False) if dist.is_initialized() else None
     return DataLoader(texts, batch_size=batch_size, sampler=sampler)
 
 
-def accelerated(rank: int, world: int, loader: DataLoader, **options: Any) -> Any:
-    """A loader as an `Accelerator` of this process group prepares it."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ |= {name: str(number) for name, number in place.items()}
+def accelerated(
+    rank: int,
+    world: int,
+    loader: DataLoader,
+    **options: Any,
+) -> Any:
+    """Prepare a loader as an `Accelerator` of this process group does."""
+    os.environ["RANK"] = str(rank)
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = str(world)
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
     os.environ["MASTER_ADDR"] = "localhost"
     PartialState._reset_state()  # of the process that this one was forked from
     PartialState(cpu=True)

@@ -1,5 +1,6 @@
 """Everything of a model and of torch that a user could see changed."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,26 +9,47 @@ from torch import nn
 HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 
 
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter, and copies of its value and gradient."""
+
+    parameter: nn.Parameter
+    value: torch.Tensor
+    requires_grad: bool
+    grad: torch.Tensor | None
+    value_of_grad: torch.Tensor | None
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> "Parameter":
+        """Copy what a parameter holds now."""
+        grad = parameter.grad
+        return Parameter(
+            parameter=parameter,
+            value=parameter.detach().clone(),
+            requires_grad=parameter.requires_grad,
+            grad=grad,
+            value_of_grad=None if grad is None else grad.clone(),
+        )
+
+    def assert_equal(self, now: "Parameter", name: str) -> None:
+        assert now.parameter is self.parameter, name
+        assert torch.equal(now.value, self.value), name
+        assert now.requires_grad == self.requires_grad, name
+        assert now.grad is self.grad, name
+        if self.grad is not None:
+            assert torch.equal(now.grad, self.value_of_grad), name
+
+
 class Snapshot:
     """All of a model and of torch's global state that a user could see changed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = {
-            name: (p, p.detach().clone(), p.requires_grad, p.grad)
-            for name, p in model.named_parameters()
-        }
-        self.gradients = {
-            name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
-        }
-        self.buffers = {name: b.clone() for name, b in model.named_buffers()}
+        self.parameters = {name: Parameter.of(p) for name, p in model.named_parameters()}
+        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         modules = dict(model.named_modules())
         self.training = {name: module.training for name, module in modules.items()}
         self.attributes = {name: set(vars(module)) for name, module in modules.items()}
-        self.hooks = {
-            (name, kind): dict(getattr(module, kind) or {})
-            for name, module in modules.items()
-            for kind in HOOKS
-        }
+        self.hooks = {name: _hooks_of(module) for name, module in modules.items()}
         self.config = model.config.to_dict() if hasattr(model, "config") else None
         self.torch = {
             "grad mode": torch.is_grad_enabled(),
@@ -40,25 +62,25 @@ class Snapshot:
         self.random_state = torch.get_rng_state()
 
     def assert_equal(self, model: nn.Module, random_state: bool = True) -> None:
+        """Compare with what there is now; draws may have moved the random state."""
         now = Snapshot(model)
         for part in ("torch", "training", "hooks", "attributes", "config"):
             assert getattr(now, part) == getattr(self, part), part
         assert list(now.parameters) == list(self.parameters)
-        for name, (parameter, value, requires_grad, grad) in self.parameters.items():
-            assert now.parameters[name][0] is parameter, name
-            assert torch.equal(now.parameters[name][1], value), name
-            assert now.parameters[name][2] == requires_grad, name
-            assert now.parameters[name][3] is grad, name
-            if grad is not None:
-                assert torch.equal(grad, self.gradients[name]), name
+        for name, parameter in self.parameters.items():
+            parameter.assert_equal(now.parameters[name], name)
         for name, value in self.buffers.items():
             assert torch.equal(now.buffers[name], value), name
         if random_state:
             assert torch.equal(now.random_state, self.random_state)
 
 
+def _hooks_of(module: nn.Module) -> dict[str, dict]:
+    return {kind: dict(getattr(module, kind) or {}) for kind in HOOKS}
+
+
 def half_trained(model: nn.Module) -> nn.Module:
-    """Unlike any default: mixed modes, some gradients, odd flags, and hooks of the user's."""
+    """Leave a model unlike any default: mixed modes, some gradients, odd flags, a user's hooks."""
     generator = torch.Generator().manual_seed(3)
     model.train()
     for index, module in enumerate(model.modules()):
@@ -76,8 +98,11 @@ def half_trained(model: nn.Module) -> nn.Module:
     return model
 
 
-def tensors_of(value: Any, seen: set[int]) -> list[torch.Tensor]:
-    """Tensors that can be reached from a value, those of modules left out."""
+def tensors_of(
+    value: Any,
+    seen: set[int],
+) -> list[torch.Tensor]:
+    """Find tensors that can be reached from a value, those of modules left out."""
     if isinstance(value, (nn.Module, nn.Parameter, str)) or id(value) in seen:
         return []
     seen.add(id(value))
@@ -88,5 +113,5 @@ def tensors_of(value: Any, seen: set[int]) -> list[torch.Tensor]:
     elif isinstance(value, (list, tuple, set)):
         parts = list(value)
     else:
-        parts = list(vars(value).values()) if hasattr(value, "__dict__") else []
+        parts = list(getattr(value, "__dict__", {}).values())
     return [tensor for part in parts for tensor in tensors_of(part, seen)]

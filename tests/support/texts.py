@@ -18,12 +18,17 @@ PROMPT = 2  # tokens of a text that no label is on
 LENGTHS = (7, 4, 5, 7, 3, 6)
 
 
-def text_batches(lengths: Sequence[int] = LENGTHS, **ragged: Any) -> list[dict[str, Any]]:
-    """`ragged_batches` with labels on all real tokens but the first two, the prompt."""
+def text_batches(
+    lengths: Sequence[int] = LENGTHS,
+    **ragged: Any,
+) -> list[dict[str, Any]]:
+    """Make `ragged_batches` with labels on all real tokens but the first two, the prompt."""
     batches = ragged_batches(lengths, **ragged)
     for batch in batches:
-        answer = batch["attention_mask"].cumsum(1) * batch["attention_mask"] > PROMPT
-        batch["labels"] = torch.where(answer, batch["input_ids"], -100)
+        is_real = batch["attention_mask"].bool()
+        is_prompt = batch["attention_mask"].cumsum(1) <= PROMPT
+        has_no_label = is_prompt | ~is_real
+        batch["labels"] = batch["input_ids"].masked_fill(has_no_label, -100)
     return batches
 
 
@@ -35,54 +40,91 @@ def fitted_text(
     seed: int = 0,
     **keywords: Any,
 ):
-    """A posterior of a language model, by default of a tiny GPT-2 in float64."""
-    model = lora_model("gpt2").eval() if model is None else model
-    settings = {"num_samples": num_samples, "rank": rank, "seed": seed}
-    la = make(model, likelihood="language_modeling", backend_kwargs=settings, **keywords)
-    la.fit(text_batches() if batches is None else batches)
+    """Fit a posterior of a language model, by default of a tiny GPT-2 in float64."""
+    if model is None:
+        model = lora_model("gpt2").eval()
+    if batches is None:
+        batches = text_batches()
+    settings = {
+        "num_samples": num_samples,
+        "rank": rank,
+        "seed": seed,
+    }
+    la = make(
+        model,
+        likelihood="language_modeling",
+        backend_kwargs=settings,
+        **keywords,
+    )
+    la.fit(batches)
     return la
 
 
 def encoder_decoder(kind: str) -> nn.Module:
-    """A tiny "t5" or "bart" with an adapter, in float64."""
+    """Make a tiny "t5" or "bart" with an adapter, in float64."""
     return FAMILIES[kind.upper()].model(RIGHT)
 
 
 def pairs_of_texts() -> dict[str, torch.Tensor]:
-    """A batch of sources and labels of other lengths, for an encoder-decoder."""
-    (source,) = ragged_batches(lengths=(5, 3, 4), padded_to=5)
-    (target,) = ragged_batches(lengths=(3, 4, 2), padded_to=4, seed=2)
-    labels = torch.where(target["attention_mask"].bool(), target["input_ids"], -100)
+    """Make a batch of sources and labels of other lengths, for an encoder-decoder."""
+    (source,) = ragged_batches(
+        lengths=(5, 3, 4),
+        padded_to=5,
+    )
+    (target,) = ragged_batches(
+        lengths=(3, 4, 2),
+        padded_to=4,
+        seed=2,
+    )
+    is_padding = target["attention_mask"] == 0
+    labels = target["input_ids"].masked_fill(is_padding, -100)
     return source | {"labels": labels}
 
 
-def drawn_models(la: Any, n_samples: int, seed: torch.Generator) -> list[nn.Module]:
-    """Copies of a model with weights that dense algebra draws, as a generator makes `score` do."""
-    by_block = zip(la.prior_precision.expand(len(la.blocks)), sizes(la), strict=True)
-    prior = torch.cat([precision.expand(size) for precision, size in by_block])
-    root = dense.power(la.H.to_matrix() + prior.diag(), -0.5)
+def drawn_models(
+    la: Any,
+    n_samples: int,
+    seed: torch.Generator,
+) -> list[nn.Module]:
+    """Copy a model with weights that dense algebra draws, as a generator makes `score` do."""
+    of_blocks = la.prior_precision.expand(len(la.blocks))
+    prior = of_blocks.repeat_interleave(torch.tensor(sizes(la)))
+    root = dense.power(
+        la.H.to_matrix() + prior.diag(),
+        -0.5,
+    )
     noise = torch.Generator().manual_seed(draw_seed(seed))
     models = []
     for _ in range(n_samples):
-        z = torch.randn(1, la.n_params, generator=noise, dtype=torch.float64)[0]
-        models.append(copy.deepcopy(la.model.model))
-        blocks = find_blocks(models[-1])
-        for block, part in zip(blocks, (la.mean + root @ z).split(sizes(la)), strict=True):
+        z = torch.randn(
+            1,
+            la.n_params,
+            generator=noise,
+            dtype=torch.float64,
+        )
+        weights = la.mean + root @ z[0]
+        model = copy.deepcopy(la.model.model)
+        of_blocks = weights.split(sizes(la))
+        for block, part in zip(find_blocks(model), of_blocks, strict=True):
             block.weight.data = part.view_as(block.weight)
+        models.append(model)
     return models
 
 
 def token_logits(
-    model: Callable[..., Any], batches: Sequence[Mapping[str, torch.Tensor]]
+    model: Callable[..., Any],
+    batches: Sequence[Mapping[str, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `(N, V)` that predict labelled tokens, and these, `(N,)`: each text by itself."""
+    """Compute logits `(N, V)` that predict labelled tokens `(N,)`, each text by itself."""
     logits = []
     labels = []
     for batch in batches:
-        for row, mask in enumerate(batch["attention_mask"].bool()):
-            following = batch["labels"][row][mask][1:]
-            places = (following != -100).nonzero()[:, 0]
-            of_text = model(**dense.unpadded(batch, row), use_cache=False).logits[0]
+        for row, is_real in enumerate(batch["attention_mask"].bool()):
+            # The logits at a position are those of the next token.
+            following = batch["labels"][row][is_real][1:]
+            (places,) = (following != -100).nonzero(as_tuple=True)
+            inputs = dense.unpadded(batch, row)
+            of_text = model(**inputs, use_cache=False).logits[0]
             logits.append(of_text[places])
             labels.append(following[places])
     return torch.cat(logits), torch.cat(labels)

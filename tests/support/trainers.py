@@ -22,15 +22,30 @@ def trainer_of(
     eval_data: Any = None,
     **settings: Any,
 ) -> Trainer:
-    """A trainer of a tiny encoder with twenty texts, whose ordinary training has five steps."""
+    """Make a trainer of a tiny encoder with twenty texts, whose training has five steps."""
     gc.freeze()  # what is there now: accelerate collects garbage before each training
-    options: dict[str, Any] = {"max_steps": 5, "save_steps": 1, "logging_steps": 1}
-    options |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2}
-    options |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 5}
-    arguments = TrainingArguments(output_dir=str(folder), **options | settings)
-    model = lora_model("bert", torch.float32) if model is None else model
-    data = {"train_dataset": Texts(N) if data is None else data, "eval_dataset": eval_data}
-    trainer = Trainer(model, arguments, callbacks=list(callbacks), **data)
+    defaults: dict[str, Any] = {
+        "max_steps": 5,
+        "save_steps": 1,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 5,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": [],
+    }
+    if model is None:
+        model = lora_model("bert", torch.float32)
+    if data is None:
+        data = Texts(N)
+    trainer = Trainer(
+        model,
+        TrainingArguments(output_dir=str(folder), **defaults | settings),
+        callbacks=list(callbacks),
+        train_dataset=data,
+        eval_dataset=eval_data,
+    )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -74,5 +89,5 @@ class Stop(TrainerCallback):
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all weights, by name."""
+    """Copy all weights, by name."""
     return {name: value.clone() for name, value in model.state_dict().items()}
