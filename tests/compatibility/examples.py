@@ -15,45 +15,88 @@ _END = 2
 
 
 def _random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def _words(length: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    words = torch.randint(_FIRST_WORD, VOCABULARY, (1, length), generator=generator)
+    words = torch.randint(
+        _FIRST_WORD,
+        VOCABULARY,
+        (1, length),
+        generator=generator,
+    )
     words[:, -1] = _END  # BART reads its class there
     return words
 
 
 def of_texts(n: int) -> list[Example]:
-    return [{"input_ids": _words(_LENGTHS[i], i)} for i in range(n)]
+    return [
+        {
+            "input_ids": _words(
+                _LENGTHS[i],
+                i,
+            )
+        }
+        for i in range(n)
+    ]
 
 
 def of_images(n: int, *shape: int) -> list[Example]:
     shape = shape or (3, 8, 8)
-    return [{"pixel_values": _random(1, *shape, seed=i)} for i in range(n)]
+    return [
+        {
+            "pixel_values": _random(
+                1,
+                *shape,
+                seed=i,
+            )
+        }
+        for i in range(n)
+    ]
 
 
 def of_spectra(n: int) -> list[Example]:
-    return [{"input_features": _random(1, 4, 16, seed=i)} for i in range(n)]
+    return [
+        {
+            "input_features": _random(
+                1,
+                4,
+                16,
+                seed=i,
+            )
+        }
+        for i in range(n)
+    ]
 
 
 def of_waves(n: int) -> list[Example]:
-    return [{"input_values": _random(1, 200, seed=i)} for i in range(n)]
+    return [
+        {
+            "input_values": _random(
+                1,
+                200,
+                seed=i,
+            )
+        }
+        for i in range(n)
+    ]
 
 
 def of_images_and_prompts(n: int) -> list[Example]:
-    """The texts of the classes, which all examples share."""
+    """Make images with the texts of the classes, which all examples share."""
     prompts = torch.cat([_words(4, seed) for seed in range(N_CLASSES)])
-    return [example | {"input_ids": prompts} for example in of_images(n)]
+    return [image | {"input_ids": prompts} for image in of_images(n)]
 
 
 def of_images_in_texts(n: int) -> list[Example]:
-    """One image a text at first, of four tokens; then two and none."""
+    """Make texts with one image each at first, of four tokens; then two and none."""
     examples = []
     for i, n_images in enumerate((1, 1, 1, 1, 2, 0)[:n]):
         placeholders = torch.full((1, 4 * n_images), IMAGE_TOKEN)
-        example = {"input_ids": torch.cat([placeholders, _words(_LENGTHS[i], i)], dim=1)}
+        words = _words(_LENGTHS[i], i)
+        example = {"input_ids": torch.cat([placeholders, words], dim=1)}
         if n_images:
             example["pixel_values"] = _random(n_images, 3, 8, 8, seed=i)
         examples.append(example)
@@ -61,43 +104,59 @@ def of_images_in_texts(n: int) -> list[Example]:
 
 
 def of_patches_in_texts(n: int) -> list[Example]:
-    """Images of 4 x 4 or 4 x 8 patches, four of which make a token."""
+    """Make images of 4 x 4 or 4 x 8 patches, four of which make a token."""
     start = torch.full((1, 1), 5)
     end = torch.full((1, 1), 6)
     examples = []
     for i in range(n):
         width = 4 if i % 2 else 8
-        tokens = torch.full((1, width), IMAGE_TOKEN)
-        examples.append(
-            {
-                "input_ids": torch.cat([start, tokens, end, _words(_LENGTHS[i], i)], dim=1),
-                "pixel_values": _random(4 * width, 12, seed=i),
-                "image_grid_thw": torch.tensor([[1, 4, width]]),
-            }
-        )
+        image = torch.full((1, width), IMAGE_TOKEN)
+        words = _words(_LENGTHS[i], i)
+        example = {
+            "input_ids": torch.cat(
+                [start, image, end, words],
+                dim=1,
+            ),
+            "pixel_values": _random(4 * width, 12, seed=i),
+            "image_grid_thw": torch.tensor([[1, 4, width]]),
+        }
+        examples.append(example)
     return examples
 
 
-def together(examples: Sequence[Example], side: str, length: int | None = None) -> Example:
-    """A batch of examples, texts padded on a side to a length, by default that of the longest."""
+def together(
+    examples: Sequence[Example],
+    side: str,
+    length: int | None = None,
+) -> Example:
+    """Make a batch, texts padded on a side to a length, by default that of the longest."""
+    keys = list(dict.fromkeys(key for example in examples for key in example))
     batch = {}
-    for key in {key: None for example in examples for key in example}:
+    for key in keys:
         parts = [example[key] for example in examples if key in example]
         if key != "input_ids":
             batch[key] = torch.cat(parts)
-        elif len(parts[0]) > 1:  # texts that are classes
+        elif len(parts[0]) > 1:  # texts that are classes, alike in all examples
             batch[key] = parts[0]
         else:
-            longest = length or max(part.shape[1] for part in parts)
-            padding = [torch.zeros(1, longest - part.shape[1]).long() for part in parts]
             masks = [torch.ones_like(part) for part in parts]
-            batch[key], batch["attention_mask"] = (
-                torch.cat(
-                    [
-                        torch.cat([zeros, part] if side == "left" else [part, zeros], dim=1)
-                        for zeros, part in zip(padding, tensors, strict=True)
-                    ]
-                )
-                for tensors in (parts, masks)
-            )
+            longest = length or max(part.shape[1] for part in parts)
+            batch[key] = _padded(parts, side, longest)
+            batch["attention_mask"] = _padded(masks, side, longest)
     return batch
+
+
+def _padded(
+    parts: Sequence[torch.Tensor],
+    side: str,
+    length: int,
+) -> torch.Tensor:
+    rows = []
+    for part in parts:
+        zeros = torch.zeros(
+            1,
+            length - part.shape[1],
+        ).long()
+        row = [zeros, part] if side == "left" else [part, zeros]
+        rows.append(torch.cat(row, dim=1))
+    return torch.cat(rows)

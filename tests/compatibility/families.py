@@ -38,7 +38,14 @@ RIGHT = "answer tokens, right"
 LEFT = "answer tokens, left"
 COLUMNS = (CLASSIFIER, RIGHT, LEFT)
 
-_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+# --- settings of several families ----------------------------------------------------------------
+
+_TOKENS = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _WIDTH = {
     "hidden_size": 8,
     "num_hidden_layers": 2,
@@ -47,9 +54,20 @@ _WIDTH = {
 }
 _TEXT = {**_TOKENS, **_WIDTH, "max_position_embeddings": 32}
 _GROUPED = {**_TEXT, "num_key_value_heads": 1, "head_dim": 4}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 6, "num_experts": 3}
-_FOUR_STATES = dict.fromkeys(("mamba_d_state", "mamba_n_heads", "n_mamba_heads", "mamba_d_head"), 4)
-_FOUR_STATES |= dict.fromkeys(("mamba_headdim", "mamba_chunk_size", "chunk_size"), 4)
+_EXPERTS = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "num_experts": 3,
+}
+_FOUR_STATES = {
+    "mamba_d_state": 4,
+    "mamba_n_heads": 4,
+    "n_mamba_heads": 4,
+    "mamba_d_head": 4,
+    "mamba_headdim": 4,
+    "mamba_chunk_size": 4,
+    "chunk_size": 4,
+}
 _DEBERTA = {
     "relative_attention": True,
     "pos_att_type": ["p2c", "c2p"],
@@ -59,9 +77,12 @@ _DEBERTA = {
     "pooler_hidden_size": 8,
 }
 SIDES = {
-    f"{side}_{size}": number
-    for side in ("encoder", "decoder")
-    for size, number in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 12))
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 12,
+    "decoder_layers": 1,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 12,
 }
 """Sizes of encoders and decoders alike."""
 _DECODER = {**_GROUPED, "layer_types": ["full_attention"] * 2}
@@ -104,9 +125,10 @@ class Family:
         return MISSING if kind is None else self.outcomes.get(column, EXACT)
 
     def model(self, column: str) -> nn.Module:
-        """With random weights and adapters of rank 2, in evaluation mode."""
+        """Make a model with random weights and adapters of rank 2, in evaluation mode."""
         torch.manual_seed(0)
-        config = getattr(transformers, f"{self.config}Config")(**self.settings, num_labels=3)
+        make_config = getattr(transformers, f"{self.config}Config")
+        config = make_config(**self.settings, num_labels=3)
         config._experts_implementation = "eager"  # others know no float64
         name = self.classifier if column == CLASSIFIER else self.language_model
         model = getattr(transformers, name)(config)
@@ -116,25 +138,45 @@ class Family:
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
                 nn.init.ones_(module.weight)  # MobileViT begins near 0
-        model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=self.targets))
+        lora = LoraConfig(r=2, lora_alpha=4, target_modules=self.targets)
+        model = get_peft_model(model, lora)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.3)
         model = model.to(self.dtype).eval()
-        return (
-            OfBatches(model, "logits_per_image")
-            if self.examples is of_images_and_prompts
-            else model
-        )
+        if self.examples is of_images_and_prompts:
+            return OfBatches(model, "logits_per_image")
+        return model
 
 
-def _family(config: str, settings: Mapping[str, Any], *heads: str, **others: Any) -> Family:
-    """A family whose models' names are its configuration's and a head's."""
+def _family(
+    config: str,
+    settings: Mapping[str, Any],
+    *heads: str,
+    **others: Any,
+) -> Family:
+    """Describe a family whose models' names are its configuration's and a head's."""
     kinds: dict[str, str | None] = {"classifier": None, "language_model": None}
     for head in heads:
-        kinds["classifier" if head.endswith("Classification") else "language_model"] = config + head
+        is_classifier = head.endswith("Classification")
+        kind = "classifier" if is_classifier else "language_model"
+        kinds[kind] = config + head
     return Family(config, settings, **kinds, **others)
 
+
+def _of_large_images(n: int) -> list[Example]:
+    return of_images(n, 3, 16, 16)
+
+
+def _of_larger_images(n: int) -> list[Example]:
+    return of_images(n, 3, 64, 64)
+
+
+def _of_videos(n: int) -> list[Example]:
+    return of_images(n, 2, 3, 8, 8)
+
+
+# --- the families --------------------------------------------------------------------------------
 
 _BOTH = ("ForSequenceClassification", "ForCausalLM")
 _SEQUENCE = "ForSequenceClassification"
@@ -158,7 +200,11 @@ FAMILIES = {
     "GPT-2": _family("GPT2", _TEXT, "ForSequenceClassification", "LMHeadModel"),
     "GPT-NeoX": _family("GPTNeoX", {**_TEXT, "rotary_pct": 1.0}, *_BOTH),
     "GPT-J": _family("GPTJ", {**_TEXT, "rotary_dim": 2}, *_BOTH),
-    "OPT": _family("OPT", {**_TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8}, *_BOTH),
+    "OPT": _family(
+        "OPT",
+        {**_TEXT, "ffn_dim": 12, "word_embed_proj_dim": 8},
+        *_BOTH,
+    ),
     "BLOOM": _family("Bloom", _TEXT, *_BOTH, dtype=torch.float32),
     "Falcon": _family("Falcon", _TEXT, *_BOTH),
     "Mamba": _family(
@@ -170,17 +216,26 @@ FAMILIES = {
     "Bamba": _family(
         "Bamba",
         {
-            **{**_GROUPED, **_FOUR_STATES, "mamba_n_groups": 1},
-            **{"attn_layer_indices": [1], "partial_rotary_factor": 1.0},
+            **_GROUPED,
+            **_FOUR_STATES,
+            "mamba_n_groups": 1,
+            "attn_layer_indices": [1],
+            "partial_rotary_factor": 1.0,
         },
         "ForCausalLM",
     ),
     "Zamba 2": _family(
         "Zamba2",
         {
-            **{**_TEXT, **_FOUR_STATES, "num_key_value_heads": 2, "mamba_ngroups": 1},
-            **{"hybrid_layer_ids": [1], "layers_block_type": ["mamba", "hybrid"]},
-            **{"num_mem_blocks": 1, "adapter_rank": 4, "use_mem_rope": False},
+            **_TEXT,
+            **_FOUR_STATES,
+            "num_key_value_heads": 2,
+            "mamba_ngroups": 1,
+            "hybrid_layer_ids": [1],
+            "layers_block_type": ["mamba", "hybrid"],
+            "num_mem_blocks": 1,
+            "adapter_rank": 4,
+            "use_mem_rope": False,
         },
         *_BOTH,
     ),
@@ -188,15 +243,29 @@ FAMILIES = {
     "RoBERTa": _family("Roberta", _TEXT, _SEQUENCE),
     "RoBERTa as decoder": _family("Roberta", {**_TEXT, "is_decoder": True}, "ForCausalLM"),
     "DistilBERT": _family("DistilBert", {**_TEXT, "hidden_dim": 12}, _SEQUENCE),
-    "DeBERTa-v2": _family("DebertaV2", {**_TEXT, **_DEBERTA, "share_att_key": False}, _SEQUENCE),
-    "DeBERTa-v3": _family("DebertaV2", {**_TEXT, **_DEBERTA, "share_att_key": True}, _SEQUENCE),
+    "DeBERTa-v2": _family(
+        "DebertaV2",
+        {**_TEXT, **_DEBERTA, "share_att_key": False},
+        _SEQUENCE,
+    ),
+    "DeBERTa-v3": _family(
+        "DebertaV2",
+        {**_TEXT, **_DEBERTA, "share_att_key": True},
+        _SEQUENCE,
+    ),
     "ELECTRA": _family("Electra", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
     "ALBERT": _family("Albert", {**_TEXT, "embedding_size": 8}, _SEQUENCE),
     "ModernBERT": _family("ModernBert", {**_TEXT, "cls_token_id": 1}, _SEQUENCE),
     "ModernBERT as decoder": _family("ModernBertDecoder", {**_TEXT, "cls_token_id": 1}, *_BOTH),
     "XLNet": _family(
         "XLNet",
-        {**_TOKENS, "d_model": 8, "n_layer": 2, "n_head": 2, "d_inner": 12},
+        {
+            **_TOKENS,
+            "d_model": 8,
+            "n_layer": 2,
+            "n_head": 2,
+            "d_inner": 12,
+        },
         _SEQUENCE,
         outcomes={CLASSIFIER: OWN_PADDING},  # it wants padding on the left
     ),
@@ -204,8 +273,13 @@ FAMILIES = {
     "T5": _family(
         "T5",
         {
-            **{**_TOKENS, "d_model": 8, "d_kv": 4, "d_ff": 12},
-            **{"num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
+            **_TOKENS,
+            "d_model": 8,
+            "d_kv": 4,
+            "d_ff": 12,
+            "num_layers": 1,
+            "num_heads": 2,
+            "decoder_start_token_id": 0,
         },
         _SEQUENCE,
         "ForConditionalGeneration",
@@ -213,8 +287,11 @@ FAMILIES = {
     "BART": _family(
         "Bart",
         {
-            **{**_TOKENS, **SIDES, "d_model": 8},
-            **{"max_position_embeddings": 32, "decoder_start_token_id": 2},
+            **_TOKENS,
+            **SIDES,
+            "d_model": 8,
+            "max_position_embeddings": 32,
+            "decoder_start_token_id": 2,
         },
         _SEQUENCE,
         "ForConditionalGeneration",
@@ -246,7 +323,10 @@ FAMILIES = {
         "Qwen2Moe", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 6}, *_BOTH
     ),
     "Qwen3-MoE": _family(
-        "Qwen3Moe", {**_GROUPED, **_EXPERTS}, *_BOTH, outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS)
+        "Qwen3Moe",
+        {**_GROUPED, **_EXPERTS},
+        *_BOTH,
+        outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS),
     ),
     "DeepSeek-V3": _family(
         "DeepseekV3",
@@ -261,33 +341,46 @@ FAMILIES = {
     "Swin": _family(
         "Swin",
         {
-            **{"image_size": 16, "patch_size": 2, "window_size": 4},
-            **{"embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2]},
+            "image_size": 16,
+            "patch_size": 2,
+            "window_size": 4,
+            "embed_dim": 8,
+            "depths": [2, 1],
+            "num_heads": [2, 2],
         },
         "ForImageClassification",
-        examples=lambda n: of_images(n, 3, 16, 16),
+        examples=_of_large_images,
     ),
     "MobileViT": _family(
         "MobileViT",
         {
-            **{"image_size": 32, "hidden_sizes": [8] * 3, "neck_hidden_sizes": [4] * 6 + [8]},
-            **{"num_attention_heads": 2, "mlp_ratio": 1.0, "num_hidden_layers": 1},
+            "image_size": 32,
+            "hidden_sizes": [8] * 3,
+            "neck_hidden_sizes": [4] * 6 + [8],
+            "num_attention_heads": 2,
+            "mlp_ratio": 1.0,
+            "num_hidden_layers": 1,
         },
         "ForImageClassification",
-        examples=lambda n: of_images(n, 3, 64, 64),
+        examples=_of_larger_images,
         targets=["query", "key", "value", "dense"],
     ),
     "TimeSformer": _family(
         "Timesformer",
         {**_IMAGE, "num_frames": 2},
         "ForVideoClassification",
-        examples=lambda n: of_images(n, 2, 3, 8, 8),
+        examples=_of_videos,
     ),
     "Whisper": _family(
         "Whisper",
         {
-            **{**_TOKENS, **SIDES, "d_model": 8, "num_mel_bins": 4, "classifier_proj_size": 6},
-            **{"max_source_positions": 8, "max_target_positions": 16},
+            **_TOKENS,
+            **SIDES,
+            "d_model": 8,
+            "num_mel_bins": 4,
+            "classifier_proj_size": 6,
+            "max_source_positions": 8,
+            "max_target_positions": 16,
         },
         "ForAudioClassification",
         examples=of_spectra,
@@ -295,8 +388,12 @@ FAMILIES = {
     "Wav2Vec2": _family(
         "Wav2Vec2",
         {
-            **{**_WIDTH, "conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (4, 4)},
-            **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2},
+            **_WIDTH,
+            "conv_dim": (8, 8),
+            "conv_stride": (4, 4),
+            "conv_kernel": (4, 4),
+            "num_conv_pos_embeddings": 4,
+            "num_conv_pos_embedding_groups": 2,
             "classifier_proj_size": 6,
         },
         _SEQUENCE,
@@ -327,11 +424,15 @@ FAMILIES = {
         "Qwen2_5_VL",
         {
             "text_config": {
-                **{**_TEXT, "num_key_value_heads": 1},
-                **{"rope_scaling": _ROTARY, "rope_parameters": _ROTARY},
+                **_TEXT,
+                "num_key_value_heads": 1,
+                "rope_scaling": _ROTARY,
+                "rope_parameters": _ROTARY,
             },
             "vision_config": _QWEN_VISION,
-            **{"image_token_id": IMAGE_TOKEN, "vision_start_token_id": 5, "vision_end_token_id": 6},
+            "image_token_id": IMAGE_TOKEN,
+            "vision_start_token_id": 5,
+            "vision_end_token_id": 6,
         },
         language_model="Qwen2_5_VLForConditionalGeneration",
         examples=of_patches_in_texts,
@@ -340,8 +441,9 @@ FAMILIES = {
 
 
 def table() -> Iterator[str]:
-    """Lines of the table in markdown."""
+    """Write the lines of the table in markdown."""
     yield f"| family | {' | '.join(COLUMNS)} |"
     yield "|---" * (1 + len(COLUMNS)) + "|"
     for name, family in FAMILIES.items():
-        yield f"| {name} | {' | '.join(family.outcome(column) for column in COLUMNS)} |"
+        outcomes = [family.outcome(column) for column in COLUMNS]
+        yield f"| {name} | {' | '.join(outcomes)} |"

@@ -31,30 +31,46 @@ class Kind:
     refusal: str = ""
 
     def batches(self) -> Batches:
-        """As many examples as DoRA's identity of `lora_A` has rows, one, and four."""
+        """Make batches of five examples, one and four.
+
+        DoRA's identity of `lora_A` has five rows, too, and must not count as an example.
+        """
         generator = torch.Generator().manual_seed(1)
-        inputs = [torch.randn(n, 5, generator=generator).double() for n in (5, 1, 4)]
-        return [(X, torch.arange(len(X)) % 3) for X in inputs]
+        batches = []
+        for n in (5, 1, 4):
+            X = torch.randn(n, 5, generator=generator).double()
+            y = torch.arange(n) % 3
+            batches.append((X, y))
+        return batches
 
 
 # --- adapters ------------------------------------------------------------------------------------
 
 
-def beside(layer: nn.Module, *targets: str, **lora: Any) -> nn.Module:
-    """A layer, which is refused before it would run, and a linear one."""
-    model = nn.ModuleDict({"layer": layer, "last": nn.Linear(4, 3)})
+def beside(
+    layer: nn.Module,
+    *targets: str,
+    **lora: Any,
+) -> nn.Module:
+    """Put LoRA in a layer, which is refused before it would run, and in a linear one."""
+    model = nn.ModuleDict(
+        {
+            "layer": layer,
+            "last": nn.Linear(4, 3),
+        }
+    )
     return with_lora(model, *targets, "last", **lora)
 
 
 def experts() -> nn.Module:
-    """Weights of several experts in one parameter."""
+    """Put LoRA on weights of several experts in one parameter."""
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2, 5, 5))
     return beside(module, target_parameters=["layer.weight"])
 
 
 def with_dora() -> nn.Module:
-    """Its magnitudes are not the norms that they begin with."""
+    """Use DoRA, with other magnitudes than the norms that they begin with."""
     model = plain_model(use_dora=True)
     for name, parameter in model.named_parameters():
         if "magnitude" in name:
@@ -63,8 +79,9 @@ def with_dora() -> nn.Module:
 
 
 def with_frozen_a(model: nn.Module | None = None) -> nn.Module:
-    """As LoRA-FA trains."""
-    model = plain_model() if model is None else model
+    """Freeze A, as LoRA-FA does."""
+    if model is None:
+        model = plain_model()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     return model
@@ -80,7 +97,8 @@ def with_bias() -> nn.Module:
 
 def with_inactive() -> nn.Module:
     model = plain_model()
-    inject_adapter_in_model(LoraConfig(r=3, target_modules=["first"]), model, "second")
+    config = LoraConfig(r=3, target_modules=["first"])
+    inject_adapter_in_model(config, model, "second")
     for layer in (model.first, model.second):
         layer.set_adapter("default")
     return model
@@ -93,20 +111,28 @@ def with_two_active() -> nn.Module:
 
 
 def with_lora_only_biases() -> nn.Module:
-    """Its layers' own biases have been trained too."""
+    """Train the layers' own biases too."""
     model = plain_model(bias="lora_only")
-    assert all(layer.base_layer.bias.requires_grad for layer in (model.first, model.second))
+    for layer in (model.first, model.second):
+        assert layer.base_layer.bias.requires_grad
     return model
 
 
 def with_weighted() -> nn.Module:
-    """An adapter that PEFT has made of two others, of ranks 2 and 3."""
+    """Use an adapter that PEFT has made of two others, of ranks 2 and 3."""
     torch.manual_seed(0)
-    model = get_peft_model(TwoLinear(), LoraConfig(r=2, target_modules=["first", "second"]), "a")
-    model.add_adapter("b", LoraConfig(r=3, target_modules=["first", "second"]))
+    first = LoraConfig(r=2, target_modules=["first", "second"])
+    second = LoraConfig(r=3, target_modules=["first", "second"])
+    model = get_peft_model(TwoLinear(), first, "a")
+    model.add_adapter("b", second)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
-    model.add_weighted_adapter(["a", "b"], [0.7, -0.4], "both", combination_type="cat")
+    model.add_weighted_adapter(
+        ["a", "b"],
+        weights=[0.7, -0.4],
+        adapter_name="both",
+        combination_type="cat",
+    )
     model.set_adapter("both")
     return model.double()
 
@@ -121,16 +147,37 @@ _LINEAR_A_AND_B = r"LoRA layers must add B\(A\(x\)\), where A and B are linear"
 _NO_LORA = "No LoRA layer in the model"
 
 
-def _no_linear(layer: str) -> tuple[str, str]:
-    """The outcome of LoRA in such a layer, and its refusal."""
-    return "refused", rf"{_LINEAR_A_AND_B}.*not: layer \({layer}\w*\)\. Leave"
+def _of_layer(
+    make_model: Callable[[], nn.Module],
+    layer: str,
+) -> Kind:
+    """Describe LoRA in a layer that is not linear."""
+    refusal = rf"{_LINEAR_A_AND_B}.*not: layer \({layer}\w*\)\. Leave"
+    return Kind(make_model, "refused", refusal)
 
 
-def _other(config: Callable[..., Any], refusal: str, **settings: Any) -> Kind:
-    """A method of PEFT that is not LoRA."""
+def in_convolution() -> nn.Module:
+    return beside(nn.Conv1d(2, 4, 3), "layer")
+
+
+def in_embedding() -> nn.Module:
+    return beside(nn.Embedding(9, 4), "layer")
+
+
+def in_attention() -> nn.Module:
+    return beside(nn.MultiheadAttention(4, 2), "layer")
+
+
+def _other(
+    config: Callable[..., Any],
+    refusal: str,
+    **settings: Any,
+) -> Kind:
+    """Describe a method of PEFT that is not LoRA."""
 
     def model() -> nn.Module:
-        return get_peft_model(TwoLinear(), config(target_modules=["first", "second"], **settings))
+        of_both = config(target_modules=["first", "second"], **settings)
+        return get_peft_model(TwoLinear(), of_both)
 
     return Kind(model, "refused", refusal)
 
@@ -139,7 +186,11 @@ ADAPTERS = {
     "LoRA": Kind(plain_model),
     "rsLoRA": Kind(partial(plain_model, use_rslora=True)),
     "rank and alpha patterns": Kind(
-        partial(plain_model, rank_pattern={"first": 3}, alpha_pattern={"second": 1})
+        partial(
+            plain_model,
+            rank_pattern={"first": 3},
+            alpha_pattern={"second": 1},
+        )
     ),
     "PiSSA, OLoRA and other beginnings": Kind(partial(plain_model, init_lora_weights="olora")),
     "LoRA with a bias": Kind(with_bias, "exact, the bias held"),
@@ -150,16 +201,10 @@ ADAPTERS = {
     "beside an inactive adapter": Kind(with_inactive),
     "two active adapters": Kind(with_two_active, "refused", "default, second.*set_adapter"),
     "merged": Kind(merged, "refused until unmerged", "first is merged .*unmerge_adapter"),
-    "LoRA of fused experts": Kind(experts, *_no_linear("ParamWrapper")),
-    "LoRA of convolutions": Kind(
-        lambda: beside(nn.Conv1d(2, 4, 3), "layer"), *_no_linear("Conv1d")
-    ),
-    "LoRA of an embedding": Kind(
-        lambda: beside(nn.Embedding(9, 4), "layer"), *_no_linear("Embedding")
-    ),
-    "LoRA of nn.MultiheadAttention": Kind(
-        lambda: beside(nn.MultiheadAttention(4, 2), "layer"), *_no_linear("MultiheadAttention")
-    ),
+    "LoRA of fused experts": _of_layer(experts, "ParamWrapper"),
+    "LoRA of convolutions": _of_layer(in_convolution, "Conv1d"),
+    "LoRA of an embedding": _of_layer(in_embedding, "Embedding"),
+    "LoRA of nn.MultiheadAttention": _of_layer(in_attention, "MultiheadAttention"),
     "AdaLoRA": _other(peft.AdaLoraConfig, rf"{_LINEAR_A_AND_B}.*first.*second", total_step=10),
     "VeRA": _other(peft.VeraConfig, rf"{_NO_LORA}.*VERA"),
     "LoHa": _other(peft.LoHaConfig, rf"{_NO_LORA}.*LOHA"),
@@ -173,6 +218,18 @@ ADAPTERS = {
 
 def bert() -> nn.Module:
     return lora_model("bert")
+
+
+def in_a_users_module() -> nn.Module:
+    return OfBatches(bert())
+
+
+def in_data_parallel() -> nn.Module:
+    return nn.DataParallel(bert())
+
+
+def in_distributed_data_parallel() -> nn.Module:
+    return DistributedDataParallel(bert())
 
 
 def compiled() -> nn.Module:
@@ -192,7 +249,7 @@ def checkpointed() -> nn.Module:
 
 
 def checkpointed_as_by_qlora() -> nn.Module:
-    """As `peft.prepare_model_for_kbit_training` leaves a model, and a training."""
+    """Leave a model as `peft.prepare_model_for_kbit_training` does, and a training."""
     model = checkpointed()
     model.enable_input_require_grads()
     return model.train()
@@ -214,7 +271,8 @@ def offloaded() -> nn.Module:
 
 
 def hidden_by_fsdp1() -> nn.Module:
-    return type("FullyShardedDataParallel", (nn.Sequential,), {})(bert())
+    wrapper = type("FullyShardedDataParallel", (nn.Sequential,), {})
+    return wrapper(bert())
 
 
 def hidden_by_zero3() -> nn.Module:
@@ -225,9 +283,9 @@ def hidden_by_zero3() -> nn.Module:
 
 WRAPPERS = {
     "none": Kind(bert),
-    "a module of the user's": Kind(lambda: OfBatches(bert())),
-    "DataParallel": Kind(lambda: nn.DataParallel(bert())),
-    "DistributedDataParallel": Kind(lambda: DistributedDataParallel(bert())),
+    "a module of the user's": Kind(in_a_users_module),
+    "DataParallel": Kind(in_data_parallel),
+    "DistributedDataParallel": Kind(in_distributed_data_parallel),
     "torch.compile": Kind(compiled, "exact, run eagerly with a warning"),
     "model.compile()": Kind(compiled_in_place, "exact, run eagerly with a warning"),
     "gradient checkpointing": Kind(checkpointed),
@@ -258,10 +316,15 @@ class Precision:
 
 
 PRECISIONS = {
-    "float64": Precision(torch.float64, torch.float64, 1e-12),
-    "float32": Precision(torch.float32, torch.float32, 1e-6),
-    "bfloat16, LoRA in float32": Precision(torch.bfloat16, torch.float32, 2e-2),
-    "bfloat16": Precision(torch.bfloat16, torch.bfloat16, 2e-2),
-    "float16": Precision(torch.float16, torch.float16, 3e-3),
-    "float32, autocast to bfloat16": Precision(torch.float32, torch.float32, 1e-2, torch.bfloat16),
+    "float64": Precision(torch.float64, torch.float64, bound=1e-12),
+    "float32": Precision(torch.float32, torch.float32, bound=1e-6),
+    "bfloat16, LoRA in float32": Precision(torch.bfloat16, torch.float32, bound=2e-2),
+    "bfloat16": Precision(torch.bfloat16, torch.bfloat16, bound=2e-2),
+    "float16": Precision(torch.float16, torch.float16, bound=3e-3),
+    "float32, autocast to bfloat16": Precision(
+        torch.float32,
+        torch.float32,
+        bound=1e-2,
+        autocast=torch.bfloat16,
+    ),
 }

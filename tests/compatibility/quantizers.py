@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,18 +17,38 @@ BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
 def bitsandbytes(bits: int) -> Quantize:
     bnb = pytest.importorskip("bitsandbytes")
 
+    def in_four_bits(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
+        new = bnb.nn.Linear4bit(
+            layer.in_features,
+            layer.out_features,
+            compute_dtype=dtype,
+            quant_type="nf4",
+        )
+        new.weight = bnb.nn.Params4bit(
+            layer.weight.data,
+            quant_type="nf4",
+            module=new,
+        )
+        return new
+
+    def in_eight_bits(layer: nn.Linear) -> nn.Module:
+        new = bnb.nn.Linear8bitLt(
+            layer.in_features,
+            layer.out_features,
+            has_fp16_weights=False,
+            threshold=0.0,
+        )
+        new.weight = bnb.nn.Int8Params(
+            layer.weight.data,
+            requires_grad=False,
+            has_fp16_weights=False,
+        )
+        return new
+
     def quantize(layer: nn.Linear, dtype: torch.dtype) -> nn.Module:
-        sizes = layer.in_features, layer.out_features
-        if bits == 4:
-            new = bnb.nn.Linear4bit(*sizes, compute_dtype=dtype, quant_type="nf4")
-            new.weight = bnb.nn.Params4bit(layer.weight.data, quant_type="nf4", module=new)
-        else:
-            new = bnb.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=0.0)
-            new.weight = bnb.nn.Int8Params(
-                layer.weight.data, requires_grad=False, has_fp16_weights=False
-            )
+        new = in_four_bits(layer, dtype) if bits == 4 else in_eight_bits(layer)
         new.bias = layer.bias
-        return new.to("cpu")
+        return new.to("cpu")  # which is where it is quantized
 
     return quantize
 
@@ -55,8 +76,8 @@ def quanto() -> Quantize:
 
 
 QUANTIZERS = {
-    "bitsandbytes nf4": lambda: bitsandbytes(4),
-    "bitsandbytes int8": lambda: bitsandbytes(8),
+    "bitsandbytes nf4": partial(bitsandbytes, 4),
+    "bitsandbytes int8": partial(bitsandbytes, 8),
     "torchao int8": torchao,
     "quanto int8": quanto,
 }

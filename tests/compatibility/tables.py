@@ -29,7 +29,11 @@ def _covariances() -> dict[str, str]:
     return bounds
 
 
-def _table(kind: str, heading: str, outcomes: Mapping[str, str]) -> str:
+def _table(
+    kind: str,
+    heading: str,
+    outcomes: Mapping[str, str],
+) -> str:
     rows = [f"| {name} | {outcome} |" for name, outcome in outcomes.items()]
     return "\n".join([f"| {kind} | {heading} |", "|---|---|", *rows])
 
