@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from peft import PeftModel
 from torch import nn
 
@@ -31,12 +32,17 @@ CASES = [
     for column in COLUMNS
     if family.outcome(column) != MISSING
 ]
-N_FIRST = 4
-N = 6  # examples of the first batch, and of both
+N_FIRST = 4  # examples of the first batch
+N = 6  # examples of both batches
+TELLS_OF_TRANSFORMERS_5 = Version(transformers.__version__) >= Version("5")
 
 
-def own_logits(model: nn.Module, example: Example, column: str) -> torch.Tensor:
-    """`(C,)` of one example, from the model's plain output."""
+def own_logits(
+    model: nn.Module,
+    example: Example,
+    column: str,
+) -> torch.Tensor:
+    """Read `(C,)` logits of one example off the model's plain output."""
     if column == CLASSIFIER:
         output = model(**example) if isinstance(model, PeftModel) else model(example)
         return getattr(output, "logits", output)[0]
@@ -46,23 +52,47 @@ def own_logits(model: nn.Module, example: Example, column: str) -> torch.Tensor:
     return model(**example).logits[0, -1, CLASS_TOKEN_IDS]
 
 
+def examples_of(family: Family) -> list[Example]:
+    """Make a family's examples, numbers in the data type of its models."""
+    examples = []
+    for example in family.examples(N):
+        in_dtype = {}
+        for key, value in example.items():
+            in_dtype[key] = value.to(family.dtype) if value.is_floating_point() else value
+        examples.append(in_dtype)
+    return examples
+
+
+def padded_alone(
+    examples: list[Example],
+    side: str,
+    batch: Example,
+) -> list[Example]:
+    """Make batches of one example each, padded as they are in a batch."""
+    length = batch["input_ids"].shape[1]
+    return [together([example], side, length) for example in examples]
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Find the largest difference, relative to the largest number expected."""
+    assert found.shape == expected.shape
+    assert torch.isfinite(found).all()
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(
-    int(transformers.__version__.split(".")[0]) < 5, reason="tells of transformers 5"
-)
+@pytest.mark.skipif(not TELLS_OF_TRANSFORMERS_5, reason="tells of transformers 5")
 @pytest.mark.parametrize(("family", "column"), CASES)
 def test_each_family_has_the_outcome_of_the_table(family: Family, column: str):
     model = family.model(column)
     side = "left" if column == LEFT else "right"
-    examples = [
-        {k: v.to(family.dtype) if v.is_floating_point() else v for k, v in example.items()}
-        for example in family.examples(N)
-    ]
-    batches = [together(examples[:N_FIRST], side), together(examples[N_FIRST:], side)]
+    examples = examples_of(family)
+    first = together(examples[:N_FIRST], side)
+    second = together(examples[N_FIRST:], side)
     labels = torch.arange(N) % 3
     data = [
-        batch | {"labels": of_batch}
-        for batch, of_batch in zip(batches, labels.split(N_FIRST), strict=True)
+        first | {"labels": labels[:N_FIRST]},
+        second | {"labels": labels[N_FIRST:]},
     ]
     answers = {} if column == CLASSIFIER else {"class_token_ids": CLASS_TOKEN_IDS}
     outcome = family.outcome(column)
@@ -72,31 +102,26 @@ def test_each_family_has_the_outcome_of_the_table(family: Family, column: str):
         return
     la = make(model, backend_kwargs={"rank": 1000}, **answers)
     la.fit(data)
-    moments = [la.predictive_moments(batch) for batch in batches]
-    f_mu, f_var = (torch.cat(parts).double() for parts in zip(*moments, strict=True))
+    moments = [la.predictive_moments(batch) for batch in (first, second)]
+    f_mu = torch.cat([of_batch.f_mu for of_batch in moments]).double()
+    f_var = torch.cat([of_batch.f_var for of_batch in moments]).double()
 
-    tolerance = 1e-5 if family.dtype is torch.float64 else 5e-3  # of norms that run in float32
-    own = partial(own_logits, column=column)
-    expected, Js = (part.double() for part in alone(model, own, examples))
+    of_example = partial(own_logits, column=column)
+    expected, Js = alone(model, of_example, examples)
     if outcome == OWN_PADDING:
-        assert apart(f_mu, expected) > 0.1
-        padded = [
-            together([example], side, batch["input_ids"].shape[1])
-            for batch, part in zip(batches, (examples[:N_FIRST], examples[N_FIRST:]), strict=True)
-            for example in part
-        ]
-        expected, Js = (part.double() for part in alone(model, own, padded))
-    assert apart(f_mu, expected) < tolerance
+        assert apart(f_mu, expected.double()) > 0.1
+        padded = padded_alone(examples[:N_FIRST], side, first)
+        padded += padded_alone(examples[N_FIRST:], side, second)
+        expected, Js = alone(model, of_example, padded)
+    expected = expected.double()
+    Js = Js.double()
     blocks = gradient_blocks(model, Js, softmax_fisher(expected))
-    assert apart(la.H.to_matrix().double(), torch.block_diag(*blocks)) < tolerance
-    assert apart(f_var, block_diagonal_covariance(blocks, Js)) < tolerance
-
-
-def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest number expected."""
-    assert found.shape == expected.shape
-    assert torch.isfinite(found).all()
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+    H = torch.block_diag(*blocks)
+    covariance = block_diagonal_covariance(blocks, Js)
+    tolerance = 1e-5 if family.dtype is torch.float64 else 5e-3  # of norms that run in float32
+    assert apart(f_mu, expected) < tolerance
+    assert apart(la.H.to_matrix().double(), H) < tolerance
+    assert apart(f_var, covariance) < tolerance
 
 
 def test_the_tables_are_those_of_the_benchmarks():

@@ -50,8 +50,13 @@ def test_each_kind_of_adapter(name: str, structure: str):
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """One of this process alone, for wrappers that ask for one."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    """Begin a group of this process alone, for wrappers that ask for one."""
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.HashStore(),
+        rank=0,
+        world_size=1,
+    )
     yield
     distributed.destroy_process_group()
 
@@ -66,39 +71,50 @@ def test_each_wrapper(name: str):
         with pytest.raises(NotImplementedError, match=kind.refusal):
             make(made(kind), **RANK)
         return
-    results = []
-    for model in (lora_model("bert"), made(kind)):
+    expected = make(lora_model("bert"), **RANK)
+    expected.fit(batches)
+    found = make(made(kind), **RANK)
+    found.fit(batches)
+    moments = expected.predictive_moments(batches[0])
+    assert_close(
+        found.H.to_matrix(),
+        expected.H.to_matrix(),
+        **EXACT,
+    )
+    assert_close(found.predictive_moments(batches[0]), moments, **EXACT)
+
+
+def in_precision(precision: Precision) -> nn.Module:
+    """Make a model whose base and LoRA weights have their data types."""
+    model = lora_model("bert").to(precision.base)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.to(precision.lora)
+    return model
+
+
+def covariances(
+    model: nn.Module,
+    autocast: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Fit a posterior, perhaps under autocast, and find covariances of its logits."""
+    batches = ragged_batches()
+    with torch.autocast("cpu", autocast) if autocast else nullcontext():
         la = make(model, **RANK)
-        la.fit(batches)
-        results.append((la.H.to_matrix(), *la.predictive_moments(batches[0])))
-    for found, expected in zip(results[1], results[0], strict=True):
-        assert_close(found, expected, **EXACT)
+        try:
+            la.fit(batches)
+        except RuntimeError as error:
+            pytest.skip(f"this torch: {error}")
+        return la.predictive_moments(batches[0]).f_var
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_each_precision(name: str):
     precision = PRECISIONS[name]
-    batch, *others = ragged_batches()
     rounded = in_precision(precision)
-    results = []
-    for model in (copy.deepcopy(rounded).double(), rounded):
-        autocast = precision.autocast if model is rounded else None
-        with torch.autocast("cpu", autocast) if autocast else nullcontext():
-            la = make(model, **RANK)
-            try:
-                la.fit([batch, *others])
-            except RuntimeError as error:
-                pytest.skip(f"this torch: {error}")
-            results.append(la.predictive_moments(batch).f_var)
-    expected, found = results
+    # The same rounded weights, with which float64 computes.
+    expected = covariances(copy.deepcopy(rounded).double())
+    found = covariances(rounded, precision.autocast)
     assert found.dtype is torch.promote_types(precision.lora, torch.float32)
     assert (found - expected).abs().max() <= precision.bound * expected.abs().max()
-
-
-def in_precision(precision: Precision) -> nn.Module:
-    model = lora_model("bert").to(precision.base)
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            parameter.data = parameter.data.to(precision.lora)
-    return model

@@ -27,47 +27,55 @@ class NewTensors(TorchDispatchMode):
         super().__init__()
         self.shapes: set[tuple[int, ...]] = set()
         self.calls: Counter[str] = Counter()
-        self.backward = 0  # numbers through layer norms: in proportion to the vectors at once
-        self.operands: set[tuple[int, ...]] = set()  # of products, the model's weights left out
-        self._weights = {p.untyped_storage().data_ptr() for p in weights}
+        # Numbers through layer norms, in proportion to the vectors that pass back at once.
+        self.backward = 0
+        # Shapes of products' operands, the model's weights left out.
+        self.operands: set[tuple[int, ...]] = set()
+        self._weights = {_storage(weight) for weight in weights}
 
     @property
     def largest(self) -> int:
         return max(torch.Size(shape).numel() for shape in self.shapes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         self.calls[name] += 1
         if name == "native_layer_norm_backward":
             self.backward += args[0].numel()
         if name in PRODUCTS:
-            self.operands |= {
-                tuple(a.shape)
-                for a in args
-                if isinstance(a, torch.Tensor)
-                and a.untyped_storage().data_ptr() not in self._weights
-            }
-        inputs = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in tree_leaves((args, kwargs))
-            if isinstance(tensor, torch.Tensor)
-        }
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, torch.Tensor):
-                view = tensor.untyped_storage().data_ptr() in inputs
-                if not view:
-                    self.shapes.add(tuple(tensor.shape))
+            for operand in _tensors(args):
+                if _storage(operand) not in self._weights:
+                    self.operands.add(tuple(operand.shape))
+        of_inputs = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(results):
+            is_view = _storage(tensor) in of_inputs
+            if not is_view:
+                self.shapes.add(tuple(tensor.shape))
         return results
 
 
+def _tensors(tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def bare_loop(la, batch, seeds):
-    """One forward and as many backward passes as there are seeds, and nothing else."""
+    """Run one forward and as many backward passes as there are seeds, and nothing else."""
     weights = [block.weight for block in la.blocks]
     with NewTensors() as made, la.model.prepared(weights):
         logits = la.model(batch)
         for seed in seeds:
-            torch.autograd.grad(logits, weights, seed.expand_as(logits), retain_graph=True)
+            torch.autograd.grad(
+                logits,
+                weights,
+                seed.expand_as(logits),
+                retain_graph=True,
+            )
     return made
 
 
@@ -83,7 +91,11 @@ def test_links_of_differences_take_a_backward_pass_a_contrast(n_classes):
             predict()
         return made.backward / one
 
-    one = bare_loop(la, batch, torch.eye(n_classes)[:1]).backward
+    one = bare_loop(
+        la,
+        batch,
+        torch.eye(n_classes)[:1],
+    ).backward
     for link in ("mean_field", "mc"):
         assert n_passes(lambda link=link: la(batch, link_approx=link)) == n_classes - 1
         assert n_passes(lambda link=link: la.predict(batch, link)) == n_classes - 1
@@ -116,7 +128,11 @@ def test_passes_products_and_the_largest_tensor(kfac_approx, seeds_at_once, monk
     with NewTensors(model.parameters()) as fitting:
         la.fit(batches)
     assert len(forwards) == len(batches)
-    one_pass = bare_loop(la, batches[0], torch.eye(N_CLASSES)[:1])
+    one_pass = bare_loop(
+        la,
+        batches[0],
+        torch.eye(N_CLASSES)[:1],
+    )
     norms = one_pass.calls["native_layer_norm_backward"]
     n_backward = fitting.calls["native_layer_norm_backward"] / norms
     assert n_backward == len(batches) * (N_CLASSES - 1) / seeds_at_once
@@ -131,7 +147,11 @@ def test_passes_products_and_the_largest_tensor(kfac_approx, seeds_at_once, monk
         assert made.operands
         for shape in made.operands:
             assert sum(size in LARGE for size in shape) < 2, shape
-    batch_loop = bare_loop(la, batches[0], torch.eye(N_CLASSES)[: N_CLASSES - 1])
+    batch_loop = bare_loop(
+        la,
+        batches[0],
+        torch.eye(N_CLASSES)[: N_CLASSES - 1],
+    )
     gradients = 4 * max(block.weight.numel() for block in la.blocks)  # of four examples, one seed
     # Rows wait until they are as many numbers as the factors, and then stand beside these.
     waiting = la.backend.zeros().nbytes // 4 + seeds_at_once * gradients
@@ -149,8 +169,14 @@ def test_the_posterior_of_a_7b_adapter_takes_65_mb_at_most():
         device = torch.device("cpu")
         dtype = torch.float32
         block = KroneckerBlock.zeros(shape, small_output, 10, True, device, dtype)
-        StreamingUpdates().add(block.input_factor, torch.randn(32, shape[1]))
-        StreamingUpdates().add(block.output_factor, torch.randn(32, shape[0]))
+        StreamingUpdates().add(
+            block.input_factor,
+            torch.randn(32, shape[1]),
+        )
+        StreamingUpdates().add(
+            block.output_factor,
+            torch.randn(32, shape[0]),
+        )
         block.normalizer += 1
         blocks.append(block)
     sums = LowRankKron(blocks)
