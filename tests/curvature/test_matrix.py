@@ -89,7 +89,12 @@ def test_decomposed_operations_equal_dense_ones(shapes, rank, tail, n_rows, laye
 
     added = deltas.expand(len(shapes)).repeat_interleave(sizes)
     reference = scale * matrix_of(kron) + added.diag()
-    W = torch.randn(2, 3, len(added), generator=generator(1)).double()
+    W = torch.randn(
+        2,
+        3,
+        len(added),
+        generator=generator(1),
+    ).double()
     log_determinant = torch.linalg.slogdet(reference).logabsdet
     square_form = W @ torch.linalg.inv(reference) @ W.mT
     assert_close(P.logdet(), log_determinant, **TIGHT)
@@ -103,10 +108,24 @@ def test_decomposed_operations_equal_dense_ones(shapes, rank, tail, n_rows, laye
 
 
 def test_gradient_in_the_prior_precision_is_that_of_finite_differences():
-    sums = random_kron([(2, 5), (3, 4)], rank=2, tail=True, n_rows=6)
+    sums = random_kron(
+        [(2, 5), (3, 4)],
+        rank=2,
+        tail=True,
+        n_rows=6,
+    )
     kron = sums.decompose()
-    delta = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
-    W = torch.randn(1, 2, 22, generator=generator(1)).double()
+    delta = torch.tensor(
+        [0.3, 0.7],
+        dtype=torch.float64,
+        requires_grad=True,
+    )
+    W = torch.randn(
+        1,
+        2,
+        22,
+        generator=generator(1),
+    ).double()
 
     def determinant_and_square_form(delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         P = kron + delta
@@ -141,7 +160,12 @@ def test_nothing_cancels_at_a_tiny_prior_precision_in_float32():
 
 
 def test_rounding_is_no_remainder_where_nothing_is_left_out():
-    kron = random_kron([(3, 7), (3, 7)], rank=7, tail=True, n_rows=9)
+    kron = random_kron(
+        [(3, 7), (3, 7)],
+        rank=7,
+        tail=True,
+        n_rows=9,
+    )
     delta = torch.tensor(1e8)
     places = [(CPU, torch.float32)] * 2
     single = LowRankKron.from_state_dict(kron.state_dict(), places).decompose() + delta
@@ -154,7 +178,10 @@ def test_rounding_is_no_remainder_where_nothing_is_left_out():
 
 
 @pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize(("rank", "tail"), [(0, True), (3, True), (3, False), (100, True)])
+@pytest.mark.parametrize(
+    ("rank", "tail"),
+    [(0, True), (3, True), (3, False), (100, True)],
+)
 def test_the_determinant_of_a_posterior_is_that_of_its_matrix(rank, tail, prior):
     la = fitted(rank=rank, tail=tail, temperature=0.7)
     la.prior_precision = some_precision(la, prior)

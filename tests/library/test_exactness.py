@@ -47,7 +47,11 @@ class Labelled:
     label: torch.Tensor
 
 
-def dense_examples(kind: str, side: str, batches: Sequence[Mapping]) -> Iterator[Labelled]:
+def dense_examples(
+    kind: str,
+    side: str,
+    batches: Sequence[Mapping],
+) -> Iterator[Labelled]:
     """Take each example without padding, where that is the same function."""
     # A BERT that is padded on the left counts positions, and pools, from the padding on.
     keeps_padding = kind == "bert" and side == "left"
@@ -97,7 +101,10 @@ def inputs_and_gradients(
     return [(read[id(layer)], g) for layer, g in zip(layers, gradients, strict=True)]
 
 
-def expand_blocks(model: nn.Module, examples: Sequence[Labelled]) -> list[torch.Tensor]:
+def expand_blocks(
+    model: nn.Module,
+    examples: Sequence[Labelled],
+) -> list[torch.Tensor]:
     """Compute dense Kronecker blocks of `kfac_approx="expand"`."""
     n_blocks = len(lora_layers(model))
     F_out: list[Any] = [0.0] * n_blocks
@@ -232,7 +239,14 @@ class Choices(nn.Module):
         is_answer = batch["is_answer"].flatten(0, 1)
         log_p = self.model(ids, attention_mask=mask).logits.log_softmax(-1)
         # The logits at a position are those of the next token.
-        of_tokens = log_p[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+        of_tokens = (
+            log_p[:, :-1]
+            .gather(
+                -1,
+                ids[:, 1:, None],
+            )
+            .squeeze(-1)
+        )
         of_answers = (of_tokens * is_answer[:, 1:]).sum(-1)
         return of_answers.unflatten(0, n_texts)
 
@@ -256,14 +270,20 @@ class Prompts(nn.Module):
         return logits[range(len(ids)), lengths - 1][:, CLASS_TOKEN_IDS]
 
 
-def rows_of(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+def rows_of(
+    batch: Mapping[str, Any],
+    rows: slice,
+) -> dict[str, Any]:
     """Take some examples of a batch."""
     return {name: column[rows] for name, column in batch.items()}
 
 
 def batches_of_choices() -> list[dict[str, Any]]:
     """Make two batches, of three examples and one, with three answers each."""
-    (texts,) = ragged_batches(lengths=(7, 4, 5, 7, 3, 6) * 2, batch_size=12)
+    (texts,) = ragged_batches(
+        lengths=(7, 4, 5, 7, 3, 6) * 2,
+        batch_size=12,
+    )
     batch = {
         "input_ids": texts["input_ids"].unflatten(0, (4, 3)),
         "attention_mask": texts["attention_mask"].unflatten(0, (4, 3)),
@@ -271,7 +291,10 @@ def batches_of_choices() -> list[dict[str, Any]]:
     }
     # Two tokens are the question, the one to five others an answer.
     batch["is_answer"] = batch["attention_mask"] * (torch.arange(7) >= 2)
-    return [rows_of(batch, slice(0, 3)), rows_of(batch, slice(3, 4))]
+    return [
+        rows_of(batch, slice(0, 3)),
+        rows_of(batch, slice(3, 4)),
+    ]
 
 
 def multiple_choice_model() -> nn.Module:
@@ -301,11 +324,17 @@ class Case:
     logits: Callable[[nn.Module, dict[str, Any]], torch.Tensor]
 
 
-def called_with_a_mapping(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+def called_with_a_mapping(
+    model: nn.Module,
+    inputs: dict[str, Any],
+) -> torch.Tensor:
     return model(inputs)
 
 
-def called_with_keywords(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+def called_with_keywords(
+    model: nn.Module,
+    inputs: dict[str, Any],
+) -> torch.Tensor:
     return model(**inputs).logits
 
 
@@ -316,8 +345,14 @@ def choices_of_several_tokens() -> Case:
 
 def prompts_as_strings() -> Case:
     model = Prompts(lora_model("gpt2"))
-    first = {"prompt": ["Is it?", "Or not to be?", "Why"], "labels": torch.tensor([0, 2, 1])}
-    second = {"prompt": ["A question", "No"], "labels": torch.tensor([1, 1])}
+    first = {
+        "prompt": ["Is it?", "Or not to be?", "Why"],
+        "labels": torch.tensor([0, 2, 1]),
+    }
+    second = {
+        "prompt": ["A question", "No"],
+        "labels": torch.tensor([1, 1]),
+    }
     return Case(model, [first, second], called_with_a_mapping)
 
 
@@ -346,7 +381,11 @@ def test_batches_that_are_no_rows_of_tokens(make_case: Callable[[], Case]):
         inputs = {key: column for key, column in batch.items() if key != "labels"}
         for row in range(len(batch["labels"])):
             examples.append(rows_of(inputs, slice(row, row + 1)))
-    logits, Js = alone(case.model.eval(), lambda *args: case.logits(*args)[0], examples)
+    logits, Js = alone(
+        case.model.eval(),
+        lambda *args: case.logits(*args)[0],
+        examples,
+    )
     blocks = gradient_blocks(case.model, Js, softmax_fisher(logits))
     covariance = block_diagonal_covariance(blocks, Js)
     assert_close(la.H.to_matrix(), torch.block_diag(*blocks), **EXACT)

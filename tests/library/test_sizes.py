@@ -13,7 +13,7 @@ from laplace_lora_ext.curvature.factors import StreamingUpdates
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.passes import graph
 from tests.support.models import N_CLASSES, lora_model, ragged_batches
-from tests.support.posteriors import fitted
+from tests.support.posteriors import count_forward_passes, fitted
 
 WIDTH = 52
 LARGE = {WIDTH, 2 * WIDTH, 3 * WIDTH}  # sizes of the large factors, and of nothing else
@@ -82,82 +82,109 @@ def bare_loop(la, batch, seeds):
 @pytest.mark.parametrize("n_classes", [2, 3, 5])
 def test_links_of_differences_take_a_backward_pass_a_contrast(n_classes):
     la = fitted(
-        model=lora_model("bert", n_labels=n_classes), batches=ragged_batches(n_classes=n_classes)
+        model=lora_model("bert", n_labels=n_classes),
+        batches=ragged_batches(n_classes=n_classes),
     )
     batch = ragged_batches()[0]
+    one_seed = torch.eye(n_classes)[:1]
+    of_one_pass = bare_loop(la, batch, one_seed).backward
 
-    def n_passes(predict) -> float:
+    def n_passes(predict, *args, **keywords) -> float:
         with NewTensors() as made:
-            predict()
-        return made.backward / one
+            predict(*args, **keywords)
+        return made.backward / of_one_pass
 
-    one = bare_loop(
-        la,
-        batch,
-        torch.eye(n_classes)[:1],
-    ).backward
+    n_contrasts = n_classes - 1
     for link in ("mean_field", "mc"):
-        assert n_passes(lambda link=link: la(batch, link_approx=link)) == n_classes - 1
-        assert n_passes(lambda link=link: la.predict(batch, link)) == n_classes - 1
-    assert n_passes(lambda: la.predict_proba(batch)) == n_classes - 1
-    for predict in (
-        lambda: la(batch, link_approx="probit"),
-        lambda: la(batch, link_approx="mc", diagonal_output=True),
-        lambda: la.predictive_moments(batch),
-    ):
-        assert n_passes(predict) == n_classes
+        assert n_passes(la, batch, link_approx=link) == n_contrasts
+        assert n_passes(la.predict, batch, link) == n_contrasts
+    assert n_passes(la.predict_proba, batch) == n_contrasts
+    # These read each logit by itself.
+    assert n_passes(la, batch, link_approx="probit") == n_classes
+    assert n_passes(la, batch, link_approx="mc", diagonal_output=True) == n_classes
+    assert n_passes(la.predictive_moments, batch) == n_classes
 
 
-@pytest.mark.parametrize("seeds_at_once", [1, N_CLASSES - 1])
-@pytest.mark.parametrize("kfac_approx", ["gradient", "expand"])
-def test_passes_products_and_the_largest_tensor(kfac_approx, seeds_at_once, monkeypatch):
-    """A guard against slips: counts of passes and sizes, which are the same on any machine."""
-    monkeypatch.setattr(graph, "_ROWS", 1 if seeds_at_once == 1 else 1000)
-    model = lora_model("bert", torch.float32, hidden_size=WIDTH)
+@pytest.fixture(params=[1, N_CLASSES - 1])
+def seeds_at_once(request, monkeypatch) -> int:
+    """Let backward passes take one seed at a time, or all of them at once."""
+    monkeypatch.setattr(graph, "_ROWS", 1 if request.param == 1 else 1000)
+    return request.param
+
+
+@pytest.fixture(params=["gradient", "expand"])
+def wide(request):
+    """A posterior whose large factors are much larger than all else, and texts to fit it to.
+
+    It has been fitted once, when it finds out whose rows are whose.
+    """
     la = laplace.Laplace(
-        model,
+        lora_model("bert", torch.float32, hidden_size=WIDTH),
         "classification",
         "lora",
         "lowrank_kron",
-        backend_kwargs={"rank": 4, "kfac_approx": kfac_approx},
+        backend_kwargs={"rank": 4, "kfac_approx": request.param},
     )
     batches = ragged_batches(batch_size=4)
-    la.fit(batches)  # once, it finds out whose rows are whose
-    forwards = []
-    la.model.register_forward_hook(lambda *_: forwards.append(1))
-    with NewTensors(model.parameters()) as fitting:
+    la.fit(batches)
+    return la, batches
+
+
+def test_a_fit_takes_few_passes_and_makes_no_large_tensor(wide, seeds_at_once):
+    """A guard against slips: counts of passes and sizes, which are the same on any machine."""
+    la, batches = wide
+    forwards = count_forward_passes(la)
+    with NewTensors(la.model.parameters()) as made:
         la.fit(batches)
     assert len(forwards) == len(batches)
-    one_pass = bare_loop(
+    n_seeds = N_CLASSES - 1
+    assert n_backward_passes(made, la, batches) == len(batches) * n_seeds / seeds_at_once
+    assert_no_product_of_two_large_sides(made)
+
+    seeds = torch.eye(N_CLASSES)[:n_seeds]
+    largest_of_model = bare_loop(la, batches[0], seeds).largest
+    factors = la.backend.zeros().nbytes // 4
+    # Rows wait until they are as many numbers as the factors, and then stand beside these.
+    waiting = factors + seeds_at_once * gradients_of_four(la)
+    assert made.largest <= max(seeds_at_once * largest_of_model, waiting + factors)
+
+
+@pytest.mark.usefixtures("seeds_at_once")
+def test_a_prediction_takes_few_passes_and_makes_no_large_tensor(wide):
+    la, batches = wide
+    forwards = count_forward_passes(la)
+    with NewTensors(la.model.parameters()) as made:
+        la(batches[0], link_approx="probit")
+    assert len(forwards) == 1
+    assert n_backward_passes(made, la, batches) <= N_CLASSES
+    assert_no_product_of_two_large_sides(made)
+
+    seeds = torch.eye(N_CLASSES)[: N_CLASSES - 1]
+    largest_of_model = bare_loop(la, batches[0], seeds).largest
+    largest = max(largest_of_model, gradients_of_four(la))
+    assert made.largest <= N_CLASSES * largest
+
+
+def n_backward_passes(made: NewTensors, la, batches) -> float:
+    """Count passes by the layer norms that each of them goes through."""
+    one = bare_loop(
         la,
         batches[0],
         torch.eye(N_CLASSES)[:1],
     )
-    norms = one_pass.calls["native_layer_norm_backward"]
-    n_backward = fitting.calls["native_layer_norm_backward"] / norms
-    assert n_backward == len(batches) * (N_CLASSES - 1) / seeds_at_once
+    kind = "native_layer_norm_backward"
+    return made.calls[kind] / one.calls[kind]
 
-    forwards.clear()
-    with NewTensors(model.parameters()) as predicting:
-        la(batches[0], link_approx="probit")
-    assert len(forwards) == 1
-    assert predicting.calls["native_layer_norm_backward"] / norms <= N_CLASSES
 
-    for made in (fitting, predicting):
-        assert made.operands
-        for shape in made.operands:
-            assert sum(size in LARGE for size in shape) < 2, shape
-    batch_loop = bare_loop(
-        la,
-        batches[0],
-        torch.eye(N_CLASSES)[: N_CLASSES - 1],
-    )
-    gradients = 4 * max(block.weight.numel() for block in la.blocks)  # of four examples, one seed
-    # Rows wait until they are as many numbers as the factors, and then stand beside these.
-    waiting = la.backend.zeros().nbytes // 4 + seeds_at_once * gradients
-    updated = waiting + la.backend.zeros().nbytes // 4
-    assert fitting.largest <= max(seeds_at_once * batch_loop.largest, updated)
-    assert predicting.largest <= N_CLASSES * max(batch_loop.largest, gradients)
+def assert_no_product_of_two_large_sides(made: NewTensors) -> None:
+    assert made.operands
+    for shape in made.operands:
+        assert sum(size in LARGE for size in shape) < 2, shape
+
+
+def gradients_of_four(la) -> int:
+    """Count the numbers of four examples' gradients in the largest weight, for one seed."""
+    return 4 * max(block.weight.numel() for block in la.blocks)
 
 
 def test_the_posterior_of_a_7b_adapter_takes_65_mb_at_most():
@@ -165,18 +192,19 @@ def test_the_posterior_of_a_7b_adapter_takes_65_mb_at_most():
     torch.manual_seed(0)
     blocks = []
     for shape in [(8, 4096), (4096, 8)] * 64:
-        small_output = shape[0] == 8
-        device = torch.device("cpu")
-        dtype = torch.float32
-        block = KroneckerBlock.zeros(shape, small_output, 10, True, device, dtype)
-        StreamingUpdates().add(
-            block.input_factor,
-            torch.randn(32, shape[1]),
+        n_outputs, n_inputs = shape
+        block = KroneckerBlock.zeros(
+            shape,
+            small_output=n_outputs == 8,
+            rank=10,
+            tail=True,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
         )
-        StreamingUpdates().add(
-            block.output_factor,
-            torch.randn(32, shape[0]),
-        )
+        rows = torch.randn(32, n_inputs)
+        StreamingUpdates().add(block.input_factor, rows)
+        rows = torch.randn(32, n_outputs)
+        StreamingUpdates().add(block.output_factor, rows)
         block.normalizer += 1
         blocks.append(block)
     sums = LowRankKron(blocks)
