@@ -207,7 +207,9 @@ def test_predictions_and_variances_are_each_ranks_own():
 def test_ranks_with_the_same_validation_data_are_refused_by_a_search():
     def job(rank):
         fitted().optimize_prior_precision(
-            method="gridsearch", val_loader=ragged_batches(), **WAYS["gridsearch"]
+            method="gridsearch",
+            val_loader=ragged_batches(),
+            **THREE_VALUES,
         )
 
     messages = failures(on_ranks(job, 2))
