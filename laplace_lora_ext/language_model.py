@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from laplace.curvature import CurvatureInterface
@@ -12,17 +13,51 @@ from torch import nn
 from laplace_lora_ext.curvature.backend import LowRankKronGGN
 from laplace_lora_ext.likelihoods import LIKELIHOODS
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
-from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.passes.graph import check_logits
-from laplace_lora_ext.passes.recorder import Directions, every_output
+from laplace_lora_ext.problems import Problem
 from laplace_lora_ext.text.generation import GeneratedText, generate_texts
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch, TokenSecondTraining
 from laplace_lora_ext.text.scores import TextScores, draw_logits, score_texts
 from laplace_lora_ext.tuning.marglik import Marglik
-from laplace_lora_ext.tuning.method import TuningMethod
 
 _NAME = "language_modeling"
+
+
+@dataclass(frozen=True)
+class _LanguageModeling(Problem):
+    """Tokens of texts: as many outputs as there are words, at every token."""
+
+    def backend_kwargs(
+        self, backend: type[CurvatureInterface], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if given.get("kfac_approx", "gradient") != "gradient":
+            raise NotImplementedError(f'{self.name} works with kfac_approx="gradient" only.')
+        if issubclass(backend, LowRankKronGGN):
+            return {"stochastic": True, **given}
+        return dict(given)
+
+    def check_linearised(self) -> None:
+        raise NotImplementedError(
+            "Moments of logits would need Jacobians of the whole vocabulary at every token: use "
+            "la.score(batch) for given texts and la.generate(**inputs) for new ones."
+        )
+
+
+LANGUAGE_MODELING = _LanguageModeling(
+    name=_NAME,
+    # The host does not know this likelihood: to it, every token is a classification.
+    name_for_host="classification",
+    trained=LIKELIHOODS[_NAME],
+    predicted=LIKELIHOODS["classification"],
+    adapter=TokensModel,
+    methods={
+        "agreement": TokenAgreement,
+        "marglik": Marglik,
+        "gridsearch": TokenGridSearch,
+        "second_training": TokenSecondTraining,
+    },
+)
 
 
 class LanguageModelLaplace(LowRankKronLoRALaplace):
@@ -58,43 +93,11 @@ class LanguageModelLaplace(LowRankKronLoRALaplace):
     """
 
     _key = ("lora", "lowrank_kron", _NAME)
-    _methods: ClassVar[Mapping[str, type[TuningMethod]]] = {
-        "agreement": TokenAgreement,
-        "marglik": Marglik,
-        "gridsearch": TokenGridSearch,
-        "second_training": TokenSecondTraining,
-    }
+    _problems: ClassVar[Mapping[str, Problem]] = {_NAME: LANGUAGE_MODELING}
     model: Any  # a TokensModel
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: str = _NAME,
-        *,
-        backend: type[CurvatureInterface] | None = None,
-        backend_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        samples = issubclass(backend or LowRankKronGGN, LowRankKronGGN)
-        settings = ({"stochastic": True} if samples else {}) | (backend_kwargs or {})
-        if settings.get("kfac_approx", "gradient") != "gradient":
-            raise NotImplementedError(f'{_NAME} works with kfac_approx="gradient" only.')
-        # The host does not know this likelihood: to it, every token is a classification.
-        backend_of_host: Any = {"backend": backend, "backend_kwargs": settings}
-        super().__init__(model, "classification", **backend_of_host, **kwargs)
-        self.trained_likelihood = LIKELIHOODS[_NAME]
-
-    @property
-    def likelihood(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The likelihood's own name, which the state and the backend have too."""
-        return _NAME
-
-    @likelihood.setter
-    def likelihood(self, value: str) -> None:
-        """Ignore the name that the host was given."""
-
-    def _adapted(self, likelihood: str) -> type[LogitsModel]:
-        return TokensModel
+    def __init__(self, model: nn.Module, likelihood: str = _NAME, **kwargs: Any) -> None:
+        super().__init__(model, likelihood, **kwargs)
 
     @property
     def members(self) -> Sequence[LanguageModelLaplace]:
@@ -192,25 +195,6 @@ class LanguageModelLaplace(LowRankKronLoRALaplace):
             f = self.model(batch)
         check_logits(f)
         return f, self.trained_likelihood.check_targets(self.model.targets(batch), f)
-
-    def moments(self, X: Any, joint: bool, directions: Directions = every_output) -> NoReturn:
-        """Refuse, as all that needs moments of logits is refused."""
-        raise NotImplementedError(
-            "Moments of logits would need Jacobians of the whole vocabulary at every token: use "
-            "la.score(batch) for given texts and la.generate(**inputs) for new ones."
-        )
-
-    def predictive_statistics(self, loader: Any, **options: Any) -> NoReturn:
-        """Refuse, whatever `**options`: statistics need moments of logits."""
-        self.moments(loader, False)
-
-    def statistics_by_batch(self) -> NoReturn:
-        """Refused, as all that needs moments of logits."""
-        self.moments(None, False)
-
-    def __call__(self, x: Any, pred_type: str = "glm", **options: Any) -> NoReturn:
-        """Refuse, whatever `pred_type` and `**options`: `score` and `generate` predict texts."""
-        self.moments(x, False)
 
 
 LowRankKronLoRALaplace._of_likelihood[_NAME] = LanguageModelLaplace

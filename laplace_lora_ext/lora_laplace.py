@@ -20,7 +20,7 @@ import laplace_lora_ext.saving as saving
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.structure import Structure, places_of
 from laplace_lora_ext.fit import Fit, NoFit, fit
-from laplace_lora_ext.likelihoods import LIKELIHOODS, Likelihood, refuse_multi_label
+from laplace_lora_ext.likelihoods import Likelihood, refuse_multi_label
 from laplace_lora_ext.messages import check_positive, check_single, warn
 from laplace_lora_ext.models.locks import LOCK, exclusive, kept, without_autocast
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -32,7 +32,6 @@ from laplace_lora_ext.models.lora_layers import (
     warn_of_other_trainable,
 )
 from laplace_lora_ext.models.posterior import Hyperparameters
-from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.models.same_model import ModelState
 from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
@@ -42,9 +41,10 @@ from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
 from laplace_lora_ext.predictive.moments import Moments, semidefinite, uncorrelated
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.problems import PROBLEMS, Problem
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.training import students
-from laplace_lora_ext.tuning import METHODS, build
+from laplace_lora_ext.tuning import build
 from laplace_lora_ext.tuning.method import TuningHistory, TuningMethod
 
 
@@ -96,6 +96,8 @@ class LoRALaplace(ParametricLaplace):
     model : LogitsModel
     blocks : list of Block
         the LoRA weights that the posterior is over
+    problem : Problem
+        what depends on the likelihood
     trained_likelihood, predicted_likelihood : Likelihood
         of the training data and of predictions: a reward model learns from preferences, which are
         two classes, and predicts numbers
@@ -111,7 +113,7 @@ class LoRALaplace(ParametricLaplace):
     """
 
     _structure: ClassVar[type[Structure[Any, Any]]]
-    _methods: ClassVar[Mapping[str, type[TuningMethod]]] = METHODS  # to choose the prior precision
+    _problems: ClassVar[Mapping[str, Problem]] = PROBLEMS  # by the likelihood's name
 
     model: LogitsModel
     blocks: list[Block]
@@ -144,10 +146,14 @@ class LoRALaplace(ParametricLaplace):
         _check_noise(kwargs.get("sigma_noise", 1.0))  # the host would ask whether it is 1
         backend = backend or self._structure.default_backend
         self._structure.check_backend(backend)
-        adapted = self._adapted(likelihood)
+        if likelihood not in self._problems:
+            raise ValueError(f"Invalid likelihood type {likelihood}")
+        self.problem = self._problems[likelihood]
         with LOCK:  # passes of other threads change what is active
             adapter = active_adapter(model)
-        self.model = adapted(model, class_token_ids, dict_key_y, mask_token_id, adapter)
+        self.model = self.problem.adapter(
+            model, class_token_ids, dict_key_y, mask_token_id, adapter
+        )
         if likelihood == "classification" and self.model.is_multi_label:
             refuse_multi_label("No likelihood fits problem_type 'multi_label_classification'")
         with LOCK:  # and what requires grad
@@ -156,22 +162,24 @@ class LoRALaplace(ParametricLaplace):
         self.recorder = Recorder(self.model, self.blocks)
         if is_untrained(self.blocks):
             warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")
-        self.trained_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["classification"])
-        self.predicted_likelihood = LIKELIHOODS.get(likelihood, LIKELIHOODS["regression"])
+        self.trained_likelihood = self.problem.trained
+        self.predicted_likelihood = self.problem.predicted
         self._fit: Fit | NoFit = NoFit(places_of(self.model, self.blocks))
+        backend_kwargs = self.problem.backend_kwargs(backend, backend_kwargs or {})
         if issubclass(backend, LowRankKronInterface):
-            backend_kwargs = {"recorder": self.recorder, **(backend_kwargs or {})}
+            backend_kwargs = {"recorder": self.recorder, **backend_kwargs}
         else:
             check_known_to_host(self.blocks)
         with self._prepared():  # the host collects the parameters that require grad
             super().__init__(
                 self.model,
-                likelihood,
+                self.problem.name_for_host,
                 dict_key_y=dict_key_y,
                 backend=backend,
                 backend_kwargs=backend_kwargs,
                 **kwargs,
             )
+        self.likelihood = self.problem.name  # as the backend and files know it
         if issubclass(backend, LowRankKronInterface):
             self.backend  # noqa: B018 - refuses wrong `backend_kwargs` now rather than in `fit`
         self.mean = self.prior_mean  # as the host has it before a fit
@@ -207,10 +215,6 @@ class LoRALaplace(ParametricLaplace):
             f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} LoRA weights "
             f"of {sum(self._sizes):,} parameters; {fitted}; prior precision {prior:.4g})"
         )
-
-    def _adapted(self, likelihood: str) -> type[LogitsModel]:
-        """Choose what makes logits of the model's output."""
-        return PreferenceModel if likelihood == "reward_modeling" else LogitsModel
 
     def _prepared(self) -> AbstractContextManager[None]:
         """Put the model in evaluation mode, with gradients for the LoRA weights alone."""
@@ -456,7 +460,7 @@ class LoRALaplace(ParametricLaplace):
         """
         if pred_type != "glm":
             options["pred_type"] = pred_type
-        choose = build(method, options, self._methods)
+        choose = build(method, options, self.problem.methods)
         history = choose(self)
         if verbose:
             print(f"Optimized prior precision is {self.prior_precision}.")
@@ -515,6 +519,7 @@ class LoRALaplace(ParametricLaplace):
         "probit") can be largest for another class than the model's own, which costs accuracy.
         "mean_field" keeps to the model's class more often, and a larger prior precision cures it.
         """
+        self.problem.check_linearised()
         likelihood = self.trained_likelihood if fitting else self.predicted_likelihood
         if likelihood.is_gaussian and link_approx == "mean_field":
             link_approx = "probit"  # numbers need no link, and the host must know its name
@@ -692,6 +697,7 @@ class LoRALaplace(ParametricLaplace):
 
         With other `directions`, the covariance is that of S combinations of the outputs.
         """
+        self.problem.check_linearised()
         Js, f_mu = self.recorder.jacobians(X, directions, self.enable_backprop)
         if joint:
             return f_mu, self.functional_covariance(Js)

@@ -57,6 +57,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     def moments(
         self, X: Any, joint: bool, directions: Directions = every_output
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.problem.check_linearised()
         precision: Any = self.posterior_precision
         covariances: list[torch.Tensor] = []  # of one part, by block
 
@@ -116,6 +117,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             If the loader is empty, labels don't fit, only some batches have labels, or a number is
             not finite. The message names the batch.
         """
+        self.problem.check_linearised()
         self._check_H_init()
 
         def of_batch(batch: Any) -> Columns:

@@ -13,7 +13,7 @@ FLOORS = [
     {"messages", "likelihoods"},
     *({folder} for folder in FOLDERS),
     {"saving", "sums", "metrics"},
-    {"fit"},
+    {"fit", "problems"},
     {"lora_laplace"},
     {"lowrank_kron", "structures"},
     {"language_model"},

@@ -1,0 +1,76 @@
+"""What depends on the likelihood: one object for each, which a posterior chooses by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from laplace.curvature import CurvatureInterface
+
+from laplace_lora_ext.likelihoods import LIKELIHOODS, Likelihood
+from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.models.preference_model import PreferenceModel
+from laplace_lora_ext.tuning import METHODS
+from laplace_lora_ext.tuning.method import TuningMethod
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a model was trained to predict, with all that depends on it.
+
+    Attributes
+    ----------
+    name : str
+        the likelihood's
+    name_for_host : str
+        that of the host's likelihood that it is computed with
+    trained, predicted : Likelihood
+        of the training data and of predictions
+    adapter : type of LogitsModel
+        makes logits of the model's output
+    methods : Mapping
+        to choose the prior precision, by their names
+    """
+
+    name: str
+    name_for_host: str
+    trained: Likelihood
+    predicted: Likelihood
+    adapter: type[LogitsModel] = LogitsModel
+    methods: Mapping[str, type[TuningMethod]] = field(default_factory=lambda: METHODS)
+
+    def backend_kwargs(
+        self, backend: type[CurvatureInterface], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Complete the user's options of a backend, and refuse those that don't suit."""
+        return dict(given)
+
+    def check_linearised(self) -> None:
+        """Refuse predictions of the linearised model where there are too many outputs."""
+
+
+CLASSIFICATION = Problem(
+    name="classification",
+    name_for_host="classification",
+    trained=LIKELIHOODS["classification"],
+    predicted=LIKELIHOODS["classification"],
+)
+
+REGRESSION = Problem(
+    name="regression",
+    name_for_host="regression",
+    trained=LIKELIHOODS["regression"],
+    predicted=LIKELIHOODS["regression"],
+)
+
+# It learns from preferences, which are two classes, and predicts numbers.
+REWARD_MODELING = Problem(
+    name="reward_modeling",
+    name_for_host="reward_modeling",
+    trained=LIKELIHOODS["classification"],
+    predicted=LIKELIHOODS["regression"],
+    adapter=PreferenceModel,
+)
+
+PROBLEMS = {problem.name: problem for problem in (CLASSIFICATION, REGRESSION, REWARD_MODELING)}
