@@ -209,15 +209,13 @@ def test_another_posterior_of_the_same_kind():
     assert regression.for_model(regression.model.model).sigma_noise == regression.sigma_noise
 
 
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda la: pickle.loads(pickle.dumps(la)),
-}
+def pickled(la):
+    return pickle.loads(pickle.dumps(la))
 
 
-@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_copy_is_the_same_and_a_posterior_of_its_own(structure, way):
+def test_a_copy_is_the_same_and_a_posterior_of_its_own(structure, copied_by):
     la, (batch, *rest) = (
         fitted(structure=structure),
         ragged_batches(),
@@ -227,7 +225,7 @@ def test_a_copy_is_the_same_and_a_posterior_of_its_own(structure, way):
         la(batch),
         la.log_marginal_likelihood(),
     )
-    copied = COPIES[way](la)
+    copied = copied_by(la)
     assert torch.equal(copied(batch), probabilities)
     assert torch.equal(copied.log_marginal_likelihood(), evidence)
     copied.fit(rest, override=False)

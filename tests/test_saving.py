@@ -222,51 +222,56 @@ def other_weights(la):
     return la
 
 
-FOREIGN = {
-    "structure": (
-        lambda la: make(la.model.model, "diag"),
-        "cls_name='LowRank.*not 'DiagLoRA",
-    ),
-    "model": (
-        lambda _: make(lora_model("bert", r=3), backend_kwargs={"rank": 3}),
-        "fitted to another model",
-    ),
-    "weights": (other_weights, "around other LoRA weights"),
-    "rank": (
-        lambda la: make(la.model.model, backend_kwargs={"rank": 4}),
-        "rank=3, not 4",
-    ),
-    "kfac_approx": (
-        lambda la: make(
-            la.model.model,
-            backend_kwargs={"rank": 3, "kfac_approx": "expand"},
-        ),
-        "kfac_approx='gradient', not 'expand'",
-    ),
-    "likelihood": (
-        lambda la: make(
-            la.model.model,
-            "lowrank_kron",
-            "regression",
-            backend_kwargs={"rank": 3},
-        ),
+def another_structure(la):
+    return make(la.model.model, "diag")
+
+
+def another_model(la):
+    return make(lora_model("bert", r=3), backend_kwargs={"rank": 3})
+
+
+def another_rank(la):
+    return make(la.model.model, backend_kwargs={"rank": 4})
+
+
+def another_approximation(la):
+    return make(
+        la.model.model,
+        backend_kwargs={"rank": 3, "kfac_approx": "expand"},
+    )
+
+
+def another_likelihood(la):
+    return make(
+        la.model.model,
+        likelihood="regression",
+        backend_kwargs={"rank": 3},
+    )
+
+
+FOREIGN = [
+    (another_structure, "cls_name='LowRank.*not 'DiagLoRA"),
+    (another_model, "fitted to another model"),
+    (other_weights, "around other LoRA weights"),
+    (another_rank, "rank=3, not 4"),
+    (another_approximation, "kfac_approx='gradient', not 'expand'"),
+    (
+        another_likelihood,
         "likelihood='classification', not 'regression'",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("what", FOREIGN)
-def test_the_state_of_another_posterior_is_refused_and_changes_nothing(
-    what,
-):
+@pytest.mark.parametrize(("another", "message"), FOREIGN)
+def test_the_state_of_another_posterior_is_refused_and_changes_nothing(another, message):
     la = fitted()
     state = la.state_dict() | {"prior_precision": torch.tensor([7.0])}
-    to, message = FOREIGN[what]
-    other = to(la)
+    other = another(la)
     before = dict(vars(other))
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(state)
-    assert all(vars(other)[name] is value for name, value in before.items())
+    for name, value in before.items():
+        assert vars(other)[name] is value, name
 
 
 def test_draws_of_a_model_that_has_changed_are_not_written(

@@ -68,29 +68,69 @@ def test_full_is_the_exact_posterior_of_a_regression_with_two_outputs():
     torch.testing.assert_close(found_var, covariance, **EXACT)
 
 
-UNFITTED = {
-    "predictions": lambda la, data: la(data[0][0]),
-    "sampled networks": lambda la, data: la(data[0][0], pred_type="nn", link_approx="mc"),
-    "moments": lambda la, data: la.predictive_moments(data[0][0]),
-    "logits": lambda la, data: la.functional_samples(data[0][0]),
-    "evidence": lambda la, data: la.log_marginal_likelihood(),
-    "weights": lambda la, data: la.sample(2),
-    "density": lambda la, data: la.log_prob(torch.zeros(la.n_params)),
-    "state": lambda la, data: la.state_dict(),
-    "marglik": lambda la, data: la.optimize_prior_precision(),
-    "agreement": lambda la, data: la.optimize_prior_precision(
-        method="agreement", train_loader=data
-    ),
-    "gridsearch": lambda la, data: la.optimize_prior_precision(
-        method="gridsearch", val_loader=data
-    ),
-}
+def predictions(la, data):
+    la(data[0][0])
 
 
-@pytest.mark.parametrize("use", UNFITTED)
+def sampled_networks(la, data):
+    la(data[0][0], pred_type="nn", link_approx="mc")
+
+
+def moments(la, data):
+    la.predictive_moments(data[0][0])
+
+
+def logits(la, data):
+    la.functional_samples(data[0][0])
+
+
+def evidence_of_data(la, data):
+    la.log_marginal_likelihood()
+
+
+def weights(la, data):
+    la.sample(2)
+
+
+def density(la, data):
+    la.log_prob(torch.zeros(la.n_params))
+
+
+def state(la, data):
+    la.state_dict()
+
+
+def marglik(la, data):
+    la.optimize_prior_precision()
+
+
+def agreement(la, data):
+    la.optimize_prior_precision(method="agreement", train_loader=data)
+
+
+def gridsearch(la, data):
+    la.optimize_prior_precision(method="gridsearch", val_loader=data)
+
+
+NEEDS_A_FIT = [
+    predictions,
+    sampled_networks,
+    moments,
+    logits,
+    evidence_of_data,
+    weights,
+    density,
+    state,
+    marglik,
+    agreement,
+    gridsearch,
+]
+
+
+@pytest.mark.parametrize("use", NEEDS_A_FIT)
 def test_a_posterior_that_is_not_fitted_says_so(la, use):
     with pytest.raises(AttributeError, match=r"fit\(\)"):
-        UNFITTED[use](la, pairs())
+        use(la, pairs())
     assert la.prior_precision.tolist() == [1.0]
 
 
@@ -101,10 +141,18 @@ BACKENDS = {
         "CurvlinopsEF",
         "CurvlinopsGGN",
     ],
-    "diag": ["AsdlEF", "AsdlGGN", "CurvlinopsGGN"],
+    "diag": [
+        "AsdlEF",
+        "AsdlGGN",
+        "CurvlinopsGGN",
+    ],
     "full": [
-        *("AsdlEF", "AsdlGGN", "AsdlHessian"),
-        *("CurvlinopsEF", "CurvlinopsGGN", "CurvlinopsHessian"),
+        "AsdlEF",
+        "AsdlGGN",
+        "AsdlHessian",
+        "CurvlinopsEF",
+        "CurvlinopsGGN",
+        "CurvlinopsHessian",
     ],
 }
 

@@ -126,20 +126,28 @@ def detached() -> nn.Module:
 
 SILENT = r"batch .*use.* 2 of 4 LoRA weights.*layer\.lora_A.*with target_modules"
 NO_GRADIENT = "No gradient of the logits reaches the LoRA layers"
+
+
+def fused_kernel() -> nn.Module:
+    return with_lora(HalfFused(), "layer")
+
+
+def partly_fused() -> nn.Module:
+    return with_lora(HalfFused(), "layer", "before")
+
+
+def without_gradients() -> nn.Module:
+    return with_lora(Sorting(with_gradients=False), "used", "unused")
+
+
 REFUSED = {
     "a fused kernel": (
-        lambda: with_lora(HalfFused(), "layer"),
+        fused_kernel,
         r"used 2 of 2 LoRA .*as it was be",
     ),
-    "another one": (
-        lambda: with_lora(HalfFused(), "layer", "before"),
-        SILENT,
-    ),
+    "another one": (partly_fused, SILENT),
     "detached": (detached, NO_GRADIENT),
-    "no_grad": (
-        lambda: with_lora(Sorting(with_gradients=False), "used", "unused"),
-        NO_GRADIENT,
-    ),
+    "no_grad": (without_gradients, NO_GRADIENT),
 }
 
 

@@ -1,7 +1,10 @@
 """The prior precision that held-out examples choose for another training."""
 
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -41,10 +44,8 @@ class Training:
     """Returns a model, and remembers what it was to train on."""
 
     def __init__(self, model=None):
-        self.model, self.seen = (
-            another_training() if model is None else model,
-            None,
-        )
+        self.model = another_training() if model is None else model
+        self.seen = None
 
     def __call__(self, examples):
         self.seen = examples
@@ -190,91 +191,104 @@ def test_two_processes_choose_as_one():
     for objective, places in on_ranks(chosen, 2):
         torch.testing.assert_close(objective, expected)
         assert places == taken
-    own = on_ranks(
-        lambda rank: chosen(of=lambda n: loader(Texts(n + rank))),
-        2,
-    )
-    assert all("DistributedSampler" in message for message in failures(own))
+
+    def of_other_data(rank):
+        def own_loader(n):
+            return loader(Texts(n + rank))
+
+        return chosen(of=own_loader)
+
+    for message in failures(on_ranks(of_other_data, 2)):
+        assert "DistributedSampler" in message
+
+
+# Trainings by the fitted posterior that they are made for.
 
 
 def in_place(la):
     """Trains the fitted model, and another."""
 
-    def train(_):
+    def train(examples):
         la.blocks[0].weight.data.mul_(1.5)
         return another_training()
 
     return train
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"held_out": 1.0}, ValueError, "between 0 and 1"),
-        (
-            {"held_out": 0.01},
-            ValueError,
-            "11 examples are too few",
-        ),
-        (
-            {"held_out": 0.99},
-            ValueError,
-            "11 examples are too few",
-        ),
-        (
-            {"held_out": 0.06, "trainings": 2},
-            ValueError,
-            "11 examples are too few",
-        ),
-        (
-            {"trainings": 0},
-            ValueError,
-            "trainings must be at least 1",
-        ),
-        (
-            {"trainings": 6},
-            ValueError,
-            "can't each hold out another 0.2",
-        ),
-        (
-            {"trainings": 2, "search": descent},
-            ValueError,
-            "use GridSearch",
-        ),
-        (
-            {"train_loader": [1, 2]},
-            ValueError,
-            "pass a DataLoader",
-        ),
-        (
-            {"train": lambda la: lambda _: None},
-            TypeError,
-            "must return the model",
-        ),
-        *(
-            (
-                {"train": lambda la, of=of: lambda _: of(la.model.model)},
-                ValueError,
-                "weights of the",
-            )
-            for of in (lambda model: model, deepcopy)
-        ),
-        ({"train": in_place}, RuntimeError, "changed"),
-        (
-            {"train": lambda _: Training(another_training("gpt2"))},
-            ValueError,
-            "class_token_ids",
-        ),
-    ],
-)
-def test_what_can_not_work_is_refused(options, error, message):
+def none(la):
+    """Trains a model and keeps it to itself."""
+
+    def train(examples):
+        return None
+
+    return train
+
+
+def the_same_model(la):
+    def train(examples):
+        return la.model.model
+
+    return train
+
+
+def a_copy(la):
+    def train(examples):
+        return deepcopy(la.model.model)
+
+    return train
+
+
+def another(la):
+    return Training()
+
+
+def a_language_model(la):
+    return Training(another_training("gpt2"))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A training, options of the call, and the error."""
+
+    message: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    train: Callable[[Any], Any] = another
+    error: type[Exception] = ValueError
+
+
+REFUSED = [
+    Refused("between 0 and 1", {"held_out": 1.0}),
+    Refused("11 examples are too few", {"held_out": 0.01}),
+    Refused("11 examples are too few", {"held_out": 0.99}),
+    Refused("11 examples are too few", {"held_out": 0.06, "trainings": 2}),
+    Refused("trainings must be at least 1", {"trainings": 0}),
+    Refused("can't each hold out another 0.2", {"trainings": 6}),
+    Refused("use GridSearch", {"trainings": 2, "search": descent}),
+    Refused("pass a DataLoader", {"train_loader": [1, 2]}),
+    Refused("must return the model", train=none, error=TypeError),
+    Refused("weights of the", train=the_same_model),
+    Refused("weights of the", train=a_copy),
+    Refused("changed", train=in_place, error=RuntimeError),
+    Refused("class_token_ids", train=a_language_model),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_work_is_refused(case):
     la = fitted(prior_precision=0.4)
-    train = options.get("train", lambda _: Training())(la)
-    given = {"train_loader": loader()} | options | {"train": train}
-    with pytest.raises(error, match=message):
-        la.optimize_prior_precision(method="second_training", **given)
+    arguments = {"train_loader": loader(), **case.options}
+    with pytest.raises(case.error, match=case.message):
+        la.optimize_prior_precision(
+            method="second_training",
+            train=case.train(la),
+            **arguments,
+        )
     assert la.prior_precision.tolist() == [0.4]
-    unfitted, untouched = make(lora_model("bert")), Training()
+
+
+def test_a_posterior_that_is_not_fitted_has_no_second_training():
+    unfitted = make(lora_model("bert"))
+    untouched = Training()
     with pytest.raises(AttributeError, match="not fitted"):
         SecondTraining(train=untouched, train_loader=loader())(unfitted)
     assert untouched.seen is None
@@ -301,37 +315,47 @@ class Table(Texts):
         return Subset(self, places)
 
 
+@dataclass(frozen=True)
+class Data:
+    """A loader, the places of the examples that it gives, and the share to hold out."""
+
+    make_loader: Callable[[], DataLoader]
+    places: Sequence[int]
+    share: float = 0.3
+
+
+def loader_of_all():
+    return DataLoader(Texts(N), batch_size=2)
+
+
+def loader_of_a_table():
+    return DataLoader(Table(N), batch_size=2)
+
+
+def loader_of_a_part():
+    return DataLoader(Texts(N), sampler=SubsetRandomSampler(PART))
+
+
+def loader_with_its_own_sampler():
+    return DataLoader(Texts(N), sampler=Every2nd())
+
+
+def loader_with_its_own_batches():
+    return DataLoader(Texts(N), batch_sampler=[[0, 4], [2, 6, 8], [10]])
+
+
+def loader_of_whole_batches():
+    return DataLoader(ragged_batches(batch_size=1), batch_size=None)
+
+
+PART = [1, 2, 4, 7, 9]
 DATA = {
-    "all": (
-        lambda: DataLoader(Texts(N), batch_size=2),
-        range(N),
-        0.3,
-    ),
-    "with columns": (
-        lambda: DataLoader(Table(N), batch_size=2),
-        range(N),
-        0.3,
-    ),
-    "part": (
-        lambda: DataLoader(Texts(N), sampler=SubsetRandomSampler([1, 2, 4, 7, 9])),
-        [1, 2, 4, 7, 9],
-        0.4,
-    ),
-    "own sampler": (
-        lambda: DataLoader(Texts(N), sampler=Every2nd()),
-        range(0, N, 2),
-        0.3,
-    ),
-    "own batches": (
-        lambda: DataLoader(Texts(N), batch_sampler=[[0, 4], [2, 6, 8], [10]]),
-        range(0, N, 2),
-        0.3,
-    ),
-    "whole batches": (
-        lambda: DataLoader(ragged_batches(batch_size=1), batch_size=None),
-        range(8),
-        0.2,
-    ),
+    "all": Data(loader_of_all, range(N)),
+    "with columns": Data(loader_of_a_table, range(N)),
+    "part": Data(loader_of_a_part, PART, share=0.4),
+    "own sampler": Data(loader_with_its_own_sampler, range(0, N, 2)),
+    "own batches": Data(loader_with_its_own_batches, range(0, N, 2)),
+    "whole batches": Data(loader_of_whole_batches, range(8), share=0.2),
 }
 
 
@@ -339,12 +363,14 @@ DATA = {
 def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
     kind,
 ):
-    make_loader, places, share = DATA[kind]
-    given, la = make_loader(), fitted()
-    groups = groups_of(la, in_order_like(given, given_by(given)), share)
-    ((part, rest),) = divided(given, share, groups)
-    assert sorted([*part.indices, *rest.indices]) == list(places)
-    assert len(rest) == 2 + (len(places) == N)
+    case = DATA[kind]
+    given = case.make_loader()
+    la = fitted()
+    groups = groups_of(la, in_order_like(given, given_by(given)), case.share)
+    ((part, rest),) = divided(given, case.share, groups)
+    assert sorted([*part.indices, *rest.indices]) == list(case.places)
+    of_all = len(case.places) == N
+    assert len(rest) == (3 if of_all else 2)
     assert getattr(given.sampler, "calls", 0) == 0  # a copy was asked
     train = Training()
     base = torch.linspace(0.5, 2, 8).double()
@@ -352,11 +378,13 @@ def test_each_example_that_a_loader_gives_is_trained_on_or_held_out(
         method="second_training",
         train=train,
         train_loader=given,
-        held_out=share,
+        held_out=case.share,
         init_prior_prec=base,
         search=partial(GridSearch, link_approx="probit", grid_size=5),
     )
     assert list(train.seen.indices) == list(part.indices)
     factors = la.prior_precision / base
     torch.testing.assert_close(factors, factors[:1].expand(8))
-    assert factors[0].log10().item() == pytest.approx(round(factors[0].log10().item() / 2) * 2)
+    # The grid of five points has every second power of ten.
+    exponent = factors[0].log10().item()
+    assert exponent == pytest.approx(2 * round(exponent / 2))
