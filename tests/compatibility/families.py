@@ -120,7 +120,7 @@ class Family:
     dtype: torch.dtype = torch.float64
 
     def outcome(self, column: str) -> str:
-        """What is expected of a column."""
+        """Tell what is expected of a column."""
         kind = self.classifier if column == CLASSIFIER else self.language_model
         return MISSING if kind is None else self.outcomes.get(column, EXACT)
 

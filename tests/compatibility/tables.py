@@ -15,8 +15,10 @@ from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
 def tables() -> Iterator[str]:
     """Write each table in markdown."""
     yield "\n".join(table())
-    yield _table("adapter", "outcome", {name: kind.outcome for name, kind in ADAPTERS.items()})
-    yield _table("wrapper", "outcome", {name: kind.outcome for name, kind in WRAPPERS.items()})
+    of_adapters = {name: kind.outcome for name, kind in ADAPTERS.items()}
+    of_wrappers = {name: kind.outcome for name, kind in WRAPPERS.items()}
+    yield _table("adapter", "outcome", of_adapters)
+    yield _table("wrapper", "outcome", of_wrappers)
     yield _table("precision", "covariances within", _covariances())
 
 

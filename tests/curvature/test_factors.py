@@ -25,7 +25,8 @@ def decaying_rows(
         d + 1,
         dtype=dtype,
     ).pow(-power)
-    basis = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=dtype)).Q
+    square = torch.randn(d, d, generator=generator, dtype=dtype)
+    basis = torch.linalg.qr(square).Q
     rows = torch.randn(n, d, generator=generator, dtype=dtype)
     return (rows * scales) @ basis
 
@@ -49,7 +50,7 @@ def low_rank(
 
 
 def matrix_of(factor: Factor) -> torch.Tensor:
-    """Dense, from its eigendecomposition."""
+    """Build a factor from its eigendecomposition."""
     vectors, values, tail = factor.eigendecomposition()
     kept = (vectors * values) @ vectors.T
     complement = torch.eye(factor.size).to(vectors) - vectors @ vectors.T
@@ -102,7 +103,8 @@ def test_an_eigendecomposition_that_does_not_converge_is_done_otherwise(monkeypa
 def test_streaming_keeps_the_energy_of_the_optimal_factor(d, power, dtype):
     """Many rows at once go through subspace iteration, few through an eigendecomposition."""
     rows = decaying_rows(1500, d, power, dtype)
-    optimal = torch.linalg.eigvalsh((rows.T @ rows).double())[-10:].sum()
+    eigenvalues = torch.linalg.eigvalsh((rows.T @ rows).double())
+    optimal = eigenvalues[-10:].sum()
     for batch in (30, 1500):
         factor = low_rank(rows, rank=10, batch=batch)
         vectors, values, _ = factor.eigendecomposition()

@@ -31,7 +31,7 @@ class LinearNet(nn.Module):
 
 
 def flat_net() -> nn.Sequential:
-    """The same without positions, as a sequence of layers for BackPACK."""
+    """Make the same without positions, as a sequence of layers for BackPACK."""
     net = LinearNet()
     return nn.Sequential(net.down, net.up)
 

@@ -22,6 +22,7 @@ from tests.support.dense import (
     jacobian,
     logits_of,
     lora_layers,
+    lora_weights,
     softmax_fisher,
     unpadded,
 )
@@ -98,7 +99,8 @@ def inputs_and_gradients(
 
     no_shifts = tuple(torch.zeros_like(written[id(layer)]) for layer in layers)
     gradients = torch.autograd.functional.jacobian(logits_after, no_shifts)
-    return [(read[id(layer)], g) for layer, g in zip(layers, gradients, strict=True)]
+    inputs_of_layers = [read[id(layer)] for layer in layers]
+    return list(zip(inputs_of_layers, gradients, strict=True))
 
 
 def expand_blocks(
@@ -164,7 +166,7 @@ def test_covariance_and_evidence_equal_dense_formulas(kind, side, kfac_approx):
 
     labels = torch.stack([example.label for example in examples])
     log_likelihood = -cross_entropy(logits, labels, reduction="sum")
-    weights = [p.detach().flatten() for name, p in model.named_parameters() if "lora_" in name]
+    weights = [weight.flatten() for weight in lora_weights(model).values()]
     expected = evidence(H, log_likelihood, torch.cat(weights), prior)
     assert_close(la.log_marginal_likelihood(), expected, **EXACT)
 
@@ -192,10 +194,10 @@ def test_expand_on_one_unpadded_batch_equals_stock_kron(kind):
 def test_a_tail_keeps_the_trace_of_each_block_and_its_absence_loses_it(kind):
     model = lora_model(kind).eval()
     batches = ragged_batches()
-    rows = [unpadded(batch, row) for batch in batches for row in range(len(batch["labels"]))]
-    Js = torch.stack([jacobian(model, inputs) for inputs in rows])
-    logits = torch.stack([logits_of(model, inputs) for inputs in rows]).detach()
-    diagonal = torch.einsum("bcp,bcd,bdp->p", Js, softmax_fisher(logits), Js)
+    examples = list(dense_examples(kind, "right", batches))
+    Js = torch.stack([jacobian(model, example.inputs) for example in examples])
+    logits = torch.stack([logits_of(model, example.inputs) for example in examples])
+    diagonal = torch.einsum("bcp,bcd,bdp->p", Js, softmax_fisher(logits.detach()), Js)
     with_tail = fitted(kind, model=model, rank=1, tail=True)
     without = fitted(kind, model=model, rank=1, tail=False)
 

@@ -20,7 +20,7 @@ RANK = {"backend_kwargs": {"rank": 1000}}
 
 
 def made(kind: Kind) -> nn.Module:
-    """The model, unless this PEFT or torch has no such kind."""
+    """Make the model, or skip where this PEFT or torch has no such kind."""
     try:
         return kind.model()
     except ImportError as error:

@@ -114,7 +114,7 @@ def seeds_at_once(request, monkeypatch) -> int:
 
 @pytest.fixture(params=["gradient", "expand"])
 def wide(request):
-    """A posterior whose large factors are much larger than all else, and texts to fit it to.
+    """Make a posterior whose large factors are larger than all else, and texts to fit it to.
 
     It has been fitted once, when it finds out whose rows are whose.
     """

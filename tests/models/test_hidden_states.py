@@ -33,7 +33,7 @@ def layer_named(model: nn.Module, ending: str) -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Its routers have a matrix for a weight, and return a tuple."""
+    """Make a model whose routers have a matrix for a weight, and return a tuple."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=VOCABULARY,

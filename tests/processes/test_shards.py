@@ -174,6 +174,7 @@ class Shared:
 def shared(loader, rank: int) -> Shared:
     """Join examples of all ranks, of which rank 1 adds 10 to its own."""
     share = Share(loader)
+    # A pass over a share tells the places of each batch in turn.
     places = torch.cat([share.places(len(batch)) for batch in share.loader])
     values = torch.cat(list(share.loader)) + 10 * rank
     (column,) = joined(places, (values,))
@@ -312,7 +313,9 @@ def test_a_rank_without_data_or_labels():
         )
 
     for first, second in on_ranks(job, 3):
-        assert first.tolist() == [[0, 1], [2, 3], [20, 21], [22, 23]]
+        of_rank_0 = [[0, 1], [2, 3]]
+        of_rank_2 = [[20, 21], [22, 23]]
+        assert first.tolist() == of_rank_0 + of_rank_2
         assert second.tolist() == [0, 2, 20, 22]
     assert on_ranks(lambda _: joined(NO_EXAMPLES, None), 2) == [None, None]
 

@@ -169,6 +169,7 @@ def gradient_blocks(
     for shape, J in zip(shapes, of_blocks, strict=True):
         J = J.contiguous().unflatten(-1, shape)
         weighted = torch.einsum("bcd,bdij->bcij", H, J)
+        # Both factors sum over examples and over pairs of logits, weighted by the Fisher.
         F_out = torch.einsum("bcij,bckj->ik", J, weighted)
         F_in = torch.einsum("bcij,bcik->jk", J, weighted)
         block = torch.kron(F_out, F_in)
@@ -245,7 +246,8 @@ def assert_exact(
         of_all = exact_ggn(Js, fisher)
     H = of_all[takes_part][:, takes_part]
     J = Js[..., takes_part]
-    covariance = J @ torch.linalg.inv(H + torch.eye(len(H)).to(H)) @ J.mT
+    precision = H + torch.eye(len(H)).to(H)
+    covariance = J @ torch.linalg.inv(precision) @ J.mT
 
     moments = [la.predictive_moments(X) for X in inputs]
     means = torch.cat([of_batch.f_mu for of_batch in moments])

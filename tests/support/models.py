@@ -116,6 +116,7 @@ def lora_model(
     } | lora_config
     base = base_model(kind, n_labels, hidden_size, attention)
     model = get_peft_model(base, LoraConfig(**settings))
+    # These begin at 0, where nothing depends on the other matrix.
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "lora_embedding_A" in name:
             nn.init.normal_(parameter, std=0.3)
@@ -199,6 +200,7 @@ def ragged_batches(
     input_ids = torch.full((len(lengths), padded_to), 0)
     attention_mask = torch.zeros_like(input_ids)
     for row, length in enumerate(lengths):
+        # Token 0 is padding, and in no text.
         tokens = torch.randint(1, VOCABULARY, (length,), generator=generator)
         start = 0 if padding_side == "right" else padded_to - length
         columns = slice(start, start + length)

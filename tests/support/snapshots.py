@@ -44,9 +44,11 @@ class Snapshot:
     """All of a model and of torch's global state that a user could see changed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = {name: Parameter.of(p) for name, p in model.named_parameters()}
-        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        parameters = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
         modules = dict(model.named_modules())
+        self.parameters = {name: Parameter.of(each) for name, each in parameters.items()}
+        self.buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         self.training = {name: module.training for name, module in modules.items()}
         self.attributes = {name: set(vars(module)) for name, module in modules.items()}
         self.hooks = {name: _hooks_of(module) for name, module in modules.items()}
@@ -55,7 +57,8 @@ class Snapshot:
             "grad mode": torch.is_grad_enabled(),
             "inference mode": torch.is_inference_mode_enabled(),
             "default dtype": torch.get_default_dtype(),
-            "autocast": (torch.ones(1, 1) @ torch.ones(1, 1)).dtype,
+            # What autocast would do, without asking it for each kind of device.
+            "autocast": torch.ones(1, 1).matmul(torch.ones(1, 1)).dtype,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "threads": torch.get_num_threads(),
         }

@@ -133,7 +133,10 @@ def token_logits(
 def token_jacobians(
     model: nn.Module, batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every labelled token: Jacobian `(N, V, parameters)`, logits `(N, V)`, label `(N,)`."""
+    """Differentiate logits of labelled tokens, each text by itself.
+
+    Returns Jacobians `(N, V, parameters)`, logits `(N, V)` and labels `(N,)`.
+    """
 
     def forward(weights: dict[str, torch.Tensor]) -> torch.Tensor:
         def of_weights(**inputs: Any) -> Any:
@@ -143,4 +146,8 @@ def token_jacobians(
 
     Js = torch.func.jacrev(forward)(dense.lora_weights(model))
     logits, labels = token_logits(model, batches)
-    return torch.cat([J.flatten(2) for J in Js.values()], dim=2), logits.detach(), labels
+    of_all_weights = torch.cat(
+        [J.flatten(2) for J in Js.values()],
+        dim=2,
+    )
+    return of_all_weights, logits.detach(), labels
