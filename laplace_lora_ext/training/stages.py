@@ -189,8 +189,7 @@ def choose_priors(
     history = together.optimize_prior_precision(
         method="gridsearch", val_loader=held_out, progress_bar=progress_bar
     )
-    members = together.members if isinstance(together, LaplaceMixture) else [together]
-    priors = [member.prior_precision.detach().clone() for member in members]
+    priors = [member.prior_precision.detach().clone() for member in together.members]
     return Choice(priors, history)
 
 
@@ -429,8 +428,7 @@ def _figures(
     trainer: Any, la: LoRALaplace | LaplaceMixture, history: TuningHistory
 ) -> dict[str, float]:
     """Measure a posterior: on held-out texts, and on the trainer's evaluation data."""
-    members = la.members if isinstance(la, LaplaceMixture) else [la]
-    priors = [member.prior_precision.mean().item() for member in members]
+    priors = [member.prior_precision.mean().item() for member in la.members]
     figures = {
         "laplace_held_out_nll": history.objective.min().item(),
         "laplace_prior_precision": sum(priors) / len(priors),

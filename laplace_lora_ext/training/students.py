@@ -137,7 +137,7 @@ def _best_scale(logits: torch.Tensor, probabilities: torch.Tensor) -> float:
         return kl_div(log_p, probabilities, reduction="batchmean").item()
 
     # A posterior may be far less sure than its model, but hardly surer.
-    result = minimize_scalar(divergence, bounds=(-math.log(1e3), math.log(10)))
+    result: Any = minimize_scalar(divergence, bounds=(-math.log(1e3), math.log(10)))
     return math.exp(result.x)
 
 
