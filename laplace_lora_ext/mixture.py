@@ -334,7 +334,8 @@ class LaplaceMixture:
         """
         models = [find_peft_model(member.model) for member in self.members]
         names = [member.blocks[0].adapter for member in self.members]
-        if any(model is not models[0] for model in models) or len(set(names)) < len(names):
+        of_one_model = all(model is models[0] for model in models)
+        if not of_one_model or len(set(names)) < len(names):
             raise ValueError(
                 "A mixture is saved if its members are adapters of one PeftModel: save these "
                 "posteriors one by one."
@@ -367,7 +368,8 @@ class LaplaceMixture:
         ValueError
             If files are damaged, or an adapter or the base model is not that of the fit.
         """
-        names = json.loads(saving.read_sealed(Path(folder, _DESCRIPTION), "mixture"))["members"]
+        description = json.loads(saving.read_sealed(Path(folder, _DESCRIPTION), "mixture"))
+        names = description["members"]
         if not isinstance(model, PeftModel):
             model = PeftModel.from_pretrained(model, str(Path(folder, names[0])), names[0])  # pyright: ignore[reportArgumentType]
         members = []

@@ -41,7 +41,7 @@ def write_state(state: Mapping[str, Any], folder: str | Path) -> None:
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """The state of a posterior that `save_pretrained` wrote; damaged or other files are refused."""
+    """Read a state that `write_state` wrote; damaged or other files are refused."""
     path = Path(folder, FILE)
     read_sealed(path, "posterior")
     with safetensors.safe_open(path, "pt") as file:
@@ -67,7 +67,7 @@ def write_sealed(path: Path, content: bytes) -> None:
 
 
 def read_sealed(path: Path, what: str) -> bytes:
-    """What `write_sealed` wrote, to the last byte; a `ValueError` for any other content.
+    """Read what `write_sealed` wrote, to the last byte; a `ValueError` for any other content.
 
     `what` the file should hold is for the message.
     """
@@ -92,21 +92,25 @@ def _foreign(path: Path, what: str) -> str:
 
 
 def _plain(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:
-    """What JSON gives back as it was; `tensors` gets the tensors, by their ids, with names.
+    """Turn a value into what JSON gives back; `tensors` gets the tensors, by ids, with names.
 
     Dictionaries of one key stand for what JSON does not know: tensors, tuples, and dictionaries
     that have a single key, or keys that are no text.
     """
     if isinstance(value, torch.Tensor):
-        return {"tensor": tensors.setdefault(id(value), (str(len(tensors)), value))[0]}
+        name, _ = tensors.setdefault(id(value), (str(len(tensors)), value))
+        return {"tensor": name}
     if isinstance(value, tuple):
         return {"tuple": [_plain(part, tensors) for part in value]}
     if isinstance(value, list):
         return [_plain(part, tensors) for part in value]
     if isinstance(value, dict):
-        pairs = [(_plain(key, tensors), _plain(part, tensors)) for key, part in value.items()]
+        pairs: list[tuple[Any, Any]] = []
+        for key, part in value.items():
+            pairs.append((_plain(key, tensors), _plain(part, tensors)))
         are_text = all(isinstance(key, str) for key in value)
-        return dict(pairs) if are_text and len(value) != 1 else {"items": pairs}
+        is_like_ours = len(value) == 1  # a dictionary of one key stands for something else
+        return {"items": pairs} if is_like_ours or not are_text else dict(pairs)
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, str | int | float):
@@ -118,7 +122,7 @@ def _plain(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:
 
 
 def _comparable(value: Any) -> Any:
-    """The same with lists for tuples and tensors: it does not matter which of them a user wrote."""
+    """Put lists in place of tuples and tensors: which of them a user wrote does not matter."""
     if isinstance(value, dict):
         return {key: _comparable(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -137,7 +141,8 @@ def check_state(
     `settings` are class, likelihood and settings of the posterior that the state is for, `model`
     and `blocks` its model as it is now.
     """
-    saved = {"cls_name": state["cls_name"], "likelihood": state["likelihood"], **state["settings"]}
+    saved = dict(state["settings"])
+    saved |= {"cls_name": state["cls_name"], "likelihood": state["likelihood"]}
     for name, value in settings.items():
         if _comparable(saved.get(name)) != _comparable(value):
             raise ValueError(
