@@ -94,10 +94,8 @@ def test_backpropagation_to_the_inputs():
 def test_backpropagation_through_a_transformers_fused_attention(structure, kind):
     """The gradient in embeddings against finite differences."""
     model = lora_model(kind, attention="sdpa").eval()
-    la, (batch, *_) = (
-        fitted(model=model, structure=structure, kind=kind),
-        ragged_batches(),
-    )
+    la = fitted(model=model, structure=structure, kind=kind)
+    batch, *_ = ragged_batches()
     la.enable_backprop = True
     tokens = batch["input_ids"]
     embeddings = model.get_input_embeddings()(tokens).detach().requires_grad_()
@@ -216,15 +214,11 @@ def pickled(la):
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_copy_is_the_same_and_a_posterior_of_its_own(structure, copied_by):
-    la, (batch, *rest) = (
-        fitted(structure=structure),
-        ragged_batches(),
-    )
+    la = fitted(structure=structure)
+    batch, *rest = ragged_batches()
     la.prior_precision = some_precision(la, "layerwise")
-    probabilities, evidence = (
-        la(batch),
-        la.log_marginal_likelihood(),
-    )
+    probabilities = la(batch)
+    evidence = la.log_marginal_likelihood()
     copied = copied_by(la)
     assert torch.equal(copied(batch), probabilities)
     assert torch.equal(copied.log_marginal_likelihood(), evidence)
@@ -256,14 +250,10 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", ["prior_precision", "temperature", "sigma_noise"])
 def test_what_makes_no_gaussian_is_refused_and_changes_nothing(name, structure):
-    la, (batch, *_) = (
-        fitted(structure=structure),
-        ragged_batches(),
-    )
-    before, expected = (
-        getattr(la, name),
-        la.predictive_moments(batch),
-    )
+    la = fitted(structure=structure)
+    batch, *_ = ragged_batches()
+    before = getattr(la, name)
+    expected = la.predictive_moments(batch)
     for value in IMPOSSIBLE:
         with pytest.raises(
             ValueError,
@@ -286,10 +276,8 @@ SEVERAL = [
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_one_noise_is_of_all_outputs(structure, several):
     la, X = plain_regression(structure=structure)
-    expected, message = (
-        la(X),
-        r"sigma_noise must be one number, not [24]: divide the targets",
-    )
+    expected = la(X)
+    message = r"sigma_noise must be one number, not [24]: divide the targets"
     uses = [
         lambda: make(
             plain_model(2),

@@ -26,7 +26,8 @@ def test_figures_of_known_predictions():
 
 @pytest.mark.filterwarnings("error:The model's outputs")
 def test_the_trained_model_beside_its_posterior():
-    la, batches = fitted(), ragged_batches(seed=7)
+    la = fitted()
+    batches = ragged_batches(seed=7)
     labels = torch.cat([batch["labels"] for batch in batches])
     found = compare(la, batches)
     posterior = torch.cat([la(batch, link_approx="mean_field") for batch in batches])

@@ -128,11 +128,10 @@ def test_half_precision_rounds_the_weights_and_keeps_the_posterior(
     structure,
 ):
     model = lora_model("bert", torch.float32)
-    la, (batch, *_) = (
-        fitted(model=model, structure=structure),
-        ragged_batches(),
-    )
-    moments, mean = la.predictive_moments(batch), la.mean
+    la = fitted(model=model, structure=structure)
+    batch, *_ = ragged_batches()
+    moments = la.predictive_moments(batch)
+    mean = la.mean
     model.bfloat16()
     rounded = la.predictive_moments(batch)
     assert rounded.f_var.dtype is torch.float32
@@ -219,10 +218,8 @@ OTHERS = {
 def test_statistics_of_another_fit_are_refused_before_and_after_a_move(
     other,
 ):
-    batches, model = (
-        ragged_batches(),
-        lora_model("bert", torch.float32),
-    )
+    batches = ragged_batches()
+    model = lora_model("bert", torch.float32)
     of_other = fitted(dtype=torch.float32, **OTHERS[other]).predictive_statistics(batches)
     la = fitted(model=model)
     for _ in range(2):

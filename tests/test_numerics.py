@@ -22,7 +22,8 @@ class Readings(TorchDispatchMode):
 
 
 def test_a_batch_is_read_as_often_whatever_the_number_of_layers():
-    counts, batches = [], ragged_batches()
+    counts = []
+    batches = ragged_batches()
     for layers in ([0], None):
         la = make(lora_model("bert"), layers_to_transform=layers)
         la.fit(batches)  # the first pass proves more

@@ -137,10 +137,8 @@ def test_a_model_in_half_precision_gives_the_posterior_of_float32(kind, options,
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_predictions_of_a_half_precision_model_are_in_float32(structure, dtype):
-    la, batch = (
-        posterior(lora_model("bert", dtype), "bert", structure),
-        ragged_batches()[0],
-    )
+    la = posterior(lora_model("bert", dtype), "bert", structure)
+    batch = ragged_batches()[0]
     f_mu, f_var = la.predictive_moments(batch)
     assert f_mu.dtype == f_var.dtype == torch.float32
     for link in ("probit", "mc", "bridge", "bridge_norm"):
@@ -194,10 +192,8 @@ def test_fit_and_predictions_under_autocast_give_the_posterior_of_float32(kind, 
 @pytest.mark.parametrize("pred_type", ["glm", "nn"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_predictions_alone_under_autocast_are_near_those_without(structure, pred_type):
-    la, batch = (
-        posterior(lora_model("bert", torch.float32), "bert", structure),
-        ragged_batches()[0],
-    )
+    la = posterior(lora_model("bert", torch.float32), "bert", structure)
+    batch = ragged_batches()[0]
 
     def predicted():
         options = {

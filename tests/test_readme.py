@@ -91,10 +91,8 @@ def a_trainer(folder: Path) -> Trainer:
 
 def namespace(folder: Path) -> dict[str, object]:
     """What the examples take for granted, for three classes or more."""
-    batches, examples = (
-        ragged_batches(),
-        list(zip(PROMPTS, ANSWERS, strict=True)),
-    )
+    batches = ragged_batches()
+    examples = list(zip(PROMPTS, ANSWERS, strict=True))
     loaders = {f"{part}_loader": batches for part in ("train", "validation", "test")}
     texts = {f"{part}_examples": examples for part in ("train", "validation", "test")}
     sft = [b | {"labels": b["input_ids"].where(b["attention_mask"] == 1, -100)} for b in batches]

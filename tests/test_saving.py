@@ -32,7 +32,8 @@ from tests.support.posteriors import (
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_posterior_survives(structure, tmp_path):
-    model, (batch, *rest) = lora_model("bert"), ragged_batches()
+    model = lora_model("bert")
+    batch, *rest = ragged_batches()
     la = fitted(
         model=model,
         structure=structure,
@@ -99,10 +100,8 @@ def test_a_file_that_holds_no_posterior_is_refused(tmp_path):
 
 def damaged(content: bytes, rng: random.Random) -> bytes:
     """A file of which some bytes are others, missing, or too many."""
-    start, length = (
-        rng.randrange(len(content)),
-        rng.choice([1, 1, 1, 8]),
-    )
+    start = rng.randrange(len(content))
+    length = rng.choice([1, 1, 1, 8])
     others = bytes(byte ^ rng.randrange(1, 256) for byte in content[start : start + length])
     ways = [
         content[:start] + others + content[start + length :],
@@ -115,7 +114,8 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
 
 
 def test_no_damaged_file_is_loaded(tmp_path):
-    la, rng = fitted(), random.Random(0)
+    la = fitted()
+    rng = random.Random(0)
     la.save_pretrained(tmp_path)
     path = tmp_path / FILE
     content = path.read_bytes()
@@ -190,7 +190,8 @@ def test_settings_come_back_from_a_file_as_they_were(name, tmp_path):
 
 
 def test_lists_and_tensors_in_settings_equal_tuples():
-    model, states = lora_model("bert"), []
+    model = lora_model("bert")
+    states = []
     for options in ((1, 2), [1, 2], torch.tensor([1, 2])):
         states.append(
             fitted(

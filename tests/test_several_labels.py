@@ -64,7 +64,8 @@ def test_two_columns_for_each_logit_make_sigmoids_exact(structure, n_labels):
     plain = lora_model("bert", n_labels=n_labels).eval()
     model = OfMapping(InTwoColumns(plain)).eval()
     (batch,) = ragged_batches(lengths=(7, 4, 5), padded_to=7)
-    X, labels = inputs_of(batch), several_labels(batch, n_labels)
+    X = inputs_of(batch)
+    labels = several_labels(batch, n_labels)
     la = make(
         model,
         structure,
@@ -169,10 +170,8 @@ def test_a_multi_label_classifier_is_not_fitted_with_a_softmax():
 def test_one_logit_of_two_classes_is_warned_of_once_after_a_fit(
     dtype,
 ):
-    model, batches = (
-        lora_model("bert", n_labels=1),
-        ragged_batches(n_classes=2),
-    )
+    model = lora_model("bert", n_labels=1)
+    batches = ragged_batches(n_classes=2)
     for batch in batches:
         batch["labels"] = batch["labels"].to(dtype)
     la = laplace_lora_ext.Laplace(model)
@@ -192,14 +191,10 @@ def test_one_logit_of_two_classes_is_warned_of_once_after_a_fit(
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "kron"])
 def test_numbers_are_not_taken_for_classes(structure):
-    la, X = (
-        make(plain_model(2), structure, "regression"),
-        pairs()[0][0],
-    )
-    numbers, binary = (
-        real_targets(),
-        torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0]]),
-    )
+    la = make(plain_model(2), structure, "regression")
+    X = pairs()[0][0]
+    numbers = real_targets()
+    binary = torch.tensor([[0, 1], [1, 1], [0, 0], [1, 0]])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Every target")
         la.fit([(X, binary), (X, numbers)])

@@ -55,7 +55,8 @@ def test_full_is_the_exact_posterior_of_a_regression_with_two_outputs():
     la.prior_precision = prior = torch.linspace(0.5, 2.0, len(la.blocks), dtype=torch.float64)
     model = la.model.model
     y = torch.randn(12, 2, generator=generator(1)).double()  # as `plain_regression` has them
-    Js, f_mu = jacobians(model, X), model(X).detach()
+    Js = jacobians(model, X)
+    f_mu = model(X).detach()
     H = torch.einsum("bcp,bcq->pq", Js, Js) / 0.5**2
     diagonal = prior.repeat_interleave(torch.tensor(sizes(la)))
     noise = torch.distributions.Normal(f_mu, torch.tensor(0.5, dtype=torch.float64))

@@ -72,10 +72,8 @@ class Broken(nn.Module):
 )
 @pytest.mark.parametrize(("structure", "settings"), WAYS)
 def test_what_is_not_finite_is_named_and_does_no_harm(structure, settings, kind, message):
-    model, (X, y) = (
-        with_lora(Broken(), "first", "second"),
-        pairs()[0],
-    )
+    model = with_lora(Broken(), "first", "second")
+    X, y = pairs()[0]
     la = make(model, structure, **settings)
 
     def batches():
@@ -107,13 +105,12 @@ class HalfFused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.layer = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.before = nn.Linear(5, 5)
+        self.layer = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        A, B = (
-            self.layer.lora_A["default"].weight,
-            self.layer.lora_B["default"].weight,
-        )
+        A = self.layer.lora_A["default"].weight
+        B = self.layer.lora_B["default"].weight
         x = self.before(x)
         return self.layer.base_layer(x) + x @ A.T @ B.T
 
@@ -168,7 +165,8 @@ class TextsAndImages(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.texts, self.images = nn.Linear(5, 3), nn.Linear(5, 3)
+        self.texts = nn.Linear(5, 3)
+        self.images = nn.Linear(5, 3)
 
     def forward(self, batch: Mapping) -> torch.Tensor:
         of_parts = [getattr(self, part)(x).tanh() for part, x in batch.items() if part != "zeros"]
@@ -195,10 +193,8 @@ def test_layers_that_a_batch_does_not_call_get_no_curvature_from_it(
     structure,
 ):
     keywords = {"backend_kwargs": {"rank": 100}} if structure == "lowrank_kron" else {}
-    model, batches = (
-        with_lora(TextsAndImages(), "texts", "images"),
-        [batch_of(*p) for p in PARTS],
-    )
+    model = with_lora(TextsAndImages(), "texts", "images")
+    batches = [batch_of(*p) for p in PARTS]
     la = make(model, structure, **keywords)
     la.fit(batches)
     assert_exact(la, OfMapping(model), [X for X, _ in batches])
@@ -223,9 +219,12 @@ def hooks_of(model: nn.Module) -> list[dict]:
 )
 def test_where_a_pass_of_somebody_else_fails_no_hook_is_left_and_the_reason_named(factor, message):
     """Their code may meet numbers that are not finite before any logits are there."""
-    model, (X, _) = LogitsModel(plain_model()), pairs()[0]
+    model = LogitsModel(plain_model())
+    X, _ = pairs()[0]
     model.register_forward_hook(lambda *_: None)  # a user's own
-    X, before, shapes = X * factor, hooks_of(model), []
+    X = X * factor
+    before = hooks_of(model)
+    shapes = []
     recorder = Recorder(model, find_blocks(model.model))
 
     def passes() -> None:

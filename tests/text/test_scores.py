@@ -30,33 +30,32 @@ def test_scores_are_what_they_are_defined_as():
     f, *drawn = some_logits()
     found = score(f, drawn, TOKENS, LABELLED)
     p = torch.stack(drawn).softmax(-1)
-    own = torch.arange(3), TOKENS
-    of_label = p[:, own[0], own[1]]
+    places = torch.arange(len(TOKENS))
+    of_label = p[:, places, TOKENS]
+    mixture = p.mean(0)
     expected = Scores(
-        of_label.mean(0).log(),
-        f.log_softmax(-1)[own],
-        entropy(f.softmax(-1)),
-        entropy(p.mean(0)),
-        entropy(p).mean(0),
-        entropy(p.mean(0)) - entropy(p).mean(0),
-        of_label.log().std(0, correction=0),
+        log_prob=of_label.mean(0).log(),
+        map_log_prob=f.log_softmax(-1)[places, TOKENS],
+        map_entropy=entropy(f.softmax(-1)),
+        total=entropy(mixture),
+        aleatoric=entropy(p).mean(0),
+        epistemic=entropy(mixture) - entropy(p).mean(0),
+        log_prob_sd=of_label.log().std(0, correction=0),
     )
+    # Of the three texts the first has two tokens, the second one and the last none.
+    n_tokens = torch.tensor([2, 1, 1])
+    nothing = torch.zeros(()).double()
     for name, numbers in expected._asdict().items():
         of_tokens = getattr(found.tokens, name)
         torch.testing.assert_close(of_tokens[LABELLED], numbers)
         assert (of_tokens[~LABELLED] == 0).all()
-        sums = torch.stack(
-            [
-                numbers[:2].sum(),
-                numbers[2],
-                torch.zeros(()).double(),
-            ]
-        )
+        sums = torch.stack([numbers[:2].sum(), numbers[2], nothing])
         torch.testing.assert_close(getattr(found.sums, name), sums)
-        means = sums / torch.tensor([2, 1, 1])
-        torch.testing.assert_close(getattr(found.means, name), means)
-    whole = torch.stack([of_label[:, :2].prod(1).mean(), of_label[:, 2].mean()]).log()
-    torch.testing.assert_close(found.log_prob[:2], whole)
+        torch.testing.assert_close(getattr(found.means, name), sums / n_tokens)
+    first = of_label[:, :2].prod(1).mean()
+    second = of_label[:, 2].mean()
+    torch.testing.assert_close(found.log_prob[0], first.log())
+    torch.testing.assert_close(found.log_prob[1], second.log())
     assert found.log_prob[2] == 0
 
 

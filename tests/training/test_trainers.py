@@ -76,10 +76,8 @@ class Keeping(TrainerCallback):
     """Has containers within containers that each step adds to."""
 
     def __init__(self):
-        self.losses, self.seen = (
-            {"all": [], "last": {}},
-            ({0}, Meter()),
-        )
+        self.losses = {"all": [], "last": {}}
+        self.seen = ({0}, Meter())
 
     def on_step_end(self, args, state, control, **kwargs):
         self.losses["all"].append(state.global_step)

@@ -78,7 +78,8 @@ def test_a_prior_is_the_gaussian_with_these_precisions(prior):
         "layerwise": blocks,
         "diagonal": 1,
     }[prior]
-    la.prior_precision, la.prior_mean = precision, 0.1
+    la.prior_precision = precision
+    la.prior_mean = 0.1
     of_weights = precision.repeat_interleave(torch.as_tensor(repeats))
     torch.testing.assert_close(la.log_det_prior_precision, of_weights.log().sum())
     torch.testing.assert_close(la.scatter, of_weights @ (la.mean - 0.1).square())
@@ -106,7 +107,8 @@ def test_fifty_steps_of_a_users_own_on_the_evidence_are_those_on_a_dense_one(str
             precision.repeat_interleave(repeats),
         )
 
-    chosen, found = [], []
+    chosen = []
+    found = []
     for objective in (la.log_marginal_likelihood, of_dense):
         logarithm = torch.zeros(number, dtype=torch.float64, requires_grad=True)
         optimizer = torch.optim.Adam([logarithm], lr=0.1)

@@ -69,7 +69,8 @@ def split(train):
 def test_it_takes_over_what_the_held_out_examples_choose(
     structure,
 ):
-    la, train = fitted(structure=structure), Training()
+    la = fitted(structure=structure)
+    train = Training()
     before = {name: value.clone() for name, value in la.model.state_dict().items()}
     # The other structures predict at each point anew.
     points = {} if structure == "lowrank_kron" else {"grid_size": 9}
@@ -102,7 +103,9 @@ def test_it_takes_over_what_the_held_out_examples_choose(
 
 
 def test_several_trainings_ask_every_example_and_choose_together():
-    la, others, held_out = fitted(), [], []
+    la = fitted()
+    others = []
+    held_out = []
 
     def train(examples):
         taken = list(examples.indices)
