@@ -58,12 +58,13 @@ def _has_weights(layer: nn.Module, adapter: str) -> bool:
 
 def active_again(model: nn.Module) -> Callable[[], None]:
     """Return a function that activates the present adapter again, and what is trainable now."""
-    active = {peft_model: _active_of(peft_model) for peft_model in _peft_models(model)}
+    active = {peft_model: peft_model.active_adapter for peft_model in _peft_models(model)}
     trainable = {weight: weight.requires_grad for weight in model.parameters()}
 
     def activate() -> None:
         for peft_model, adapter in active.items():
-            if peft_model.active_adapter != adapter:
+            # Without adapters, PEFT has an empty list there.
+            if isinstance(adapter, str) and peft_model.active_adapter != adapter:
                 peft_model.set_adapter(adapter)
         # PEFT's `set_adapter` makes all weights of an adapter trainable, frozen ones too.
         for weight, requires_grad in trainable.items():
@@ -103,7 +104,8 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
             f"The model has an adapter {adapter!r} already: remove it with "
             f"model.delete_adapter({adapter!r})."
         )
-    like = _active_of(model)
+    like = model.active_adapter
+    assert isinstance(like, str)  # a PeftModel's own is one, where a layer's may be several
     config = deepcopy(model.peft_config[like])
     initialisation = getattr(config, "init_lora_weights", True)
     if str(initialisation).startswith(_CHANGE_BASE):
@@ -140,13 +142,6 @@ def find_peft_model(model: nn.Module) -> PeftModel:
             "with peft.get_peft_model."
         )
     return peft_models[0]
-
-
-def _active_of(model: PeftModel) -> str:
-    """Return the active adapter: a `PeftModel` has one, where a layer of it may have several."""
-    adapter = model.active_adapter
-    assert isinstance(adapter, str)
-    return adapter
 
 
 def _peft_models(model: nn.Module) -> list[PeftModel]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,17 +39,9 @@ class AnswerTokens:
         transformer: PreTrainedModel | None,
         mask_token_id: int | None = None,
     ) -> None:
-        config = None if transformer is None else text_config(transformer)
-        try:
-            ids = [operator.index(token) for token in class_token_ids]
-        except TypeError:
-            raise ValueError(
-                f"class_token_ids must be numbers of tokens, not {class_token_ids!r}. "
-                "tokenizer.convert_tokens_to_ids gives them, and None for what is no token of the "
-                "vocabulary: tokenizer.tokenize shows how answers are written there."
-            ) from None
-        known = range(getattr(config, "vocab_size", max(ids, default=0) + 1))
-        if len(ids) < 2 or len(set(ids)) < len(ids) or not all(token in known for token in ids):
+        ids = _as_numbers(class_token_ids)
+        are_distinct = len(set(ids)) == len(ids)
+        if len(ids) < 2 or not are_distinct or not _are_tokens(ids, transformer):
             raise ValueError(
                 "class_token_ids must be two or more distinct tokens of the model's vocabulary, "
                 f"as its tokenizer has them, not {ids}."
@@ -66,31 +58,32 @@ class AnswerTokens:
         self._weighed: list[torch.Tensor] | None = None  # see `weighing`
 
     def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
-        """Logits `(B, V)` of the whole vocabulary where the answers are read.
+        """Compute logits `(B, V)` of the whole vocabulary where the answers are read.
 
         `call` calls the model with inputs and keyword arguments.
         """
-        options = without_cache(self._transformer, inputs) | kwargs
-        read = inputs
-        if self._decodes:  # after an encoder-decoder's second text
-            options = self._start(inputs) | options
-            texts = {**inputs, **options}.items()
-            read = {k.removeprefix("decoder_"): v for k, v in texts if k.startswith("decoder_")}
-        index = self._position(inputs, read)[:, None]
-        with reading_at(self._transformer, index, _text(read).shape[1]) as read_off:
-            logits = read_off(call(inputs, **options))[:, 0]
+        model_kwargs = without_cache(self._transformer, inputs) | kwargs
+        text_with_answer = inputs
+        if self._decodes:
+            model_kwargs = self._start(inputs) | model_kwargs
+            text_with_answer = _decoder_text({**inputs, **model_kwargs})
+        index = self._position(inputs, text_with_answer)[:, None]
+        n_positions = _text(text_with_answer).shape[1]
+        with reading_at(self._transformer, index, n_positions) as read_off:
+            logits = read_off(call(inputs, **model_kwargs))[:, 0]
         if logits.shape[-1] <= max(self.ids):
             raise ValueError(
                 f"class_token_ids {self.ids} go beyond the model's output layer, which has only "
                 f"{logits.shape[-1]} tokens: pass the numbers that the answers have in it."
             )
         if self._weighed is not None and not self._weighed:
-            self._weighed.append(self.log_probs(logits.detach())[:, :-1].exp().sum(-1))
+            log_p = self.log_probs(logits.detach())
+            self._weighed.append(log_p[:, :-1].exp().sum(-1))
         return logits
 
     @contextmanager
     def weighing(self) -> Iterator[list[torch.Tensor]]:
-        """Yields where the first pass within puts the probability `(B,)` of all answers together.
+        """Yield where the first pass within puts the probability `(B,)` of all answers together.
 
         Later passes may be of other examples, or within `torch.func.vmap`.
         """
@@ -101,15 +94,17 @@ class AnswerTokens:
             self._weighed = None
 
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities `(B, C + 1)` of the answers, and of all other tokens together."""
+        """Compute log-probabilities `(B, C + 1)` of the answers, and of all others together."""
         log_p = logits.float().log_softmax(-1)
-        others = log_p.index_fill(1, torch.tensor(self.ids, device=log_p.device), -torch.inf)
-        return torch.cat([log_p[:, self.ids], others.logsumexp(-1, keepdim=True)], dim=1)
+        ids = torch.tensor(self.ids, device=log_p.device)
+        of_others = log_p.index_fill(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+        return torch.cat([log_p[:, ids], of_others], dim=1)
 
     def warn_if_answered(self, inputs: Any) -> None:
         """Warn if every text already ends with an answer, which a prompt should leave out."""
+        comes_last = not self._decodes and self.mask_token_id is None
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-        if tokens is None or tokens.ndim != 2 or self._decodes or self.mask_token_id is not None:
+        if not comes_last or tokens is None or tokens.ndim != 2:
             return
         last = tokens.take_along_dim(last_real_position(inputs)[:, None], dim=1)
         if torch.isin(last, torch.tensor(self.ids, device=last.device)).all():
@@ -119,18 +114,19 @@ class AnswerTokens:
             )
 
     def _start(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The decoder's start token for each text, unless the batch has a decoder input."""
+        """Give the decoder a start token for each text, unless the batch has a decoder input."""
         if any(inputs.get(key) is not None for key in DECODER_INPUTS):
             return {}
         assert self._transformer is not None
         start = start_token(self._transformer)
-        texts = next(v for v in inputs.values() if isinstance(v, torch.Tensor) and v.ndim > 1)
+        tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+        texts = next(tensor for tensor in tensors if tensor.ndim > 1)
         return {"decoder_input_ids": texts.new_full((len(texts), 1), start, dtype=torch.long)}
 
-    def _position(self, inputs: Any, read: Any) -> torch.Tensor:
-        """`(B,)` index of the position at which the answer is read."""
+    def _position(self, inputs: Any, text_with_answer: Any) -> torch.Tensor:
+        """Find the position at which the answer is read, `(B,)`."""
         if self.mask_token_id is None:
-            return last_real_position(read)
+            return last_real_position(text_with_answer)
         is_mask = inputs["input_ids"] == self.mask_token_id
         if (is_mask.sum(-1) != 1).any():
             raise ValueError(
@@ -140,36 +136,64 @@ class AnswerTokens:
         return is_mask.int().argmax(-1)
 
 
+def _as_numbers(class_token_ids: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in class_token_ids]
+    except TypeError:
+        raise ValueError(
+            f"class_token_ids must be numbers of tokens, not {class_token_ids!r}. "
+            "tokenizer.convert_tokens_to_ids gives them, and None for what is no token of the "
+            "vocabulary: tokenizer.tokenize shows how answers are written there."
+        ) from None
+
+
+def _are_tokens(ids: Sequence[int], transformer: PreTrainedModel | None) -> bool:
+    """Tell whether numbers are of a model's vocabulary, as far as its size is known."""
+    if any(token < 0 for token in ids):
+        return False
+    size = None if transformer is None else getattr(text_config(transformer), "vocab_size", None)
+    return size is None or all(token < size for token in ids)
+
+
 def _is_masked(transformer: PreTrainedModel) -> bool:
+    """Tell whether a model is a masked language model, and nothing else."""
     name = type(transformer).__name__
-    return (
-        name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
-        and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        and not transformer.config.is_encoder_decoder
-    )
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or transformer.config.is_encoder_decoder:
+        return False
+    return name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+
+
+def _decoder_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Select what an encoder-decoder's decoder reads, under the names of other models' inputs."""
+    prefix = "decoder_"
+    return {
+        key.removeprefix(prefix): value for key, value in inputs.items() if key.startswith(prefix)
+    }
 
 
 @contextmanager
 def reading_at(
     transformer: PreTrainedModel | None, index: torch.Tensor, n_positions: int
 ) -> Iterator[Callable[[Any], torch.Tensor]]:
-    """Within, the output layer runs for the `(B, K)` places of an index among T positions alone.
+    """Run the output layer for the `(B, K)` places of an index among T positions alone.
 
-    Yields what gives logits `(B, K, V)` of the model's output, also where that has logits at all
-    positions. A hook selects: not every model and version has an option for it, that option wants
-    the index on the hidden states' device, and the layer may have LoRA, whose rows must still lie
-    by text.
+    Yields a function that takes what the model returned, and returns logits `(B, K, V)`, also where
+    the model has logits at all positions. A hook selects: not every model and version has an option
+    for it, that option wants the index on the hidden states' device, and the layer may have LoRA,
+    whose rows must still lie by text.
     """
     calls: list[torch.Size] = []
 
     def select(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not args or not isinstance(args[0], torch.Tensor):
             return None
+        hidden, *others = args
         # An output layer that is also the embedding sees tokens as well.
-        if args[0].shape[:-1] != (len(index), n_positions):
+        if hidden.shape[:-1] != (len(index), n_positions):
             return None
-        calls.append(args[0].shape)
-        return args[0].take_along_dim(index.to(args[0].device)[..., None], dim=1), *args[1:]
+        calls.append(hidden.shape)
+        read = hidden.take_along_dim(index.to(hidden.device)[..., None], dim=1)
+        return (read, *others)
 
     def read_off(output: Any) -> torch.Tensor:
         logits = logits_of(output)
@@ -189,13 +213,15 @@ def reading_at(
         return logits.take_along_dim(index.to(logits.device)[..., None], dim=1)
 
     layer = None if transformer is None else transformer.get_output_embeddings()
-    is_there = isinstance(layer, nn.Module)
-    with layer.register_forward_pre_hook(select) if is_there else nullcontext():
+    if isinstance(layer, nn.Module):
+        with layer.register_forward_pre_hook(select):
+            yield read_off
+    else:
         yield read_off
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The tensor of logits in what a model returns; `TypeError` if there is none."""
+    """Return the tensor of logits in what a model returns; `TypeError` if there is none."""
     logits = getattr(output, "logits", output)
     if isinstance(logits, (tuple, list)) and logits:
         logits = logits[0]
@@ -208,7 +234,7 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def start_token(transformer: PreTrainedModel) -> int:
-    """The token that an encoder-decoder's second text begins with; an error if it has none."""
+    """Return the token that an encoder-decoder's second text begins with; an error if none."""
     for config in (transformer.config, transformer.generation_config):
         start = getattr(config, "decoder_start_token_id", None)
         if start is not None:
@@ -217,13 +243,18 @@ def start_token(transformer: PreTrainedModel) -> int:
 
 
 def without_cache(transformer: PreTrainedModel | None, inputs: Any) -> dict[str, Any]:
-    """Keyword arguments that switch a model's cache off, unless it has none or the batch says."""
-    takes = inspect.signature(transformer.forward).parameters if transformer is not None else {}
-    return {"use_cache": False} if "use_cache" in takes and "use_cache" not in inputs else {}
+    """Return keyword arguments that switch a model's cache off, if it has one.
+
+    A batch may say itself whether it wants the cache.
+    """
+    if transformer is None:
+        return {}
+    has_cache = "use_cache" in inspect.signature(transformer.forward).parameters
+    return {"use_cache": False} if has_cache and "use_cache" not in inputs else {}
 
 
 def last_real_position(inputs: Any) -> torch.Tensor:
-    """`(B,)` index of the last position that is not padding, whichever side is padded.
+    """Find the last position that is not padding, `(B,)`, whichever side is padded.
 
     A text without any is refused.
     """
@@ -243,12 +274,13 @@ def last_real_position(inputs: Any) -> torch.Tensor:
             f"Row {int(empty.int().argmax())} has no text: its attention_mask is 0 everywhere. "
             "Leave such rows out."
         )
-    return (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    return (mask * positions).argmax(-1)
 
 
 def _text(inputs: Any) -> torch.Tensor:
-    """What has a row for each text, and a column for each position."""
+    """Return a tensor with a row for each text, and a column for each position."""
     if not isinstance(inputs, Mapping):
         return inputs
-    found = (inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
-    return next(value for value in found if value is not None)
+    candidates = (inputs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
+    return next(value for value in candidates if value is not None)

@@ -17,16 +17,17 @@ from laplace_lora_ext.processes.exchange import rank
 def named_batches(
     loader: Iterable[Any], description: str = "", progress_bar: bool = False
 ) -> Iterator[tuple[str, Any]]:
-    """Each batch that is not empty, with its name for error messages."""
-    hidden = not progress_bar or rank() > 0
-    for index, batch in enumerate(tqdm.tqdm(loader, desc=description, disable=hidden)):
+    """Yield each batch that is not empty, with its name for error messages."""
+    shows_bar = progress_bar and rank() == 0
+    for index, batch in enumerate(tqdm.tqdm(loader, desc=description, disable=not shows_bar)):
         is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-        if number_of_rows(batch[0] if is_pair else batch) != 0:
+        inputs = batch[0] if is_pair else batch
+        if number_of_rows(inputs) != 0:
             yield f"batch {index}", batch
 
 
 def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any:
-    """A copy of a batch on a device without some of its keys, a dictionary or a BatchEncoding."""
+    """Copy a batch to a device without some of its keys, as a dictionary or a BatchEncoding."""
     _check_collated(batch)
     inputs = {
         key: value.to(device) if isinstance(value, torch.Tensor) else value
@@ -37,15 +38,16 @@ def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any
 
 
 def part_of(inputs: Any, place: slice, n_examples: int) -> Any:
-    """Inputs of some examples; what has another number of rows than examples stays as it is."""
+    """Take inputs of some examples; what has not as many rows as examples stays as it is."""
     if isinstance(inputs, Mapping):
         return {key: part_of(value, place, n_examples) for key, value in inputs.items()}
-    is_divisible = (isinstance(inputs, torch.Tensor) and inputs.ndim) or isinstance(inputs, list)
+    has_rows = isinstance(inputs, torch.Tensor) and inputs.ndim > 0
+    is_divisible = has_rows or isinstance(inputs, list)
     return inputs[place] if is_divisible and len(inputs) == n_examples else inputs
 
 
 def number_of_rows(x: Any) -> int | None:
-    """Of all tensors of a batch; None where they have none, or unequal numbers of them."""
+    """Count the rows of a batch's tensors; None where they have none, or unequal numbers."""
     _check_collated(x)
     values = x.values() if isinstance(x, Mapping) else [x]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -60,18 +62,20 @@ def _check_collated(batch: Any) -> None:
 
 def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None:
     """Refuse texts that are padded without a mask, or packed several into a row."""
-    tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    taken = signature(transformer.forward).parameters
-    packing = _packing(inputs, "global_attention_mask" in taken)
+    parameters = signature(transformer.forward).parameters
+    packing = _packing(inputs, may_mark_tokens="global_attention_mask" in parameters)
     if packing is not None:
         raise NotImplementedError(
             f"Several texts are packed into one row, as {packing} shows: give each text a row of "
             "its own, with an attention_mask of 0 and 1."
         )
-    if tokens is None or mask is not None:
+    tokens = inputs.get("input_ids")
+    if tokens is None or inputs.get("attention_mask") is not None:
         return
-    padding = pad_token(transformer) if "attention_mask" in taken else None
-    if padding is not None and (tokens[..., [0, -1]] == padding).any():
+    padding = pad_token(transformer)
+    if padding is None or "attention_mask" not in parameters:
+        return
+    if (tokens[..., [0, -1]] == padding).any():
         raise ValueError(
             f"The batch has no attention_mask, but the padding token {padding} at ends of its "
             "texts: pass the tokenizer's attention_mask."
@@ -79,7 +83,7 @@ def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None
 
 
 def _packing(inputs: Mapping[str, Any], may_mark_tokens: bool) -> str | None:
-    """The key of a batch that shows several texts in a row, if one does.
+    """Find the key of a batch that shows several texts in a row, if one does.
 
     Models with attention to all tokens, such as Longformer, `may_mark_tokens` by a 2 in the mask.
     """
@@ -95,24 +99,31 @@ def _packing(inputs: Mapping[str, Any], may_mark_tokens: bool) -> str | None:
             positions = positions[0]  # those of the text, before those of images in it
         if _restarts(positions, mask):
             return "position_ids"
-    numbers = tensors.get("seq_idx")
-    if numbers is not None and ((numbers.diff() > 0) & (numbers[..., :-1] >= 0)).any():
-        return "seq_idx"
+    if "seq_idx" in tensors:  # each token's text, and -1 at padding
+        numbers = tensors["seq_idx"]
+        if ((numbers.diff() > 0) & (numbers[..., :-1] >= 0)).any():
+            return "seq_idx"
     n_rows = 1 if texts is None else prod(texts.shape[:-1])
-    bounds = (key for key in tensors if key.startswith("cu_seq"))
-    return next((key for key in bounds if tensors[key].numel() - 1 > n_rows), None)
+    for key, bounds in tensors.items():
+        # Where each text begins, and the last one ends, in FlashAttention's words.
+        if key.startswith("cu_seq") and bounds.numel() - 1 > n_rows:
+            return key
+    return None
 
 
 def _restarts(positions: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether positions fall within a row, as they do where another text begins."""
+    """Tell whether positions fall within a row, as they do where another text begins."""
     falls = positions.diff() < 0
-    if mask is not None and mask.ndim == positions.ndim and mask.shape[-1] == positions.shape[-1]:
-        falls = falls & mask[..., 1:].bool() & mask[..., :-1].bool()
+    if mask is None or mask.ndim != positions.ndim:
+        return bool(falls.any())
+    if mask.shape[-1] == positions.shape[-1]:  # padding may have any position
+        is_real = mask.bool()
+        falls = falls & is_real[..., 1:] & is_real[..., :-1]
     return bool(falls.any())
 
 
 def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A batch whose texts have their padding behind them, where no token attends to it.
+    """Move padding behind the texts of a batch, where no token attends to it.
 
     Many models would count padding in front as positions. What lies by position moves along with
     its tokens, unless the batch says which positions they have.
@@ -127,29 +138,33 @@ def text_first(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     n_padding = mask.bool().int().argmax(-1, keepdim=True)
     if not n_padding.any():
         return inputs
-    places = (torch.arange(mask.shape[1], device=mask.device) + n_padding) % mask.shape[1]
-    rows = torch.arange(len(mask))[:, None]
+    n_texts, n_positions = mask.shape
+    places = (torch.arange(n_positions, device=mask.device) + n_padding) % n_positions
+    rows = torch.arange(n_texts)[:, None]
 
     def shifted(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape[:2] != mask.shape:
             return value
+        # Other numbers may be features that lie in an order of their own.
         is_of_tokens = not value.is_floating_point() or key in ("attention_mask", "inputs_embeds")
-        lies_by_position = is_of_tokens and not key.startswith("decoder_")
-        return value[rows.to(value.device), places.to(value.device)] if lies_by_position else value
+        if not is_of_tokens or key.startswith("decoder_"):
+            return value
+        return value[rows.to(value.device), places.to(value.device)]
 
     return {key: shifted(key, value) for key, value in inputs.items()}
 
 
 def text_config(transformer: PreTrainedModel) -> Any:
-    """The configuration of the part that reads tokens."""
+    """Return the configuration of the part that reads tokens."""
     config = transformer.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def pad_token(transformer: PreTrainedModel | None) -> int | None:
-    """The padding token in a model's configuration, if it has one."""
-    config = None if transformer is None else text_config(transformer)
-    pad_token_id = getattr(config, "pad_token_id", None)
+    """Return the padding token in a model's configuration, if it has one."""
+    if transformer is None:
+        return None
+    pad_token_id = getattr(text_config(transformer), "pad_token_id", None)
     return pad_token_id if isinstance(pad_token_id, int) else None
 
 
@@ -169,18 +184,19 @@ class Positions(NamedTuple):
     owners_of_logits: torch.Tensor | None = None
 
     def logits_of(self, examples: torch.Tensor) -> torch.Tensor:
-        """Values `(..., B)` of the examples, repeated for each of their rows of logits."""
-        owners = self.owners_of_logits
-        return examples if owners is None else examples[..., owners.to(examples.device)]
+        """Repeat values `(..., B)` of the examples for each of their rows of logits."""
+        if self.owners_of_logits is None:
+            return examples
+        return examples[..., self.owners_of_logits.to(examples.device)]
 
     def valid(self, n_positions: int) -> torch.Tensor | None:
-        """`(B, n_positions)` mask for a layer that sees so many positions of each example.
+        """Return the `(B, n_positions)` mask of a layer that sees so many positions of an example.
 
         None where all of them are valid, as after pooling. A `NotImplementedError` if the batch is
         padded and the layer's positions are not those of the mask.
         """
-        pooled = n_positions == self.n_rows // self.n_examples
-        if self.mask is None or pooled:
+        is_pooled = n_positions == self.n_rows // self.n_examples
+        if self.mask is None or is_pooled:
             return None
         if self.mask.shape != (self.n_examples, n_positions):
             raise NotImplementedError(
@@ -191,27 +207,47 @@ class Positions(NamedTuple):
 
 
 def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Positions:
-    """Sizes and mask of a batch's inputs, without labels."""
+    """Describe the rows of a batch's inputs, without labels."""
     if isinstance(inputs, torch.Tensor) and inputs.ndim > 1 and not inputs.is_floating_point():
         inputs = {"input_ids": inputs}
-    given = inputs if isinstance(inputs, Mapping) else {}
-    mask, rows = given.get("attention_mask"), given.get("input_ids")
-    if rows is None and given.get("inputs_embeds") is not None:
-        rows = given["inputs_embeds"][..., 0]
-    elif rows is None and mask is not None and mask.ndim == 2:
-        rows = mask
+    by_key = inputs if isinstance(inputs, Mapping) else {}
+    mask = by_key.get("attention_mask")
+    rows = _rows(by_key)
+    if mask is not None:
+        mask = mask.to(device).bool()
     n_rows = 0 if rows is None else prod(rows.shape[:-1])
-    mask = None if mask is None else mask.to(device).bool()
     if rows is None or n_rows % n_examples:  # as of windows, of which texts have other numbers
-        return Positions(n_examples, n_examples, mask=mask)
-    if mask is not None and mask.shape in (rows.shape, (1, *rows.shape[1:])):  # one of all texts
+        return Positions(n_examples, n_rows=n_examples, mask=mask)
+    mask_of_all = (1, *rows.shape[1:])
+    if mask is not None and mask.shape in (rows.shape, mask_of_all):
         mask = None if mask.all() else mask.expand_as(rows).reshape(n_examples, -1)
-    return Positions(n_examples, n_rows, rows.numel(), mask, _is_text(given, n_examples))
+    return Positions(
+        n_examples,
+        n_rows=n_rows,
+        n_tokens=rows.numel(),
+        mask=mask,
+        is_text=_is_text(by_key, n_examples),
+    )
+
+
+def _rows(inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return a tensor with one number for each token, in the rows of a model's input."""
+    if inputs.get("input_ids") is not None:
+        return inputs["input_ids"]
+    if inputs.get("inputs_embeds") is not None:
+        return inputs["inputs_embeds"][..., 0]
+    mask = inputs.get("attention_mask")
+    return mask if mask is not None and mask.ndim == 2 else None
 
 
 def _is_text(inputs: Mapping[str, Any], n_examples: int) -> bool:
-    """Whether there are tokens, and no tensor beside them but masks and the like."""
-    tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim > 1}
-    features = [k for k, v in tensors.items() if v.is_floating_point() and "mask" not in k]
-    lengths = {len(value) for value in tensors.values()}
-    return "input_ids" in tensors and not features and lengths <= {1, n_examples}
+    """Tell whether there are tokens, and no tensor beside them but masks and the like."""
+    if not isinstance(inputs.get("input_ids"), torch.Tensor) or inputs["input_ids"].ndim < 2:
+        return False
+    for key, value in inputs.items():
+        if not isinstance(value, torch.Tensor) or value.ndim < 2:
+            continue
+        is_feature = value.is_floating_point() and "mask" not in key
+        if is_feature or len(value) not in (1, n_examples):
+            return False
+    return True

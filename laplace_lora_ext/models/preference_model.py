@@ -11,7 +11,7 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.answers import logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 
-_NAMES = "input_ids", "attention_mask"
+_KEYS = ("input_ids", "attention_mask")
 
 
 class PreferenceModel(LogitsModel):
@@ -27,7 +27,7 @@ class PreferenceModel(LogitsModel):
     """
 
     def split_if_labelled(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        """As of any model, but TRL's batches become pairs whose first text is preferred."""
+        """Split a batch as any model; TRL's batches become pairs whose first text is preferred."""
         if not isinstance(batch, Mapping) or batch.get(self.dict_key_y) is not None:
             return super().split_if_labelled(batch)
         pairs = self._pairs(batch)
@@ -35,7 +35,7 @@ class PreferenceModel(LogitsModel):
         return pairs, first
 
     def _pairs(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
+        """Return token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
         if "margin" in batch:
             warn('The likelihood "reward_modeling" has no margin: the batch\'s margin is ignored.')
         tokens = batch.get("input_ids")
@@ -44,23 +44,26 @@ class PreferenceModel(LogitsModel):
                 f"No labels {self.dict_key_y!r} in the batch, and no pairs: pass as many chosen as "
                 "rejected texts, all chosen ones first in input_ids."
             )
-        return {n: batch[n].unflatten(0, (2, -1)).transpose(0, 1) for n in _NAMES if n in batch}
+        pairs = {}
+        for key in _KEYS:
+            if key in batch:
+                # All chosen texts come first, then all rejected ones.
+                pairs[key] = batch[key].unflatten(0, (2, -1)).transpose(0, 1)
+        return pairs
 
     def _call(self, inputs: Any, **kwargs: Any) -> Any:
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         if self.transformer is None or tokens is None or tokens.ndim < 3:
             return super()._call(inputs, **kwargs)
-        pairs = tokens.shape[:2]
-        flat = {
-            key: value.flatten(0, 1)
-            if isinstance(value, torch.Tensor) and value.shape[:2] == pairs
-            else value
-            for key, value in inputs.items()
-        }
-        rewards = logits_of(super()._call(flat, **kwargs))
-        if rewards.shape != (pairs.numel(), 1):
+        shape = tokens.shape[:2]
+        texts = {}
+        for key, value in inputs.items():
+            lies_by_text = isinstance(value, torch.Tensor) and value.shape[:2] == shape
+            texts[key] = value.flatten(0, 1) if lies_by_text else value
+        rewards = logits_of(super()._call(texts, **kwargs))
+        if rewards.shape != (shape.numel(), 1):
             raise ValueError(
                 f"A reward model has one output, but this one returns {tuple(rewards.shape)} for "
-                f"{pairs.numel()} texts: load it with num_labels=1."
+                f"{shape.numel()} texts: load it with num_labels=1."
             )
-        return rewards.reshape(pairs)
+        return rewards.reshape(shape)

@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 
 from laplace_lora_ext.models.batches import text_config
 
-_SWAPPED = 0.3  # share of a text's tokens
-_OF_PROMPT = 0.9  # share of the texts that a prompt's tokens stand in
+# The share of a text's tokens that are swapped.
+_SWAPPED = 0.3
+# Tokens in more than this share of the texts are a prompt's.
+_OF_PROMPT = 0.9
 
 
 class Swapping:
@@ -35,42 +37,49 @@ class Swapping:
         transformer: PreTrainedModel | None,
         generator: torch.Generator,
     ) -> None:
-        rows = [
-            row[real]
-            for batch in batches
-            for row, real in zip(batch["input_ids"].cpu(), _real(batch), strict=True)
-        ]
-        tokens = torch.cat(rows)
-        n_texts = torch.cat([row.unique() for row in rows]).bincount()  # by token
-        of_prompt = (n_texts > _OF_PROMPT * len(rows)).nonzero().flatten()
+        texts: list[torch.Tensor] = []
+        for batch in batches:
+            for row, is_real in zip(batch["input_ids"].cpu(), _is_real(batch), strict=True):
+                texts.append(row[is_real])
+        tokens = torch.cat(texts)
+        # How many texts each token of the vocabulary stands in.
+        n_texts = torch.cat([text.unique() for text in texts]).bincount()
+        of_prompt = (n_texts > _OF_PROMPT * len(texts)).nonzero().flatten()
         special = [] if transformer is None else sorted(_special_tokens(transformer))
         self._staying = torch.cat([of_prompt, torch.tensor(special, dtype=torch.long)])
         self._drawn_from = tokens[~torch.isin(tokens, self._staying)]
         self._generator = generator
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of a batch with swapped tokens."""
+        """Copy a batch with swapped tokens."""
         ids = batch["input_ids"].cpu()
         if not len(self._drawn_from):
             return dict(batch)
-        may_go = _real(batch) & ~torch.isin(ids, self._staying)
+        may_go = _is_real(batch) & ~torch.isin(ids, self._staying)
         n_swapped = (_SWAPPED * may_go.sum(-1, keepdim=True)).round()
+        # The tokens with the smallest lots of their text go.
         lots = torch.rand(ids.shape, generator=self._generator).masked_fill(~may_go, torch.inf)
         places = torch.randint(len(self._drawn_from), ids.shape, generator=self._generator)
-        goes = lots.argsort(-1).argsort(-1) < n_swapped
+        rank_of_lot = lots.argsort(-1).argsort(-1)
+        goes = rank_of_lot < n_swapped
         swapped = torch.where(goes, self._drawn_from[places], ids)
         return {**batch, "input_ids": swapped.to(batch["input_ids"].device)}
 
 
 def _special_tokens(transformer: PreTrainedModel) -> set[int]:
-    """Tokens that a configuration names, such as those of padding, of a text's end, of images."""
-    named = transformer.config.to_dict() | text_config(transformer).to_dict()
-    values = [v for k, v in named.items() if k.endswith(("_token_id", "_token_index"))]
-    each = [x for value in values for x in (value if isinstance(value, list) else [value])]
-    return {token for token in each if isinstance(token, int)}
+    """Find tokens that a configuration names, as those of padding, a text's end, or images."""
+    settings = transformer.config.to_dict() | text_config(transformer).to_dict()
+    tokens: set[int] = set()
+    for name, value in settings.items():
+        if name.endswith(("_token_id", "_token_index")):
+            several = value if isinstance(value, list) else [value]
+            tokens.update(token for token in several if isinstance(token, int))
+    return tokens
 
 
-def _real(batch: Mapping[str, Any]) -> torch.Tensor:
-    """`(B, T)` booleans on the CPU, false at padding."""
+def _is_real(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Mark the tokens that are not padding, `(B, T)` on the CPU."""
     mask = batch.get("attention_mask")
-    return torch.ones(batch["input_ids"].shape).bool() if mask is None else mask.cpu().bool()
+    if mask is None:
+        return torch.ones(batch["input_ids"].shape, dtype=torch.bool)
+    return mask.cpu().bool()

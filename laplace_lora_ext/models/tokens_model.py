@@ -29,44 +29,51 @@ class TokensModel(LogitsModel):
 
     @property
     def transformer(self) -> PreTrainedModel:
+        """The transformers model within, which there always is."""
         transformer = super().transformer
         assert transformer is not None
         return transformer
 
     @property
     def is_encoder_decoder(self) -> bool:
+        """Whether the model reads one text, and writes another."""
         return bool(self.transformer.config.is_encoder_decoder)
 
     def _logits(self, batch: Any, **model_kwargs: Any) -> torch.Tensor:
-        """Logits `(N, V)` of the labelled tokens, one text after the other, float32 or better."""
+        """Compute logits `(N, V)` of the labelled tokens, one text after the other.
+
+        They are in float32 or better.
+        """
         if isinstance(batch, Mapping) and not self.is_encoder_decoder:
             batch = text_first(batch)  # labels too
-        labelled, inputs = self.targets(batch) != IGNORED, self._inputs(batch)
-        logits = self._at(labelled, inputs, **model_kwargs)
+        labelled = self.targets(batch) != IGNORED
+        logits = self._at(labelled, self._inputs(batch), **model_kwargs)
         self.output_size = logits.shape[-1]
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
     def split(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        """The batch, and the tokens `(B, T)` that the logits at each place predict."""
+        """Return the batch, and the tokens `(B, T)` that the logits at each place predict."""
         return batch, self.targets(batch)
 
     def targets(self, batch: Any) -> torch.Tensor:
-        """Tokens `(B, T)` that the logits at each place predict, -100 where nothing is labelled.
+        """Return tokens `(B, T)` that the logits at each place predict, -100 where none is.
 
         A `ValueError` if labels are missing, of another shape or type, at padding, or all -100.
         """
         if not isinstance(batch, Mapping):
             raise TypeError(f"A batch of texts must be a mapping, not {type(batch).__name__}.")
-        labels = super().split(batch)[1]
+        _, labels = super().split(batch)
         if labels.ndim != 2 or labels.is_floating_point():
             raise ValueError(
                 f"labels must be tokens of shape (texts, positions), not {tuple(labels.shape)} of "
                 f"{labels.dtype}"
             )
         if not self.is_encoder_decoder:
-            begun = _begun(labels, super()._inputs(batch))
+            has_begun = _has_begun(labels, super()._inputs(batch))
+            # Logits predict the token after their place.
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-            labels = labels.masked_fill(~begun, IGNORED)  # padding before a text predicts nothing
+            # Padding before a text predicts nothing.
+            labels = labels.masked_fill(~has_begun, IGNORED)
         if not (labels != IGNORED).any():
             raise ValueError(
                 f"no token is labelled: every label is {IGNORED}, or on a text's first token, "
@@ -75,14 +82,17 @@ class TokensModel(LogitsModel):
         return labels
 
     def labelled(self, batch: Any) -> torch.Tensor:
-        """`(B, T)` booleans, true at the labels that some logits predict."""
+        """Mark the labels that some logits predict, `(B, T)`."""
         predicting = self.targets(batch) != IGNORED
         return predicting if self.is_encoder_decoder else predicting.roll(1, dims=1)
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
+        """Describe the rows of a batch of texts, which have a row of logits for each label."""
         targets = self.targets(batch)
         owners = (targets != IGNORED).nonzero()[:, 0]
-        return super().positions(batch, len(targets))._replace(owners_of_logits=owners)
+        # `n_examples` are the rows of logits.
+        of_texts = super().positions(batch, len(targets))
+        return of_texts._replace(owners_of_logits=owners)
 
     def _inputs(self, batch: Any) -> Any:
         inputs = super()._inputs(batch)
@@ -92,14 +102,17 @@ class TokensModel(LogitsModel):
         return text_first(inputs)
 
     def _at(self, places: torch.Tensor, inputs: Any, **kwargs: Any) -> torch.Tensor:
-        """Logits `(N, V)` at the true ones of `(B, T)` places."""
+        """Compute logits `(N, V)` at the true ones of `(B, T)` places."""
+        # The true places of each text come first in the index, which has as many as any text has.
         most = int(places.sum(1).max())
         index = places.int().argsort(dim=1, descending=True, stable=True)[:, :most]
-        kept = places.take_along_dim(index, dim=1)
-        options = without_cache(self.transformer, inputs) | kwargs
+        is_true = places.take_along_dim(index, dim=1)
+        model_kwargs = without_cache(self.transformer, inputs) | kwargs
         with reading_at(self.transformer, index, places.shape[1]) as read_off:
-            logits = read_off(self._call(inputs, **options))
-        return logits.flatten(0, 1) if kept.all() else logits[kept.to(logits.device)]
+            logits = read_off(self._call(inputs, **model_kwargs))
+        if is_true.all():
+            return logits.flatten(0, 1)  # without a copy
+        return logits[is_true.to(logits.device)]
 
     def _find_answers(
         self, class_token_ids: Sequence[int] | None, mask_token_id: int | None
@@ -118,16 +131,16 @@ class TokensModel(LogitsModel):
 
 
 def _decoder_input_ids(transformer: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
-    """What the decoder reads where it is to predict labels `(B, T)`, as the model itself has it."""
-    own: Any = getattr(transformer, "prepare_decoder_input_ids_from_labels", None)
-    if own is not None:
-        return own(labels.clone())  # FSMT's writes padding tokens into them
-    padding: Any = transformer.config.pad_token_id
+    """Make what the decoder reads where it is to predict labels `(B, T)`, as the model itself."""
+    prepare = getattr(transformer, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is not None:
+        return prepare(labels.clone())  # FSMT's writes padding tokens into them
+    padding = transformer.config.pad_token_id
     return shift_tokens_right(labels, padding, start_token(transformer))
 
 
-def _begun(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """`(B, T)` booleans, true from a text's first token on; refuses labels of no token."""
+def _has_begun(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Mark places from a text's first token on, `(B, T)`; refuse labels of no token."""
     for key in ("input_ids", "attention_mask"):
         given = inputs.get(key)
         if given is not None and given.shape != labels.shape:
