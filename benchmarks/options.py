@@ -181,7 +181,9 @@ class Gpu(Run):
 
     minutes: float = option(10.0, "after which nothing more is begun")
     models: tuple[str, ...] = option(
-        ("llama", "qwen"), "shapes: Llama 3 8B and Qwen 2.5 1.5B", choices=("llama", "qwen")
+        ("llama", "qwen"),
+        "shapes of Llama 3 8B and Qwen 2.5 1.5B, in this order",
+        choices=("llama", "qwen"),
     )
     tiny: bool = option(False, "a tiny model instead, to try the command")
     lengths: tuple[int, ...] = option((512, 2048), "tokens of a text, two numbers")

@@ -51,8 +51,14 @@ class Shape:
     config: PreTrainedConfig
 
 
-def shapes(tiny: bool) -> list[Shape]:
-    """The models to measure, the one that matters most first."""
+def shapes_of(options: Gpu) -> list[Shape]:
+    """List the models to measure, in the order asked for."""
+    known = {shape.name: shape for shape in all_shapes(options.tiny)}
+    return list(known.values()) if options.tiny else [known[name] for name in options.models]
+
+
+def all_shapes(tiny: bool) -> list[Shape]:
+    """Make the configurations of all models, or of a tiny one alone."""
     common: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     if tiny:
         small: dict[str, Any] = {
@@ -102,9 +108,7 @@ def run(options: Gpu) -> Iterator[Result]:
     page = Page(options, time.monotonic() + 60 * options.minutes)
     page.check_exactness()
     yield page.result()
-    for shape in shapes(options.tiny):
-        if not options.tiny and shape.name not in options.models:
-            continue
+    for shape in shapes_of(options):
         for setting in settings_of(options):
             if page.is_over:
                 break
