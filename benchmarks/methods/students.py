@@ -22,6 +22,7 @@ class Scaled:
     def __init__(self, la: Any, temperature: float) -> None:
         self.model = la.model
         self.blocks = la.blocks
+        self.members = [self]
         self.temperature = temperature
 
     @torch.no_grad()
