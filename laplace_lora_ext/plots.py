@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from laplace_lora_ext.metrics import N_BINS
 from laplace_lora_ext.predictive.decisions import Prediction
@@ -73,8 +74,6 @@ def outcomes(
     ValueError
         If there are no labels, or the posterior predicts no classes.
     """
-    from tqdm import tqdm
-
     batches = tqdm(loader, "[Predictions]", disable=not progress_bar or rank() > 0)
     generator = torch.Generator(la.model.device).manual_seed(0)
     start = generator.get_state()

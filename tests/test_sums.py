@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from tests.support.models import lora_model, ragged_batches
+from tests.support.models import lora_model, ragged_batches, without_labels
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, make
 from tests.support.ranks import (
     Texts,
@@ -210,10 +210,6 @@ def said_by_a_fit(model, batches, **options):
         make(model, **options).fit(batches)
     messages = [str(warning.message) for warning in caught]
     return [message for message in messages if GUESSING in message]
-
-
-def without_labels(batch):
-    return {key: value for key, value in batch.items() if key != "labels"}
 
 
 def relabelled(model, batches, n_right):

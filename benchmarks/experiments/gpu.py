@@ -29,8 +29,8 @@ GIGABYTE = 1e9
 ANSWERS = (11, 12, 13, 14)  # tokens
 LORA_B_SCALE = 0.02
 RANK = 8
-# Of the 7B models of the paper's table 12 (its appendix on costs): GB of LoRA training with the
-# fit of Laplace-LoRA every 1,000 steps, and without it, with weights in 8 bits.
+# GB of LoRA training of Llama 2 7B, and with fits of Laplace-LoRA every 1,000 steps, as the paper
+# has them in its section "Memory and runtime cost".
 PAPER = {"WinoGrande-S": (8.34, 8.43), "BoolQ": (10.48, 10.93)}
 
 

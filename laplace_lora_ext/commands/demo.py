@@ -127,7 +127,8 @@ def source_files(library: str) -> list[Path]:
             f'The demo reads files of {library}: pip install "laplace-lora-ext[demo]".'
         )
     root = Path(found.submodule_search_locations[0])
-    return [path for path in sorted(root.rglob("*.py")) if "test" not in path.as_posix()]
+    files = sorted(root.rglob("*.py"))
+    return [file for file in files if "test" not in file.relative_to(root).as_posix()]
 
 
 def paragraphs_of(docstring: str) -> Iterator[Text]:

@@ -14,11 +14,19 @@ from peft import (
     PeftModel,
     load_peft_weights,
 )
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
 
 import laplace_lora_ext
 from laplace_lora_ext.commands.arguments import ModelArguments
-from laplace_lora_ext.commands.texts import Batches, Classes, UsageError, column_of, read_rows
+from laplace_lora_ext.commands.texts import (
+    Batches,
+    Classes,
+    Row,
+    UsageError,
+    column_of,
+    read_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -32,18 +40,23 @@ class Loaded:
     arguments: ModelArguments
 
     def texts(self, source: str) -> list[str]:
-        """Read texts."""
+        """Read texts alone."""
+        return self._texts_of(read_rows(source), source)
+
+    def labelled_texts(self, source: str) -> tuple[list[str], list[int]]:
+        """Read texts, and their labels as numbers of classes."""
         rows = read_rows(source)
-        return [str(text) for text in column_of(rows, self.arguments.text_column, source)]
+        labels = column_of(rows, self.arguments.label_column, source)
+        numbers = [self.classes.number_of(label, source) for label in labels]
+        return self._texts_of(rows, source), numbers
 
-    def labels(self, source: str) -> list[int]:
-        """Read labels as numbers of classes."""
-        labels = column_of(read_rows(source), self.arguments.label_column, source)
-        return [self.classes.number_of(label, source) for label in labels]
-
-    def labelled(self, source: str) -> Any:
+    def labelled_batches(self, source: str) -> DataLoader:
         """Make batches of texts with labels."""
-        return self.batches(self.texts(source), self.labels(source))
+        texts, labels = self.labelled_texts(source)
+        return self.batches(texts, labels)
+
+    def _texts_of(self, rows: Sequence[Row], source: str) -> list[str]:
+        return [str(text) for text in column_of(rows, self.arguments.text_column, source)]
 
     def new_posterior(self) -> laplace_lora_ext.LoRALaplace:
         """Make a posterior that is not fitted yet."""

@@ -46,12 +46,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = _function(command.module, name)
     from laplace_lora_ext.commands.texts import UsageError
 
-    warnings.showwarning = _show_warning
     try:
-        run(parsed)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            run(parsed)
     except KeyboardInterrupt:
         sys.exit(130)
-    except (UsageError, ValueError, NotImplementedError, OSError, ImportError) as error:
+    # Of these kinds are the library's own refusals; NotImplementedError is a RuntimeError.
+    except (UsageError, ValueError, RuntimeError, OSError, ImportError) as error:
         _fail(f"laplace-lora {name}", str(error))
 
 

@@ -30,14 +30,14 @@ def calibrate(arguments: CalibrateArguments) -> None:
     folder = Path(arguments.output or arguments.adapter)
     check_new(str(folder / _POSTERIOR), arguments.overwrite, "pass --overwrite to replace it")
     loaded = load(arguments)
-    train = loaded.labelled(arguments.train)
+    train = loaded.labelled_batches(arguments.train)
     la = loaded.new_posterior()
     la.fit(train, progress_bar=True)
     if arguments.validation is None:
         la.optimize_prior_precision(method="agreement", train_loader=train, progress_bar=True)
         measured, known_as = train, "the training texts, which the model knows"
     else:
-        measured = loaded.labelled(arguments.validation)
+        measured = loaded.labelled_batches(arguments.validation)
         known_as = "the validation texts, which have chosen the prior"
         la.optimize_prior_precision(
             method="gridsearch", val_loader=measured, link_approx="mean_field", progress_bar=True
@@ -62,7 +62,7 @@ def predict(arguments: PredictArguments) -> None:
             raise UsageError("--amortized needs --train, the texts to learn variances from.")
         la.amortize(loaded.batches(loaded.texts(arguments.train)), progress_bar=True)
     texts = loaded.texts(arguments.data)
-    n_done = len(output.read_text(encoding="utf-8").splitlines()) if output.exists() else 0
+    n_done = _keep_whole_lines(output) if output.exists() else 0
     if n_done > len(texts):
         raise UsageError(f"{output} has more lines than {arguments.data}: pass another --output.")
     pred_type = "amortized" if arguments.amortized else "glm"
@@ -83,14 +83,22 @@ def predict(arguments: PredictArguments) -> None:
             file.flush()
 
 
+def _keep_whole_lines(output: Path) -> int:
+    """Cut off a last line that an interruption has left unfinished; count the others."""
+    written = output.read_bytes()
+    whole = written[: written.rfind(b"\n") + 1]
+    if whole != written:
+        output.write_bytes(whole)
+    return whole.count(b"\n")
+
+
 def report(arguments: ReportArguments) -> None:
     """Write a page of HTML."""
     output = check_new(arguments.output, arguments.overwrite, "pass --overwrite to replace it")
     loaded = load(arguments)
     la = loaded.posterior(arguments.posterior)
-    texts = loaded.texts(arguments.data)
-    loader = loaded.batches(texts, loaded.labels(arguments.data))
-    results = plots.outcomes(la, loader, progress_bar=True)
+    texts, labels = loaded.labelled_texts(arguments.data)
+    results = plots.outcomes(la, loaded.batches(texts, labels), progress_bar=True)
     document = page(arguments.title, results, texts, loaded.classes.names)
     output.write_text(document, encoding="utf-8")
     print(f"The report is in {output}.")
@@ -103,9 +111,9 @@ def distill(arguments: DistillArguments) -> None:
     la = loaded.posterior(arguments.posterior)
     for name, weight in loaded.model.named_parameters():
         weight.requires_grad_(".lora_" in name or ".modules_to_save." in name)
-    labels = loaded.labels(arguments.train)
+    texts, labels = loaded.labelled_texts(arguments.train)
     encoded = loaded.batches.tokenizer(
-        loaded.texts(arguments.train),
+        texts,
         truncation=arguments.max_length is not None,
         max_length=arguments.max_length,
     )

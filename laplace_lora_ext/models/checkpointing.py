@@ -1,4 +1,4 @@
-"""Gradient checkpointing, which the user has switched on for training, in passes of our own."""
+"""Checkpoints, in passes of our own, the layers that the user's training checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CACHES = {"past_key_values", "past_key_value", "layer_past", "cache"}
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
-    """Layers whose activations the user's training does not keep, but computes anew."""
+    """Find the layers whose activations the user's training computes anew."""
     if GradientCheckpointingLayer is None:
         return []
     return [
@@ -32,19 +32,19 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
 
 
 class Checkpoints:
-    """Layers that keep nothing but their inputs for backward passes, which compute them anew."""
+    """Lets layers keep their inputs alone for backward passes, which compute the rest anew."""
 
     def __init__(self) -> None:
         self._n_open = 0
 
     @property
     def is_within(self) -> bool:
-        """Whether such a layer is being called."""
+        """Say whether such a layer is being called."""
         return self._n_open > 0
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Within, checkpoint the layers of a model that its training checkpoints.
+        """Checkpoint, within, the layers of a model that its training checkpoints.
 
         transformers does so in training mode alone, where dropout and whatever else a layer does in
         training would change the logits. Here the layers stay in evaluation mode, and the model's

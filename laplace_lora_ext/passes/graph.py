@@ -178,7 +178,7 @@ class Graph:
 
         What arrives at each layer is delivered as soon as it is known, so that few gradients are in
         memory at a time. Some kernels can't run under `torch.func.vmap`, such as those that write
-        into their arguments; memory may be short too. Then seeds go one by one, from then on.
+        into their arguments. Then seeds go one by one, from then on.
         """
         if not any(self.calls):  # none has a gradient
             return
@@ -211,7 +211,7 @@ class Graph:
                 # Where an operation has no batching rule, vmap runs it once a seed: as good.
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 torch.func.vmap(grad)(vectors)
-        except torch.cuda.OutOfMemoryError:
+        except torch.cuda.OutOfMemoryError:  # which smaller batches mend
             raise
         except Exception:
             if together.is_delivering:  # the fault is not the pass's

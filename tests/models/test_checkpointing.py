@@ -1,5 +1,6 @@
 """Layers that the user's training checkpoints are checkpointed in recorded passes too."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification
 
 from laplace_lora_ext.models.checkpointing import checkpointed_layers
+from laplace_lora_ext.passes.graph import Graph
 from tests.support.dense import EXACT
 from tests.support.models import TARGET_MODULES, lora_model, pairs, ragged_batches, with_lora
 from tests.support.posteriors import KFAC_APPROX, STRUCTURES, fitted, make
@@ -81,23 +83,27 @@ def test_dropout_of_checkpointed_layers_stays_off():
     assert model.training
 
 
-def test_inputs_of_layers_are_not_kept(monkeypatch):
-    """Where layers are checkpointed, what LoRA layers are given goes with their activations."""
-    from laplace_lora_ext.passes import graph
+@pytest.mark.parametrize("is_checkpointed", [True, False])
+def test_inputs_of_layers_are_computed_anew_with_their_activations(monkeypatch, is_checkpointed):
+    """What LoRA layers are given is gone after a forward pass where layers are checkpointed."""
+    inputs: list[weakref.ref] = []
+    alive: list[int] = []
+    initialise = Graph.__init__
 
-    kept: list[bool] = []
-    initialise = graph.Graph.__init__
+    def note(self, *args) -> None:
+        alive.append(sum(each() is not None for each in inputs))
+        initialise(self, *args)
 
-    def note(self, logits, calls, *args) -> None:
-        initialise(self, logits, calls, *args)
-        kept.extend(call.inputs is not None for of_layer in calls for call in of_layer)
-
-    monkeypatch.setattr(graph.Graph, "__init__", note)
     model = lora_model("gpt2")
-    enable(model)
-    fitted("gpt2", model=model)
-    assert kept
-    assert not any(kept)
+    if is_checkpointed:
+        enable(model)
+    for name, layer in model.named_modules():
+        if name.endswith("lora_A.default"):
+            layer.register_forward_hook(lambda _, args, __: inputs.append(weakref.ref(args[0])))
+    monkeypatch.setattr(Graph, "__init__", note)
+    fitted("gpt2", ragged_batches()[:1], model=model)
+    assert inputs
+    assert alive == [0] if is_checkpointed else alive[0] > 0
 
 
 class Checkpointing(nn.Module):

@@ -187,6 +187,11 @@ def laplace_keywords(kind: str) -> dict[str, object]:
     return {"class_token_ids": CLASS_TOKEN_IDS}
 
 
+def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    """Leave the labels out of a batch."""
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
 def ragged_batches(
     lengths: Sequence[int] = (7, 4, 5, 7, 3, 6, 2, 7),
     batch_size: int = 3,

@@ -16,6 +16,7 @@ from tests.support.models import (
     base_model,
     lora_model,
     ragged_batches,
+    without_labels,
 )
 from tests.support.posteriors import make
 from tests.support.snapshots import Snapshot
@@ -36,10 +37,6 @@ def texts(seed=1):
 
 def rows(batch):
     return [{key: value[row] for key, value in batch.items()} for row in range(N_TEXTS)]
-
-
-def without_labels(batch):
-    return {key: value for key, value in batch.items() if key != "labels"}
 
 
 def without_padding(batch):

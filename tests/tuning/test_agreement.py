@@ -5,7 +5,7 @@ import torch
 from torch.distributions import MultivariateNormal
 from torch.utils.data import DataLoader
 
-from tests.support.models import ragged_batches
+from tests.support.models import ragged_batches, without_labels
 from tests.support.posteriors import (
     STRUCTURES,
     fitted,
@@ -15,10 +15,6 @@ from tests.support.posteriors import (
 from tests.support.ranks import Texts
 
 METHOD = "agreement"
-
-
-def without_labels(batch):
-    return {key: value for key, value in batch.items() if key != "labels"}
 
 
 def change(la, batches, n_samples: int = 20_000) -> float:

@@ -16,7 +16,7 @@ from laplace_lora_ext.tuning import (
     PREDICTIONS,
     required_data,
 )
-from tests.support.models import ragged_batches
+from tests.support.models import ragged_batches, without_labels
 from tests.support.posteriors import (
     GRID,
     STRUCTURES,
@@ -27,10 +27,6 @@ from tests.support.posteriors import (
     plain_regression,
 )
 from tests.support.ranks import Texts
-
-
-def without_labels(batch):
-    return {key: value for key, value in batch.items() if key != "labels"}
 
 
 def sum_of_squares(outputs, targets):
