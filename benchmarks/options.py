@@ -51,13 +51,16 @@ class TextRun(Reading):
         "docstrings, names, submodules, exceptions, types, belongs, sections, verbs, comments, "
         "defaults or choices (from installed sources; the last is for a causal language model), or "
         "one of the paper's: winogrande_s, winogrande_m, arc_easy, arc_challenge, obqa, boolq (for "
-        "causal language models), mrpc, rte, cola, wic, wnli, boolq_pairs (for encoders)",
+        "causal language models), mrpc, rte, cola, wic, wnli, boolq_pairs (for encoders); or "
+        "intents of CLINC150 and banking77, from --data: travel, banking, work, clinc150, banking77",
     )
     train_examples: int | None = option(None, "texts to fine-tune on")
     test_examples: int | None = option(None, "texts to measure every method on")
     shifted_examples: int | None = option(None, "texts from each other distribution")
     data: Path | None = option(
-        None, "the paper's tasks as DATA/dataset/configuration/split.jsonl; the hub by default"
+        None,
+        "the paper's tasks and intents, as DATA/dataset/configuration/split.jsonl; by default the "
+        "paper's tasks come from the hub",
     )
     model: str | None = option(
         None, "model for choices or a paper's task: its name on the hub, or a folder"

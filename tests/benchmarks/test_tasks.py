@@ -1,5 +1,6 @@
 """The tasks: what is read from a source or a row, and how sets are drawn of it."""
 
+import json
 import random
 import re
 import sys
@@ -123,3 +124,45 @@ def test_rows_of_a_folder_and_of_the_hub_become_the_papers_prompts_and_pairs(
     # What is cut of a long prompt is not where the answer comes from.
     ends_with_choices = paper.is_prompt and name != "boolq"
     assert paper.truncation_side == ("left" if ends_with_choices else "right")
+
+
+def write_intents(folder):
+    """Write CLINC's two splits: two domains of two intents, and texts out of scope."""
+    folder = folder / "clinc" / "clinc_oos" / "plus"
+    folder.mkdir(parents=True)
+    intents = {"travel": ["visa", "flight"], "banking": ["balance", "transfer"], "oos": ["oos"]}
+    for split in ("train", "test"):
+        rows = [
+            {"text": f"{split} {intent} {number}", "intent": intent, "domain": domain}
+            for domain, names in intents.items()
+            for intent in names
+            for number in range(4)
+        ]
+        lines = [json.dumps(row) for row in rows]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+def test_intents_come_from_their_own_splits_and_others_are_foreign(tmp_path):
+    write_intents(tmp_path)
+
+    def read(seed, name="travel"):
+        options = parsed("stages --quiet", task=name, data=tmp_path, train_examples=6)
+        return TASKS[name].read(options, seed)
+
+    task = read(0)
+    assert task == read(0)
+    assert task.train != read(1).train
+    assert list(task.classes) == ["flight", "visa"]
+    assert [one.label for one in task.train] == [0, 1, 0, 1, 0, 1]
+    for one in (*task.train, *task.test):
+        assert task.classes[one.label] in one.text
+    assert {one.text.split()[0] for one in task.train} == {"train"}
+    assert {one.text.split()[0] for one in task.test} == {"test"}
+    assert {one.text.split()[1] for one in task.shifted["oos"]} == {"oos"}
+    assert {one.text.split()[1] for one in task.shifted["other domains"]} == {"balance", "transfer"}
+    assert list(read(0, "clinc150").shifted) == ["oos"]
+
+
+def test_intents_without_a_folder_say_what_to_give():
+    with pytest.raises(SystemExit, match="give --data FOLDER"):
+        TASKS["travel"].read(parsed("stages --quiet", task="travel"), 0)

@@ -1,0 +1,124 @@
+"""Tasks of real intents: what a customer or a user of an assistant asks for.
+
+CLINC150 (Larson et al., EMNLP 2019) has 150 intents of ten domains, and texts out of their scope;
+banking77 (Casanueva et al., 2020) has 77 of one bank.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.models import MissingDataError, encoder_folder
+from benchmarks.options import TextRun
+from benchmarks.tasks.balanced import ENCODER
+from benchmarks.tasks.paper import Source, read_sources
+from benchmarks.tasks.paper_prompts import Row
+from benchmarks.tasks.task import Example, Sizes, Task
+from benchmarks.training import Hyperparameters
+
+CLINC = ("clinc/clinc_oos", "plus")
+BANKING = ("PolyAI/banking77", "default")
+OUT_OF_SCOPE = "oos"  # CLINC's name of the intent and of the domain
+OTHER_DOMAINS = "other domains"
+TEXTS_AN_INTENT = 10
+TEST_TEXTS_AN_INTENT = 30  # as many as CLINC150 has
+SHIFTED = 300
+# Many intents take more steps to be learnt by heart than the few classes of other tasks.
+MANY_INTENTS = replace(ENCODER, steps=1200)
+
+
+@dataclass(frozen=True)
+class Intents:
+    """Intents of a data set, or of one of CLINC's domains; equal numbers of texts of each."""
+
+    name: str
+    dataset: tuple[str, str]
+    domain: str | None = None
+    test_an_intent: int = TEST_TEXTS_AN_INTENT
+    hyperparameters: Hyperparameters = ENCODER
+
+    def model(self, _: TextRun) -> Path:
+        """Find the encoder, the same for all options."""
+        return encoder_folder()
+
+    def read(self, options: TextRun, seed: int) -> Task:
+        """Draw training and test texts, each from its own split, in an order that the seed says."""
+        if options.data is None:
+            raise MissingDataError(
+                f"{self.name} reads JSON lines with a text, and the names of its intent and its "
+                "domain: give --data FOLDER."
+            )
+        sources = [Source(*self.dataset, split) for split in ("train", "test")]
+        train, test = read_sources(sources, options.data)
+        classes = sorted({_intent(row) for row in train if self._is_known(row)})
+        sizes = Sizes(
+            train=TEXTS_AN_INTENT * len(classes),
+            test=self.test_an_intent * len(classes),
+            shifted=SHIFTED,
+        ).asked(options)
+        generator = random.Random(seed)
+        return Task(
+            name=self.name,
+            classes=classes,
+            is_prompt=False,
+            train=_drawn(train, classes, sizes.train, generator),
+            test=_drawn(test, classes, sizes.test, generator),
+            shifted=self._shifted(test, sizes.shifted, generator),
+        )
+
+    def _is_known(self, row: Row) -> bool:
+        """Tell whether a row has one of the task's intents."""
+        if _intent(row) == OUT_OF_SCOPE:
+            return False
+        return self.domain in (None, row.get("domain"))
+
+    def _shifted(
+        self, rows: Sequence[Row], count: int, generator: random.Random
+    ) -> dict[str, list[Example]]:
+        """Draw texts without a right answer: out of all scopes, and of other domains."""
+        unknown: dict[str, list[Row]] = {OUT_OF_SCOPE: [], OTHER_DOMAINS: []}
+        for row in rows:
+            if _intent(row) == OUT_OF_SCOPE:
+                unknown[OUT_OF_SCOPE].append(row)
+            elif not self._is_known(row):
+                unknown[OTHER_DOMAINS].append(row)
+        shifted = {}
+        for name, of_name in unknown.items():
+            if of_name:
+                chosen = generator.sample(of_name, min(count, len(of_name)))
+                shifted[name] = [Example(row["text"], None) for row in chosen]
+        return shifted
+
+
+def _intent(row: Row) -> str:
+    """Name the intent of a row: CLINC and banking77 have it in different fields."""
+    return row["intent"] if "intent" in row else row["label"]
+
+
+def _drawn(
+    rows: Sequence[Row], classes: Sequence[str], count: int, generator: random.Random
+) -> list[Example]:
+    """Draw examples, the classes by turns; fewer where a class has no more texts."""
+    texts: dict[str, list[str]] = {name: [] for name in classes}
+    for row in rows:
+        if _intent(row) in texts:
+            texts[_intent(row)].append(row["text"])
+    for of_class in texts.values():
+        generator.shuffle(of_class)
+    examples = []
+    for place in range(count):
+        label = place % len(classes)
+        of_class = texts[classes[label]]
+        if of_class:
+            examples.append(Example(of_class.pop(), label))
+    return examples
+
+
+INTENTS = (
+    Intents("travel", CLINC, domain="travel"),
+    Intents("banking", CLINC, domain="banking"),
+    Intents("work", CLINC, domain="work"),
+    Intents("clinc150", CLINC, test_an_intent=10, hyperparameters=MANY_INTENTS),
+    Intents("banking77", BANKING, test_an_intent=20, hyperparameters=MANY_INTENTS),
+)
