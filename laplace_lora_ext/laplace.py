@@ -11,30 +11,26 @@ import laplace.curvature as host_backends
 from torch import nn
 
 from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
-from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.likelihoods import refuse_multi_label
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.same_model import ModelState
-from laplace_lora_ext.saving import read_state
+from laplace_lora_ext.saving import class_name, read_state
 from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
 
-_CLASSES = (
-    *(LowRankKronLoRALaplace, LanguageModelLaplace),
-    *(KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace),
-)
+_CLASSES = (LowRankKronLoRALaplace, KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace)
 _BACKENDS = LowRankKronGGN, LowRankKronEF, *vars(host_backends).values()
 
 
 @overload
 def Laplace(
     model: nn.Module,
-    likelihood: Literal["language_modeling"],
+    likelihood: str | None = None,
     subset_of_weights: Literal["lora"] = "lora",
     hessian_structure: Literal["lowrank_kron"] = "lowrank_kron",
     **options: Any,
-) -> LanguageModelLaplace: ...
+) -> LowRankKronLoRALaplace: ...
 @overload
 def Laplace(
     model: nn.Module,
@@ -112,7 +108,7 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     backend, options["backend_kwargs"] = settings.pop("backend"), settings
     if "backend" not in kwargs:
         options["backend"] = _named(backend, _BACKENDS)
-    cls = _named(state["cls_name"], _CLASSES)
+    cls = _named(class_name(state), _CLASSES)
     la = cls(model, **options | kwargs)
     la.load_state_dict(state)
     return la

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
@@ -41,7 +41,7 @@ from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
 from laplace_lora_ext.predictive.moments import Moments, semidefinite, uncorrelated
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.problems import PROBLEMS, Problem
+from laplace_lora_ext.problems import PROBLEMS
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import build
@@ -73,7 +73,8 @@ class LoRALaplace(ParametricLaplace):
     ----------
     model : torch.nn.Module
         a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to logits
-    likelihood : {"classification", "regression", "reward_modeling"}
+    likelihood : {"classification", "regression", "reward_modeling", "language_modeling"}
+        the last for "lowrank_kron" alone
     dict_key_y : str, default="labels"
         the key of a batch's labels
     backend, backend_kwargs
@@ -113,7 +114,6 @@ class LoRALaplace(ParametricLaplace):
     """
 
     _structure: ClassVar[type[Structure[Any, Any]]]
-    _problems: ClassVar[Mapping[str, Problem]] = PROBLEMS  # by the likelihood's name
 
     model: LogitsModel
     blocks: list[Block]
@@ -146,9 +146,9 @@ class LoRALaplace(ParametricLaplace):
         _check_noise(kwargs.get("sigma_noise", 1.0))  # the host would ask whether it is 1
         backend = backend or self._structure.default_backend
         self._structure.check_backend(backend)
-        if likelihood not in self._problems:
+        if likelihood not in PROBLEMS:
             raise ValueError(f"Invalid likelihood type {likelihood}")
-        self.problem = self._problems[likelihood]
+        self.problem = PROBLEMS[likelihood]
         with LOCK:  # passes of other threads change what is active
             adapter = active_adapter(model)
         self.model = self.problem.adapter(
@@ -937,7 +937,12 @@ class LoRALaplace(ParametricLaplace):
         saving.check_state(state_dict, settings, self.model, self.blocks)
         loaded = Fit.from_state_dict(state_dict, self.structure)
         restored = copy(self)  # the host sets one attribute after the other, and may refuse one
-        of_host = {"mean": loaded.mean, "H": loaded.curvature, "loss": loaded.loss}
+        of_host = {
+            "cls_name": type(self).__name__,  # an earlier release may have called it otherwise
+            "mean": loaded.mean,
+            "H": loaded.curvature,
+            "loss": loaded.loss,
+        }
         ParametricLaplace.load_state_dict(restored, state_dict | of_host)
         restored._take_over(loaded)
         vars(self).update(vars(restored))

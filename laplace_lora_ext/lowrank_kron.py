@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,15 +17,29 @@ from laplace_lora_ext.passes.recorder import Directions, every_output
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics, statistics_of_batch
+from laplace_lora_ext.text.generation import GeneratedText, generate_texts
+from laplace_lora_ext.text.scores import (
+    TextScores,
+    draw_logits,
+    labelled_tokens,
+    score_texts,
+    writers_of,
+)
 
 
 class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
     """Laplace-LoRA: Kronecker-factored curvature whose large factors are kept low-rank.
 
+    It alone takes the likelihood "language_modeling", for language models that write.
+
     Parameters
     ----------
     model, likelihood, **kwargs
-        as for `LoRALaplace`
+        as for `LoRALaplace`. With the likelihood "language_modeling", `fit` takes batches as
+        supervised fine-tuning does: mappings with `input_ids`, `attention_mask` and `labels` (-100
+        for tokens that don't count). The Fisher is then a Monte-Carlo estimate: it draws a token
+        from the model wherever there is a label, and back-propagates the loss of a whole text at
+        once. `score` and `generate` predict, by draws of the weights
     backend : type of LowRankKronInterface, default=LowRankKronGGN
     backend_kwargs : dict, optional
         `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (from 20 classes on),
@@ -45,14 +59,102 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     _key = ("lora", "lowrank_kron")
     _structure: ClassVar[type[Structure[Any, Any]]] = LowRankKronStructure
-    # Classes for one likelihood, which share the host's key.
-    _of_likelihood: ClassVar[dict[str, type[LowRankKronLoRALaplace]]] = {}
 
-    def __new__(
-        cls, model: Any = None, likelihood: str = "", *args: Any, **kwargs: Any
-    ) -> LowRankKronLoRALaplace:
-        is_general = cls is LowRankKronLoRALaplace
-        return super().__new__(cls._of_likelihood.get(likelihood, cls) if is_general else cls)
+    # --- texts, with the likelihood "language_modeling" ----------------------------------------
+
+    def score(
+        self,
+        batch: Mapping[str, Any],
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+    ) -> TextScores:
+        """Score how likely texts are, and how uncertain the model is of each of their tokens.
+
+        Parameters
+        ----------
+        batch : Mapping
+            texts with labels, as for `fit`
+        n_samples : int, default=10
+            models with weights drawn from the posterior, S, of which `sample_adapters` writes the
+            like; 0 scores the trained model itself. A mixture divides them among its members, the
+            first ones getting the rest. Scoring takes `1 + S` forward passes, and the memory of a
+            few logits `(N, V)` whatever S is
+        generator : torch.Generator, optional
+            for the draws: with the same state, another batch gets the same draws
+
+        Returns
+        -------
+        TextScores
+
+        Raises
+        ------
+        ValueError
+            If the likelihood is another than "language_modeling", the batch has no labelled token
+            or does not suit the model, or a logit is not finite.
+        RuntimeError
+            If the model is not the fitted one.
+        """
+        return score_texts(self.members, batch, n_samples, generator)
+
+    def draw_logits(
+        self,
+        batch: Mapping[str, Any],
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Compute logits `(S, N, V)` of S draws at N labelled tokens, for measures of one's own.
+
+        Parameters are those of `score`. Without draws they are the trained model's, or each
+        member's.
+        """
+        return draw_logits(self.members, batch, n_samples, generator)
+
+    def generate(
+        self,
+        *,
+        n_samples: int = 10,
+        generator: torch.Generator | None = None,
+        **generation_kwargs: Any,
+    ) -> GeneratedText:
+        """Write texts, choosing each next token by the posterior predictive.
+
+        This runs transformers' own `generate`, greedy or sampling, with its stopping, its logits
+        processors and its caches, for one text after the other. A whole text keeps the same draws,
+        so each draw is one model reading that text. Without draws the texts equal those of the
+        model's own `generate`, and of a mixture those of the mixture of its trained models.
+
+        Parameters
+        ----------
+        n_samples, generator
+            as for `score`; each token takes `1 + S` forward passes
+        **generation_kwargs
+            for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them, padded on
+            the left unless an encoder reads them, `max_new_tokens` and so on
+
+        Returns
+        -------
+        GeneratedText
+
+        Raises
+        ------
+        NotImplementedError
+            For beams, several texts a prompt, `past_key_values`, images beside text, and models
+            with a `generate` of their own; without `use_cache=False` also for models that keep no
+            cache.
+        ValueError
+            If the likelihood is another, there are no prompts, or they are padded on the wrong
+            side.
+        """
+        return generate_texts(
+            self.members, n_samples=n_samples, generator=generator, **generation_kwargs
+        )
+
+    def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the trained model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
+        (writer,) = writers_of(self.members)
+        return labelled_tokens(writer, batch)
+
+    # --- what is particular to the structure ---------------------------------------------------
 
     def moments(
         self, X: Any, joint: bool, directions: Directions = every_output

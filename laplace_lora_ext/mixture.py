@@ -214,9 +214,9 @@ class LaplaceMixture:
     ) -> TextScores:
         """Score how likely texts are, and how uncertain the members are of each of their tokens.
 
-        Parameters, result and errors are those of `LanguageModelLaplace.score`.
+        Parameters, result and errors are those of `LowRankKronLoRALaplace.score`.
         """
-        return score_texts(self._writers, batch, n_samples, generator)
+        return score_texts(self.members, batch, n_samples, generator)
 
     def draw_logits(
         self,
@@ -228,7 +228,7 @@ class LaplaceMixture:
 
         Parameters are those of `score`. Without draws they are each member's.
         """
-        return draw_logits(self._writers, batch, n_samples, generator)
+        return draw_logits(self.members, batch, n_samples, generator)
 
     def generate(
         self,
@@ -240,16 +240,11 @@ class LaplaceMixture:
         """Write texts, choosing each next token by the mean of the members' predictives.
 
         `n_samples` and `generator` are as for `score`, and `**generation_kwargs`, result and errors
-        as for `LanguageModelLaplace.generate`.
+        as for `LowRankKronLoRALaplace.generate`.
         """
         return generate_texts(
-            self._writers, n_samples=n_samples, generator=generator, **generation_kwargs
+            self.members, n_samples=n_samples, generator=generator, **generation_kwargs
         )
-
-    @property
-    def _writers(self) -> list[Any]:
-        """The members, if they write; others have no tokens."""
-        return self.members
 
     # --- prior ---------------------------------------------------------------------------------
 
@@ -297,10 +292,9 @@ class LaplaceMixture:
             its prior precisions are the factors
         """
         mixture: Any = self
-        if method == "gridsearch" and self.likelihood == "language_modeling":
-            method = TokenGridSearch(**options)
-        elif method == "gridsearch":
-            method = GridSearch(**options)
+        if method == "gridsearch":
+            search = self.members[0].problem.methods["gridsearch"]
+            method = search(**options)
         elif options or not isinstance(method, GridSearch | TokenGridSearch):
             raise ValueError(f'A mixture takes "gridsearch" or a GridSearch(...), not {method!r}.')
         return method(mixture)

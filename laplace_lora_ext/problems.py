@@ -8,10 +8,14 @@ from typing import Any
 
 from laplace.curvature import CurvatureInterface
 
+from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Likelihood
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.preference_model import PreferenceModel
+from laplace_lora_ext.models.tokens_model import TokensModel
+from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch, TokenSecondTraining
 from laplace_lora_ext.tuning import METHODS
+from laplace_lora_ext.tuning.marglik import Marglik
 from laplace_lora_ext.tuning.method import TuningMethod
 
 
@@ -31,6 +35,8 @@ class Problem:
         makes logits of the model's output
     methods : Mapping
         to choose the prior precision, by their names
+    writes : bool
+        whether examples are texts, which have no class: each of their tokens is predicted
     """
 
     name: str
@@ -39,6 +45,7 @@ class Problem:
     predicted: Likelihood
     adapter: type[LogitsModel] = LogitsModel
     methods: Mapping[str, type[TuningMethod]] = field(default_factory=lambda: METHODS)
+    writes: bool = False
 
     def backend_kwargs(
         self, backend: type[CurvatureInterface], given: Mapping[str, Any]
@@ -73,4 +80,49 @@ REWARD_MODELING = Problem(
     adapter=PreferenceModel,
 )
 
-PROBLEMS = {problem.name: problem for problem in (CLASSIFICATION, REGRESSION, REWARD_MODELING)}
+
+class _LanguageModeling(Problem):
+    """Tokens of texts: as many outputs as there are words, at every token."""
+
+    def backend_kwargs(
+        self, backend: type[CurvatureInterface], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if not issubclass(backend, LowRankKronInterface):
+            raise ValueError(
+                f'The likelihood "{self.name}" needs hessian_structure="lowrank_kron": other '
+                "structures can't draw the tokens of a text."
+            )
+        if given.get("kfac_approx", "gradient") != "gradient":
+            raise NotImplementedError(f'{self.name} works with kfac_approx="gradient" only.')
+        # The exact Fisher would take a backward pass for each word of the vocabulary.
+        if issubclass(backend, LowRankKronGGN):
+            return {"stochastic": True, **given}
+        return dict(given)
+
+    def check_linearised(self) -> None:
+        raise NotImplementedError(
+            "Moments of logits would need Jacobians of the whole vocabulary at every token: use "
+            "la.score(batch) for given texts and la.generate(**inputs) for new ones."
+        )
+
+
+LANGUAGE_MODELING = _LanguageModeling(
+    name="language_modeling",
+    # The host does not know this likelihood: to it, every token is a classification.
+    name_for_host="classification",
+    trained=LIKELIHOODS["language_modeling"],
+    predicted=LIKELIHOODS["classification"],
+    adapter=TokensModel,
+    methods={
+        "agreement": TokenAgreement,
+        "marglik": Marglik,
+        "gridsearch": TokenGridSearch,
+        "second_training": TokenSecondTraining,
+    },
+    writes=True,
+)
+
+PROBLEMS = {
+    problem.name: problem
+    for problem in (CLASSIFICATION, REGRESSION, REWARD_MODELING, LANGUAGE_MODELING)
+}

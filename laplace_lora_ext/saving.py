@@ -25,6 +25,7 @@ CHECKSUM = "sha256"
 UNKNOWN = "0" * 64  # stands for the checksum in what it is the checksum of
 _SEAL = f'"{CHECKSUM}":"'.encode()
 _VERSION = "4"
+_RENAMED = {"LanguageModelLaplace": "LowRankKronLoRALaplace"}  # classes of earlier releases
 
 
 def write_state(state: Mapping[str, Any], folder: str | Path) -> None:
@@ -121,6 +122,12 @@ def _plain(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:
     )
 
 
+def class_name(state: Mapping[str, Any]) -> str:
+    """Name the class of a state, as it is called now."""
+    name: str = state["cls_name"]
+    return _RENAMED.get(name, name)
+
+
 def _comparable(value: Any) -> Any:
     """Put lists in place of tuples and tensors: which of them a user wrote does not matter."""
     if isinstance(value, dict):
@@ -142,7 +149,7 @@ def check_state(
     and `blocks` its model as it is now.
     """
     saved = dict(state["settings"])
-    saved |= {"cls_name": state["cls_name"], "likelihood": state["likelihood"]}
+    saved |= {"cls_name": class_name(state), "likelihood": state["likelihood"]}
     for name, value in settings.items():
         if _comparable(saved.get(name)) != _comparable(value):
             raise ValueError(

@@ -16,7 +16,6 @@ FLOORS = [
     {"fit", "problems"},
     {"lora_laplace"},
     {"lowrank_kron", "structures"},
-    {"language_model"},
     {"laplace"},
     {"mixture", "training.callback"},
     {"training.stages"},

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 import laplace_lora_ext
 from laplace_lora_ext import LaplaceCallback
-from laplace_lora_ext.language_model import LanguageModelLaplace
+from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.metrics import quality
 from tests.support.models import lora_model
 from tests.support.ranks import Texts
@@ -184,7 +184,7 @@ def test_a_language_model_is_evaluated_by_its_tokens(tmp_path):
     model = lora_model("gpt2", torch.float32)
     trainer = trainer_of(tmp_path, callback, model=model, data=data, **settings)
     trainer.train()
-    assert type(callback.la) is LanguageModelLaplace
+    assert type(callback.la) is LowRankKronLoRALaplace
     (entry,) = (one for one in trainer.state.log_history if "eval_laplace_nll" in one)
     assert 0 < entry["eval_laplace_nll"] < 100
     again = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import laplace_lora_ext
 import tests.support.dense as dense
 from laplace_lora_ext.curvature.backend import LowRankKronEF
-from laplace_lora_ext.language_model import LanguageModelLaplace
+from laplace_lora_ext.saving import write_state
 from tests.support.models import VOCABULARY, lora_model
 from tests.support.posteriors import (
     count_forward_passes,
@@ -105,15 +105,46 @@ def test_a_posterior_on_disk_is_that_of_texts_again_and_of_no_classifier(
     la = fitted_text(model, prior_precision=20.0)
     la.save_pretrained(tmp_path)
     again = laplace_lora_ext.from_pretrained(model, tmp_path)
-    assert type(again) is LanguageModelLaplace
+    assert again.likelihood == "language_modeling"
     batch = text_batches()[0]
     expected = la.score(batch, 2, generator())
     found = again.score(batch, 2, generator())
     torch.testing.assert_close(found.tokens.total, expected.tokens.total)
     classifier = make(model, class_token_ids=[1, 2, 3])
-    with pytest.raises(ValueError, match="cls_name='LanguageModelLaplace', not"):
+    with pytest.raises(ValueError, match="likelihood='language_modeling', not 'class"):
         classifier.load_state_dict(la.state_dict())
     assert copy.deepcopy(la).likelihood == "language_modeling"
+
+
+def test_files_of_releases_that_had_a_class_for_texts_are_read(tmp_path):
+    model = lora_model("gpt2").eval()
+    la = fitted_text(model, prior_precision=20.0)
+    of_then = la.state_dict() | {"cls_name": "LanguageModelLaplace"}
+    write_state(of_then, tmp_path)
+    from_file = laplace_lora_ext.from_pretrained(model, tmp_path)
+    from_state = make(
+        model,
+        likelihood="language_modeling",
+        backend_kwargs={"num_samples": 3, "rank": 3, "seed": 0},
+    )
+    from_state.load_state_dict(of_then)
+    batch = text_batches()[0]
+    expected = la.score(batch, 2, generator()).log_prob
+    for again in (from_file, from_state):
+        torch.testing.assert_close(again.score(batch, 2, generator()).log_prob, expected)
+
+
+def test_what_reads_texts_refuses_a_classifier():
+    la = make(lora_model("gpt2"), class_token_ids=[1, 2, 3])
+    batch = text_batches()[0]
+    with pytest.raises(ValueError, match="language_modeling"):
+        la.score(batch)
+    with pytest.raises(ValueError, match="language_modeling"):
+        la.draw_logits(batch)
+    with pytest.raises(ValueError, match="language_modeling"):
+        la.tokens(batch)
+    with pytest.raises(ValueError, match="language_modeling"):
+        la.generate(input_ids=batch["input_ids"])
 
 
 def test_what_needs_jacobians_of_the_vocabulary_is_refused():
@@ -214,6 +245,8 @@ def test_settings_that_do_not_fit_are_refused():
         la.fit(text_batches())
     with pytest.raises(ValueError, match="language_modeling"):
         make(model)
+    with pytest.raises(ValueError, match='needs hessian_structure="lowrank_kron"'):
+        make(model, "kron", likelihood="language_modeling")
     with pytest.raises(ValueError, match="whole vocabulary"):
         make(
             model,

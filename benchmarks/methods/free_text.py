@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from benchmarks.methods import sampled
 from benchmarks.methods.method import fit_temperature
 from benchmarks.models import AdaptedModel
-from laplace_lora_ext.language_model import LanguageModelLaplace
 from laplace_lora_ext.likelihoods import IGNORED
+from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.models.weights import called_with
 from laplace_lora_ext.text.scores import drawn
@@ -27,7 +27,7 @@ def no_draws(_: Any) -> Iterable[torch.Tensor]:
 class Predictor:
     """Predicts a batch's labelled tokens: logits of the trained model and of every draw."""
 
-    la: LanguageModelLaplace
+    la: LowRankKronLoRALaplace
     draws: Callable[[Any], Iterable[torch.Tensor]] = no_draws
     temperature: float = 1.0
     is_posterior: bool = False
@@ -48,7 +48,7 @@ class Writer(AdaptedModel):
         return TokensModel(self.model)
 
 
-def scaled(la: LanguageModelLaplace, validation: Iterable[Any]) -> Predictor:
+def scaled(la: LowRankKronLoRALaplace, validation: Iterable[Any]) -> Predictor:
     """Predict with the model, at the temperature that validation texts prefer."""
     logits = []
     tokens = []
@@ -60,7 +60,7 @@ def scaled(la: LanguageModelLaplace, validation: Iterable[Any]) -> Predictor:
     return Predictor(la, temperature=temperature)
 
 
-def posterior(la: LanguageModelLaplace, draws: int) -> Predictor:
+def posterior(la: LowRankKronLoRALaplace, draws: int) -> Predictor:
     """Predict with draws from the posterior as it is now."""
     # The same draws for every batch, also when another prior is chosen after.
     values = list(drawn(la, draws, 0))
@@ -72,7 +72,7 @@ def posterior(la: LanguageModelLaplace, draws: int) -> Predictor:
     return Predictor(la, of_draws, is_posterior=True)
 
 
-def training_free(la: LanguageModelLaplace, draws: int, texts: list[Any]) -> Predictor:
+def training_free(la: LowRankKronLoRALaplace, draws: int, texts: list[Any]) -> Predictor:
     """Predict by TFB: the most noise that changes at most 1 % of the training texts' tokens."""
     writer = Writer(la.model.model)
     members = sampled.training_free(writer, texts, draws=draws)

@@ -20,7 +20,15 @@ from laplace_lora_ext.likelihoods import IGNORED
 from laplace_lora_ext.models.adapters import only_active
 from laplace_lora_ext.models.locks import as_tensor, exclusive
 from laplace_lora_ext.models.weights import called_with
-from laplace_lora_ext.text.scores import Draw, TextScores, Writer, draws_of, scores_under
+from laplace_lora_ext.predictive.distributions import Drawable
+from laplace_lora_ext.text.scores import (
+    Draw,
+    TextScores,
+    draws_of,
+    scores_under,
+    trained,
+    writers_of,
+)
 
 Inputs = dict[str, torch.Tensor]
 
@@ -62,7 +70,7 @@ class GeneratedText(NamedTuple):
 @torch.inference_mode(False)
 @torch.no_grad()
 def generate_texts(
-    members: Sequence[Writer],
+    members: Sequence[Drawable],
     *,
     n_samples: int = 10,
     generator: torch.Generator | None = None,
@@ -71,22 +79,21 @@ def generate_texts(
     """Write texts, choosing each next token by the posterior predictive.
 
     Members share the draws, and without any the mixture of their trained models writes. Other
-    parameters, result and errors are those of `LanguageModelLaplace.generate`.
+    parameters, result and errors are those of `LowRankKronLoRALaplace.generate`.
     """
-    model = members[0].model
+    posteriors = writers_of(members)
+    model = posteriors[0].model
     transformer = model.transformer
-    if any(member.model.transformer is not transformer for member in members):
+    if any(posterior.model.transformer is not transformer for posterior in posteriors):
         raise ValueError("Members that write together must be adapters of one model.")
-    draws = list(draws_of(members, n_samples, generator))
-    writers = draws
-    if not draws and len(members) > 1:
+    draws = list(draws_of(posteriors, n_samples, generator))
+    writing = draws
+    if not draws and len(posteriors) > 1:
         # Without draws a mixture writes by its trained models.
-        writers = [
-            Draw(member, [block.weight.detach() for block in member.blocks]) for member in members
-        ]
+        writing = [trained(posterior) for posterior in posteriors]
     with model.prepared():
-        written = _written(transformer, writers, model.device, generation_kwargs)
-    scores = scores_under(members, written.batch, draws)
+        written = _written(transformer, writing, model.device, generation_kwargs)
+    scores = scores_under(posteriors, written.batch, draws)
     return GeneratedText(written.sequences, scores, written.outputs)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
+from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.tokens_model import TokensModel
-from laplace_lora_ext.models.weights import Block, Values, called_with
+from laplace_lora_ext.models.weights import Values, called_with
+from laplace_lora_ext.passes.graph import check_logits
 from laplace_lora_ext.predictive.distributions import Drawable, drawn_weights
 from laplace_lora_ext.tuning.method import draw_seed
 
@@ -68,31 +70,45 @@ class TextScores(NamedTuple):
     log_prob: torch.Tensor
 
 
-class Writer(Protocol):
+class Writer(Drawable, Protocol):
     """A posterior of a model that writes."""
 
-    blocks: list[Block]
-    enable_backprop: bool
+    trained_likelihood: Likelihood
 
     @property
     def model(self) -> TokensModel: ...
 
-    def check_model(self) -> None: ...
 
-    def sample(
-        self, n_samples: int = 100, generator: torch.Generator | None = None
-    ) -> torch.Tensor: ...
+def _writes(member: Drawable) -> TypeGuard[Writer]:
+    return isinstance(member.model, TokensModel)
 
-    def tokens(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute logits `(N, V)` for the labelled tokens, and return these, `(N,)`, too."""
-        ...
+
+def writers_of(members: Sequence[Drawable]) -> list[Writer]:
+    """Take posteriors of models that write; a `ValueError` for any other."""
+    writers = [member for member in members if _writes(member)]
+    if len(writers) < len(members):
+        raise ValueError(
+            'Texts are scored and written with the likelihood "language_modeling" alone: of '
+            "classes, use la.predict(batch)."
+        )
+    return writers
+
+
+def labelled_tokens(member: Writer, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the trained model's logits `(N, V)`, and find the labelled tokens `(N,)`."""
+    member.check_model()
+    with member.model.prepared():
+        f = member.model(batch)
+    check_logits(f)
+    tokens = member.trained_likelihood.check_targets(member.model.targets(batch), f)
+    return f, tokens
 
 
 @exclusive
 @torch.inference_mode(False)
 @torch.no_grad()
 def score_texts(
-    members: Sequence[Writer],
+    members: Sequence[Drawable],
     batch: Mapping[str, Any],
     n_samples: int = 10,
     generator: torch.Generator | None = None,
@@ -100,16 +116,17 @@ def score_texts(
     """Score how likely texts are, and how uncertain the model is of each of their tokens.
 
     Members share the draws. Other parameters, result and errors are those of
-    `LanguageModelLaplace.score`.
+    `LowRankKronLoRALaplace.score`.
     """
-    return scores_under(members, batch, draws_of(members, n_samples, generator))
+    writers = writers_of(members)
+    return scores_under(writers, batch, draws_of(writers, n_samples, generator))
 
 
 @exclusive
 @torch.inference_mode(False)
 @torch.no_grad()
 def draw_logits(
-    members: Sequence[Writer],
+    members: Sequence[Drawable],
     batch: Mapping[str, Any],
     n_samples: int = 10,
     generator: torch.Generator | None = None,
@@ -118,12 +135,13 @@ def draw_logits(
 
     Without draws they are those of each member's trained model.
     """
-    draws = list(draws_of(members, n_samples, generator))
+    writers = writers_of(members)
+    draws = list(draws_of(writers, n_samples, generator))
     if draws:
         return torch.stack([draw.logits(batch) for draw in draws])
     of_trained = []
-    for member in members:
-        logits, _ = member.tokens(batch)
+    for writer in writers:
+        logits, _ = labelled_tokens(writer, batch)
         of_trained.append(logits)
     return torch.stack(of_trained)
 
@@ -139,6 +157,11 @@ class Draw(NamedTuple):
         model = self.posterior.model
         with model.prepared():
             return called_with(model, self.posterior.blocks, self.weights, batch)
+
+
+def trained(posterior: Writer) -> Draw:
+    """Take the trained model itself, as if its weights had been drawn."""
+    return Draw(posterior, [block.weight.detach() for block in posterior.blocks])
 
 
 def drawn(la: Drawable, n_samples: int, seed: int) -> Iterator[Values]:
@@ -168,7 +191,7 @@ def scores_under(
     members: Sequence[Writer], batch: Mapping[str, Any], draws: Iterable[Draw]
 ) -> TextScores:
     """Score texts under given draws."""
-    of_members = [member.tokens(batch) for member in members]
+    of_members = [labelled_tokens(member, batch) for member in members]
     f, tokens = of_members[0]
     if len(of_members) > 1:
         # Logits of the mixture of the trained models, but for a constant.

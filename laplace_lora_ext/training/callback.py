@@ -132,7 +132,7 @@ def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
     first = la.members[0]
     if first.trained_likelihood.is_gaussian:
         return {}
-    if first.likelihood == "language_modeling":
+    if first.problem.writes:
         return {"eval_laplace_nll": _nll_of_tokens(la, loader)}
     measured = compare(la, loader).posterior
     return {

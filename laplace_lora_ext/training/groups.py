@@ -20,7 +20,7 @@ def groups_of(la: Any, loader: DataLoader, held_out: float) -> torch.Tensor:
     assert isinstance(loader.dataset, Sized)  # `check_divisible` has refused others
     n_examples = len(loader.dataset)
     one_group = torch.zeros(n_examples, dtype=torch.long)
-    if la.likelihood == "language_modeling":
+    if la.problem.writes:
         return one_group  # texts have no class
 
     def targets_of(batch: Any) -> Columns:
