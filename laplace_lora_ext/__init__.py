@@ -4,6 +4,7 @@ Importing this package registers `subset_of_weights="lora"` with `laplace.Laplac
 structures "lowrank_kron", "kron", "diag" and "full".
 """
 
+import laplace_lora_ext.acquisitions as acquisitions
 import laplace_lora_ext.metrics as metrics
 import laplace_lora_ext.plots as plots
 from laplace_lora_ext.curvature.backend import PAPER_SETTINGS
@@ -44,6 +45,7 @@ __all__ = [
     "TokenGridSearch",
     "TuningHistory",
     "ValGD",
+    "acquisitions",
     "from_pretrained",
     "in_stages",
     "metrics",

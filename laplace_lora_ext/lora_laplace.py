@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import laplace_lora_ext.saving as saving
+from laplace_lora_ext.acquisitions import Acquisition
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.structure import Structure, places_of
 from laplace_lora_ext.fit import Fit, NoFit, fit
@@ -38,6 +39,7 @@ from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive import amortized, decisions, distributions
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
+from laplace_lora_ext.predictive.functions import Function, draw_function, joint_samples
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
 from laplace_lora_ext.predictive.moments import Moments, semidefinite, uncorrelated
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
@@ -702,6 +704,103 @@ class LoRALaplace(ParametricLaplace):
         if joint:
             return f_mu, self.functional_covariance(Js)
         return f_mu, self.functional_variance(Js)
+
+    def function(self, seed: int, pred_type: str = "glm") -> Function:
+        """Draw one function from the posterior, the same for all batches.
+
+        Values of different inputs vary together as the posterior says, which a batch's moments
+        alone can't tell: what Thompson sampling or a decision over many inputs needs.
+
+        Parameters
+        ----------
+        seed : int
+            decides the draw
+        pred_type : {"glm", "nn"}
+            of the linearised model, by C backward passes a batch, or of the network with drawn
+            weights, by one forward pass
+
+        Returns
+        -------
+        callable
+            takes a batch, with or without labels, and returns logits or numbers `(B, C)`
+
+        Raises
+        ------
+        ValueError
+            For another `pred_type`.
+        RuntimeError
+            Also in its calls, if the model is not the fitted one any more.
+        """
+        return draw_function(self, seed, pred_type)
+
+    def functional_samples(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        *,
+        joint: bool = False,
+    ) -> torch.Tensor:
+        """Draw logits or numbers `(S, B, C)` of a batch.
+
+        As the host does, every example gets the same noise: samples of two examples are as good as
+        one. With `joint`, which is for "glm", they vary together as the posterior says.
+        """
+        if not joint:
+            return super().functional_samples(x, pred_type, n_samples, diagonal_output, generator)
+        if pred_type != "glm" or diagonal_output:
+            raise ValueError('joint=True is for pred_type="glm" without diagonal_output.')
+        return joint_samples(self, x, n_samples, generator)
+
+    def acquire(
+        self,
+        pool: Iterable[Any],
+        n: int,
+        by: str = "bald",
+        *,
+        best: float | None = None,
+        beta: float = 2.0,
+        n_samples: int = 64,
+        seed: int = 0,
+        progress_bar: bool = False,
+    ) -> torch.Tensor:
+        """Choose from a pool what to label or measure next.
+
+        Parameters
+        ----------
+        pool : DataLoader or iterable
+            of batches, with or without labels, in a fixed order
+        n : int
+            how many to choose
+        by : str
+            of classes "bald", "batch_bald" (for several texts at once), "entropy" or "margin"; of
+            one number, the larger the better, "expected_improvement", "upper_confidence_bound" or
+            "thompson"
+        best : float, optional
+            the largest number that is known, for "expected_improvement"
+        beta : float, default=2
+            standard deviations of "upper_confidence_bound"
+        n_samples : int, default=64
+            functions that "batch_bald" draws
+        seed : int, default=0
+            of what is drawn
+        progress_bar : bool, default=False
+
+        Returns
+        -------
+        torch.Tensor
+            `(n,)` places in the pool, the best first
+
+        Raises
+        ------
+        ValueError
+            For another `by`, a pool with fewer than n examples, several outputs, or a missing
+            `best`.
+        """
+        acquisition = Acquisition(by, best, beta, n_samples, seed, progress_bar)
+        return acquisition.choose(self, pool, n)
 
     @without_autocast
     def functional_variance(self, Js: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ FOLDERS = [
 FLOORS = [
     {"messages", "likelihoods"},
     *({folder} for folder in FOLDERS),
-    {"saving", "sums", "metrics"},
+    {"saving", "sums", "metrics", "acquisitions"},
     {"fit", "problems"},
     {"lora_laplace"},
     {"lowrank_kron", "structures"},

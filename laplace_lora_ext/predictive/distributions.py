@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -145,9 +146,14 @@ def functional_samples(
 
 def drawn_weights(la: Drawable, generator: torch.Generator | None) -> Values:
     """Draw the LoRA weights once."""
-    check_in_place(la.blocks, "A draw of the weights")
     (drawn,) = la.sample(1, generator)
-    weights = [block.weight for block in la.blocks]
+    return as_values(la.blocks, drawn)
+
+
+def as_values(blocks: Sequence[Block], drawn: torch.Tensor) -> Values:
+    """Cut drawn weights `(parameters,)` into values that a model can be called with."""
+    check_in_place(blocks, "A draw of the weights")
+    weights = [block.weight for block in blocks]
     parts = drawn.split([weight.numel() for weight in weights])
     pairs = zip(parts, weights, strict=True)
     return [part.reshape(weight.shape).to(weight) for part, weight in pairs]

@@ -1,0 +1,317 @@
+"""What to measure, label or try next: acquisition functions of predictions and of drawn functions.
+
+Pure functions of moments, probabilities or samples, and `acquire`, which applies one to a pool.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import RandomSampler
+
+from laplace_lora_ext.likelihoods import Likelihood
+from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predictive.decisions import Prediction
+from laplace_lora_ext.predictive.functions import DrawableFunctions, Functions, draw_functions
+
+_OUTCOMES = 1024  # of a batch's labels that are kept; more are thinned by drawing half as many
+
+
+def expected_improvement(
+    mean: torch.Tensor, standard_deviation: torch.Tensor, best: float
+) -> torch.Tensor:
+    """Compute by how much numbers are expected to exceed the best one so far.
+
+    Parameters
+    ----------
+    mean, standard_deviation : torch.Tensor
+        `(N,)`
+    best : float
+        the largest number that is known
+
+    Returns
+    -------
+    torch.Tensor
+        `(N,)`, at least 0
+
+    References
+    ----------
+    Jones, Schonlau & Welch, "Efficient global optimization of expensive black-box functions",
+    Journal of Global Optimization 13 (1998), equation 15.
+    """
+    normal = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+    ahead = mean - best
+    z = ahead / standard_deviation
+    density = normal.log_prob(z).exp()
+    expected = ahead * normal.cdf(z) + standard_deviation * density
+    # Without variance, it is what the mean is ahead.
+    return torch.where(standard_deviation > 0, expected, ahead).clamp_min(0)
+
+
+def upper_confidence_bound(
+    mean: torch.Tensor, standard_deviation: torch.Tensor, beta: float = 2.0
+) -> torch.Tensor:
+    """Compute `mean + beta * standard_deviation`, `(N,)`."""
+    return mean + beta * standard_deviation
+
+
+def thompson(functions: torch.Tensor, n: int) -> torch.Tensor:
+    """Choose what each function in turn takes for the best of those that are not yet chosen.
+
+    Parameters
+    ----------
+    functions : torch.Tensor
+        `(S, N)` values of drawn functions, S at least n
+    n : int
+
+    Returns
+    -------
+    torch.Tensor
+        `(n,)` places
+    """
+    left = functions[:n].clone()
+    places: list[int] = []
+    for index in range(n):
+        place = int(left[index].argmax())
+        left[:, place] = -math.inf
+        places.append(place)
+    return torch.tensor(places)
+
+
+def entropy(probabilities: torch.Tensor) -> torch.Tensor:
+    """Compute the entropy `(N,)` of probabilities `(N, C)`, in nats."""
+    return torch.special.entr(probabilities).sum(-1)
+
+
+def margin(probabilities: torch.Tensor) -> torch.Tensor:
+    """Compute how near the second class comes to the first, `(N,)`: 1 if both are as probable."""
+    first, second = probabilities.topk(2, dim=-1).values.unbind(-1)
+    return 1 - (first - second)
+
+
+def bald(probabilities: torch.Tensor) -> torch.Tensor:
+    """Compute what a label would tell of the weights, in nats, for each text by itself.
+
+    Parameters
+    ----------
+    probabilities : torch.Tensor
+        `(S, N, C)` under draws of the weights
+
+    Returns
+    -------
+    torch.Tensor
+        `(N,)`, at least 0
+
+    References
+    ----------
+    Houlsby et al., "Bayesian active learning for classification and preference learning",
+    arXiv:1112.5745 (2011), equation 2.
+    """
+    information = entropy(probabilities.mean(0)) - entropy(probabilities).mean(0)
+    return information.clamp_min(0)
+
+
+def batch_bald(probabilities: torch.Tensor, n: int, generator: torch.Generator) -> torch.Tensor:
+    """Choose texts whose labels together tell most of the weights, one after the other.
+
+    The joint entropy of the labels is exact as long as they have few outcomes, and is then
+    estimated by outcomes that are drawn.
+
+    Parameters
+    ----------
+    probabilities : torch.Tensor
+        `(S, N, C)` under the same draws of the weights for all texts
+    n : int
+    generator : torch.Generator
+
+    Returns
+    -------
+    torch.Tensor
+        `(n,)` places, in the order of their choice
+
+    References
+    ----------
+    Kirsch, van Amersfoort & Gal, "BatchBALD: efficient and diverse batch acquisition for deep
+    Bayesian active learning", NeurIPS 2019, algorithm 1.
+    """
+    probabilities = probabilities.double()
+    n_draws, _, n_classes = probabilities.shape
+    # Given the weights, labels are independent: their entropies add up.
+    given_weights = entropy(probabilities).mean(0)
+    outcomes = probabilities.new_ones(1, n_draws)  # (M, S), of the labels chosen so far
+    shares = probabilities.new_ones(
+        1
+    )  # (M,), of the joint entropy's sum that an outcome stands for
+    places: list[int] = []
+    spent = probabilities.new_zeros(())
+    for _ in range(n):
+        joint = _joint_entropies(outcomes, shares, probabilities)
+        information = joint - given_weights - spent
+        if places:
+            information[places] = -math.inf
+        place = int(information.argmax())
+        places.append(place)
+        spent = spent + given_weights[place]
+        of_label = probabilities[:, place].T  # (C, S)
+        outcomes = (outcomes[:, None] * of_label).flatten(0, 1)
+        shares = shares.repeat_interleave(n_classes)
+        if len(outcomes) > _OUTCOMES:
+            outcomes, shares = _thinned(outcomes, shares, generator)
+    return torch.tensor(places)
+
+
+def _joint_entropies(
+    outcomes: torch.Tensor, shares: torch.Tensor, probabilities: torch.Tensor
+) -> torch.Tensor:
+    """Compute the entropy `(N,)` of the chosen labels together with each text's."""
+    n_draws = len(probabilities)
+    entropies = []
+    for of_texts in probabilities.split(64, dim=1):  # (S, n, C)
+        joint = outcomes @ of_texts.flatten(1) / n_draws
+        terms = torch.special.entr(joint) * shares[:, None]
+        entropies.append(terms.sum(0).unflatten(0, of_texts.shape[1:]).sum(-1))
+    return torch.cat(entropies)
+
+
+def _thinned(
+    outcomes: torch.Tensor, shares: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw outcomes by their probabilities; each then stands for the inverse of its own."""
+    weights = outcomes.mean(1) * shares
+    count = _OUTCOMES // 2
+    drawn = torch.multinomial(weights, count, replacement=True, generator=generator)
+    total = weights.sum()
+    return outcomes[drawn], shares[drawn] * total / (count * weights[drawn])
+
+
+class Member(DrawableFunctions, Protocol):
+    """A posterior that functions are drawn from."""
+
+    likelihood: str
+    predicted_likelihood: Likelihood
+
+
+class Acquiring(Protocol):
+    """A posterior, or a mixture of them, that chooses from a pool."""
+
+    @property
+    def members(self) -> Sequence[Member]: ...
+
+    def __call__(self, x: Any) -> Any: ...
+
+    def predict(
+        self,
+        x: Any,
+        *,
+        generator: torch.Generator | None = None,
+        progress_bar: bool = False,
+    ) -> Prediction: ...
+
+
+# --- a pool --------------------------------------------------------------------------------------
+
+OF_CLASSES = ("bald", "batch_bald", "entropy", "margin")
+OF_NUMBERS = ("expected_improvement", "upper_confidence_bound", "thompson")
+
+
+@dataclass(frozen=True)
+class Acquisition:
+    """What to choose from a pool by; the fields are the options of `LoRALaplace.acquire`."""
+
+    by: str
+    best: float | None = None
+    beta: float = 2.0
+    n_samples: int = 64
+    seed: int = 0
+    progress_bar: bool = False
+
+    def choose(self, la: Acquiring, pool: Iterable[Any], n: int) -> torch.Tensor:
+        """Choose the places `(n,)` of what to label or measure next.
+
+        Parameters and errors are those of `LoRALaplace.acquire`.
+        """
+        check_counts(n=n, n_samples=self.n_samples)
+        first = la.members[0]
+        is_gaussian = first.predicted_likelihood.is_gaussian
+        known = OF_NUMBERS if is_gaussian else OF_CLASSES
+        if self.by not in known:
+            raise ValueError(f"by={self.by!r} is none of {list(known)} (for {first.likelihood}).")
+        if self.by == "expected_improvement" and self.best is None:
+            raise ValueError("Expected improvement needs the best number so far: pass best=.")
+        if isinstance(getattr(pool, "sampler", None), RandomSampler):
+            raise ValueError("Places in a shuffled pool say nothing: pass a loader in its order.")
+        if self.by == "batch_bald":
+            probabilities = self._functions(la, pool, self.n_samples).softmax(-1)
+            _check_size(n, probabilities.shape[1])
+            generator = torch.Generator().manual_seed(self.seed)
+            return batch_bald(probabilities, n, generator)
+        if self.by == "thompson":
+            functions = self._functions(la, pool, n)[..., 0]
+            _check_size(n, functions.shape[1])
+            return thompson(functions, n)
+        scores = self._scores_of_numbers(la, pool) if is_gaussian else self._scores(la, pool)
+        _check_size(n, len(scores))
+        return scores.topk(n).indices
+
+    def _scores(self, la: Acquiring, pool: Iterable[Any]) -> torch.Tensor:
+        """Score each text by itself."""
+        generator = torch.Generator(la.members[0].model.device).manual_seed(self.seed)
+        prediction = la.predict(pool, generator=generator, progress_bar=self.progress_bar)
+        if self.by == "bald":
+            return prediction.epistemic_entropy.cpu()
+        if self.by == "margin":
+            return margin(prediction.probabilities).cpu()
+        return entropy(prediction.probabilities).cpu()
+
+    def _scores_of_numbers(self, la: Acquiring, pool: Iterable[Any]) -> torch.Tensor:
+        """Score each example by mean and variance of its one number."""
+        model = la.members[0].model
+
+        def moments(batch: Any) -> Columns:
+            mean, covariance = la(model.inputs(batch))
+            return mean.detach().cpu(), covariance.detach().cpu()
+
+        mean, covariance = over_loader(pool, moments, "[Pool]", self.progress_bar)
+        _check_single(mean.shape[1])
+        deviation = covariance[:, 0, 0].sqrt()
+        if self.best is None:
+            return upper_confidence_bound(mean[:, 0], deviation, self.beta)
+        return expected_improvement(mean[:, 0], deviation, self.best)
+
+    def _functions(self, la: Acquiring, pool: Iterable[Any], n_samples: int) -> torch.Tensor:
+        """Draw functions, and compute their logits or numbers `(S, N, C)` of the whole pool."""
+        drawn: list[Functions] = []
+        members = la.members
+        for index, member in enumerate(members):
+            n_draws = len(range(index, n_samples, len(members)))  # the first ones get the rest
+            if n_draws:
+                generator = torch.Generator(member.model.device).manual_seed(self.seed + index)
+                drawn.append(draw_functions(member, n_draws, generator))
+
+        def of_batch(batch: Any) -> Columns:
+            X = members[0].model.inputs(batch)
+            logits = torch.cat([functions.linearised(X).cpu() for functions in drawn])
+            return (logits.transpose(0, 1),)
+
+        (of_pool,) = over_loader(pool, of_batch, "[Drawn functions]", self.progress_bar)
+        if self.by in OF_NUMBERS:
+            _check_single(of_pool.shape[2])
+        return of_pool.transpose(0, 1)
+
+
+def _check_size(n: int, n_pool: int) -> None:
+    if n > n_pool:
+        raise ValueError(f"The pool has {n_pool} examples, fewer than the {n} to choose.")
+
+
+def _check_single(n_outputs: int) -> None:
+    if n_outputs != 1:
+        raise ValueError(
+            f"The model has {n_outputs} outputs, and an acquisition ranks one number: use the "
+            "functions of laplace_lora_ext.acquisitions on one that you make of them."
+        )

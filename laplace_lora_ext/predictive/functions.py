@@ -1,0 +1,121 @@
+"""Functions drawn from a posterior: each is one and the same for all batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from laplace_lora_ext.models.locks import exclusive
+from laplace_lora_ext.models.weights import called_with
+from laplace_lora_ext.passes.recorder import Recorder
+from laplace_lora_ext.predictive.distributions import Drawable, as_values
+
+Function = Callable[[Any], torch.Tensor]
+"""Takes a batch, and returns its logits or numbers `(B, C)`."""
+
+
+class DrawableFunctions(Drawable, Protocol):
+    """A Gaussian around a model's weights, to draw functions from."""
+
+    recorder: Recorder
+    mean: torch.Tensor
+    n_outputs: int
+
+
+class _Drawn(NamedTuple):
+    """Logits of a few examples: the model's `(B, C)`, and those of functions `(B, S, C)`."""
+
+    f_mu: torch.Tensor
+    of_functions: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Functions:
+    """Draws of the weights, as functions of a batch.
+
+    Parameters
+    ----------
+    la : DrawableFunctions
+    weights : torch.Tensor
+        `(S, parameters)` draws from the posterior
+    """
+
+    la: DrawableFunctions
+    weights: torch.Tensor
+
+    @exclusive
+    def linearised(self, batch: Any) -> torch.Tensor:
+        """Compute logits `(S, B, C)` of the linearised model, by one set of Jacobians for all.
+
+        Each function is f(θ*) + J (θ - θ*): over many draws, mean and covariance are those of
+        `predictive_moments`, also between examples and between batches.
+        """
+        la = self.la
+        la.check_model()
+        parts = la.recorder.in_parts(batch, la.n_outputs, self._linearised_part)
+        of_functions = torch.cat([part.of_functions for part in parts])
+        return of_functions.transpose(0, 1)
+
+    def _linearised_part(self, part: Any, _: slice) -> _Drawn:
+        sizes = [block.weight.numel() for block in self.la.blocks]
+        changes = (self.weights - self.la.mean).split(sizes, dim=1)
+        products: list[torch.Tensor] = []
+
+        def multiply(index: int, jacobian: torch.Tensor) -> None:
+            block = self.la.blocks[index]
+            change = block.small_side_first(changes[index].unflatten(1, block.shape))
+            with torch.autocast(jacobian.device.type, enabled=False):
+                product = torch.einsum("bcrd,srd->bsc", jacobian, change.to(jacobian))
+            products.append(product.to(self.weights.device))
+
+        f_mu = self.la.recorder.visit_jacobians(part, multiply)
+        return _Drawn(f_mu, f_mu[:, None] + torch.stack(products).sum(0))
+
+    @exclusive
+    def sampled(self, batch: Any) -> torch.Tensor:
+        """Compute logits `(S, B, C)` of the network with the drawn weights in place of its own."""
+        la = self.la
+        la.check_model()
+        logits = []
+        for drawn in self.weights:
+            values = as_values(la.blocks, drawn)
+            with la.model.prepared(), torch.no_grad():
+                logits.append(called_with(la.model, la.blocks, values, batch))
+        return torch.stack(logits)
+
+
+@exclusive
+def draw_functions(
+    la: DrawableFunctions, n_samples: int, generator: torch.Generator | None
+) -> Functions:
+    """Draw functions from a posterior."""
+    la.check_model()
+    return Functions(la, la.sample(n_samples, generator))
+
+
+def draw_function(la: DrawableFunctions, seed: int, pred_type: str) -> Function:
+    """Draw one function, which the seed decides.
+
+    Parameters and errors are those of `LoRALaplace.function`.
+    """
+    if pred_type not in ("glm", "nn"):
+        raise ValueError(f'pred_type {pred_type!r} is neither "glm" nor "nn".')
+    generator = torch.Generator(la.model.device).manual_seed(seed)
+    functions = draw_functions(la, 1, generator)
+    several = functions.linearised if pred_type == "glm" else functions.sampled
+
+    def function(batch: Any) -> torch.Tensor:
+        return several(la.model.inputs(batch))[0]
+
+    return function
+
+
+@exclusive
+def joint_samples(
+    la: DrawableFunctions, x: Any, n_samples: int, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Draw logits `(S, B, C)` of a batch, whose examples vary together."""
+    return draw_functions(la, n_samples, generator).linearised(x)

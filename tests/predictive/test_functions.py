@@ -1,0 +1,70 @@
+"""Drawn functions: each is one for all batches, and together they vary as the posterior says."""
+
+import pytest
+import torch
+
+from tests.support.dense import jacobians
+from tests.support.models import ragged_batches, without_labels
+from tests.support.posteriors import STRUCTURES, fitted, generator, plain_regression
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_linearised_function_is_the_model_plus_jacobians_times_a_draw(structure):
+    la, X = plain_regression(structure=structure)
+    (drawn,) = la.sample(1, generator(5))
+    Js = jacobians(la.model.model, X)
+    expected = la.model(X) + Js @ (drawn - la.mean)
+    function = la.function(5)
+    torch.testing.assert_close(function(X), expected)
+    torch.testing.assert_close(torch.cat([function(X[:5]), function(X[5:])]), expected)
+    assert not torch.allclose(la.function(6)(X), expected)
+
+
+def test_a_function_of_padded_texts_is_the_same_for_each_text_alone():
+    la = fitted()
+    batch = ragged_batches()[0]
+    together = la.function(5)(batch)
+    for index in range(len(together)):
+        n_tokens = int(batch["attention_mask"][index].sum())
+        text = {
+            name: tensor[index : index + 1, :n_tokens]
+            for name, tensor in without_labels(batch).items()
+        }
+        torch.testing.assert_close(la.function(5)(text), together[index : index + 1])
+
+
+def test_a_sampled_function_is_the_network_with_drawn_weights():
+    la, X = plain_regression()
+    expected = la.functional_samples(X, "nn", n_samples=1, generator=generator(5))
+    function = la.function(5, pred_type="nn")
+    torch.testing.assert_close(function(X), expected[0])
+    assert la.blocks[0].weight.flatten()[0] == la.mean[0]  # the model keeps its weights
+
+
+def test_joint_samples_have_the_joint_covariance():
+    la, X = plain_regression()
+    mean, covariance = la.predictive_moments(X[:4], joint=True)
+    samples = la.functional_samples(X[:4], n_samples=20_000, generator=generator(), joint=True)
+    flat = samples.flatten(1)
+    torch.testing.assert_close(flat.mean(0), mean, rtol=0, atol=0.05 * covariance.max().sqrt())
+    of_samples = torch.corrcoef(flat.T)
+    deviation = covariance.diagonal().sqrt()
+    expected = covariance / torch.outer(deviation, deviation)
+    torch.testing.assert_close(of_samples, expected, rtol=0, atol=0.03)
+    assert expected.abs().min() < 0.9  # the host's samples would have 1 or -1
+
+
+def test_what_has_no_joint_samples_is_refused():
+    la, X = plain_regression()
+    with pytest.raises(ValueError, match="joint=True is for"):
+        la.functional_samples(X, "nn", joint=True)
+    with pytest.raises(ValueError, match="neither"):
+        la.function(0, pred_type="amortized")
+
+
+def test_a_function_knows_that_its_model_has_changed():
+    la, X = plain_regression()
+    function = la.function(0)
+    la.blocks[0].weight.data.add_(1)
+    with pytest.raises(RuntimeError):
+        function(X)

@@ -1,0 +1,145 @@
+"""What to label or measure next: acquisition functions, and their choices from a pool."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_lora_ext import LaplaceMixture, acquisitions
+from tests.support.models import ragged_batches
+from tests.support.posteriors import another_training, fitted, generator, plain_regression
+
+
+def drawn_probabilities(n_draws=7, n_texts=6, n_classes=3):
+    logits = torch.randn(n_draws, n_texts, n_classes, generator=generator()).double()
+    return (3 * logits).softmax(-1)
+
+
+def joint_information(probabilities, places):
+    """What the labels of some texts tell of the weights together, summed over all outcomes."""
+    n_classes = probabilities.shape[2]
+    total = 0.0
+    for labels in product(range(n_classes), repeat=len(places)):
+        of_labels = torch.ones(len(probabilities)).double()
+        for place, label in zip(places, labels, strict=True):
+            of_labels = of_labels * probabilities[:, place, label]
+        total += torch.special.entr(of_labels.mean())
+    given_weights = torch.special.entr(probabilities[:, places]).sum((1, 2)).mean()
+    return total - given_weights
+
+
+def test_expected_improvement_is_the_mean_of_what_is_ahead():
+    mean = torch.tensor([0.0, 1.0, -2.0]).double()
+    deviation = torch.tensor([1.0, 0.5, 0.0]).double()
+    draws = mean + deviation * torch.randn(400_000, 3, generator=generator()).double()
+    expected = (draws - 0.7).clamp_min(0).mean(0)
+    found = acquisitions.expected_improvement(mean, deviation, best=0.7)
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-3)
+
+
+def test_thompson_lets_each_function_choose_its_best_of_those_that_are_left():
+    functions = torch.tensor([[3.0, 2.0, 1.0], [3.0, 1.0, 2.0], [3.0, 2.0, 1.0]])
+    assert acquisitions.thompson(functions, 3).tolist() == [0, 2, 1]
+
+
+def test_margin_and_entropy_are_largest_where_classes_are_as_probable():
+    probabilities = torch.tensor([[0.5, 0.5, 0.0], [0.9, 0.1, 0.0]])
+    torch.testing.assert_close(acquisitions.margin(probabilities), torch.tensor([1.0, 0.2]))
+    assert acquisitions.entropy(probabilities).argmax() == 0
+
+
+def test_bald_is_the_information_of_one_label():
+    probabilities = drawn_probabilities()
+    expected = torch.stack([joint_information(probabilities, [place]) for place in range(6)])
+    torch.testing.assert_close(acquisitions.bald(probabilities), expected)
+
+
+@pytest.mark.parametrize("most_outcomes", [1024, 27])
+def test_batch_bald_chooses_greedily_by_joint_information(most_outcomes, monkeypatch):
+    monkeypatch.setattr(acquisitions, "_OUTCOMES", most_outcomes)
+    probabilities = drawn_probabilities()
+    # A second copy of a text tells little that the first has not told.
+    probabilities = torch.cat([probabilities, probabilities], dim=1)
+    expected: list[int] = []
+    for _ in range(3):
+        left = [place for place in range(12) if place not in expected]
+        information = [joint_information(probabilities, [*expected, place]) for place in left]
+        expected.append(left[int(torch.stack(information).argmax())])
+    found = acquisitions.batch_bald(probabilities, 3, generator()).tolist()
+    assert [place % 6 for place in found] == [place % 6 for place in expected]
+    assert len({place % 6 for place in found}) == 3
+
+
+def test_thinned_outcomes_have_the_joint_entropy_in_the_mean(monkeypatch):
+    monkeypatch.setattr(acquisitions, "_OUTCOMES", 20_000)
+    probabilities = drawn_probabilities()
+    outcomes = (probabilities[:, 0].T[:, None] * probabilities[:, 1].T).flatten(0, 1)
+    shares = torch.ones(len(outcomes)).double()
+    expected = acquisitions._joint_entropies(outcomes, shares, probabilities)
+    thinned = acquisitions._thinned(outcomes, shares, generator())
+    found = acquisitions._joint_entropies(*thinned, probabilities)
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0)
+
+
+@pytest.mark.parametrize("by", acquisitions.OF_CLASSES)
+def test_texts_are_chosen_over_all_batches_of_a_pool(by):
+    la = fitted()
+    pool = ragged_batches(lengths=(7, 4, 5, 7, 3, 6), seed=3)
+    found = la.acquire(pool, 2, by=by)
+    assert torch.equal(found, la.acquire(pool, 2, by=by))
+    if by in ("entropy", "margin"):
+        probabilities = torch.cat([la(batch, link_approx="mean_field") for batch in pool])
+        scores = getattr(acquisitions, by)(probabilities)
+    else:
+        draws = [la.function(seed) for seed in range(300)]
+        samples = torch.stack([torch.cat([f(batch) for batch in pool]) for f in draws])
+        scores = acquisitions.bald(samples.softmax(-1))
+    # BALD's scores are estimated from other draws; what is chosen first must be near the best.
+    assert scores[found[0]] >= 0.8 * scores.max()
+    if by in ("entropy", "margin"):
+        assert torch.equal(found, scores.topk(2).indices)
+
+
+def test_numbers_are_chosen_by_mean_and_deviation():
+    la, X = plain_regression(n_outputs=1)
+    pool = DataLoader(
+        TensorDataset(X), batch_size=5, collate_fn=lambda rows: torch.stack([x for (x,) in rows])
+    )
+    mean, covariance = la(X)
+    bound = mean[:, 0] + 2 * covariance[:, 0, 0].sqrt()
+    found = la.acquire(pool, 3, by="upper_confidence_bound")
+    assert torch.equal(found, bound.topk(3).indices)
+    improvement = acquisitions.expected_improvement(mean[:, 0], covariance[:, 0, 0].sqrt(), 0.3)
+    found = la.acquire(pool, 3, by="expected_improvement", best=0.3)
+    assert torch.equal(found, improvement.topk(3).indices)
+    found = la.acquire(pool, 3, by="thompson")
+    assert len(set(found.tolist())) == 3
+
+
+def test_a_mixture_draws_functions_of_all_members():
+    mixture = LaplaceMixture([fitted(), fitted(model=another_training())])
+    pool = ragged_batches(lengths=(7, 4, 5, 7, 3, 6), seed=3)
+    for by in acquisitions.OF_CLASSES:
+        assert len(set(mixture.acquire(pool, 3, by=by).tolist())) == 3
+
+
+def test_what_cannot_be_chosen_is_refused():
+    la = fitted()
+    pool = ragged_batches()
+    n_pool = sum(len(batch["labels"]) for batch in pool)
+    for by in acquisitions.OF_CLASSES:
+        with pytest.raises(ValueError, match=f"The pool has {n_pool} examples"):
+            la.acquire(pool, n_pool + 1, by=by)
+    with pytest.raises(ValueError, match="by='thompson' is none of"):
+        la.acquire(pool, 1, by="thompson")
+    shuffled = DataLoader(range(3), shuffle=True)
+    with pytest.raises(ValueError, match="shuffled pool"):
+        la.acquire(shuffled, 1)
+    of_numbers, X = plain_regression(n_outputs=1)
+    with pytest.raises(ValueError, match="pass best="):
+        of_numbers.acquire([X], 1, by="expected_improvement")
+    of_two, X = plain_regression(n_outputs=2)
+    for by in ("thompson", "upper_confidence_bound"):
+        with pytest.raises(ValueError, match="2 outputs"):
+            of_two.acquire([X], 1, by=by)
