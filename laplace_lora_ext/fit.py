@@ -113,6 +113,24 @@ class Fit:
             learnt_variance=self.learnt_variance and self.learnt_variance.to(device, dtype),
         )
 
+    def after(self, earlier: Fit, distance: torch.Tensor, structure: Structure[Any, Any]) -> Fit:
+        """Add the data of an earlier fit, around other weights.
+
+        Their curvature is as it was there. Their loss here is that of its parabola: `distance` is
+        the squared distance `()` of the two means under the earlier curvature.
+        """
+        # Wherever they were: sums are packed alike on all devices.
+        of_earlier = structure.unpack(structure.pack(earlier.sums))
+        sums = structure.merge(of_earlier, self.sums)
+        n_data = earlier.n_data + self.n_data
+        return replace(
+            self,
+            sums=sums,
+            curvature=structure.decompose(sums, n_data),
+            loss=self.loss + (earlier.loss + distance / 2).to(self.loss),
+            n_data=n_data,
+        )
+
     def check_model(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
         """Refuse a model that has changed since the fit."""
         check_same(model, blocks, self.model, self.mean)

@@ -34,7 +34,7 @@ from laplace_lora_ext.models.lora_layers import (
 )
 from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.models.same_model import ModelState
-from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.models.weights import Block, check_in_place, flattened
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive import amortized, decisions, distributions
 from laplace_lora_ext.predictive.amortized import LearntVariance
@@ -261,6 +261,8 @@ class LoRALaplace(ParametricLaplace):
         train_loader: DataLoader | Iterable[Any],
         override: bool = True,
         progress_bar: bool = False,
+        *,
+        prior: LoRALaplace | None = None,
     ) -> None:
         """Fit the posterior around the model's present weights.
 
@@ -279,16 +281,24 @@ class LoRALaplace(ParametricLaplace):
             False adds the data to those of the previous fit, which `save_pretrained` and
             `from_pretrained` carry over to another process. A fit in parts is one fit of all
         progress_bar : bool, default=False
+        prior : LoRALaplace, optional
+            a posterior of other data, around other weights of the same layers, from which training
+            went on: the fit is then one of all data, with the curvature of the earlier ones as it
+            was there (Ritter, Botev & Barber, NeurIPS 2018). `Remember` is the training for it
 
         Raises
         ------
         ValueError
             If the loader is empty, labels don't fit, a number is not finite, or two processes
             differ in weights or settings or have the same data. The message names the batch and
-            the layer.
+            the layer. Also if `prior` is of another base model, other layers or other settings.
         RuntimeError
             If some LoRA layers are never called, or another rank has failed.
         """
+        if prior is not None:
+            if not override:
+                raise ValueError("Data can be added to one fit: prior=... goes with override=True.")
+            self._check_prior(prior)
         with together():
             self._move_with_model()
             before = None
@@ -302,14 +312,52 @@ class LoRALaplace(ParametricLaplace):
                 before=before,
                 progress_bar=progress_bar,
             )
+            if prior is not None:
+                fitted = fitted.after(prior.present_fit, self._distance(prior), self.structure)
         # All that can fail has been done.
         self._take_over(fitted)
+
+    def _check_prior(self, prior: LoRALaplace) -> None:
+        """Refuse a posterior that can't be the prior of a fit of this one."""
+        mine = {block.known_as: block.shape for block in self.blocks}
+        its = {block.known_as: block.shape for block in prior.blocks}
+        if type(prior) is not type(self) or prior.likelihood != self.likelihood or mine != its:
+            raise ValueError(
+                "A prior must have the structure, the likelihood and the layers of the posterior; "
+                f"this is {prior!r}."
+            )
+        if prior._settings() != self._settings():
+            raise ValueError(
+                f"The prior was fitted with {prior._settings()}, not {self._settings()}: fit both "
+                "with the same settings."
+            )
+        here = ModelState.of(self.model, self.blocks)
+        differing = prior.present_fit.model.differing_base(here)
+        if differing is not None:
+            raise ValueError(f"The prior has another base model: {differing} differs.")
+
+    def _distance(self, prior: LoRALaplace) -> torch.Tensor:
+        """Compute the squared distance of the present weights from a prior's mean, `()`.
+
+        It is that under the curvature alone, without the prior's own prior.
+        """
+        now = flattened(self.blocks, prior._device).to(prior.mean)
+        apart = now - prior.mean
+        of_prior = (prior.prior_precision_diag * apart.square()).sum()
+        # To the curvature's own scale, in which the loss is.
+        return (prior.square_norm(now) - of_prior) / prior.curvature_scale
+
+    @property
+    def present_fit(self) -> Fit:
+        """The fit; an `AttributeError` before there is one."""
+        self._check_H_init()
+        assert isinstance(self._fit, Fit)
+        return self._fit
 
     @property
     def model_state(self) -> ModelState:
         """All other weights at the fit."""
-        assert isinstance(self._fit, Fit), "no fit"
-        return self._fit.model
+        return self.present_fit.model
 
     def _take_over(self, fitted: Fit) -> None:
         """Make a fit the present one."""
@@ -813,6 +861,33 @@ class LoRALaplace(ParametricLaplace):
     @without_autocast
     def square_norm(self, value: torch.Tensor) -> torch.Tensor:
         return super().square_norm(value)
+
+    def penalty(self, weight: float = 1.0) -> torch.Tensor:
+        """Compute how improbable the model's present weights are, to train on without forgetting.
+
+        Parameters
+        ----------
+        weight : float, default=1
+            factor. Beside a loss that is a mean over N new examples, use 1 / N
+
+        Returns
+        -------
+        torch.Tensor
+            `()`, ½ weight (θ - μ)ᵀ P (θ - μ), with the precision P of the posterior, prior
+            included; differentiable in the weights θ that the model has now. It takes a few
+            products of each weight, and no pass of the model
+
+        Raises
+        ------
+        AttributeError
+            Before a fit.
+        NotImplementedError
+            If weights are sharded or offloaded.
+        """
+        self._check_H_init()
+        check_in_place(self.blocks, "A penalty")
+        weights = [block.weight.flatten().to(self._device, self._dtype) for block in self.blocks]
+        return weight / 2 * self.square_norm(torch.cat(weights))
 
     @exclusive
     @without_autocast

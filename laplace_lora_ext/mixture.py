@@ -458,13 +458,11 @@ def _check_alike(members: Sequence[LoRALaplace]) -> None:
         raise ValueError(
             f"The members differ in likelihood, n_outputs or class_token_ids: {facts}."
         )
-    first, *others = [member.model_state.base_weights() for member in members]
+    first, *others = [member.model_state for member in members]
     for number, other in enumerate(others, 1):
-        common = first.keys() & other.keys()
-        same = {name for name in common if first[name].equals(other[name])}
-        differing = sorted((first.keys() | other.keys()) - same)
-        if differing:
+        differing = first.differing_base(other)
+        if differing is not None:
             raise ValueError(
-                f"Members 0 and {number} have different base models ({differing[0]} differs): "
-                "mix adapters of one base model."
+                f"Members 0 and {number} have different base models ({differing} differs): mix "
+                "adapters of one base model."
             )

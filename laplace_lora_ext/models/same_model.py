@@ -123,6 +123,14 @@ class ModelState:
         """Select the `weights` that adapters of one base model share."""
         return {name: weight for name, weight in self.weights.items() if is_of_base(name)}
 
+    def differing_base(self, other: ModelState) -> str | None:
+        """Name a weight in which the base models of two adapters differ; None if there is none."""
+        mine = self.base_weights()
+        its = other.base_weights()
+        same = {name for name in mine.keys() & its.keys() if mine[name].equals(its[name])}
+        differing = sorted((mine.keys() | its.keys()) - same)
+        return differing[0] if differing else None
+
     def difference(self, now: ModelState) -> str | None:
         """Say what has changed, in a sentence without its full stop; None if nothing has."""
         facts_before = self._facts()
