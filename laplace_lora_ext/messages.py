@@ -1,4 +1,4 @@
-"""Errors that say where or which number, and warnings that point at the user's own line."""
+"""Raises errors that say where or which number, and warns at the user's own line."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 
 _OURS = ("laplace_lora_ext", "laplace", "torch", "contextlib")
+_MOST_LISTED = 8
 
 
 @contextmanager
@@ -21,17 +23,25 @@ def naming(where: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
+        # A subclass may carry more than a message, which a new error would lose.
         if type(error) not in {ValueError, NotImplementedError}:
-            raise  # a subclass may carry more than a message
+            raise
         raise type(error)(f"{where}: {error}") from error
 
 
 def warn(message: str) -> None:
     """Warn at the user's line: the innermost one outside this library, the host and torch."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
-        level, frame = level + 1, frame.f_back
+    frame = sys._getframe()
+    level = 1
+    while frame.f_back is not None and _package_of(frame) in _OURS:
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, stacklevel=level)
+
+
+def _package_of(frame: FrameType) -> str:
+    module: str = frame.f_globals.get("__name__", "")
+    return module.partition(".")[0]
 
 
 def check_counts(**counts: Any) -> None:
@@ -53,11 +63,13 @@ def check_positive(name: str, value: Any) -> None:
     if not isinstance(value, Real | torch.Tensor):
         return  # the host refuses it
     numbers = torch.as_tensor(value, device=getattr(value, "device", "cpu")).detach()
-    if not bool((torch.isfinite(numbers) & (numbers > 0)).all()):
+    are_right = torch.isfinite(numbers) & (numbers > 0)
+    if not bool(are_right.all()):
         raise ValueError(f"{name} must be positive and finite, not {numbers.tolist()}.")
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first eight of some names, and how many more there are."""
-    rest = len(names) - 8
-    return ", ".join(names[:8]) + (f" and {rest} more" if rest > 0 else "")
+    """List the first names, and say how many more there are."""
+    first = ", ".join(names[:_MOST_LISTED])
+    n_more = len(names) - _MOST_LISTED
+    return f"{first} and {n_more} more" if n_more > 0 else first

@@ -13,10 +13,7 @@ from torch.utils.data import Subset
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.processes.exchange import together
-from laplace_lora_ext.processes.shards import Share, in_order, joined, stacked
-
-Columns = tuple[torch.Tensor, ...]
-"""Tensors with a row for each example."""
+from laplace_lora_ext.processes.shards import Columns, Share, in_order, joined, stacked
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot
 
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_counts
-from laplace_lora_ext.models.locks import exclusive, without_autocast
+from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block, Values, called_with, check_in_place
 from laplace_lora_ext.passes.recorder import Directions, every_output
@@ -127,7 +127,6 @@ def _moments(
 
 
 @exclusive
-@without_autocast
 def functional_samples(
     la: Linearised,
     f_mu: torch.Tensor,
@@ -139,9 +138,10 @@ def functional_samples(
     """Draw logits `(S, B, C)` from Gaussians."""
     if diagonal_output:
         f_var = uncorrelated(f_var)
-    # Unlike the host's Cholesky factor, a symmetric root of a singular covariance exists.
     noise = shared_noise(f_mu, n_samples, generator)
-    return gaussian_samples(f_mu, f_var, noise)
+    with torch.autocast(f_mu.device.type, enabled=False):
+        # Unlike the host's Cholesky factor, a symmetric root of a singular covariance exists.
+        return gaussian_samples(f_mu, f_var, noise)
 
 
 def drawn_weights(la: Drawable, generator: torch.Generator | None) -> Values:

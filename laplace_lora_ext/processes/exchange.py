@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,18 +24,20 @@ class RankError(RuntimeError):
 
 
 def count() -> int:
-    """Number of processes; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    """Count the processes; 1 without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
 
 
 def rank() -> int:
-    """Number of this process, from 0."""
+    """Return the number of this process, from 0."""
     return dist.get_rank() if count() > 1 else 0
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """If one rank fails in this block, all ranks fail before they leave it.
+    """Let all ranks fail in this block, before they leave it, if one does.
 
     The others notice at their next exchange, or when the process group's time limit runs out, and
     raise a `RankError` with the message of a rank that failed.
@@ -43,12 +45,13 @@ def together() -> Iterator[None]:
     if count() == 1 or _TOGETHER.get():
         yield
         return
+    # Only the outermost block tells of errors: one exchange for each of the others' would not do.
     token = _TOGETHER.set(True)
     try:
         yield
         _tell(None)
     except RankError:
-        raise
+        raise  # all ranks have been told of it
     except Exception as error:
         _tell(error)
         raise
@@ -57,31 +60,40 @@ def together() -> Iterator[None]:
 
 
 def gathered(value: Value) -> list[Value]:
-    """The values of all ranks, in their order, with tensors in main memory.
+    """Gather the values of all ranks, in their order, with tensors in main memory.
 
     A `RankError` if a rank failed instead of calling this.
     """
     if count() == 1:
         return [value]
     _tell(None)
+    own = tree_map_only(torch.Tensor, _in_main_memory, value)
     values = []
-    # Clones, since pickling a view would send the whole tensor.
-    own = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
-    for source in range(count()):  # one rank at a time: values pass through its device's memory
-        box: list[Any] = [own if source == rank() else None]
+    # One rank at a time, since values pass through its device's memory.
+    for source in range(count()):
+        box = [own if source == rank() else None]
         dist.broadcast_object_list(box, src=source)
         values.append(box[0])
     return values
 
 
 def of_first(value: Value) -> Value:
-    """The value of rank 0, with tensors in main memory."""
+    """Return the value of rank 0 on every rank, with tensors in main memory."""
     return gathered(value)[0]
 
 
+def _in_main_memory(tensor: torch.Tensor) -> torch.Tensor:
+    # A clone, since pickling a view would send the whole tensor.
+    return tensor.detach().cpu().clone()
+
+
 def _tell(error: Exception | None) -> None:
-    messages: list[Any] = [None] * count()
-    dist.all_gather_object(messages, error and f"{type(error).__name__}: {error}")
-    failed = [number for number, message in enumerate(messages) if message is not None]
-    if failed and error is None:
-        raise RankError(f"Rank {failed[0]} failed. {messages[failed[0]]}")
+    """Tell all ranks whether this one failed; a `RankError` where another one did."""
+    own = None if error is None else f"{type(error).__name__}: {error}"
+    messages: list[str | None] = [None] * count()
+    dist.all_gather_object(messages, own)
+    if error is not None:
+        return  # it is raised here anyway
+    for number, message in enumerate(messages):
+        if message is not None:
+            raise RankError(f"Rank {number} failed. {message}")
