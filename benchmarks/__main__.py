@@ -17,6 +17,7 @@ from benchmarks.options import Run
 COMMANDS: tuple[type[Run], ...] = (
     options.Stages,
     options.Calibration,
+    options.Cross,
     options.Overview,
     options.Text,
     options.Cost,

@@ -103,6 +103,13 @@ class Stages(SeveralSeeds):
 
 
 @dataclass(frozen=True)
+class Cross(SeveralSeeds):
+    """Is it the curvature or the prior? Both crossed, around one checkpoint for each seed."""
+
+    grid_size: int = option(13, "prior precisions between 0.01 and 10,000 that labels choose from")
+
+
+@dataclass(frozen=True)
 class Text(Reading):
     """Free text by a pretrained language model (extra llm): half an hour a seed."""
 
