@@ -1,4 +1,4 @@
-"""The likelihoods: what to back-propagate from the logits, the loss, and checks of targets."""
+"""Says for each likelihood what to back-propagate from logits, the loss, and what targets are."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Seeds(NamedTuple):
     weights: torch.Tensor
 
     def dense(self) -> torch.Tensor:
-        """The columns `w v` themselves, `(S, B, C)`."""
+        """Multiply to the columns `w v` themselves, `(S, B, C)`."""
         return self.vectors * self.weights[..., None]
 
 
@@ -53,7 +53,7 @@ class Classification:
     is_gaussian = False
 
     def exact_seeds(self, logits: torch.Tensor) -> Seeds:
-        """Seeds of the exact (type-2) Fisher, C - 1 for each sample.
+        """Compute seeds of the exact (type-2) Fisher, C - 1 for each sample.
 
         `H = diag(p) - p pᵀ = diag(q) (I - q qᵀ) diag(q)` with `q = √p`, and the projection
         `I - q qᵀ` is spanned by C - 1 columns of the Householder reflection that maps q onto the
@@ -63,36 +63,41 @@ class Classification:
         """
         n_samples, n_outputs = logits.shape
         log_p = logits.log_softmax(-1)
-        p, q = log_p.exp(), (log_p / 2).exp()
-        top = q.argmax(-1, keepdim=True)
+        p = log_p.exp()
+        q = (log_p / 2).exp()
+        top = q.argmax(-1, keepdim=True)  # m
         q_top = q.gather(-1, top)
         is_top = one_hot(top.squeeze(-1), n_outputs).bool()
-        shared = torch.where(is_top, -q_top, -p / (1 + q_top))
-        # All classes but the most probable, for each sample in increasing order.
-        others = (~is_top).nonzero()[:, 1].reshape(n_samples, n_outputs - 1)
-        vectors = shared[:, None] + torch.eye(n_outputs).to(logits)[others]
-        return Seeds(vectors.transpose(0, 1), q.gather(-1, others).T)
+        in_all_columns = torch.where(is_top, -q_top, -p / (1 + q_top))
+        # The columns j: all classes but m, for each sample in increasing order.
+        _, others = (~is_top).nonzero(as_tuple=True)
+        others = others.reshape(n_samples, n_outputs - 1)
+        identity = torch.eye(n_outputs).to(logits)
+        vectors = in_all_columns[:, None] + identity[others]
+        weights = q.gather(-1, others)
+        return Seeds(vectors.transpose(0, 1), weights.T)
 
     def sampled_seeds(
         self, logits: torch.Tensor, num_samples: int, generator: torch.Generator
     ) -> Seeds:
-        """Slopes of the loss at targets that are drawn from the model."""
-        y = _drawn(logits.softmax(-1).expand(num_samples, -1, -1), generator)
+        """Compute slopes of the loss at targets that are drawn from the model."""
+        p = logits.softmax(-1)
+        y = _drawn(p.expand(num_samples, -1, -1), generator)
         vectors, weights = _gradients_at(logits, y)
         return Seeds(vectors, weights / num_samples**0.5)
 
     def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
-        """Slopes of the loss at the targets, one for each sample."""
+        """Compute slopes of the loss at the targets, one for each sample."""
         return _gradients_at(logits, y[None])
 
     def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Negative log-likelihood, summed over samples, up to a constant."""
+        """Sum the negative log-likelihood over samples, up to a constant."""
         return cross_entropy(logits, y, reduction="sum")
 
     def nll(
         self, predicted: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
     ) -> torch.Tensor:
-        """Negative log-density of each target, `(B,)`, in nats.
+        """Compute the negative log-density of each target, `(B,)`, in nats.
 
         What is predicted are log-probabilities `(B, C)`, or of numbers means `(B, C)` and
         covariances `(B, C, C)` or variances `(B, C)`.
@@ -100,15 +105,15 @@ class Classification:
         return nll_loss(predicted[0], y, reduction="none")
 
     def groups(self, y: torch.Tensor, share: float) -> torch.Tensor:
-        """`(N,)` whole numbers, alike for targets of which a share is to be held out."""
+        """Number targets, `(N,)`, alike where a share of them is to be held out."""
         return y.long()
 
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Targets in the shape and type that the losses take, unchecked."""
+        """Bring targets into the shape and type that the losses take, unchecked."""
         return y.long()
 
     def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Targets as the losses take them, on the logits' device.
+        """Check targets, and bring them into the losses' form, on the logits' device.
 
         A `ValueError` if their shape, type or range is wrong; a warning if the logits look like
         probabilities.
@@ -120,15 +125,17 @@ class Classification:
                 "module that returns torch.stack([torch.zeros_like(f), f], -1).flatten(0, 1) for "
                 "its logits f, whose softmax is the sigmoid of f"
             )
-        if y.shape != logits.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
+        are_indices = not y.is_floating_point() and y.dtype != torch.bool
+        if y.shape != logits.shape[:1] or not are_indices:
             of_shape = f"labels must be class indices of shape {tuple(logits.shape[:1])}"
             found = f"{of_shape}, not {tuple(y.shape)} of {y.dtype}"
-            if y.shape == logits.shape and ((y == 0) | (y == 1)).all():
+            are_zero_or_one = (y == 0) | (y == 1)
+            if y.shape == logits.shape and are_zero_or_one.all():
                 refuse_multi_label(f"{found}: these look like multi-label ones")
             raise ValueError(found)
-        if len(y) and (y.min() < 0 or y.max() >= n_outputs):
+        if ((y < 0) | (y >= n_outputs)).any():
             raise ValueError(f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}")
-        if len(y) and (logits >= 0).all() and (logits.sum(-1) - 1).abs().max() < _ROUNDING:
+        if _look_like_probabilities(logits):
             warn(
                 "The model's outputs look like probabilities: return logits, and leave the softmax "
                 "to the likelihood."
@@ -164,7 +171,8 @@ class Regression:
         return Seeds(vectors, logits.new_ones(num_samples, len(logits)) / num_samples**0.5)
 
     def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
-        return Seeds((logits - y)[None], logits.new_ones(1, len(logits)))
+        slopes = logits - y
+        return Seeds(slopes[None], logits.new_ones(1, len(logits)))
 
     def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (logits - y).square().sum() / 2
@@ -174,9 +182,11 @@ class Regression:
     ) -> torch.Tensor:
         """As of classes; a `torch.linalg.LinAlgError` if rounding has left no covariance."""
         f_mu, f_var = predicted
-        f_var = torch.diag_embed(f_var) if f_var.ndim == f_mu.ndim else f_var
-        V = f_var + sigma_noise.to(f_var).square() * torch.eye(f_mu.shape[1]).to(f_var)
-        density = torch.distributions.MultivariateNormal(f_mu, V, validate_args=False)
+        if f_var.ndim == f_mu.ndim:
+            f_var = torch.diag_embed(f_var)
+        identity = torch.eye(f_mu.shape[1]).to(f_var)
+        noise = sigma_noise.to(f_var).square() * identity
+        density = torch.distributions.MultivariateNormal(f_mu, f_var + noise, validate_args=False)
         return -density.log_prob(y.to(f_mu))
 
     def groups(self, y: torch.Tensor, share: float) -> torch.Tensor:
@@ -184,13 +194,16 @@ class Regression:
 
         Of several outputs, the mean rank counts.
         """
-        ranks = y.reshape(len(y), -1).argsort(dim=0, stable=True).argsort(dim=0)
-        rank = ranks.double().mean(1).argsort(stable=True).argsort()
-        n_quantiles = max(1, int(len(y) * min(share, 1 - share)))
+        ranks = _ranks(y.reshape(len(y), -1))
+        rank = _ranks(ranks.double().mean(1))
+        n_of_the_fewer = int(len(y) * min(share, 1 - share))
+        n_quantiles = max(1, n_of_the_fewer)
         return rank * n_quantiles // len(y)
 
     def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return (y[:, None] if y.ndim == 1 else y).to(dtype)
+        if y.ndim == 1:
+            y = y[:, None]
+        return y.to(dtype)
 
     def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         targets = self.as_targets(y.to(logits.device), logits.dtype)
@@ -217,7 +230,7 @@ class LanguageModeling(Classification):
     def sampled_seeds(
         self, logits: torch.Tensor, num_samples: int, generator: torch.Generator
     ) -> Seeds:
-        """Slopes of the loss at tokens drawn from the model, each given the text's own past.
+        """Compute slopes of the loss at tokens drawn from the model, given the text's own past.
 
         The slope in a token's logits averages 0 and is independent of every other token's. So the
         gradient G of a text's whole loss has `E[G Gᵀ] = Σ_t E[G_t G_tᵀ]`, the sum of its tokens'
@@ -236,7 +249,7 @@ class LanguageModeling(Classification):
         return y[y != IGNORED].long()
 
     def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The labelled tokens, `(N,)`, on the logits' device; all must be of the vocabulary."""
+        """Find the labelled tokens, `(N,)`, on the logits' device; check that they are words."""
         tokens = self.as_targets(y.to(logits.device), logits.dtype)
         vocabulary = logits.shape[-1]
         if tokens.min() < 0 or tokens.max() >= vocabulary:
@@ -272,22 +285,22 @@ def refuse_multi_label(found: str) -> NoReturn:
 
 
 def _drawn(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """`(S, N)` labels of `(S, N, V)` probabilities.
-
-    One label a row: several at once would add up probabilities, and lose the improbable words.
-    """
+    """Draw `(S, N)` labels of `(S, N, V)` probabilities."""
+    # One label a row: several at once would add up probabilities, and lose the improbable words.
     y = torch.multinomial(probabilities.flatten(0, 1), 1, generator=generator)
     return y.reshape(probabilities.shape[:2])
 
 
 def _subtract_one_at(vectors: torch.Tensor, y: torch.Tensor) -> None:
-    """`vectors - onehot(y)` in place, of `(S, N, V)` vectors and `(S, N)` labels."""
+    """Compute `vectors - onehot(y)` in place, of `(S, N, V)` vectors and `(S, N)` labels."""
+    # In place, since vectors of a vocabulary are the largest of all tensors.
     labels = y[..., None]
-    vectors.scatter_add_(-1, labels, -torch.ones_like(labels, dtype=vectors.dtype))
+    ones = torch.ones_like(labels, dtype=vectors.dtype)
+    vectors.scatter_add_(-1, labels, -ones)
 
 
 def _gradients_at(logits: torch.Tensor, y: torch.Tensor) -> Seeds:
-    """`p - onehot(y)` for `(S, B)` labels, as a vector of order one and a weight.
+    """Compute `p - onehot(y)` for `(S, B)` labels, as a vector of order one and a weight.
 
     The label has the largest entry, `-(1 - p_y)`. Computing it and its ratio to the other entries
     from the log-probabilities of the other classes avoids cancellation.
@@ -295,4 +308,18 @@ def _gradients_at(logits: torch.Tensor, y: torch.Tensor) -> Seeds:
     log_p = logits.log_softmax(-1)
     is_label = one_hot(y, logits.shape[-1]).bool()
     others = log_p.expand(is_label.shape).masked_fill(is_label, -torch.inf)
-    return Seeds(others.softmax(-1) - is_label.to(logits.dtype), others.logsumexp(-1).exp())
+    vectors = others.softmax(-1) - is_label.to(logits.dtype)
+    p_of_others = others.logsumexp(-1).exp()  # 1 - p_y
+    return Seeds(vectors, p_of_others)
+
+
+def _look_like_probabilities(logits: torch.Tensor) -> bool:
+    if not len(logits) or (logits < 0).any():
+        return False
+    deviations = (logits.sum(-1) - 1).abs()
+    return bool(deviations.max() < _ROUNDING)
+
+
+def _ranks(y: torch.Tensor) -> torch.Tensor:
+    """Rank each of `(N, ...)` numbers among those of its column, from 0."""
+    return y.argsort(dim=0, stable=True).argsort(dim=0)
