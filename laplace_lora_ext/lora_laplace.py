@@ -23,6 +23,7 @@ from laplace_lora_ext.curvature.structure import Structure, places_of
 from laplace_lora_ext.fit import Fit, NoFit, fit
 from laplace_lora_ext.likelihoods import Likelihood, refuse_multi_label
 from laplace_lora_ext.messages import check_positive, check_single, warn
+from laplace_lora_ext.models.heads import Selection
 from laplace_lora_ext.models.locks import LOCK, exclusive, kept, without_autocast
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import (
@@ -68,8 +69,9 @@ def _of_fit(field: str, description: str) -> Any:
 class LoRALaplace(ParametricLaplace):
     """What all Laplace approximations over LoRA weights share.
 
-    The posterior is over the `lora_A` and `lora_B` weights of the active adapter. Everything else
-    in the model, even a trainable head, stays at its MAP value. No method changes these weights.
+    The posterior is over the `lora_A` and `lora_B` weights of the active adapter and, with
+    `modules_to_save`, over its heads. Everything else in the model stays at its MAP value. No
+    method changes these weights.
 
     Parameters
     ----------
@@ -87,9 +89,13 @@ class LoRALaplace(ParametricLaplace):
         for a masked language model: the token at which the answer is read
     target_modules, layers_to_transform
         as in `peft.LoraConfig`: which LoRA layers take part; all if omitted
+    modules_to_save : bool or collection of str, default=False
+        heads that take part too: weights and biases of the linear layers that PEFT trains and saves
+        beside LoRA, all (True) or those of some names, as in `peft.LoraConfig`. They want a much
+        smaller prior precision than LoRA weights
     weight_names : collection of str, optional
-        names of LoRA weights without the adapter's name, such as "...query.lora_B.weight": these
-        alone take part, whether or not they require grad
+        names of weights without the adapter's name, such as "...query.lora_B.weight": these alone
+        take part, whether or not they require grad
     **kwargs
         as for the host's class of the same structure: `prior_precision`, `prior_mean`,
         `sigma_noise`, `temperature`, `enable_backprop`, `dict_key_x` and so on
@@ -142,6 +148,7 @@ class LoRALaplace(ParametricLaplace):
         mask_token_id: int | None = None,
         target_modules: str | Sequence[str] | None = None,
         layers_to_transform: int | Iterable[int] | None = None,
+        modules_to_save: Selection = False,
         weight_names: Collection[str] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -159,7 +166,9 @@ class LoRALaplace(ParametricLaplace):
         if likelihood == "classification" and self.model.is_multi_label:
             refuse_multi_label("No likelihood fits problem_type 'multi_label_classification'")
         with LOCK:  # and what requires grad
-            self.blocks = find_blocks(model, target_modules, layers_to_transform, weight_names)
+            self.blocks = find_blocks(
+                model, target_modules, layers_to_transform, weight_names, modules_to_save
+            )
             warn_of_other_trainable(model)
         self.recorder = Recorder(self.model, self.blocks)
         if is_untrained(self.blocks):
@@ -214,7 +223,7 @@ class LoRALaplace(ParametricLaplace):
         fitted = f"fitted to {self.n_data:,} examples" if self.n_data else "not fitted"
         prior = self.prior_precision.log().mean().exp().item()
         return (
-            f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} LoRA weights "
+            f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} weights "
             f"of {sum(self._sizes):,} parameters; {fitted}; prior precision {prior:.4g})"
         )
 

@@ -240,7 +240,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     @exclusive
     def summary(self) -> str:
-        """Make a table of the LoRA weights and their priors: `print(la.summary())`.
+        """Make a table of the weights and their priors: `print(la.summary())`.
 
         The last column says how many of a weight's parameters the data determine rather than the
         prior: the sum of e / (e + λ) over the eigenvalues e of its curvature, with the prior
@@ -259,7 +259,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         )
         names = [block.name.removeprefix("base_model.model.") for block in self.blocks]
         width = max(len(name) for name in names)
-        rows = [f"{'LoRA weight':{width}}  parameters  prior precision  determined"]
+        rows = [f"{'weight':{width}}  parameters  prior precision  determined"]
         for row in zip(names, self._sizes, priors, determined, strict=True):
             name, size, prior, number = row
             rows.append(f"{name:{width}}  {size:10,}  {prior:15.4g}  {number:10.1f}")

@@ -303,9 +303,7 @@ def test_one_noise_is_of_all_outputs(structure, several):
 def test_it_says_what_it_is_of_and_whether_it_is_fitted():
     la = make(lora_model("bert"))
     size = sum(block.weight.numel() for block in la.blocks)
-    start = (
-        f"classification by BertForSequenceClassification; 8 LoRA weights of {size:,} parameters; "
-    )
+    start = f"classification by BertForSequenceClassification; 8 weights of {size:,} parameters; "
     assert repr(la) == f"LowRankKronLoRALaplace({start}not fitted; prior precision 1)"
     la.fit(ragged_batches())
     la.prior_precision = 2.5

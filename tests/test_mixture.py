@@ -519,7 +519,7 @@ REFUSED = [
     (with_another_base, "different base models .*pooler"),
     (
         without_an_adapter,
-        "lost LoRA weights of the posterior: .*second",
+        "lost weights of the posterior: .*second",
     ),
     (with_other_weights, "have changed since the fit"),
 ]

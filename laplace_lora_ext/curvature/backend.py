@@ -155,7 +155,7 @@ class LowRankKronInterface(CurvatureInterface):
         # Gradients run backward: of several such layers, the last one is where they began.
         for block, trace in zip(reversed(self.blocks), reversed(traces), strict=True):
             if not isfinite(trace):
-                raise ValueError(f"LoRA layer {block.name}: non-finite numbers")
+                raise ValueError(f"Weight {block.name}: non-finite numbers")
 
     def kron(
         self,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import StreamingUpdates
 from laplace_lora_ext.passes.recording import Gradients, Inputs, Visitor
@@ -57,11 +59,27 @@ class Gradient(KfacApprox):
     def gradients(self, gradients: Gradients) -> None:
         """Sum `G Gᵀ` and `Gᵀ G`."""
         block = self.blocks[gradients.index]
-        G = gradients.of_weight().flatten(0, 1)
-        self.updates.add(block.output_factor, G.mT.flatten(0, 1))
-        energy = self.updates.add(block.input_factor, G.flatten(0, 1))
+        if gradients.a.shape[1] == 1:
+            of_outputs, of_inputs = _rows_of_one_position(gradients.a, gradients.g)
+        else:
+            G = gradients.of_weight().flatten(0, 1)
+            of_outputs = G.mT.flatten(0, 1)
+            of_inputs = G.flatten(0, 1)
+        self.updates.add(block.output_factor, of_outputs)
+        energy = self.updates.add(block.input_factor, of_inputs)
         # Both factors have the trace Σ ‖G‖², and their product is to have it once.
         block.normalizer = block.normalizer + energy
+
+
+def _rows_of_one_position(a: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make rows whose products are those of `G = g aᵀ`: `(S B, m)` and `(B, n)`.
+
+    `G Gᵀ = ‖a‖² g gᵀ` and `Gᵀ G = ‖g‖² a aᵀ` need one row where G has m or n of them, as many as a
+    head's layer has outputs or inputs.
+    """
+    of_outputs = g * a.norm(dim=-1, keepdim=True)
+    of_inputs = a * torch.linalg.vector_norm(g, dim=(0, -1), keepdim=True)[0]
+    return of_outputs.flatten(0, 2), of_inputs.flatten(0, 1)
 
 
 KFAC_APPROX: dict[str, type[KfacApprox]] = {"expand": Expand, "gradient": Gradient}

@@ -20,7 +20,7 @@ from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterf
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import Block, check_in_place
+from laplace_lora_ext.models.weights import Block, check_in_place, check_with_biases
 from laplace_lora_ext.passes.checks import inspected
 from laplace_lora_ext.passes.recorder import Recorder
 
@@ -192,7 +192,7 @@ class HostStructure(Structure[SumsT, CurvatureT]):
         parts = self._diagonal(of_batch).split(sizes)
         for block, part in zip(self.blocks, parts, strict=True):
             if not torch.isfinite(part).all():
-                raise ValueError(f"LoRA layer {block.name}: non-finite curvature")
+                raise ValueError(f"Weight {block.name}: non-finite curvature")
         return loss, self.merge(sums, of_batch)
 
 
@@ -219,6 +219,7 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
 
     def zeros(self) -> Kron:
         check_in_place(self.blocks, 'hessian_structure="kron"')
+        check_with_biases(self.blocks)
         device, dtype = self.places[0]
         weights: list[Any] = [block.weight for block in self.blocks]
         return Kron.init_from_model(weights, device, dtype)

@@ -1,8 +1,9 @@
-"""LoRA weights that a posterior is over: found in a model, selected, or refused."""
+"""Weights that a posterior is over: found in a model, selected, or refused."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
+from laplace_lora_ext.models.heads import Selection, head_weights, select_heads
 from laplace_lora_ext.models.weights import Block, LinearRows, bare_name, strip_wrappers
 
 Layers = Mapping[str, lora.LoraLayer]
@@ -36,37 +38,35 @@ def find_blocks(
     target_modules: str | Sequence[str] | None = None,
     layers_to_transform: int | Iterable[int] | None = None,
     weight_names: Collection[str] | None = None,
+    modules_to_save: Selection = False,
 ) -> list[Block]:
-    """Find the LoRA weights of the active adapter, in the order of the model's parameters.
+    """Find the weights of the active adapter to be treated, in the order of the model's parameters.
+
+    They are those of its LoRA layers and, with `modules_to_save`, weights and biases of its heads.
 
     Of a layer that was trained with one of its weights frozen, as LoRA-FA freezes `lora_A`, the
     other one takes part alone. An adapter that was loaded for inference has both frozen, and both
     take part, since a loaded adapter does not say which of its weights were frozen in training.
-    With `weight_names`, those of `Block.known_as`, these weights take part, frozen or not.
-    `target_modules` and `layers_to_transform` select layers as in `peft.LoraConfig`.
+    With `weight_names`, those of `Block.known_as`, these weights take part alone, frozen or not.
+    `target_modules` and `layers_to_transform` select LoRA layers as in `peft.LoraConfig`, and
+    `modules_to_save` selects heads, or all if it is True.
 
     A `ValueError` if there is no LoRA layer, if the adapter is merged, disabled or not the only
-    active one, or if nothing matches the selection. A `NotImplementedError` if layers do not add
-    `B(A(x))` with weights of their own, and for FSDP1 and DeepSpeed ZeRO-3.
+    active one, or if nothing matches a selection. A `NotImplementedError` if layers do not add
+    `B(A(x))` with weights of their own, if a head is not linear or too large, and for FSDP1 and
+    DeepSpeed ZeRO-3.
     """
     adapter = active_adapter(model)
-    with_adapter = {
+    layers = {
         name: layer for name, layer in lora_layers(model).items() if adapter in _adapters_of(layer)
     }
-    layers = _selected(with_adapter, target_modules, layers_to_transform)
     if weight_names is not None:
-        layers = _holding(layers, adapter, weight_names)
-    _check_plain(layers, adapter)
-    blocks: list[Block] = []
-    for name, layer in layers.items():
-        halves = _halves(name, layer, adapter)
-        if weight_names is None:
-            blocks += [half for half in halves if half.weight.requires_grad] or halves
-        else:
-            blocks += [half for half in halves if half.known_as in weight_names]
-    if len({id(block.weight) for block in blocks}) < len(blocks):
-        raise NotImplementedError("LoRA layers share weights: give each its own parameters.")
-    return blocks
+        blocks = _named(model, layers, adapter, weight_names)
+    else:
+        blocks = _trained(_selected(layers, target_modules, layers_to_transform), adapter)
+        blocks += [each.block() for each in select_heads(model, adapter, modules_to_save)]
+    _check_own(model, blocks)
+    return _in_order(model, blocks)
 
 
 def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
@@ -226,8 +226,20 @@ def _selected(
     return selected
 
 
-def _holding(layers: Layers, adapter: str, weight_names: Collection[str]) -> Layers:
-    """Select the layers that hold any of some weights; an error if none does."""
+def _trained(layers: Layers, adapter: str) -> list[Block]:
+    """Make the blocks of some layers' trained weights; see `find_blocks`."""
+    _check_plain(layers, adapter)
+    blocks: list[Block] = []
+    for name, layer in layers.items():
+        halves = _halves(name, layer, adapter)
+        blocks += [half for half in halves if half.weight.requires_grad] or halves
+    return blocks
+
+
+def _named(
+    model: nn.Module, layers: Layers, adapter: str, weight_names: Collection[str]
+) -> list[Block]:
+    """Make the blocks of some weights, trained or not; an error if there is none of them."""
     holding = {
         name: layer
         for name, layer in layers.items()
@@ -236,12 +248,38 @@ def _holding(layers: Layers, adapter: str, weight_names: Collection[str]) -> Lay
             for matrix in ("lora_A", "lora_B")
         )
     }
-    if not holding:
+    _check_plain(holding, adapter)
+    blocks: list[Block] = []
+    for name, layer in holding.items():
+        blocks += _halves(name, layer, adapter)
+    blocks = [block for block in blocks if block.known_as in weight_names]
+    for weight in head_weights(model, adapter):
+        if bare_name(weight.name) in weight_names:
+            blocks.append(weight.block())
+    if not blocks:
         raise ValueError(
-            f"The model has none of the LoRA weights {listed(sorted(weight_names))}; there are the "
+            f"The model has none of the weights {listed(sorted(weight_names))}; there are the "
             f"LoRA layers {listed(list(layers))}."
         )
-    return holding
+    return blocks
+
+
+def _check_own(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """Refuse weights that several layers share: a hook on one of them does not see all."""
+    holders: Counter[int] = Counter()
+    for module in model.modules():
+        holders.update(id(weight) for weight in module._parameters.values())
+    shared = [block.name for block in blocks if holders[id(block.weight)] > 1]
+    if shared:
+        raise NotImplementedError(
+            f"Layers share weights: give each its own parameters, or leave out {listed(shared)}."
+        )
+
+
+def _in_order(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
+    """Sort blocks as the model's parameters, whose order the host keeps to."""
+    places = {id(weight): place for place, weight in enumerate(model.parameters())}
+    return sorted(blocks, key=lambda block: places[id(block.weight)])
 
 
 def _check_plain(layers: Layers, adapter: str) -> None:

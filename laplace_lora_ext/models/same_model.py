@@ -65,9 +65,9 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelState:
-    """All that predictions depend on, except the values of the LoRA weights."""
+    """All that predictions depend on, except the values of the posterior's weights."""
 
-    # Shape and scaling by the name of the LoRA weight, without the adapter's name.
+    # Shape, and scaling of LoRA, by the name of the weight, without the adapter's name.
     blocks: dict[str, tuple[list[int], float | None]]
     class_token_ids: list[int] | None
     mask_token_id: int | None
@@ -151,7 +151,7 @@ class ModelState:
         facts["class_token_ids"] = self.class_token_ids
         facts["mask_token_id"] = self.mask_token_id
         for name, shape_and_scaling in self.blocks.items():
-            facts[f"The LoRA weight {name} (shape, scaling)"] = shape_and_scaling
+            facts[f"The weight {name} (shape, scaling)"] = shape_and_scaling
         for name, scaling in self.scalings.items():
             facts[f"The scaling of {name}"] = scaling
         return facts
@@ -168,7 +168,7 @@ def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
     gone = [block.name for block in blocks if id(block.weight) not in present]
     if gone:
         raise RuntimeError(
-            f"The model has lost LoRA weights of the posterior: {listed(gone)}. Make a new "
+            f"The model has lost weights of the posterior: {listed(gone)}. Make a new "
             "posterior, and fit it."
         )
 
@@ -184,7 +184,7 @@ def check_same(
     changed = first_changed(blocks, mean)
     if changed is not None:
         raise RuntimeError(
-            f"The weights of LoRA layer {changed.name} have changed since the fit: fit again, or "
+            f"The weight {changed.name} has changed since the fit: fit again, or "
             "load the weights of the fit."
         )
     difference = fitted.difference(ModelState.of(model, blocks))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
@@ -14,7 +14,10 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 Values = list[torch.Tensor]
-"""One tensor for each LoRA weight, in the order and shapes of the blocks."""
+"""One tensor for each weight of the blocks, in their order, and of the weight's own shape."""
+
+Kind = Literal["lora", "head", "other"]
+"""What a weight is a part of: LoRA layers, heads that were trained beside them, or else."""
 
 # What PEFT saves with an adapter: LoRA weights, heads, and rows of embeddings. In a weight's name
 # the adapter's own name follows.
@@ -34,18 +37,30 @@ class LinearRows:
     # Layers of one site see rows of the same examples at the same places, as the two halves of a
     # LoRA layer do: that layer's name.
     site: str
+    of_bias: bool = False  # which is a matrix `(m, 1)` that multiplies ones
+
+    def multiplied(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the rows `(..., n)` that the weight multiplies, of what the layer was given."""
+        if self.of_bias:
+            return inputs.new_ones(*inputs.shape[:-1], 1)
+        return inputs
 
 
 @dataclass(frozen=True)
 class Block:
-    """One trained matrix `(m, n)` of an adapter, and how its rows are seen."""
+    """One trained matrix `(m, n)` of an adapter, and how its rows are seen.
+
+    A bias of m numbers is a matrix `(m, 1)`.
+    """
 
     name: str  # of the weight, without the prefixes that wrappers add
     adapter: str
-    module: nn.Module  # has the matrix as its `weight`
-    small_output: bool  # whether the LoRA rank is m, the size of the output, rather than n
+    module: nn.Module  # has the weight among its parameters
+    small_output: bool  # whether the smaller factor is that of m, the size of the output
     rows: LinearRows
     owner: LoraLayer | None = None  # PEFT's layer that the module is a part of
+    parameter: str = "weight"  # the weight's name in the module
+    kind: Kind = "lora"
 
     @property
     def known_as(self) -> str:
@@ -55,14 +70,17 @@ class Block:
     @property
     def weight(self) -> torch.Tensor:
         """The parameter itself, which may be sharded or offloaded."""
-        weight = self.module.weight
+        weight = getattr(self.module, self.parameter)
         assert isinstance(weight, torch.Tensor)
         return weight
 
     @property
     def shape(self) -> tuple[int, int]:
         """(m, n)."""
-        m, n = self.weight.shape
+        shape = self.weight.shape
+        if len(shape) == 1:
+            return shape[0], 1
+        m, n = shape
         return m, n
 
     @property
@@ -71,7 +89,7 @@ class Block:
         if self.weight.is_meta:
             hook = _offloading(self.module)
             if hook is not None and hook.weights_map is not None:
-                return hook.weights_map["weight"].to(hook.execution_device)
+                return hook.weights_map[self.parameter].to(hook.execution_device)
         weight = self.weight.detach()
         gather = getattr(weight, "full_tensor", None)  # of a DTensor
         return weight if gather is None else gather()
@@ -151,6 +169,22 @@ def check_in_place(blocks: Sequence[Block], purpose: str) -> None:
                 "offloaded. Pass them to fully_shard as ignored_params, or offload modules without "
                 "LoRA alone."
             )
+
+
+def check_with_biases(blocks: Sequence[Block]) -> None:
+    """Refuse weights without their layer's bias, which the host takes for a part of all of them."""
+    of_blocks = {id(block.weight) for block in blocks}
+    without = []
+    for block in blocks:
+        bias = getattr(block.module, "bias", None)
+        if bias is not None and id(bias) not in of_blocks:
+            without.append(block.name)
+    if without:
+        raise NotImplementedError(
+            'hessian_structure="kron" treats weight and bias of a layer together, and the biases '
+            f"of {len(without)} layers are frozen or left out, such as that of {without[0]}: use "
+            '"lowrank_kron", "diag" or "full".'
+        )
 
 
 def called_with(

@@ -50,7 +50,7 @@ def inspected(
         silent = [block.name for block, calls in of_blocks if not calls]
         if silent:
             raise RuntimeError(
-                f"The batch does not use {len(silent)} of {len(blocks)} LoRA weights, such as "
+                f"The batch does not use {len(silent)} of {len(blocks)} weights, such as "
                 f"{silent[0]}, but the backend needs all of them in every batch. Leave such layers "
                 'out with target_modules, or use hessian_structure="lowrank_kron".'
             ) from error

@@ -369,7 +369,9 @@ class Taps:
         (inputs, *_) = args
         if inputs.is_inference():  # autograd can't save it
             inputs = inputs.clone()
-        call = Call(index, self._blocks[index].name, inputs, output)
+        block = self._blocks[index]
+        inputs = block.rows.multiplied(inputs)
+        call = Call(index, block.name, inputs, output)
         tapped = _Tap.apply(output, self._anchor, inputs, call)
         if self._calls is None:  # a checkpointed layer is computed anew for a backward pass
             return tapped
@@ -428,7 +430,7 @@ def _reentrant() -> NotImplementedError:
 
 def _overwritten(layer: str) -> NotImplementedError:
     return NotImplementedError(
-        f"The model overwrites what LoRA layer {layer} was given: write x = x + y in place of "
+        f"The model overwrites what the layer of {layer} was given: write x = x + y in place of "
         "x += y, or leave the layer out with target_modules."
     )
 

@@ -120,7 +120,7 @@ def _reached(
     graph.back_propagate(vectors, graph.seeds_at_once, note, retain_graph=True)
     for layer, is_finite in zip(layers, read(finite), strict=True):
         if not is_finite:
-            raise ValueError(f"LoRA layer {layer}: non-finite gradients")
+            raise ValueError(f"Weight {layer}: non-finite gradients")
     return reached
 
 

@@ -171,7 +171,7 @@ class Recorder:
         if len(silent) == n_blocks:
             advice = "A fused kernel may replace them: pass the model as it was before fusion."
         raise RuntimeError(
-            f"No batch used {len(silent)} of {n_blocks} LoRA weights, such as {silent[0]}. {advice}"
+            f"No batch used {len(silent)} of {n_blocks} weights, such as {silent[0]}. {advice}"
         )
 
     def visit_jacobians(
@@ -302,7 +302,7 @@ class _Jacobians(Visitor):
         sums = read(list(self._sums.values()))
         for index, total in zip(self._sums, sums, strict=True):
             if not isfinite(total):
-                raise ValueError(f"LoRA layer {self._blocks[index].name}: non-finite gradients")
+                raise ValueError(f"Weight {self._blocks[index].name}: non-finite gradients")
 
     def _complete(self, index: int, jacobian: torch.Tensor) -> None:
         self._sums[index] = jacobian.detach().sum()

@@ -137,7 +137,7 @@ def test_a_weight_takes_part_by_its_name_whether_or_not_it_requires_grad(bert):
     named = [frozen.known_as]
     assert [block.name for block in find_blocks(bert, weight_names=named)] == [frozen.name]
     assert other.weight.requires_grad
-    with pytest.raises(ValueError, match=r"none of the LoRA weights elsewhere.*layer\.0"):
+    with pytest.raises(ValueError, match=r"none of the weights elsewhere.*layer\.0"):
         find_blocks(bert, weight_names=["elsewhere"])
 
 
@@ -194,7 +194,7 @@ def tied() -> nn.Module:
         (prompted, "PROMPT_TUNING"),
         (TwoLinear, "found no adapter"),
         (pruned, r"weights parameters.*second \(Linear\)\. Leave"),
-        (tied, "LoRA layers share weights"),
+        (tied, "Layers share weights"),
     ],
 )
 def test_what_can_not_take_part_is_refused_by_name(model, message):

@@ -148,8 +148,8 @@ def replace(model):
     [
         (merge, "query is merged into the base model: call"),
         (disable, "query is disabled: call"),
-        (unload, r"lost LoRA weights of the posterior: .*query\.lora_A"),
-        (replace, r"lost LoRA weights of the posterior: .*query\.lora_A"),
+        (unload, r"lost weights of the posterior: .*query\.lora_A"),
+        (replace, r"lost weights of the posterior: .*query\.lora_A"),
     ],
 )
 def test_an_adapter_that_does_not_run_is_named_and_can_not_be_fitted(change, message, use):

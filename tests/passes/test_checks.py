@@ -66,7 +66,7 @@ class Broken(nn.Module):
         ("logits", "batch 1: non-finite logits"),
         (
             "gradient",
-            r"batch 1: LoRA layer inner\.(second\.lora_B|first\.lora_A)\S*: non-finite",
+            r"batch 1: [wW]eight inner\.(second\.lora_B|first\.lora_A)\S*: non-finite",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def detached() -> nn.Module:
     return model
 
 
-SILENT = r"batch .*use.* 2 of 4 LoRA weights.*layer\.lora_A.*with target_modules"
+SILENT = r"batch .*use.* 2 of 4 weights.*layer\.lora_A.*with target_modules"
 NO_GRADIENT = "No gradient of the logits reaches the LoRA layers"
 
 

@@ -1,7 +1,7 @@
 """Posteriors of the small models, and what many tests ask of them."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import laplace
@@ -153,10 +153,11 @@ def stock(
     kind: str,
     structure: str,
     batches: list[dict[str, torch.Tensor]],
+    parts: Sequence[str] = ("lora_",),
 ):
-    """Fit the host's own posterior over the same parameters, which alone require grad."""
+    """Fit the host's own posterior over weights with one of these parts in their names."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
+        parameter.requires_grad_(any(part in name for part in parts))
     wrapper = LogitsModel(model, **laplace_keywords(kind))
     la = laplace.Laplace(wrapper, "classification", "all", structure)
     la.fit(HostLoader(batches))

@@ -1,0 +1,135 @@
+"""Small classifiers with an adapter and a trained head, and dense calculus in both."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from tests.support.models import N_CLASSES, VOCABULARY, lora_model, pairs, ragged_batches
+
+PARTS = ("lora_", ".modules_to_save.default.")
+"""What is in the names of the adapter's weights, heads included."""
+
+
+class WithHead(nn.Module):
+    """An encoder and a head of three linear layers, with and without biases."""
+
+    def __init__(self, n_outputs: int = N_CLASSES, n_inputs: int = 5) -> None:
+        super().__init__()
+        # Before the encoder: blocks come in the order of the parameters, whatever their kind.
+        self.head = nn.Sequential(
+            nn.Linear(6, 4),
+            nn.Tanh(),
+            nn.Linear(4, 4, bias=False),
+            nn.Tanh(),
+            nn.Linear(4, n_outputs),
+        )
+        self.encoder = nn.Linear(n_inputs, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x).tanh())
+
+
+def plain(n_outputs: int = N_CLASSES) -> PeftModel:
+    """Make a plain module with a head of three layers, in float64."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["encoder"], modules_to_save=["head"])
+    return trained(WithHead(n_outputs), config)
+
+
+def classifier(name: str, *target_modules: str) -> PeftModel:
+    """Make a classifier of transformers with one layer, whose head PEFT trains by itself."""
+    torch.manual_seed(0)
+    family = name.partition("For")[0]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=12,
+        num_labels=N_CLASSES,
+        pad_token_id=0,
+    )
+    adapter = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=list(target_modules))
+    return trained(getattr(transformers, name)(config), adapter)
+
+
+def trained(base: nn.Module, config: LoraConfig) -> PeftModel:
+    """Add an adapter and a head, and draw all their weights, in float64."""
+    torch.manual_seed(0)
+    model = get_peft_model(base, config)  # pyright: ignore[reportArgumentType]
+    for name, weight in model.named_parameters():
+        if any(part in name for part in PARTS):
+            nn.init.normal_(weight, std=0.4)
+    assert isinstance(model, PeftModel)
+    return model.double().eval()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with a head, batches of labelled examples, and each example alone."""
+
+    build: Callable[[], nn.Module]
+    batches: list[Any]
+
+    def examples(self) -> list[Any]:
+        """Take each example without padding."""
+        examples: list[Any] = []
+        for batch in self.batches:
+            if isinstance(batch, Mapping):
+                for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+                    examples.append({"input_ids": ids[mask.bool()][None]})
+            else:
+                examples += list(batch[0].split(1))
+        return examples
+
+    def labels(self) -> torch.Tensor:
+        """Join the labels of all batches."""
+        of_batches = [b["labels"] if isinstance(b, Mapping) else b[1] for b in self.batches]
+        return torch.cat(of_batches)
+
+
+CASES = {
+    "one layer with a bias": Case(lambda: lora_model("bert").eval(), ragged_batches()),
+    "two layers with biases": Case(
+        lambda: classifier("RobertaForSequenceClassification", "query", "value"), ragged_batches()
+    ),
+    "three layers of a plain module": Case(plain, pairs(2)),
+    "a layer that all tokens go through": Case(
+        lambda: classifier("GPTNeoXForSequenceClassification", "query_key_value"),
+        ragged_batches(),
+    ),
+}
+
+
+def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Find the weights of adapter and head, in the order of the parameters."""
+    return {
+        name: weight
+        for name, weight in model.named_parameters()
+        if any(part in name for part in PARTS)
+    }
+
+
+def dense(model: nn.Module, example: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute logits `(C,)` of one example and their Jacobian `(C, parameters)`."""
+    weights = {name: weight.detach() for name, weight in weights_of(model).items()}
+
+    def logits(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        if isinstance(example, Mapping):
+            return torch.func.functional_call(model, weights, (), dict(example)).logits[0]
+        return torch.func.functional_call(model, weights, (example,))[0]
+
+    of_weights = torch.func.jacrev(logits)(weights)
+    J = torch.cat([derivative.flatten(1) for derivative in of_weights.values()], dim=1)
+    return logits(weights).detach(), J
+
+
+def dense_of(model: nn.Module, examples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`."""
+    logits, Js = zip(*[dense(model, example) for example in examples], strict=True)
+    return torch.stack(logits), torch.stack(Js)
