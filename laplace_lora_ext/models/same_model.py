@@ -184,7 +184,7 @@ def check_same(
     changed = first_changed(blocks, mean)
     if changed is not None:
         raise RuntimeError(
-            f"The weight {changed.name} has changed since the fit: fit again, or "
+            f"The numbers of {changed.name} have changed since the fit: fit again, or "
             "load the weights of the fit."
         )
     difference = fitted.difference(ModelState.of(model, blocks))

@@ -192,7 +192,7 @@ def test_a_changed_head_is_another_model():
     la = fitted("bert", modules_to_save=True)
     head = la.model.model.base_model.classifier.modules_to_save["default"]
     head.bias.data[0] += 1
-    with pytest.raises(RuntimeError, match=r"weight .*classifier\S*\.bias has changed since"):
+    with pytest.raises(RuntimeError, match=r"classifier\S*\.bias have changed since"):
         la(ragged_batches()[0])
 
 

@@ -140,7 +140,7 @@ def without_gradients() -> nn.Module:
 REFUSED = {
     "a fused kernel": (
         fused_kernel,
-        r"used 2 of 2 LoRA .*as it was be",
+        r"used 2 of 2 weights.*as it was be",
     ),
     "another one": (partly_fused, SILENT),
     "detached": (detached, NO_GRADIENT),
