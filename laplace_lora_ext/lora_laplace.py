@@ -190,6 +190,7 @@ class LoRALaplace(ParametricLaplace):
                 backend_kwargs=backend_kwargs,
                 **kwargs,
             )
+        self._logit_scale = 1.0
         self.likelihood = self.problem.name  # as the backend and files know it
         if issubclass(backend, LowRankKronInterface):
             self.backend  # noqa: B018 - refuses wrong `backend_kwargs` now rather than in `fit`
@@ -205,7 +206,7 @@ class LoRALaplace(ParametricLaplace):
         of_host = ["sigma_noise", "prior_mean", "temperature", "enable_backprop", "dict_key_x"]
         if isinstance(self, KronLaplace):
             of_host.append("damping")
-        return type(self)(
+        other = type(self)(
             model,
             self.likelihood,
             dict_key_y=self.dict_key_y,
@@ -216,15 +217,18 @@ class LoRALaplace(ParametricLaplace):
             weight_names=[block.known_as for block in self.blocks],
             **{name: getattr(self, name) for name in of_host},
         )
+        other.logit_scale = self.logit_scale
+        return other
 
     def __repr__(self) -> str:
         """Say what it is of, how large, fitted to what, and its prior, in a line."""
         model = type(self.model.transformer or self.model.model).__name__
         fitted = f"fitted to {self.n_data:,} examples" if self.n_data else "not fitted"
         prior = self.prior_precision.log().mean().exp().item()
+        scale = "" if self.logit_scale == 1 else f"; logit scale {self.logit_scale:.4g}"
         return (
             f"{type(self).__name__}({self.likelihood} by {model}; {len(self.blocks)} weights "
-            f"of {sum(self._sizes):,} parameters; {fitted}; prior precision {prior:.4g})"
+            f"of {sum(self._sizes):,} parameters; {fitted}; prior precision {prior:.4g}{scale})"
         )
 
     def _prepared(self) -> AbstractContextManager[None]:
@@ -439,9 +443,32 @@ class LoRALaplace(ParametricLaplace):
         _set_by_host(self, "sigma_noise", value)
 
     @property
+    def logit_scale(self) -> float:
+        """What all predictions multiply the logits f by, 1 at first: `link(s f, s² V)`.
+
+        A posterior can only make a model less sure than it is; with a scale above 1 it can be surer
+        too, and without any variance the scale is the inverse of a softmax's temperature. The
+        evidence and the curvature know nothing of it. Positive and finite; always 1 for a
+        regression, which has `sigma_noise`, and for language modeling.
+        """
+        return self._logit_scale
+
+    @logit_scale.setter
+    def logit_scale(self, value: float | torch.Tensor) -> None:
+        check_single("logit_scale", value, "it multiplies all logits alike")
+        check_positive("logit_scale", value)
+        self.problem.check_logit_scale(float(value))
+        self._logit_scale = float(value)
+
+    @property
     def hyperparameters(self) -> Hyperparameters:
         """What a search may change, to be set again if it fails."""
-        return Hyperparameters(self.prior_precision, self.sigma_noise, self.temperature)
+        return Hyperparameters(
+            prior_precision=self.prior_precision,
+            sigma_noise=self.sigma_noise,
+            temperature=self.temperature,
+            logit_scale=self.logit_scale,
+        )
 
     @hyperparameters.setter
     def hyperparameters(self, values: Hyperparameters) -> None:
@@ -743,9 +770,10 @@ class LoRALaplace(ParametricLaplace):
     def predictive_moments(
         self, x: Any, *, joint: bool = False
     ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
-        """Compute mean `(B, C)` and covariance `(B, C, C)` of logits, without link or noise.
+        """Compute mean `(B, C)` and covariance `(B, C, C)` of the model's logits for a batch.
 
-        With `joint` a pair of tensors, `(B * C,)` and `(B * C, B * C)`.
+        Neither link, noise nor `logit_scale` is in them: `la(moments)` applies these. With `joint`
+        a pair of tensors, `(B * C,)` and `(B * C, B * C)`.
         """
         return distributions.predictive_moments(self, x, joint=joint)
 
@@ -963,7 +991,8 @@ class LoRALaplace(ParametricLaplace):
         """Write draws from the posterior as LoRA adapters, for instance for a multi-adapter server.
 
         The mean of their softmax probabilities is the prediction of `pred_type="nn"` with as many
-        samples and a generator in the same state. LoRA weights outside the posterior, and trained
+        samples and a generator in the same state, if `logit_scale` multiplies their logits too,
+        which an adapter can't. LoRA weights outside the posterior, and trained
         modules such as a head, are saved with their MAP values. A mixture divides the draws among
         its members, the first ones getting the rest.
 
@@ -993,6 +1022,11 @@ class LoRALaplace(ParametricLaplace):
             If the model holds no `PeftModel`.
         RuntimeError
             If the model is not the fitted one any more.
+
+        Warns
+        -----
+        UserWarning
+            If `logit_scale` is not 1.
         """
         return saving.sample_adapters(self.members, n_samples, directory, generator, **kwargs)
 
@@ -1091,6 +1125,7 @@ class LoRALaplace(ParametricLaplace):
             "prior_precision": self.prior_precision,
             "sigma_noise": self.sigma_noise,
             "temperature": self.temperature,
+            "logit_scale": self.logit_scale,
             "enable_backprop": self.enable_backprop,
         }
         of_class = {
@@ -1127,6 +1162,8 @@ class LoRALaplace(ParametricLaplace):
             "loss": loaded.loss,
         }
         ParametricLaplace.load_state_dict(restored, state_dict | of_host)
+        # Earlier releases had no scale.
+        restored.logit_scale = state_dict.get("logit_scale", 1.0)
         restored._take_over(loaded)
         vars(self).update(vars(restored))
 

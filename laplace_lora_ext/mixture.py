@@ -59,6 +59,8 @@ class LaplaceMixture:
     members : list of LoRALaplace
     prior_precision : torch.Tensor
         `(1,)`, a common factor of the members' own prior precisions, 1 at first
+    logit_scale : float
+        a common factor of the members' own scales of the logits, 1 at first
 
     Raises
     ------
@@ -84,6 +86,8 @@ class LaplaceMixture:
         _check_alike(self.members)
         self._priors = tuple(member.prior_precision.detach() for member in self.members)
         self._factor = torch.ones(1)
+        self._scales = tuple(member.logit_scale for member in self.members)
+        self._scale = 1.0
 
     def __len__(self) -> int:
         return len(self.members)
@@ -282,21 +286,32 @@ class LaplaceMixture:
         self._factor = factor
 
     @property
-    def hyperparameters(self) -> tuple[torch.Tensor, list[Hyperparameters]]:
-        """What a search may change: the factor, and what the members have."""
-        return self._factor, [member.hyperparameters for member in self.members]
+    def logit_scale(self) -> float:
+        return self._scale
+
+    @logit_scale.setter
+    @exclusive
+    def logit_scale(self, factor: float | torch.Tensor) -> None:
+        for member, scale in zip(self.members, self._scales, strict=True):
+            member.logit_scale = factor * scale
+        self._scale = float(factor)
+
+    @property
+    def hyperparameters(self) -> tuple[torch.Tensor, float, list[Hyperparameters]]:
+        """What a search may change: the factors, and what the members have."""
+        return self._factor, self._scale, [member.hyperparameters for member in self.members]
 
     @hyperparameters.setter
     @exclusive
-    def hyperparameters(self, values: tuple[torch.Tensor, list[Hyperparameters]]) -> None:
-        self._factor, of_members = values
+    def hyperparameters(self, values: tuple[torch.Tensor, float, list[Hyperparameters]]) -> None:
+        self._factor, self._scale, of_members = values
         for member, of_member in zip(self.members, of_members, strict=True):
             member.hyperparameters = of_member
 
     def optimize_prior_precision(
         self, method: str | TuningMethod = "gridsearch", **options: Any
     ) -> TuningHistory:
-        """Choose the common factor of the members' prior precisions that suits the mixture.
+        """Choose the common factors of the members' prior precisions and scales of the logits.
 
         Parameters
         ----------

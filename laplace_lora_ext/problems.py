@@ -37,6 +37,8 @@ class Problem:
         to choose the prior precision, by their names
     writes : bool
         whether examples are texts, which have no class: each of their tokens is predicted
+    instead_of_logit_scale : str
+        what to use in place of `logit_scale`; empty where the logits can be scaled
     """
 
     name: str
@@ -46,12 +48,18 @@ class Problem:
     adapter: type[LogitsModel] = LogitsModel
     methods: Mapping[str, type[TuningMethod]] = field(default_factory=lambda: METHODS)
     writes: bool = False
+    instead_of_logit_scale: str = ""
 
     def backend_kwargs(
         self, backend: type[CurvatureInterface], given: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Complete the user's options of a backend, and refuse those that don't suit."""
         return dict(given)
+
+    def check_logit_scale(self, value: float) -> None:
+        """Refuse a scale where predictions have no logits that a likelihood reads."""
+        if value != 1 and self.instead_of_logit_scale:
+            raise ValueError(f"{self.name} has no logit_scale: use {self.instead_of_logit_scale}.")
 
     def check_linearised(self) -> None:
         """Refuse predictions of the linearised model where there are too many outputs."""
@@ -69,6 +77,7 @@ REGRESSION = Problem(
     name_for_host="regression",
     trained=LIKELIHOODS["regression"],
     predicted=LIKELIHOODS["regression"],
+    instead_of_logit_scale="sigma_noise",
 )
 
 # It learns from preferences, which are two classes, and predicts numbers.
@@ -113,6 +122,7 @@ LANGUAGE_MODELING = _LanguageModeling(
     trained=LIKELIHOODS["language_modeling"],
     predicted=LIKELIHOODS["classification"],
     adapter=TokensModel,
+    instead_of_logit_scale="the temperature of la.generate",
     methods={
         "agreement": TokenAgreement,
         "marglik": Marglik,

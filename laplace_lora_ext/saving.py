@@ -12,7 +12,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.messages import check_counts, warn
 from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write_adapter
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -186,6 +186,11 @@ def sample_adapters(
     for index, folder in zip(drawn_from, folders, strict=True):
         member = members[index]
         member.check_model()
+        if member.logit_scale != 1:
+            warn(
+                f"Multiply the logits of {folder.name} by logit_scale, {member.logit_scale:.4g}, "
+                "as the posterior does: an adapter can't."
+            )
         drawn = drawn_weights(member, generator)
         values = {
             id(block.weight): value for block, value in zip(member.blocks, drawn, strict=True)

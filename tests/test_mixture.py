@@ -36,6 +36,7 @@ GRID = {
     "log_prior_prec_min": -1,
     "log_prior_prec_max": 1,
     "grid_size": 3,
+    "optimize_scale": False,
 }
 
 

@@ -1,6 +1,7 @@
 """Training in stages and mixtures of what it trains, beside what they compete with."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from time import process_time
 from typing import Any
@@ -44,6 +45,7 @@ from benchmarks.options import Stages
 from benchmarks.report import Result, Row, say
 from benchmarks.training import Records, Smoothed
 from laplace_lora_ext.metrics import negative_log_likelihood
+from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import divided
 from laplace_lora_ext.training import stages
@@ -113,10 +115,15 @@ class Member:
     statistics: Mapping[str, Any]
     seconds: float
 
-    def predict(self, name: str, prior_precision: torch.Tensor) -> torch.Tensor:
-        """Compute class probabilities (texts, classes) of a data set."""
-        moments = self.statistics[name].moments(prior_precision)
-        return probabilities(self.la, moments, LINK)
+    def predict(self, name: str, chosen: Hyperparameters, factor: Any = 1.0) -> torch.Tensor:
+        """Compute class probabilities (texts, classes) of a data set.
+
+        `factor` multiplies the chosen prior precision.
+        """
+        la = copy(self.la)
+        la.hyperparameters = chosen
+        moments = self.statistics[name].moments(factor * chosen.prior_precision)
+        return probabilities(la, moments, LINK)
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ class Trial:
             exact=self.tests.seconds(lambda batch: member.la(batch, link_approx=LINK)),
         )
         other = self._second_training(model.model, member)
-        chosen = member.la.prior_precision
+        chosen = member.la.hyperparameters
         temperature = self._temperature([other])
         fit_seconds = member.seconds + other.seconds
         yield self.tests.row(
@@ -235,7 +242,7 @@ class Trial:
         self,
         firsts: list[Member],
         members: list[Member],
-        prior_precisions: list[torch.Tensor],
+        choice: stages.Choice,
     ) -> Iterator[Row]:
         """Measure some members."""
         count = len(members)
@@ -252,13 +259,13 @@ class Trial:
         yield self.tests.row(maps, self._of_maps(members, TEMPERATURE, temperature), of_maps)
         yield self.tests.row(
             posteriors,
-            self._of_posteriors(members, HELD_OUT_TEXTS, prior_precisions),
+            self._of_posteriors(members, HELD_OUT_TEXTS, choice.hyperparameters),
             self._costs_of_posteriors(count, trainings, fit_seconds),
         )
         if count > MOST_TAUGHT:
             return
         las = [member.la for member in members]
-        la = stages.joined(stages.with_priors(las, prior_precisions))
+        la = stages.joined(stages.with_choice(las, choice))
         # One member shows what the texts without labels are good for; two take them for granted.
         taught_by = (None, SWAPPED) if count == 1 else (SWAPPED,)
         for unlabelled in taught_by:
@@ -396,12 +403,12 @@ class Trial:
                 seconds += process_time() - started
         return Member(la, statistics, seconds)
 
-    def _choices(self, firsts: Sequence[Member]) -> list[torch.Tensor]:
+    def _choices(self, firsts: Sequence[Member]) -> stages.Choice:
         """Let held-out texts choose for one posterior, or for the mixture of several."""
         held = tuple(member.statistics[HELD] for member in firsts)
         val_loader = held[0] if len(held) == 1 else MixtureStatistics(held, ())
         posteriors = [member.la for member in firsts]
-        return stages.choose_priors(posteriors, val_loader).prior_precisions
+        return stages.choose_priors(posteriors, val_loader)
 
     def _temperature(self, members: Sequence[Member]) -> float:
         """Find the temperature with which the members' mean predicts held-out texts best."""
@@ -427,14 +434,14 @@ class Trial:
         self,
         members: Sequence[Member],
         prior: Prior,
-        prior_precisions: Sequence[torch.Tensor],
+        choices: Sequence[Hyperparameters],
     ) -> Prediction:
         """Predict with posteriors, and measure their regret."""
 
         def predicted(name: str, factor: float | torch.Tensor = 1.0) -> torch.Tensor:
             of_members = [
-                member.predict(name, factor * prior_precision)
-                for member, prior_precision in zip(members, prior_precisions, strict=True)
+                member.predict(name, chosen, factor)
+                for member, chosen in zip(members, choices, strict=True)
             ]
             return torch.stack(of_members).mean(0)
 
@@ -444,7 +451,7 @@ class Trial:
             mean,
             prior,
             LINK,
-            chosen=geometric_mean(torch.stack(list(prior_precisions))),
+            chosen=geometric_mean(torch.stack([chosen.prior_precision for chosen in choices])),
             regret=regret_of(mean[TEST], tried, self.tests.labels[TEST]),
         )
 

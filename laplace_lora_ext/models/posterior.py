@@ -14,3 +14,4 @@ class Hyperparameters:
     prior_precision: torch.Tensor
     sigma_noise: torch.Tensor
     temperature: float | torch.Tensor
+    logit_scale: float

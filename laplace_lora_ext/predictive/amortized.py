@@ -17,7 +17,7 @@ from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import logits_and_hidden_states
 from laplace_lora_ext.models.swapping import Swapping
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
-from laplace_lora_ext.predictive.distributions import Linearised, predictive_distribution
+from laplace_lora_ext.predictive.distributions import Linearised, predictive_moments
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes.exchange import together
 
@@ -306,7 +306,7 @@ def _swapping(
 def _learnt_from(la: Amortizable, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute features `(B, p)` and exact logarithms of variances `(B, P)`, on the CPU."""
     inputs = la.model.inputs(batch)
-    _, f_var = predictive_distribution(la, inputs)
+    _, f_var = predictive_moments(la, inputs)
     _, features = _features(la, inputs)
     return features.cpu(), log_variances(f_var.detach()).cpu()
 

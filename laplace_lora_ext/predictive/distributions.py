@@ -27,6 +27,9 @@ class Drawable(Protocol):
     @property
     def model(self) -> LogitsModel: ...
 
+    @property
+    def logit_scale(self) -> float: ...
+
     def check_model(self) -> None: ...
 
     def sample(
@@ -45,6 +48,9 @@ class Linearised(Protocol):
     @property
     def model(self) -> LogitsModel: ...
 
+    @property
+    def logit_scale(self) -> float: ...
+
     def check_model(self) -> None: ...
 
     def moments(
@@ -56,19 +62,23 @@ class Linearised(Protocol):
 def predictive_moments(
     la: Linearised, x: Any, *, joint: bool = False
 ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
-    """Predict mean `(B, C)` and covariance `(B, C, C)` of a batch's logits, without link or noise.
+    """Compute mean `(B, C)` and covariance `(B, C, C)` of the model's logits for a batch.
 
-    With `joint` a pair of tensors, `(B * C,)` and `(B * C, B * C)`.
+    Neither link, noise nor `logit_scale` is in them. With `joint` a pair of tensors, `(B * C,)` and
+    `(B * C, B * C)`.
     """
-    f_mu, f_var = predictive_distribution(la, x, joint)
-    return (f_mu, f_var) if joint else Moments(f_mu, f_var)
+    f_mu, f_var = _moments(la, x, joint)
+    return (f_mu.flatten(), f_var) if joint else Moments(f_mu, f_var)
 
 
 def predictive_distribution(
     la: Linearised, X: Any, joint: bool = False, diagonal_output: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute mean and covariance, or variances, of a batch or of `Moments`, as the host asks."""
-    f_mu, f_var = _moments(la, X, joint)
+    """Predict mean and covariance, or variances, of scaled logits, as the host asks.
+
+    `X` is a batch, or `Moments` of one.
+    """
+    f_mu, f_var = Moments(*_moments(la, X, joint)).scaled(la.logit_scale)
     if joint:
         f_mu = f_mu.flatten()
     elif diagonal_output:
@@ -77,15 +87,20 @@ def predictive_distribution(
 
 
 def moments_for(la: Linearised, X: Any, link_approx: str) -> Moments:
+    """Predict moments of scaled logits as a link needs them; see `moments_of_model`."""
+    return moments_of_model(la, X, link_approx).scaled(la.logit_scale)
+
+
+def moments_of_model(la: Linearised, X: Any, link_approx: str) -> Moments:
     """Compute moments of a batch as a link needs them, by as few backward passes as it can.
 
     Given `Moments` serve every link. Links that only see differences of logits get the C - 1 from
     the most probable logit (one where there are two classes). All other links get all logits, by C
-    passes.
+    passes. The logits are the model's, which `logit_scale` has not multiplied.
     """
     sees_all = link_approx not in OF_DIFFERENCES or la.predicted_likelihood.is_gaussian
     if sees_all or la.n_outputs < 2 or isinstance(X, Moments):
-        return Moments(*predictive_distribution(la, X))
+        return Moments(*_moments(la, X))
     return _of_contrasts(la, X)
 
 
@@ -166,7 +181,7 @@ def network_samples(
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Compute logits `(S, B, C)` under draws of the weights."""
+    """Compute scaled logits `(S, B, C)` under draws of the weights."""
     if isinstance(X, Moments):
         raise ValueError('Moments hold no inputs: pass a batch for pred_type="nn".')
     check_counts(n_samples=n_samples)
@@ -175,7 +190,8 @@ def network_samples(
     for _ in range(n_samples):
         drawn = drawn_weights(la, generator)
         with la.model.prepared(), torch.set_grad_enabled(la.enable_backprop):
-            samples.append(called_with(la.model, la.blocks, drawn, X, **model_kwargs))
+            logits = called_with(la.model, la.blocks, drawn, X, **model_kwargs)
+            samples.append(la.logit_scale * logits)
     return torch.stack(samples)
 
 

@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 class Moments(NamedTuple):
     """Mean and covariance of the logits of N examples under the linearised model.
 
-    A Laplace approximation takes them in place of a batch, with `pred_type="glm"`.
+    A Laplace approximation takes them in place of a batch, with `pred_type="glm"`. They are those
+    of the model itself: what predicts by them multiplies the logits by its `logit_scale`.
 
     Attributes
     ----------
@@ -30,6 +31,10 @@ class Moments(NamedTuple):
         f_mu = self.f_mu.to(*args, **kwargs)
         f_var = self.f_var.to(*args, **kwargs)
         return Moments(f_mu, f_var)
+
+    def scaled(self, factor: float) -> Moments:
+        """Take the moments of logits that are multiplied by a factor."""
+        return Moments(factor * self.f_mu, factor**2 * self.f_var)
 
     def split(self, size: int) -> Iterator[Moments]:
         """Divide the examples into consecutive parts of a size."""

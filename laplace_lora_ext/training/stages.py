@@ -28,6 +28,7 @@ from laplace_lora_ext.models.adapters import (
 )
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import is_untrained
+from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.processes.shards import (
     check_divisible,
     divided,
@@ -40,6 +41,7 @@ from laplace_lora_ext.training.groups import groups_of
 from laplace_lora_ext.training.resuming import Log, forget, train_or_read
 from laplace_lora_ext.training.trainers import check_trainer, loader_of, same_random_states
 from laplace_lora_ext.tuning.method import TuningHistory
+from laplace_lora_ext.tuning.scales import GridHistory
 
 SECOND_STAGE = 0.25
 """Steps of the second stage, relative to a training on all texts."""
@@ -164,9 +166,9 @@ class Members:
 
 @dataclass(frozen=True)
 class Choice:
-    """Holds the prior precision that held-out examples chose for each member, and their losses."""
+    """Holds what held-out examples chose for each member, and their losses."""
 
-    prior_precisions: list[torch.Tensor]
+    hyperparameters: list[Hyperparameters]
     history: TuningHistory
 
 
@@ -175,7 +177,7 @@ def choose_priors(
 ) -> Choice:
     """Let held-out examples choose for one posterior, or for the mixture of several.
 
-    The posteriors keep their own prior precisions.
+    Chosen are prior precision and scale; the posteriors keep their own.
 
     Parameters
     ----------
@@ -189,8 +191,7 @@ def choose_priors(
     history = together.optimize_prior_precision(
         method="gridsearch", val_loader=held_out, progress_bar=progress_bar
     )
-    priors = [member.prior_precision.detach().clone() for member in together.members]
-    return Choice(priors, history)
+    return Choice([member.hyperparameters for member in together.members], history)
 
 
 def joined(posteriors: Sequence[LoRALaplace]) -> LoRALaplace | LaplaceMixture:
@@ -198,13 +199,11 @@ def joined(posteriors: Sequence[LoRALaplace]) -> LoRALaplace | LaplaceMixture:
     return copy(posteriors[0]) if len(posteriors) == 1 else LaplaceMixture(posteriors)
 
 
-def with_priors(
-    posteriors: Sequence[LoRALaplace], prior_precisions: Sequence[torch.Tensor]
-) -> list[LoRALaplace]:
-    """Copy posteriors, and give the copies these prior precisions."""
+def with_choice(posteriors: Sequence[LoRALaplace], choice: Choice) -> list[LoRALaplace]:
+    """Copy posteriors, and give the copies what was chosen for other fits of the same members."""
     copies = [copy(la) for la in posteriors]
-    for la, prior_precision in zip(copies, prior_precisions, strict=True):
-        la.prior_precision = prior_precision
+    for la, hyperparameters in zip(copies, choice.hyperparameters, strict=True):
+        la.hyperparameters = hyperparameters
     return copies
 
 
@@ -244,7 +243,7 @@ class _Training:
             # Now: the second stage changes the weights that these posteriors are around.
             choice = choose_priors(firsts, validation, self.progress_bar)
             seconds = members.run(stages.second, second_stage)
-        return joined(with_priors(seconds, choice.prior_precisions)), choice.history
+        return joined(with_choice(seconds, choice)), choice.history
 
     def _groups(self, everything: Any, held_out: float) -> torch.Tensor:
         """Find which examples are alike, and refuse what could not be fitted in the end."""
@@ -281,10 +280,11 @@ def train_in_stages(
 ) -> Any:
     """Train a calibrated model, in place of `trainer.train()`, at 1.05 times its cost.
 
-    The first stage trains without a share of the texts, which then choose the prior precision; the
-    second trains the same adapter on all texts for a quarter of the steps, with an optimizer and a
-    schedule of its own, and keeps the prior precision. No label is lost. With few texts the first
-    stage may leave a poor model that the second does not mend: compare its accuracy once.
+    The first stage trains without a share of the texts, which then choose the prior precision and
+    the scale of the logits; the second trains the same adapter on all texts for a quarter of the
+    steps, with an optimizer and a schedule of its own, and keeps both. No label is lost. With few
+    texts the first stage may leave a poor model that the second does not mend: compare its accuracy
+    once.
 
     Callbacks, logs, evaluations and checkpoints of the trainer work in both stages. The adapter and
     the posterior end in its `output_dir`, checkpoints of the first stage in "stage_1" there, and
@@ -429,9 +429,15 @@ def _figures(
 ) -> dict[str, float]:
     """Measure a posterior: on held-out texts, and on the trainer's evaluation data."""
     priors = [member.prior_precision.mean().item() for member in la.members]
+    scales = [member.logit_scale for member in la.members]
+    best = history.objective.argmin()
+    held_out_nll = history.objective[best]
+    if isinstance(history, GridHistory):
+        held_out_nll = held_out_nll - history.penalty[best]
     figures = {
-        "laplace_held_out_nll": history.objective.min().item(),
+        "laplace_held_out_nll": held_out_nll.item(),
         "laplace_prior_precision": sum(priors) / len(priors),
+        "laplace_logit_scale": sum(scales) / len(scales),
     }
     # A dictionary is of several data sets, and each would need figures of its own.
     if trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict):

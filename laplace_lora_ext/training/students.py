@@ -136,8 +136,8 @@ def _best_scale(logits: torch.Tensor, probabilities: torch.Tensor) -> float:
         log_p = (logits * math.exp(log_scale)).log_softmax(-1)
         return kl_div(log_p, probabilities, reduction="batchmean").item()
 
-    # A posterior may be far less sure than its model, but hardly surer.
-    result: Any = minimize_scalar(divergence, bounds=(-math.log(1e3), math.log(10)))
+    # A posterior may be far less sure than its model, and surer by its `logit_scale` alone.
+    result: Any = minimize_scalar(divergence, bounds=(-math.log(1e3), math.log(100)))
     return math.exp(result.x)
 
 

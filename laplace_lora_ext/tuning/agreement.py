@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import over_loader
-from laplace_lora_ext.predictive.distributions import predictive_distribution
+from laplace_lora_ext.predictive.distributions import predictive_moments
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, of_first
@@ -106,7 +106,8 @@ class Agreement(TuningMethod):
         def change(prior_precision: torch.Tensor) -> float:
             # The same draws at every prior precision: then the change falls with it smoothly.
             draws = torch.Generator().manual_seed(seed)
-            return _mean_change(moments(prior_precision).to("cpu"), self.n_samples, draws)
+            scaled = moments(prior_precision).scaled(la.logit_scale)
+            return _mean_change(scaled.to("cpu"), self.n_samples, draws)
 
         return broadest(la, start, self.max_change, change, self.progress_bar)
 
@@ -210,7 +211,7 @@ def _moments_along(
     data = Share.read_once(loader)
 
     def of_batch(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return predictive_distribution(la, la.model.inputs(batch))
+        return predictive_moments(la, la.model.inputs(batch))
 
     def of_batches(prior_precision: torch.Tensor) -> Moments:
         la.prior_precision = prior_precision

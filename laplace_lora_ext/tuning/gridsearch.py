@@ -13,14 +13,14 @@ import tqdm
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import NO_DATA, Columns, batch_by_batch, over_loader
-from laplace_lora_ext.predictive.links import DEFAULT_LINK
+from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
 from laplace_lora_ext.predictive.statistics import (
     MixtureStatistics,
     PredictiveStatistics,
     Statistics,
     joined_statistics,
 )
-from laplace_lora_ext.processes.exchange import gathered
+from laplace_lora_ext.processes.exchange import gathered, of_first
 from laplace_lora_ext.processes.shards import Share, refuse_copies, stacked
 from laplace_lora_ext.tuning.method import (
     HistoryBuilder,
@@ -28,10 +28,14 @@ from laplace_lora_ext.tuning.method import (
     Tunable,
     TuningHistory,
     TuningMethod,
+    check_grid,
+    draw_seed,
 )
+from laplace_lora_ext.tuning.scales import GridLosses, PriorAlone, Score, WithLogitScale
 
 _LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 _EQUAL = 1e-6  # relative difference of losses that is rounding
+_BEYOND = 1e8  # times the last prior precision: without variance
 _ROWS = 256  # examples that are predicted at once from their moments
 _BYTES = 2**28  # of statistics that wait to be scored together
 
@@ -39,6 +43,12 @@ _BYTES = 2**28  # of statistics that wait to be scored together
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GridSearch(TuningMethod):
     """Try a grid of scalars, or of factors of `init_prior_prec`, on validation data.
+
+    With each prior precision, the search tries scales of the logits from 0.2 to 20, by the same
+    Gaussian logits, and chooses the best pair: `la.prior_precision` and `la.logit_scale`. One more
+    point, far beyond the grid, has no variance to speak of: that is temperature scaling. So the
+    pair is no worse on the validation data than the best prior or the best temperature alone, by
+    the loss with a penalty of 2 (log scale)², which keeps few examples from asking for much.
 
     Parameters
     ----------
@@ -59,6 +69,10 @@ class GridSearch(TuningMethod):
     loss : torchmetrics.Metric or callable, optional
         takes outputs and targets, and of a regression means, variances and targets, of all
         examples at once, whose statistics are kept for it; by default the negative log-likelihood
+    optimize_scale : bool, default=True
+        False chooses the prior precision alone, at the present `logit_scale`, and without the
+        point beyond the grid. So do regressions, a `loss`, drawn weights ("nn") and bridges, which
+        have no temperature as their limit
     log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
         the grid
 
@@ -71,7 +85,8 @@ class GridSearch(TuningMethod):
     Warns
     -----
     UserWarning
-        If no prior precision of three or more is better than the first or the last.
+        If no prior precision of three or more is better than the first or, at a fixed scale, the
+        last.
     """
 
     val_loader: Iterable[Any] | PredictiveStatistics
@@ -79,6 +94,7 @@ class GridSearch(TuningMethod):
     link_approx: str | None = None
     n_samples: int = 100
     loss: torchmetrics.Metric | Callable[..., torch.Tensor] | None = None
+    optimize_scale: bool = True
     log_prior_prec_min: float = -4
     log_prior_prec_max: float = 4
     grid_size: int = 100
@@ -93,55 +109,104 @@ class GridSearch(TuningMethod):
             base=self._start(la) if self._is_base else None,
         )
         la.check_model()
-        losses = self._losses_of_one_pass(la, grid)
+        if self.loss is not None:
+            history = record_grid(self._own_losses(la, grid), grid, self.progress_bar)
+            la.prior_precision = history.prior_precision[history.objective.argmin()]
+            return history
+        score: Score = PriorAlone(self._outputs)
+        if self._has_scale(la):
+            score = WithLogitScale(self._link, self.n_samples, self._seed())
+            grid = torch.cat([grid, _BEYOND * grid[-1:]])
+        losses = self._losses_of_one_pass(la, grid, score)
         if losses is None:
-            losses = self._losses_one_by_one(la, grid)
-        history = record_grid(losses, grid, self.progress_bar)
-        la.prior_precision = history.prior_precision[history.objective.argmin()]
-        return history
+            losses = self._losses_point_by_point(la, grid, score)
+        return losses.choose(la)
 
     def remark(self, la: Tunable, history: TuningHistory) -> None:
         warn_of_ends(la, history)
 
-    def _losses_of_one_pass(self, la: Predictor, grid: torch.Tensor) -> list[float] | None:
+    def _has_scale(self, la: Predictor) -> bool:
+        """Tell whether there is a scale of the logits to choose."""
+        has_logits = not la.members[0].trained_likelihood.is_gaussian
+        is_scaled = self.pred_type == "glm" and self._link in own_links(1, None)
+        return self.optimize_scale and has_logits and is_scaled
+
+    @property
+    def _link(self) -> str:
+        default = "mc" if self.pred_type == "nn" else DEFAULT_LINK
+        return self.link_approx or default
+
+    def _seed(self) -> int:
+        """Draw the seed of draws, if there are to be any; all ranks have the same."""
+        return of_first(draw_seed(None)) if self._link == "mc" else 0
+
+    def _losses_of_one_pass(
+        self, la: Predictor, grid: torch.Tensor, score: Score
+    ) -> GridLosses | None:
         """Sum the loss at every point of the grid in one pass, and keep no statistics.
 
-        None where that can't be: a loss of the user's own asks for all examples at once, and some
-        predictions need the model at every point.
+        None where that can't be: given statistics are kept anyway, and some predictions need the
+        model at every point.
         """
         is_given = isinstance(self.val_loader, PredictiveStatistics | MixtureStatistics)
-        if is_given or self.pred_type != "glm" or self.loss is not None:
+        if is_given or self.pred_type != "glm":
             return None
         statistics_of = la.statistics_by_batch()
         if statistics_of is None:
             return None
-        losses = _Losses(grid, lambda statistics, point: self._nll_at(la, statistics, point))
+        sums = _Sums(la, grid, score)
         share = Share(self.val_loader)
         for statistics, _ in batch_by_batch(
             share, statistics_of, len, "[Predictive statistics]", self.progress_bar
         ):
-            losses.add(statistics)
-        return losses.means(share.is_dealt)
+            sums.add(statistics)
+        return sums.losses(share.is_dealt)
 
-    def _nll_at(self, la: Predictor, statistics: Statistics, point: torch.Tensor) -> float:
-        """Sum the examples' negative log-likelihood at a point of the grid."""
-        la.prior_precision = point
-        targets = statistics.required_targets().to(la.members[0].model.device)
-        outputs = self._of_statistics(la, statistics)
-        return _nll(la, outputs, targets).sum().item()
+    def _losses_point_by_point(self, la: Predictor, grid: torch.Tensor, score: Score) -> GridLosses:
+        """Sum the loss at each point of the grid, which the posterior's prior is set to."""
+        terms_of_all = self._terms(la, score)
+        sums = torch.zeros(len(grid), score.size, dtype=torch.float64)
+        n_examples = 0
+        points = tqdm.tqdm(grid, "[Grid search]", disable=not self.progress_bar)
+        for index, point in enumerate(points):
+            la.prior_precision = point
+            try:
+                terms = terms_of_all()
+                n_examples = len(terms)
+                sums[index] = terms.sum(0)
+            except _LinAlgError:
+                sums[index] = math.inf  # as the host does, for a matrix that is not a covariance
+        return GridLosses(grid, sums, n_examples, score)
 
-    def _losses_one_by_one(self, la: Predictor, grid: torch.Tensor) -> Iterator[float]:
-        """Compute the loss at each point of the grid, which the posterior's prior is set to."""
+    def _terms(self, la: Predictor, score: Score) -> Callable[[], torch.Tensor]:
+        """Make a function that scores all examples at the present prior precision."""
+        statistics = self._statistics(la)
+        if statistics is not None:
+            return lambda: _scored(la, statistics, score)
+        data = Share.read_once(self.val_loader)
+
+        def of_batch(batch: Any) -> Columns:
+            X, y = la.members[0].model.split(batch)
+            return (score.terms(la, X, _checked(la, y)),)
+
+        return lambda: over_loader(data, of_batch)[0]
+
+    def _statistics(self, la: Predictor) -> Statistics | None:
+        """Pass over the validation data for their statistics, or take given ones."""
+        if self.pred_type != "glm":
+            return None
+        return la.statistics_of(self.val_loader, self.progress_bar)
+
+    def _own_losses(self, la: Predictor, grid: torch.Tensor) -> Iterator[float]:
+        """Compute the user's own loss at each point, to which the posterior's prior is set."""
+        assert self.loss is not None
         predictions = self._predictions(la)
         device = la.members[0].model.device
         for point in grid:
             la.prior_precision = point
             try:
                 *outputs, targets = (column.to(device) for column in predictions())
-                if self.loss is None:
-                    yield _nll(la, outputs, targets).mean().item()
-                else:
-                    yield _evaluated(self.loss, outputs, targets)
+                yield _evaluated(self.loss, outputs, targets)
             except _LinAlgError:
                 yield math.inf  # as the host does, for a matrix that is not a covariance
 
@@ -150,9 +215,7 @@ class GridSearch(TuningMethod):
 
         It returns outputs and targets.
         """
-        statistics: Statistics | None = None
-        if self.pred_type == "glm":
-            statistics = la.statistics_of(self.val_loader, self.progress_bar)
+        statistics = self._statistics(la)
         if statistics is None:
             data = Share.read_once(self.val_loader)
             return lambda: over_loader(data, lambda batch: self._of_batch(la, batch))
@@ -166,51 +229,41 @@ class GridSearch(TuningMethod):
 
     def _of_batch(self, la: Predictor, batch: Any) -> Columns:
         """Predict a batch; its outputs and targets."""
-        first = la.members[0]
-        X, y = first.model.split(batch)
-        outputs = self._outputs(la, X)
-        # The check asks logits for their shape and place alone: none are computed for it.
-        logits = torch.zeros(
-            len(y),
-            first.n_outputs,
-            device=first.model.device,
-            dtype=first.blocks[0].statistics_dtype,
-        )
-        return *outputs, first.trained_likelihood.check_targets(y, logits)
+        X, y = la.members[0].model.split(batch)
+        return *self._outputs(la, X), _checked(la, y)
 
     def _outputs(self, la: Predictor, x: Any) -> Columns:
         """Predict probabilities, or of numbers means and variances."""
-        default = "mc" if self.pred_type == "nn" else DEFAULT_LINK
         outputs = la(
             x,
             pred_type=self.pred_type,
-            link_approx=self.link_approx or default,
+            link_approx=self._link,
             n_samples=self.n_samples,
             fitting=True,
         )
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-class _Losses:
-    """Sums of the examples' losses at every point of a grid; the examples themselves are let go.
+class _Sums:
+    """Sums of a score over examples at every point of a grid; the examples are let go.
 
     They wait until there are `_ROWS` or `_BYTES` of them, so that a point is not predicted more
     often than needed.
 
     Parameters
     ----------
+    la : Predictor
+        its prior precision is set to one point after the other
     grid : torch.Tensor
         `(T,)` or `(T, blocks)` prior precisions
-    loss : callable
-        the sum over the examples of statistics, at a point
+    score : Score
     """
 
-    def __init__(
-        self, grid: torch.Tensor, loss: Callable[[Statistics, torch.Tensor], float]
-    ) -> None:
+    def __init__(self, la: Predictor, grid: torch.Tensor, score: Score) -> None:
+        self._la = la
         self._grid = grid
-        self._loss = loss
-        self._sums = torch.zeros(len(grid), dtype=torch.float64)
+        self._score = score
+        self._sums = torch.zeros(len(grid), score.size, dtype=torch.float64)
         self._n_examples = 0
         self._squares = 0.0  # of the logits: ranks with the same data have the same
         self._waiting: list[Statistics] = []
@@ -221,15 +274,15 @@ class _Losses:
         n_examples = sum(len(each) for each in self._waiting)
         n_bytes = sum(each.nbytes for each in self._waiting)
         if n_examples >= _ROWS or n_bytes >= _BYTES:
-            self._score()
+            self._take_in()
 
-    def means(self, is_dealt: bool) -> list[float]:
-        """Average over the examples of all ranks.
+    def losses(self, is_dealt: bool) -> GridLosses:
+        """Add up the sums of all ranks.
 
-        A `ValueError` if there are none, or, unless the ranks were dealt one data set, if two ranks
-        have the same.
+        A `ValueError` if there are no examples, or, unless the ranks were dealt one data set, if
+        two ranks have the same.
         """
-        self._score()
+        self._take_in()
         of_ranks = gathered((self._n_examples, self._squares, self._sums))
         if not is_dealt:
             refuse_copies([(number, squares) for number, squares, _ in of_ranks])
@@ -237,17 +290,18 @@ class _Losses:
         if not n_examples:
             raise ValueError(NO_DATA)
         sums = torch.stack([sums for _, _, sums in of_ranks]).sum(0)
-        return (sums / n_examples).tolist()
+        return GridLosses(self._grid, sums, n_examples, self._score)
 
-    def _score(self) -> None:
+    def _take_in(self) -> None:
         """Score those that wait at every point, and let go of them."""
         if not self._waiting:
             return
         statistics = joined_statistics(self._waiting)
         self._waiting.clear()
         for index, point in enumerate(self._grid):
+            self._la.prior_precision = point
             try:
-                self._sums[index] += self._loss(statistics, point)
+                self._sums[index] += _scored(self._la, statistics, self._score).sum(0).cpu()
             except _LinAlgError:
                 self._sums[index] = math.inf  # no covariance, as for the host
         self._n_examples += len(statistics)
@@ -255,13 +309,25 @@ class _Losses:
         self._squares += f_mu.double().square().sum().item()
 
 
-def _nll(la: Predictor, outputs: Sequence[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
-    """Compute each example's negative log-likelihood `(N,)`, in float64."""
+def _scored(la: Predictor, statistics: Statistics, score: Score) -> torch.Tensor:
+    """Score examples `(N, K)` at the present prior precision."""
+    moments = statistics.moments(la.prior_precision)
+    targets = statistics.required_targets()
+    parts = zip(moments.split(_ROWS), targets.split(_ROWS), strict=True)
+    return torch.cat([score.terms(la, part, of_part) for part, of_part in parts])
+
+
+def _checked(la: Predictor, y: torch.Tensor) -> torch.Tensor:
+    """Check targets as the losses take them."""
     first = la.members[0]
-    predicted = [output.double() for output in outputs]
-    if not first.trained_likelihood.is_gaussian:
-        predicted = [predicted[0].log()]
-    return first.trained_likelihood.nll(predicted, targets, first.sigma_noise)
+    # The check asks logits for their shape and place alone: none are computed for it.
+    logits = torch.zeros(
+        len(y),
+        first.n_outputs,
+        device=first.model.device,
+        dtype=first.blocks[0].statistics_dtype,
+    )
+    return first.trained_likelihood.check_targets(y, logits)
 
 
 def _evaluated(
@@ -309,14 +375,9 @@ def record_grid(
             f"[Grid search | prior_prec: {_middle(point):.3e}, loss: {loss:.3f}]"
         )
         builder.add(index, loss, point)
-    if not any(map(math.isfinite, builder.objectives)):
-        raise ValueError("The validation loss is finite nowhere on the grid: check it.")
-    if len(builder.objectives) > 1 and len(set(builder.objectives)) == 1:
-        warn(
-            "The validation loss is the same at every point of the grid. Pass a loss that depends "
-            "on the predictive variance; the mean squared error of the mean, for one, does not."
-        )
-    return builder.history()
+    history = builder.history()
+    check_grid(history)
+    return history
 
 
 def warn_of_ends(la: Predictor, history: TuningHistory) -> None:
@@ -324,11 +385,14 @@ def warn_of_ends(la: Predictor, history: TuningHistory) -> None:
     losses = history.objective
     best = losses.min()
     if len(losses) < 3 or (losses == best).all():
-        return  # a grid without a middle, or one of which `search_grid` has warned
+        return  # a grid without a middle, or one of which `check_grid` has warned
     is_regression = la.members[0].trained_likelihood.is_gaussian
     noise = ""
     # Where both ends are as good, the first is taken, and spoken of.
-    is_last = torch.isclose(losses[-1], best, rtol=_EQUAL, atol=0.0) and losses.argmin() > 0
+    # With a scale of its own, the last is as good as any: the model's logits need a factor alone.
+    is_fixed = history.logit_scale is None
+    is_near_last = torch.isclose(losses[-1], best, rtol=_EQUAL, atol=0.0)
+    is_last = is_fixed and is_near_last and losses.argmin() > 0
     is_first = torch.isclose(losses[0], best, rtol=_EQUAL, atol=0.0)
     if is_last:
         last = _middle(history.prior_precision[-1])

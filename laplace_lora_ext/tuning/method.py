@@ -13,11 +13,9 @@ from laplace.utils import fix_prior_prec_structure
 from torch import nn
 
 from laplace_lora_ext.likelihoods import Likelihood
-from laplace_lora_ext.messages import check_counts
+from laplace_lora_ext.messages import check_counts, warn
 from laplace_lora_ext.models.locks import as_tensor, exclusive
-from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.posterior import Hyperparameters
-from laplace_lora_ext.models.weights import Block
 from laplace_lora_ext.predictive.distributions import Linearised
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
 
@@ -29,15 +27,10 @@ _COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples", "t
 _STRUCTURES = ["scalar", "layerwise", "diag"]
 
 
-class Fitted(Protocol):
+class Fitted(Linearised, Protocol):
     """A posterior around one adapter, as a search sees it."""
 
-    blocks: list[Block]
     trained_likelihood: Likelihood
-    n_outputs: int
-
-    @property
-    def model(self) -> LogitsModel: ...
 
     @property
     def sigma_noise(self) -> torch.Tensor: ...
@@ -54,6 +47,12 @@ class Predictor(Protocol):
 
     @prior_precision.setter
     def prior_precision(self, value: float | torch.Tensor) -> None: ...
+
+    @property
+    def logit_scale(self) -> float: ...
+
+    @logit_scale.setter
+    def logit_scale(self, value: float | torch.Tensor) -> None: ...
 
     def check_model(self) -> None: ...
 
@@ -82,6 +81,12 @@ class Tunable(Linearised, Predictor, Protocol):
     @sigma_noise.setter
     def sigma_noise(self, value: float | torch.Tensor) -> None: ...
 
+    @property
+    def logit_scale(self) -> float: ...
+
+    @logit_scale.setter
+    def logit_scale(self, value: float | torch.Tensor) -> None: ...
+
     def log_marginal_likelihood(
         self,
         prior_precision: torch.Tensor | None = None,
@@ -100,9 +105,12 @@ class TuningHistory:
     step : torch.Tensor
         `(T,)` number of the step, or of the point of a grid
     objective : torch.Tensor
-        `(T,)`, float64: the loss, or the log marginal likelihood
+        `(T,)`, float64: the loss, with the penalty of the scale, or the log marginal likelihood
     prior_precision : torch.Tensor
         `(T, 1)`, `(T, blocks)` or `(T, parameters)`, where the objective was evaluated
+    logit_scale : torch.Tensor, optional
+        `(T,)`, float64: the best scale of the logits at each prior precision; None where the method
+        chooses none
     posteriors : tuple of LoRALaplace
         those that the method has fitted to other trainings
     """
@@ -110,6 +118,7 @@ class TuningHistory:
     step: torch.Tensor
     objective: torch.Tensor
     prior_precision: torch.Tensor
+    logit_scale: torch.Tensor | None = None
     posteriors: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
@@ -142,6 +151,18 @@ class HistoryBuilder:
             step=torch.tensor(self._steps),
             objective=torch.tensor(self.objectives, dtype=torch.float64),
             prior_precision=torch.stack(self._rows),
+        )
+
+
+def check_grid(history: TuningHistory) -> None:
+    """Refuse losses that are finite nowhere on a grid; warn of those that are the same."""
+    losses = history.objective
+    if not losses.isfinite().any():
+        raise ValueError("The validation loss is finite nowhere on the grid: check it.")
+    if len(losses) > 1 and (losses == losses[0]).all():
+        warn(
+            "The validation loss is the same at every point of the grid. Pass a loss that depends "
+            "on the predictive variance; the mean squared error of the mean, for one, does not."
         )
 
 
@@ -194,11 +215,13 @@ class TuningMethod:
             # Ranks may differ in the last digit, and must not drift apart.
             device = la.members[0].model.device
             la.prior_precision = of_first(la.prior_precision).to(device)
+            la.logit_scale = of_first(la.logit_scale)
             history = replace(
                 history,
                 step=of_first(history.step),
                 objective=of_first(history.objective),
                 prior_precision=of_first(history.prior_precision),
+                logit_scale=of_first(history.logit_scale),
             )
         return history
 

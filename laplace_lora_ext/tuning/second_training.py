@@ -30,6 +30,7 @@ from laplace_lora_ext.training.trainers import check_trainer, loader_of, restore
 from laplace_lora_ext.training.trainers import train as train_with
 from laplace_lora_ext.tuning.gridsearch import GridSearch
 from laplace_lora_ext.tuning.method import Tunable, TuningHistory, TuningMethod
+from laplace_lora_ext.tuning.scales import GridHistory
 
 _NAME = "second_training_{}"  # of adapters that a trainer trains
 
@@ -129,9 +130,9 @@ class SecondTraining(TuningMethod):
             history = others[0].history
             # A search need not be of a grid: its last step may be its choice.
             la.prior_precision = others[0].posterior.prior_precision
+            la.logit_scale = others[0].posterior.logit_scale
         else:
-            history = _mean(others)
-            la.prior_precision = history.prior_precision[history.objective.argmin()]
+            history = _of_all(la, others)
         # Once, on what all trainings have chosen together.
         others[0].search.remark(la, history)
         return replace(history, posteriors=tuple(other.posterior for other in others))
@@ -208,16 +209,23 @@ class _Training:
     n_held_out: int
 
 
-def _mean(trainings: Sequence[_Training]) -> TuningHistory:
-    """Average the losses of several searches, weighted by how many examples each asked."""
-    first = trainings[0].history
-    for training in trainings:
-        if not torch.equal(training.history.prior_precision, first.prior_precision):
+def _of_all(la: Tunable, trainings: Sequence[_Training]) -> TuningHistory:
+    """Choose by the losses of several searches together."""
+    first, *others = [training.history for training in trainings]
+    for other in others:
+        if not torch.equal(other.prior_precision, first.prior_precision):
             raise ValueError(
                 "The searches of several trainings must try the same prior precisions: use "
                 "GridSearch."
             )
+    if isinstance(first, GridHistory):
+        losses = first.losses
+        for other in others:
+            assert isinstance(other, GridHistory)  # of the same search
+            losses = losses + other.losses
+        return losses.choose(la)
     objectives = torch.stack([training.history.objective for training in trainings])
     sizes = torch.tensor([training.n_held_out for training in trainings], dtype=objectives.dtype)
-    shares = sizes / sizes.sum()
-    return replace(first, objective=shares @ objectives)
+    history = replace(first, objective=(sizes / sizes.sum()) @ objectives)
+    la.prior_precision = history.prior_precision[history.objective.argmin()]
+    return history

@@ -113,7 +113,7 @@ class ValGD(TuningMethod):
             prior_precision: torch.Tensor,
             generator: torch.Generator | None,
         ) -> torch.Tensor:
-            moments = statistics[places].moments(prior_precision)
+            moments = statistics[places].moments(prior_precision).scaled(la.logit_scale)
             predicted = moments  # of numbers, which need no link
             if not la.trained_likelihood.is_gaussian:
                 predicted = [self._link(generator)(moments.f_mu, moments.f_var)]

@@ -17,6 +17,7 @@ STRUCTURES = ["lowrank_kron", "kron", "diag", "full"]
 KFAC_APPROX = ["gradient", "expand"]
 PRIORS = ["scalar", "layerwise"]
 GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 7}
+PRIORS_ALONE = GRID | {"optimize_scale": False}
 
 
 def generator(seed: int = 0) -> torch.Generator:

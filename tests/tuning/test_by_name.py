@@ -19,6 +19,7 @@ from laplace_lora_ext.tuning import (
 from tests.support.models import ragged_batches, without_labels
 from tests.support.posteriors import (
     GRID,
+    PRIORS_ALONE,
     STRUCTURES,
     another_training,
     count_forward_passes,
@@ -274,6 +275,7 @@ def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
         "method": "gridsearch",
         "val_loader": validation,
         "grid_size": 2,
+        "optimize_scale": False,
     }
     descent = {
         "method": "val_gd",
@@ -287,6 +289,8 @@ def test_nothing_is_said_that_was_not_asked_for(validation, capfd):
     assert capfd.readouterr() == ("", "")
     la.optimize_prior_precision(progress_bar=True, **grid)
     la.optimize_prior_precision(progress_bar=True, verbose=True, **descent)
+    statistics = la.predictive_statistics(validation)
+    GridSearch(val_loader=statistics, grid_size=2, progress_bar=True)(la)
     la.optimize_prior_precision(n_steps=2, tolerance=0, progress_bar=True)
     out, err = capfd.readouterr()
     assert "Optimized prior precision" in out
@@ -397,8 +401,8 @@ def test_what_is_set_in_inference_mode_is_ordinary():
         la.prior_precision = torch.tensor(3.0)
         la.sigma_noise = 0.4
         la.temperature = torch.tensor(0.9)
-    for value in vars(la.hyperparameters).values():
-        assert not value.is_inference()
+    for name in ("prior_precision", "sigma_noise", "temperature"):
+        assert not getattr(la.hyperparameters, name).is_inference()
     product = la.prior_precision.requires_grad_() * la.sigma_noise
     product.backward()
     assert la.prior_precision.grad.item() == pytest.approx(0.4)
@@ -419,7 +423,7 @@ def test_no_thread_predicts_by_a_prior_precision_that_is_only_tried(
                 wait(futures, timeout=1)  # without a lock it would be there by now
             return la.prior_precision.log().square().sum()
 
-        GridSearch(val_loader=validation, loss=loss, **GRID)(la)
+        GridSearch(val_loader=validation, loss=loss, **PRIORS_ALONE)(la)
         assert la.prior_precision.item() == pytest.approx(1)
         assert torch.equal(futures[0].result(), la(batch))
 

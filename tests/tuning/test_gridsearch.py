@@ -15,7 +15,7 @@ from laplace_lora_ext import GridSearch, PredictiveStatistics
 from laplace_lora_ext.tuning import gridsearch
 from tests.support.models import ragged_batches
 from tests.support.posteriors import (
-    GRID,
+    PRIORS_ALONE,
     STRUCTURES,
     fitted,
     generator,
@@ -32,7 +32,7 @@ def test_gridsearch_scales_a_layerwise_prior(validation):
         method="gridsearch",
         val_loader=validation,
         init_prior_prec=base,
-        **GRID,
+        **PRIORS_ALONE,
     )
     factors = torch.logspace(-2, 2, 7)
     torch.testing.assert_close(history.prior_precision, factors[:, None].double() * base)
@@ -50,7 +50,7 @@ def test_gridsearch_scales_a_layerwise_prior(validation):
         method="gridsearch",
         val_loader=validation,
         init_prior_prec=5.0,
-        **GRID,
+        **PRIORS_ALONE,
     )
     torch.testing.assert_close(scalar.prior_precision[:, 0], factors)  # the host's grid
 
@@ -105,7 +105,7 @@ def test_gridsearch_equals_brute_force(name):
         val_loader=batches,
         loss=case.loss,
         **case.predictions,
-        **GRID,
+        **PRIORS_ALONE,
     )
     assert history.objective.tolist() == pytest.approx(losses, rel=1e-5)
     best = grid[losses.index(min(losses))]
@@ -235,7 +235,7 @@ def test_a_matrix_that_is_no_covariance_is_the_worst(validation):
             raise torch.linalg.LinAlgError
         return la.prior_precision.sum()
 
-    history = GridSearch(val_loader=validation, loss=loss, **GRID)(la)
+    history = GridSearch(val_loader=validation, loss=loss, **PRIORS_ALONE)(la)
     assert history.objective[:3].tolist() == [torch.inf] * 3
     assert la.prior_precision.item() == pytest.approx(1)
 
@@ -269,7 +269,7 @@ def test_data_that_can_be_read_once_are_the_same_at_every_point(structure, predi
 
     def objective(data):
         torch.manual_seed(0)
-        search = GridSearch(val_loader=data, **predictions, **GRID)
+        search = GridSearch(val_loader=data, **predictions, **PRIORS_ALONE)
         return search(la).objective
 
     assert torch.equal(objective(iter(batches)), objective(batches))
@@ -284,7 +284,7 @@ def test_losses_that_are_summed_in_one_pass_are_those_of_kept_statistics(link, r
     monkeypatch.setattr(gridsearch, "_ROWS", rows)
 
     def objective(data):
-        search = GridSearch(val_loader=data, link_approx=link, **GRID)
+        search = GridSearch(val_loader=data, link_approx=link, **PRIORS_ALONE)
         return search(la).objective
 
     torch.testing.assert_close(
@@ -321,7 +321,7 @@ def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(limit, monk
             return statistics
 
         monkeypatch.setattr(la, "statistics_by_batch", lambda: watched)
-        GridSearch(val_loader=batches * n_times, **GRID)(la)
+        GridSearch(val_loader=batches * n_times, **PRIORS_ALONE)(la)
         assert len(kept) == n_times * len(batches)
         return max(kept), max(scored)
 

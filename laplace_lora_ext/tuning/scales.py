@@ -1,0 +1,234 @@
+"""What a grid search sums over validation data, to choose a scale along with the prior."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.polynomial import Polynomial
+
+from laplace_lora_ext.predictive.data_sets import Columns
+from laplace_lora_ext.predictive.distributions import moments_of_model
+from laplace_lora_ext.predictive.links import own_links
+from laplace_lora_ext.predictive.moments import parts_for
+from laplace_lora_ext.tuning.method import (
+    HistoryBuilder,
+    Predictor,
+    TuningHistory,
+    check_grid,
+)
+
+LOGIT_SCALES = np.append(5.0 ** (np.arange(-4, 8) / 4), 20.0)
+"""Scales of the logits at which losses are summed, from 0.2 to 20; 1 is one of them."""
+
+PENALTY = 2.0
+"""Times the squared logarithm of the scale: what is added to the summed loss, in nats."""
+
+_AROUND = 2  # scales on both sides of the best one, through whose losses a polynomial goes
+
+
+class Best(NamedTuple):
+    """Holds the lowest loss at one prior precision, and where it is.
+
+    Attributes
+    ----------
+    objective : float
+        a mean over the examples, in nats, with the penalty of the scale
+    logit_scale : float, optional
+        None where none is chosen
+    penalty : float, default=0.0
+        the part of the objective that is no loss
+    """
+
+    objective: float
+    logit_scale: float | None = None
+    penalty: float = 0.0
+
+
+class Score(Protocol):
+    """Scores predictions by numbers whose sums over examples tell the best loss.
+
+    Attributes
+    ----------
+    size : int
+        K, how many numbers an example has
+    """
+
+    size: ClassVar[int]
+
+    def terms(self, la: Predictor, x: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Compute each example's numbers `(N, K)`, in float64, at the present prior precision.
+
+        `x` is a batch of inputs, or moments of one.
+        """
+        ...
+
+    def best(self, sums: torch.Tensor, n_examples: int) -> Best:
+        """Find the best loss at a prior precision by the sums `(K,)` of all examples' numbers."""
+        ...
+
+
+@dataclass(frozen=True)
+class PriorAlone:
+    """Scores predictions as they are: an example's one number is its negative log-likelihood.
+
+    Parameters
+    ----------
+    predict : callable
+        takes the posterior and inputs or moments; returns probabilities, or of numbers means and
+        variances
+    """
+
+    predict: Callable[[Predictor, Any], Columns]
+    size: ClassVar[int] = 1
+
+    def terms(self, la: Predictor, x: Any, targets: torch.Tensor) -> torch.Tensor:
+        first = la.members[0]
+        predicted = [output.double() for output in self.predict(la, x)]
+        if not first.trained_likelihood.is_gaussian:
+            predicted = [predicted[0].log()]
+        targets = targets.to(predicted[0].device)
+        return first.trained_likelihood.nll(predicted, targets, first.sigma_noise)[:, None]
+
+    def best(self, sums: torch.Tensor, n_examples: int) -> Best:
+        return Best(sums.item() / n_examples)
+
+
+@dataclass(frozen=True)
+class WithLogitScale:
+    """Scores `link(s f, s² V)` of Gaussian logits, at several scales s from the same moments.
+
+    An example's numbers are its negative log-likelihoods, one for each of `LOGIT_SCALES`. Without a
+    variance, s is the inverse of a temperature, and s = 1 is the prior alone: what is best of all
+    priors and scales is no worse than either.
+
+    Few examples say little of s: thirty that are all right would ask for a very large one. So
+    `PENALTY (log s)²` is added to the summed loss, as by a log-normal prior around 1.
+
+    Parameters
+    ----------
+    link_approx : {"mean_field", "probit", "mc"}
+    n_samples, seed : int
+        draws of "mc", the same for all priors and scales
+    """
+
+    link_approx: str
+    n_samples: int
+    seed: int
+    size: ClassVar[int] = len(LOGIT_SCALES)
+
+    def terms(self, la: Predictor, x: Any, targets: torch.Tensor) -> torch.Tensor:
+        likelihood = la.members[0].trained_likelihood
+        noise = torch.Generator()
+        link = own_links(self.n_samples, noise)[self.link_approx]
+        parts = zip(la.members, parts_for(la.members, x), strict=True)
+        moments = [moments_of_model(member, part, self.link_approx) for member, part in parts]
+        targets = targets.to(moments[0].f_mu.device)
+        columns = []
+        for scale in LOGIT_SCALES:
+            la.logit_scale = float(scale)
+            log_p = []
+            for member, of_member in zip(la.members, moments, strict=True):
+                noise.manual_seed(self.seed)
+                f_mu, f_var = of_member.scaled(member.logit_scale)
+                with torch.autocast(f_mu.device.type, enabled=False):
+                    log_p.append(link(f_mu, f_var).double())
+            mean = torch.stack(log_p).logsumexp(0) - math.log(len(log_p))
+            columns.append(likelihood.nll([mean], targets, la.members[0].sigma_noise))
+        return torch.stack(columns, dim=1)
+
+    def best(self, sums: torch.Tensor, n_examples: int) -> Best:
+        """Find the best scale, also between those at which the losses are known."""
+        logs = np.log(LOGIT_SCALES)
+        losses = (sums.cpu().numpy() + PENALTY * logs**2) / n_examples
+        middle = int(losses.argmin())
+        objective, log_scale = float(losses[middle]), float(logs[middle])
+        first = min(max(middle - _AROUND, 0), len(logs) - 2 * _AROUND - 1)
+        near = slice(first, first + 2 * _AROUND + 1)
+        if np.isfinite(losses[near]).all():
+            # The loss is smooth in log s. Through five points a quartic is exact to 1e-4 or better.
+            quartic = Polynomial.fit(logs[near], losses[near], deg=2 * _AROUND)
+            low, high = logs[max(middle - 1, 0)], logs[min(middle + 1, len(logs) - 1)]
+            for root in quartic.deriv().roots():
+                is_between = root.imag == 0 and low < root.real < high
+                if is_between and quartic(root.real) < objective:
+                    objective, log_scale = float(quartic(root.real)), float(root.real)
+        penalty = PENALTY * log_scale**2 / n_examples
+        return Best(objective, math.exp(log_scale), penalty)
+
+
+@dataclass(frozen=True, eq=False)
+class GridLosses:
+    """Holds a score's sums over examples at every prior precision of a grid.
+
+    Attributes
+    ----------
+    grid : torch.Tensor
+        `(T,)` or `(T, blocks)` prior precisions
+    sums : torch.Tensor
+        `(T, K)`, float64
+    n_examples : int
+    score : Score
+    """
+
+    grid: torch.Tensor
+    sums: torch.Tensor
+    n_examples: int
+    score: Score
+
+    def __add__(self, other: GridLosses) -> GridLosses:
+        """Add what other examples say of the same prior precisions."""
+        return GridLosses(
+            self.grid, self.sums + other.sums, self.n_examples + other.n_examples, self.score
+        )
+
+    def choose(self, la: Predictor) -> GridHistory:
+        """Give a posterior the best prior precision, with the scale that suits it."""
+        history = GridHistory.of(self)
+        best = int(history.objective.argmin())
+        la.prior_precision = history.prior_precision[best]
+        if history.logit_scale is not None:
+            la.logit_scale = history.logit_scale[best].item()
+        return history
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class GridHistory(TuningHistory):
+    """Adds to a history the sums that it was made of.
+
+    Attributes
+    ----------
+    penalty : torch.Tensor
+        `(T,)`, float64: the part of the objective that is no loss
+    losses : GridLosses
+    """
+
+    penalty: torch.Tensor
+    losses: GridLosses
+
+    @classmethod
+    def of(cls, losses: GridLosses) -> GridHistory:
+        """Find the best loss at every point; one that is not a number is refused."""
+        builder = HistoryBuilder()
+        scales = []
+        penalties = []
+        for index, (point, sums) in enumerate(zip(losses.grid, losses.sums, strict=True)):
+            best = losses.score.best(sums, losses.n_examples)
+            builder.add(index, best.objective, point)
+            penalties.append(best.penalty)
+            if best.logit_scale is not None:
+                scales.append(best.logit_scale)
+        history = builder.history()
+        check_grid(history)
+        return cls(
+            step=history.step,
+            objective=history.objective,
+            prior_precision=history.prior_precision,
+            logit_scale=torch.tensor(scales, dtype=torch.float64) if scales else None,
+            penalty=torch.tensor(penalties, dtype=torch.float64),
+            losses=losses,
+        )
