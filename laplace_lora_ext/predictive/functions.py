@@ -50,14 +50,15 @@ class Functions:
     def linearised(self, batch: Any) -> torch.Tensor:
         """Compute logits `(S, B, C)` of the linearised model, by one set of Jacobians for all.
 
-        Each function is f(θ*) + J (θ - θ*): over many draws, mean and covariance are those of
-        `predictive_moments`, also between examples and between batches.
+        Each function is s (f(θ*) + J (θ - θ*)), with `logit_scale` s: over many draws, mean and
+        covariance are those of `predictive_moments`, scaled by s, also between examples and between
+        batches.
         """
         la = self.la
         la.check_model()
         parts = la.recorder.in_parts(batch, la.n_outputs, self._linearised_part)
         of_functions = torch.cat([part.of_functions for part in parts])
-        return of_functions.transpose(0, 1)
+        return la.logit_scale * of_functions.transpose(0, 1)
 
     def _linearised_part(self, part: Any, _: slice) -> _Drawn:
         sizes = [block.weight.numel() for block in self.la.blocks]
@@ -76,7 +77,7 @@ class Functions:
 
     @exclusive
     def sampled(self, batch: Any) -> torch.Tensor:
-        """Compute logits `(S, B, C)` of the network with the drawn weights in place of its own."""
+        """Compute scaled logits `(S, B, C)` of the network with drawn weights for its own."""
         la = self.la
         la.check_model()
         logits = []
@@ -84,7 +85,7 @@ class Functions:
             values = as_values(la.blocks, drawn)
             with la.model.prepared(), torch.no_grad():
                 logits.append(called_with(la.model, la.blocks, values, batch))
-        return torch.stack(logits)
+        return la.logit_scale * torch.stack(logits)
 
 
 @exclusive

@@ -80,6 +80,15 @@ def test_draws_are_of_scaled_logits(pred_type):
     torch.testing.assert_close(probabilities, scaled.softmax(-1))
 
 
+@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+def test_a_function_is_of_scaled_logits(pred_type):
+    la = fitted()
+    batch = without_labels(ragged_batches()[0])
+    expected = SCALE * la.function(seed=1, pred_type=pred_type)(batch)
+    la.logit_scale = SCALE
+    torch.testing.assert_close(la.function(seed=1, pred_type=pred_type)(batch), expected)
+
+
 def test_decisions_draw_scaled_logits():
     la = fitted()
     batch = ragged_batches()[0]
