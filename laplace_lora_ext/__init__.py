@@ -16,6 +16,7 @@ from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
+from laplace_lora_ext.text.collator import DataCollatorForChoices
 from laplace_lora_ext.text.generation import GeneratedText
 from laplace_lora_ext.text.priors import TokenAgreement, TokenGridSearch
 from laplace_lora_ext.text.scores import TextScores
@@ -28,6 +29,7 @@ from laplace_lora_ext.tuning.method import TuningHistory
 __all__ = [
     "PAPER_SETTINGS",
     "Agreement",
+    "DataCollatorForChoices",
     "GeneratedText",
     "GridSearch",
     "Laplace",

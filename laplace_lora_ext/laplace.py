@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -53,8 +53,9 @@ def Laplace(  # noqa: N802
     model : torch.nn.Module
     likelihood : str, optional
         "classification", "regression", "reward_modeling" or "language_modeling". If omitted:
-        classification with `class_token_ids`, otherwise what the transformers configuration says
-        (`problem_type`, or `num_labels`: one means regression, more mean classification)
+        classification with `class_token_ids` or `class_texts`, otherwise what the transformers
+        configuration says (`problem_type`, or `num_labels`: one means regression, more mean
+        classification)
     subset_of_weights, hessian_structure
         as for `laplace.Laplace`
     **options
@@ -70,8 +71,7 @@ def Laplace(  # noqa: N802
         If the likelihood can't be read off the model.
     """
     if likelihood is None:
-        of_answers = options.get("class_token_ids") is not None
-        likelihood = "classification" if of_answers else _likelihood_of(model)
+        likelihood = "classification" if has_answers(options) else _likelihood_of(model)
     return laplace.Laplace(model, likelihood, subset_of_weights, hessian_structure, **options)
 
 
@@ -103,6 +103,7 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     options = {name: state[name] for name in kept} | {
         "class_token_ids": fitted.class_token_ids,
         "mask_token_id": fitted.mask_token_id,
+        "normalised": fitted.normalised,
         "weight_names": list(fitted.blocks),
     }
     backend, options["backend_kwargs"] = settings.pop("backend"), settings
@@ -112,6 +113,11 @@ def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRA
     la = cls(model, **options | kwargs)
     la.load_state_dict(state)
     return la
+
+
+def has_answers(options: Mapping[str, Any]) -> bool:
+    """Tell whether options of a Laplace class say what a language model answers."""
+    return any(options.get(name) is not None for name in ("class_token_ids", "class_texts"))
 
 
 def _named(name: str, classes: Iterable[Any]) -> Any:
@@ -130,7 +136,9 @@ def _likelihood_of(model: nn.Module) -> str:
     if transformer is None:
         raise ValueError("Pass the likelihood: the model has no transformers configuration.")
     if transformer.can_generate():
-        raise ValueError("Pass the likelihood, or class_token_ids, the tokens of the answers.")
+        raise ValueError(
+            "Pass the likelihood, or class_token_ids, the tokens of the answers, or class_texts."
+        )
     config = transformer.config
     by_number = "regression" if config.num_labels == 1 else "classification"
     problem_type = getattr(config, "problem_type", None) or by_number

@@ -23,6 +23,7 @@ from laplace_lora_ext.curvature.structure import Structure, places_of
 from laplace_lora_ext.fit import Fit, NoFit, fit
 from laplace_lora_ext.likelihoods import Likelihood, refuse_multi_label
 from laplace_lora_ext.messages import check_positive, check_single, warn
+from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.models.heads import Selection
 from laplace_lora_ext.models.locks import LOCK, exclusive, kept, without_autocast
 from laplace_lora_ext.models.logits_model import LogitsModel
@@ -83,8 +84,16 @@ class LoRALaplace(ParametricLaplace):
         the key of a batch's labels
     backend, backend_kwargs
         the host's way to compute curvature, and its options
-    class_token_ids : sequence of int, optional
-        for a language model: the tokens of the answers, one a class
+    class_token_ids : sequence of int, or of sequences of int, optional
+        for a language model: the tokens of the answers, one or several a class
+    class_texts : sequence of str, optional
+        in place of `class_token_ids`, the answers as they stand behind a prompt, a space in front
+        included where there is one; `tokenizer` says which tokens they are
+    tokenizer : transformers.PreTrainedTokenizerBase, optional
+        for `class_texts`
+    normalised : bool, default=False
+        whether the logit of an answer of several tokens is the mean of their log-probabilities,
+        rather than the sum
     mask_token_id : int, optional
         for a masked language model: the token at which the answer is read
     target_modules, layers_to_transform
@@ -144,7 +153,10 @@ class LoRALaplace(ParametricLaplace):
         dict_key_y: str = "labels",
         backend: type[CurvatureInterface] | None = None,
         backend_kwargs: dict[str, Any] | None = None,
-        class_token_ids: Sequence[int] | None = None,
+        class_token_ids: Sequence[Any] | None = None,
+        class_texts: Sequence[str] | None = None,
+        tokenizer: Any = None,
+        normalised: bool = False,
         mask_token_id: int | None = None,
         target_modules: str | Sequence[str] | None = None,
         layers_to_transform: int | Iterable[int] | None = None,
@@ -158,10 +170,14 @@ class LoRALaplace(ParametricLaplace):
         if likelihood not in PROBLEMS:
             raise ValueError(f"Invalid likelihood type {likelihood}")
         self.problem = PROBLEMS[likelihood]
+        if class_texts is not None:
+            if class_token_ids is not None:
+                raise ValueError("Pass class_token_ids or class_texts, not both.")
+            class_token_ids = class_tokens(class_texts, tokenizer)
         with LOCK:  # passes of other threads change what is active
             adapter = active_adapter(model)
         self.model = self.problem.adapter(
-            model, class_token_ids, dict_key_y, mask_token_id, adapter
+            model, class_token_ids, dict_key_y, mask_token_id, adapter, normalised=normalised
         )
         if likelihood == "classification" and self.model.is_multi_label:
             refuse_multi_label("No likelihood fits problem_type 'multi_label_classification'")
@@ -214,6 +230,7 @@ class LoRALaplace(ParametricLaplace):
             backend_kwargs=self._backend_options,
             class_token_ids=self.model.class_token_ids,
             mask_token_id=self.model.mask_token_id,
+            normalised=self.model.normalised,
             weight_names=[block.known_as for block in self.blocks],
             **{name: getattr(self, name) for name in of_host},
         )

@@ -466,12 +466,17 @@ class LaplaceMixture:
 def _check_alike(members: Sequence[LoRALaplace]) -> None:
     """Refuse posteriors whose predictions have no mean, or that are around several base models."""
     facts = [
-        (member.likelihood, member.n_outputs, tuple(member.model.class_token_ids or ()))
+        (
+            member.likelihood,
+            member.n_outputs,
+            member.model.class_token_ids,
+            member.model.normalised,
+        )
         for member in members
     ]
-    if len(set(facts)) > 1:
+    if any(fact != facts[0] for fact in facts):
         raise ValueError(
-            f"The members differ in likelihood, n_outputs or class_token_ids: {facts}."
+            f"The members differ in likelihood, n_outputs, class_token_ids or normalised: {facts}."
         )
     first, *others = [member.model_state for member in members]
     for number, other in enumerate(others, 1):

@@ -21,8 +21,72 @@ from laplace_lora_ext.models.batches import text_config
 
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
+ClassTokens = list[int] | list[list[int]]
+"""The answer of each class: its token, or several of them."""
 
-class AnswerTokens:
+
+class Answers:
+    """What a language model's answers are, and which logits are those of its classes.
+
+    Attributes
+    ----------
+    class_token_ids : list of int, list of list of int, or None
+        the answers, one a class; None where each batch brings its own
+    mask_token_id : int or None
+        the token at which a masked language model answers
+    normalised : bool
+        whether logits of several tokens are means, rather than sums
+    """
+
+    class_token_ids: ClassTokens | None = None
+    mask_token_id: int | None = None
+    normalised: bool = False
+
+    def __init__(self) -> None:
+        self._weighed: list[torch.Tensor] | None = None  # see `weighing`
+
+    def rows(self, inputs: Any) -> Any:
+        """Return the texts that the model reads, a row or several for each example."""
+        return inputs
+
+    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
+        """Compute logits `(B, C)` of the answers.
+
+        `call` calls the model with inputs and keyword arguments.
+        """
+        raise NotImplementedError
+
+    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> torch.Tensor:
+        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else together.
+
+        Where each batch brings its own answers, they are `(B, C)`, of these alone.
+        """
+        raise NotImplementedError
+
+    def warn_if_answered(self, inputs: Any) -> None:
+        """Warn if every text already ends with an answer, which a prompt should leave out."""
+
+    @contextmanager
+    def weighing(self) -> Iterator[list[torch.Tensor]]:
+        """Yield where the first pass within puts the probability `(B,)` of all answers together.
+
+        Of answers of several tokens that of their first ones counts. Later passes may be of other
+        examples, or within `torch.func.vmap`.
+        """
+        self._weighed = weighed = []
+        try:
+            yield weighed
+        finally:
+            self._weighed = None
+
+    def _weigh(self, logits: torch.Tensor, tokens: Sequence[int]) -> None:
+        """Note the probability of some tokens of a vocabulary's logits `(B, V)`, if asked to."""
+        if self._weighed is not None and not self._weighed:
+            of_answers, _ = divided(logits.detach(), tokens)
+            self._weighed.append(of_answers.exp().sum(-1))
+
+
+class AnswerTokens(Answers):
     """The tokens that a language model answers with, one per class.
 
     The answer is read after the last real token of a causal language model, at the mask token of a
@@ -41,64 +105,50 @@ class AnswerTokens:
     ) -> None:
         ids = _as_numbers(class_token_ids)
         are_distinct = len(set(ids)) == len(ids)
-        if len(ids) < 2 or not are_distinct or not _are_tokens(ids, transformer):
+        if len(ids) < 2 or not are_distinct or not are_tokens(ids, transformer):
             raise ValueError(
                 "class_token_ids must be two or more distinct tokens of the model's vocabulary, "
                 f"as its tokenizer has them, not {ids}."
             )
-        if transformer is not None and _is_masked(transformer) and mask_token_id is None:
+        if transformer is not None and is_masked(transformer) and mask_token_id is None:
             raise ValueError(
                 f"{type(transformer).__name__} is a masked language model, which answers at the "
                 "mask token: pass mask_token_id=tokenizer.mask_token_id."
             )
-        self.ids = ids
+        super().__init__()
+        self.class_token_ids = ids
         self.mask_token_id = mask_token_id
+        self._ids = ids
         self._transformer = transformer
         self._decodes = transformer is not None and transformer.config.is_encoder_decoder
-        self._weighed: list[torch.Tensor] | None = None  # see `weighing`
 
     def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
-        """Compute logits `(B, V)` of the whole vocabulary where the answers are read.
+        of_vocabulary = self._of_vocabulary(inputs, call, **kwargs)
+        self._weigh(of_vocabulary, self._ids)
+        return of_vocabulary[:, self._ids]
 
-        `call` calls the model with inputs and keyword arguments.
-        """
+    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> torch.Tensor:
+        of_vocabulary = self._of_vocabulary(inputs, call)
+        return torch.cat(divided(of_vocabulary, self._ids), dim=1)
+
+    def _of_vocabulary(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
+        """Compute logits `(B, V)` of the whole vocabulary where the answers are read."""
         model_kwargs = without_cache(self._transformer, inputs) | kwargs
         text_with_answer = inputs
         if self._decodes:
-            model_kwargs = self._start(inputs) | model_kwargs
-            text_with_answer = _decoder_text({**inputs, **model_kwargs})
+            assert self._transformer is not None
+            model_kwargs = decoder_start(self._transformer, inputs) | model_kwargs
+            text_with_answer = decoder_text({**inputs, **model_kwargs})
         index = self._position(inputs, text_with_answer)[:, None]
-        n_positions = _text(text_with_answer).shape[1]
+        n_positions = text_of(text_with_answer).shape[1]
         with reading_at(self._transformer, index, n_positions) as read_off:
             logits = read_off(call(inputs, **model_kwargs))[:, 0]
-        if logits.shape[-1] <= max(self.ids):
+        if logits.shape[-1] <= max(self._ids):
             raise ValueError(
-                f"class_token_ids {self.ids} go beyond the model's output layer, which has only "
+                f"class_token_ids {self._ids} go beyond the model's output layer, which has only "
                 f"{logits.shape[-1]} tokens: pass the numbers that the answers have in it."
             )
-        if self._weighed is not None and not self._weighed:
-            log_p = self.log_probs(logits.detach())
-            self._weighed.append(log_p[:, :-1].exp().sum(-1))
         return logits
-
-    @contextmanager
-    def weighing(self) -> Iterator[list[torch.Tensor]]:
-        """Yield where the first pass within puts the probability `(B,)` of all answers together.
-
-        Later passes may be of other examples, or within `torch.func.vmap`.
-        """
-        self._weighed = weighed = []
-        try:
-            yield weighed
-        finally:
-            self._weighed = None
-
-    def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Compute log-probabilities `(B, C + 1)` of the answers, and of all others together."""
-        log_p = logits.float().log_softmax(-1)
-        ids = torch.tensor(self.ids, device=log_p.device)
-        of_others = log_p.index_fill(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-        return torch.cat([log_p[:, ids], of_others], dim=1)
 
     def warn_if_answered(self, inputs: Any) -> None:
         """Warn if every text already ends with an answer, which a prompt should leave out."""
@@ -107,21 +157,11 @@ class AnswerTokens:
         if not comes_last or tokens is None or tokens.ndim != 2:
             return
         last = tokens.take_along_dim(last_real_position(inputs)[:, None], dim=1)
-        if torch.isin(last, torch.tensor(self.ids, device=last.device)).all():
+        if torch.isin(last, torch.tensor(self._ids, device=last.device)).all():
             warn(
                 "Every text of the batch ends with one of class_token_ids, but the model predicts "
                 "what comes next: leave the answers out of the prompts."
             )
-
-    def _start(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the decoder a start token for each text, unless the batch has a decoder input."""
-        if any(inputs.get(key) is not None for key in DECODER_INPUTS):
-            return {}
-        assert self._transformer is not None
-        start = start_token(self._transformer)
-        tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-        texts = next(tensor for tensor in tensors if tensor.ndim > 1)
-        return {"decoder_input_ids": texts.new_full((len(texts), 1), start, dtype=torch.long)}
 
     def _position(self, inputs: Any, text_with_answer: Any) -> torch.Tensor:
         """Find the position at which the answer is read, `(B,)`."""
@@ -136,6 +176,22 @@ class AnswerTokens:
         return is_mask.int().argmax(-1)
 
 
+def divided(logits: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide log-probabilities of logits `(B, V)`: of tokens `(B, C)`, and of all others `(B, 1)`.
+
+    They are in float32 or better.
+    """
+    log_p = in_full(logits).log_softmax(-1)
+    ids = torch.tensor(tokens, device=log_p.device)
+    of_others = log_p.index_fill(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return log_p[:, ids], of_others
+
+
+def in_full(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits in float32 or better."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def _as_numbers(class_token_ids: Sequence[int]) -> list[int]:
     try:
         return [operator.index(token) for token in class_token_ids]
@@ -147,7 +203,7 @@ def _as_numbers(class_token_ids: Sequence[int]) -> list[int]:
         ) from None
 
 
-def _are_tokens(ids: Sequence[int], transformer: PreTrainedModel | None) -> bool:
+def are_tokens(ids: Sequence[int], transformer: PreTrainedModel | None) -> bool:
     """Tell whether numbers are of a model's vocabulary, as far as its size is known."""
     if any(token < 0 for token in ids):
         return False
@@ -155,7 +211,7 @@ def _are_tokens(ids: Sequence[int], transformer: PreTrainedModel | None) -> bool
     return size is None or all(token < size for token in ids)
 
 
-def _is_masked(transformer: PreTrainedModel) -> bool:
+def is_masked(transformer: PreTrainedModel) -> bool:
     """Tell whether a model is a masked language model, and nothing else."""
     name = type(transformer).__name__
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or transformer.config.is_encoder_decoder:
@@ -163,12 +219,22 @@ def _is_masked(transformer: PreTrainedModel) -> bool:
     return name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
 
 
-def _decoder_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def decoder_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Select what an encoder-decoder's decoder reads, under the names of other models' inputs."""
     prefix = "decoder_"
     return {
         key.removeprefix(prefix): value for key, value in inputs.items() if key.startswith(prefix)
     }
+
+
+def first_places(places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index the true ones among places `(N, T)` in order, as many as any row has: `(N, M)`.
+
+    Also returns which of the index are true ones, `(N, M)`.
+    """
+    most = int(places.sum(1).max())
+    index = places.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    return index, places.take_along_dim(index, dim=1)
 
 
 @contextmanager
@@ -233,6 +299,16 @@ def logits_of(output: Any) -> torch.Tensor:
     return logits
 
 
+def decoder_start(transformer: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the decoder a start token for each text, unless the batch has a decoder input."""
+    if any(inputs.get(key) is not None for key in DECODER_INPUTS):
+        return {}
+    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    texts = next(tensor for tensor in tensors if tensor.ndim > 1)
+    start = start_token(transformer)
+    return {"decoder_input_ids": texts.new_full((len(texts), 1), start, dtype=torch.long)}
+
+
 def start_token(transformer: PreTrainedModel) -> int:
     """Return the token that an encoder-decoder's second text begins with; an error if none."""
     for config in (transformer.config, transformer.generation_config):
@@ -258,7 +334,7 @@ def last_real_position(inputs: Any) -> torch.Tensor:
 
     A text without any is refused.
     """
-    text = _text(inputs)
+    text = text_of(inputs)
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if mask is None:
         return torch.full((len(text),), text.shape[1] - 1, device=text.device)
@@ -278,7 +354,7 @@ def last_real_position(inputs: Any) -> torch.Tensor:
     return (mask * positions).argmax(-1)
 
 
-def _text(inputs: Any) -> torch.Tensor:
+def text_of(inputs: Any) -> torch.Tensor:
     """Return a tensor with a row for each text, and a column for each position."""
     if not isinstance(inputs, Mapping):
         return inputs

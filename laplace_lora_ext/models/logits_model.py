@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.adapters import only_active
-from laplace_lora_ext.models.answers import AnswerTokens, logits_of
+from laplace_lora_ext.models.answers import Answers, ClassTokens, logits_of
 from laplace_lora_ext.models.batches import Positions, check_texts, moved, positions_of, text_first
+from laplace_lora_ext.models.choices import Choices, answers_of
 from laplace_lora_ext.models.locks import (
     LOCK,
     as_tensor,
@@ -49,8 +50,10 @@ class LogitsModel(nn.Module):
     pass has no place for a mapping, as `forward(self, **inputs)`. Any other module is called with
     the batch itself, a mapping or a tensor, as laplace-torch does. Compiled ones run eagerly here.
 
-    Of a language model the logits are those of `class_token_ids`, which it needs, where the answer
-    is read; see `AnswerTokens`. Labels, `dict_key_y` in a mapping, are never passed on to it.
+    Of a language model the logits are those of `class_token_ids` where the answer is read, see
+    `AnswerTokens`, of several tokens behind each text, see `AnswerTexts`, or without them those of
+    choices that the batch brings, see `Choices`. Labels, `dict_key_y` in a mapping, are never
+    passed on to it.
     """
 
     adapter: str | None  # which is active in prepared passes, whichever is otherwise; None for any
@@ -59,10 +62,12 @@ class LogitsModel(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        class_token_ids: Sequence[int] | None = None,
+        class_token_ids: Sequence[Any] | None = None,
         dict_key_y: str = "labels",
         mask_token_id: int | None = None,
         adapter: str | None = None,
+        *,
+        normalised: bool = False,
     ) -> None:
         super().__init__()
         if is_compiled(model):
@@ -81,7 +86,7 @@ class LogitsModel(nn.Module):
         if parameters and parameters[0].kind not in _BY_KEYWORD:
             self._first_place = parameters[0].name
         self._has_more_places = len(parameters) > 1
-        self._answers = self._find_answers(class_token_ids, mask_token_id)
+        self._answers = self._find_answers(class_token_ids, mask_token_id, normalised)
 
     @property
     def transformer(self) -> PreTrainedModel | None:
@@ -96,15 +101,38 @@ class LogitsModel(nn.Module):
         problem_type = getattr(self.transformer.config, "problem_type", None)
         return problem_type == "multi_label_classification"
 
+    def around(self, model: nn.Module) -> LogitsModel:
+        """Make another of these around another module that answers alike."""
+        return type(self)(
+            model,
+            self.class_token_ids,
+            self.dict_key_y,
+            self.mask_token_id,
+            normalised=self.normalised,
+        )
+
     @property
-    def class_token_ids(self) -> list[int] | None:
-        """The tokens of a language model's answers, one a class; None for any other model."""
-        return None if self._answers is None else self._answers.ids
+    def class_token_ids(self) -> ClassTokens | None:
+        """The tokens of a language model's answers, one a class, or several; None if it has none.
+
+        Other models have none, and neither have those whose batches bring choices.
+        """
+        return None if self._answers is None else self._answers.class_token_ids
 
     @property
     def mask_token_id(self) -> int | None:
         """The token at which a masked language model's answer is read."""
         return None if self._answers is None else self._answers.mask_token_id
+
+    @property
+    def normalised(self) -> bool:
+        """Whether logits of answers are means over their tokens, rather than sums."""
+        return False if self._answers is None else self._answers.normalised
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether this is a language model whose answers are the classes."""
+        return self._answers is not None
 
     def forward(self, batch: Any = None, **model_kwargs: Any) -> torch.Tensor:
         """Compute logits `(B, C)` of a batch without its labels, on the model's device.
@@ -120,8 +148,7 @@ class LogitsModel(nn.Module):
         inputs = self._inputs(batch)
         if self._answers is not None:
             self._answers.warn_if_answered(inputs)
-            of_vocabulary = self._answers.logits(inputs, self._call, **model_kwargs)
-            logits = of_vocabulary[:, self._answers.ids]
+            logits = self._answers.logits(inputs, self._call, **model_kwargs)
         else:
             logits = logits_of(self._call(inputs, **model_kwargs))
         _check_shape(logits)
@@ -135,11 +162,10 @@ class LogitsModel(nn.Module):
         """
         if self._answers is None:
             return self(batch).log_softmax(-1)
-        logits = self._answers.logits(self._inputs(batch), self._call)
-        return self._answers.log_probs(logits)
+        return self._answers.log_probs(self._inputs(batch), self._call)
 
     def weighing_answers(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """Weigh answers as `AnswerTokens.weighing`; without `class_token_ids` there are none."""
+        """Weigh answers as `Answers.weighing`; without `class_token_ids` there are none."""
         if self._answers is None:
             return nullcontext([])
         return self._answers.weighing()
@@ -183,7 +209,9 @@ class LogitsModel(nn.Module):
 
     def positions(self, batch: Any, n_examples: int) -> Positions:
         """Describe the rows of a batch that has `n_examples` examples."""
-        return positions_of(self._inputs(batch), n_examples, self.device)
+        inputs = self._inputs(batch)
+        rows = inputs if self._answers is None else self._answers.rows(inputs)
+        return positions_of(rows, n_examples, self.device)
 
     def inputs(self, batch: Any) -> Any:
         """Return the inputs of a batch that may have labels."""
@@ -276,16 +304,20 @@ class LogitsModel(nn.Module):
         return self.transformer is not None or self._first_place is None
 
     def _find_answers(
-        self, class_token_ids: Sequence[int] | None, mask_token_id: int | None
-    ) -> AnswerTokens | None:
+        self,
+        class_token_ids: Sequence[Any] | None,
+        mask_token_id: int | None,
+        normalised: bool,
+    ) -> Answers | None:
         transformer = self.transformer
         if class_token_ids is not None:
-            return AnswerTokens(class_token_ids, transformer, mask_token_id)
+            return answers_of(class_token_ids, transformer, mask_token_id, normalised)
         if transformer is not None and transformer.can_generate():
+            return Choices(transformer, normalised)
+        if normalised:
             raise ValueError(
-                f"{type(transformer).__name__} is a language model: pass class_token_ids, the "
-                "tokens of the answers, as tokenizer.convert_tokens_to_ids gives them. For free "
-                'text, use the likelihood "language_modeling" and hessian_structure="lowrank_kron".'
+                "normalised=True takes means over the tokens of a language model's answers, and "
+                "this model has none: leave it out."
             )
         return None
 
@@ -385,8 +417,8 @@ def logits_and_hidden_states(
 
 
 def _output_layer(model: LogitsModel) -> nn.Module | None:
-    """Find the layer that makes a language model's logits, if its answers are known."""
-    if model.transformer is None or model.class_token_ids is None:
+    """Find the layer that makes a language model's logits, if its answers are the classes."""
+    if model.transformer is None or not model.has_answers:
         return None
     layer = model.transformer.get_output_embeddings()
     return layer if isinstance(layer, nn.Module) else None
@@ -408,14 +440,18 @@ def _hidden_states(
     """Return what a layer was given where it made the logits `(B, C)`; None if it made others."""
     n_examples, n_outputs = logits.shape
     rows = call.output.shape[:-1]
-    if call.inputs.shape[:-1] != rows or rows[:1] != (n_examples,):
+    if call.inputs.shape[:-1] != rows or not rows or rows[0] % n_examples:
+        return None
+    is_read = len(rows) == 2 and (rows[1] == 1 or rows[0] > n_examples)
+    if is_output_layer and is_read:
+        # It ran where answers are read, of choices first where their first tokens are predicted.
+        # The model may cap or scale what it returned.
+        at_first = call.inputs[:, 0].unflatten(0, (n_examples, -1))
+        return at_first.mean(1).to(logits)
+    if rows[0] != n_examples:
         return None
     given = call.inputs.reshape(n_examples, -1, call.inputs.shape[-1])
     made = call.output.reshape(n_examples, -1, call.output.shape[-1])
-    n_positions = made.shape[1]
-    if is_output_layer and n_positions == 1:
-        # It ran where answers are read. The model may cap or scale what it returned.
-        return given[:, 0].to(logits)
     if made.shape[-1] != n_outputs:
         return None
     is_made = (made.to(logits) == logits[:, None]).all(-1)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from laplace_lora_ext.messages import listed
+from laplace_lora_ext.models.answers import ClassTokens
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_idle, lora_layers
 from laplace_lora_ext.models.weights import (
@@ -69,8 +70,9 @@ class ModelState:
 
     # Shape, and scaling of LoRA, by the name of the weight, without the adapter's name.
     blocks: dict[str, tuple[list[int], float | None]]
-    class_token_ids: list[int] | None
+    class_token_ids: ClassTokens | None
     mask_token_id: int | None
+    normalised: bool
     # Of the base model and the head, and of buffers that are saved with them. Names leave out the
     # adapter's. Left out altogether are other adapters, modules that this one replaces, weights
     # that are not in memory, quantized ones, and all weights of a model that FSDP2 shards.
@@ -94,6 +96,7 @@ class ModelState:
             },
             class_token_ids=model.class_token_ids,
             mask_token_id=model.mask_token_id,
+            normalised=model.normalised,
             weights=_sampled(dict(_other_weights(model.model, blocks))),
             scalings={
                 name: scaling for name, scaling in scalings.items() if name not in of_posterior
@@ -110,6 +113,7 @@ class ModelState:
             blocks=blocks,
             class_token_ids=state["class_token_ids"],
             mask_token_id=state["mask_token_id"],
+            normalised=state["normalised"],
             weights=weights,
             scalings=state["scalings"],
         )
@@ -150,6 +154,7 @@ class ModelState:
         facts: dict[str, Any] = {}
         facts["class_token_ids"] = self.class_token_ids
         facts["mask_token_id"] = self.mask_token_id
+        facts["normalised"] = self.normalised
         for name, shape_and_scaling in self.blocks.items():
             facts[f"The weight {name} (shape, scaling)"] = shape_and_scaling
         for name, scaling in self.scalings.items():

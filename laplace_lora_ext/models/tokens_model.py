@@ -11,7 +11,13 @@ from transformers import PreTrainedModel
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from laplace_lora_ext.likelihoods import IGNORED
-from laplace_lora_ext.models.answers import DECODER_INPUTS, reading_at, start_token, without_cache
+from laplace_lora_ext.models.answers import (
+    DECODER_INPUTS,
+    first_places,
+    reading_at,
+    start_token,
+    without_cache,
+)
 from laplace_lora_ext.models.batches import Positions, text_first
 from laplace_lora_ext.models.logits_model import LogitsModel
 
@@ -103,10 +109,7 @@ class TokensModel(LogitsModel):
 
     def _at(self, places: torch.Tensor, inputs: Any, **kwargs: Any) -> torch.Tensor:
         """Compute logits `(N, V)` at the true ones of `(B, T)` places."""
-        # The true places of each text come first in the index, which has as many as any text has.
-        most = int(places.sum(1).max())
-        index = places.int().argsort(dim=1, descending=True, stable=True)[:, :most]
-        is_true = places.take_along_dim(index, dim=1)
+        index, is_true = first_places(places)
         model_kwargs = without_cache(self.transformer, inputs) | kwargs
         with reading_at(self.transformer, index, places.shape[1]) as read_off:
             logits = read_off(self._call(inputs, **model_kwargs))
@@ -115,13 +118,16 @@ class TokensModel(LogitsModel):
         return logits[is_true.to(logits.device)]
 
     def _find_answers(
-        self, class_token_ids: Sequence[int] | None, mask_token_id: int | None
+        self,
+        class_token_ids: Sequence[Any] | None,
+        mask_token_id: int | None,
+        normalised: bool,
     ) -> None:
         transformer = super().transformer
-        if class_token_ids is not None or mask_token_id is not None:
+        if class_token_ids is not None or mask_token_id is not None or normalised:
             raise ValueError(
                 'The likelihood "language_modeling" predicts the whole vocabulary: leave out '
-                "class_token_ids and mask_token_id."
+                "class_token_ids, class_texts, mask_token_id and normalised."
             )
         if transformer is None or not transformer.can_generate():
             raise ValueError(

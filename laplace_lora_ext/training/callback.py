@@ -14,7 +14,7 @@ from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.metrics import compare
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.processes.shards import in_order
-from laplace_lora_ext.training.trainers import same_random_states
+from laplace_lora_ext.training.trainers import same_random_states, with_tokenizer
 from laplace_lora_ext.tuning import required_data
 from laplace_lora_ext.tuning.method import TuningHistory
 
@@ -41,7 +41,8 @@ class LaplaceCallback(TrainerCallback):
         to report the figures with its `log`, and to train again:
         `trainer.add_callback(LaplaceCallback(trainer=trainer))`
     **options
-        for `laplace_lora_ext.Laplace`, such as `class_token_ids` and `backend_kwargs`
+        for `laplace_lora_ext.Laplace`, such as `class_token_ids` and `backend_kwargs`; the
+        `tokenizer` of `class_texts` is the trainer's unless you pass one
 
     Attributes
     ----------
@@ -73,9 +74,10 @@ class LaplaceCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what could not be fitted in the end."""
+        tokenizer = kwargs.get("processing_class")
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fit will warn
-            Laplace(kwargs["model"], **self._settings)
+            Laplace(kwargs["model"], **with_tokenizer(tokenizer, self._settings))
         if not isinstance(kwargs["train_dataloader"].dataset, Sized):
             raise ValueError("A posterior needs all training data: give these a length.")
         if "val_loader" in self._needed and not args.do_eval:
@@ -91,7 +93,8 @@ class LaplaceCallback(TrainerCallback):
             data["val_loader"] = _once(kwargs["eval_dataloader"], args)
         shown = state.is_world_process_zero and not args.disable_tqdm
         with same_random_states():
-            la = Laplace(kwargs["model"], **self._settings)
+            settings = with_tokenizer(kwargs.get("processing_class"), self._settings)
+            la = Laplace(kwargs["model"], **settings)
             la.fit(data["train_loader"], progress_bar=shown)
             self.la = la
             self.history = self._choose_prior(la, data)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import set_seed
 
-from laplace_lora_ext.laplace import Laplace
+from laplace_lora_ext.laplace import Laplace, has_answers
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.messages import check_counts, warn
 from laplace_lora_ext.mixture import LaplaceMixture
@@ -39,7 +39,12 @@ from laplace_lora_ext.processes.shards import (
 from laplace_lora_ext.training.callback import eval_figures
 from laplace_lora_ext.training.groups import groups_of
 from laplace_lora_ext.training.resuming import Log, forget, train_or_read
-from laplace_lora_ext.training.trainers import check_trainer, loader_of, same_random_states
+from laplace_lora_ext.training.trainers import (
+    check_trainer,
+    loader_of,
+    same_random_states,
+    with_tokenizer,
+)
 from laplace_lora_ext.tuning.method import TuningHistory
 from laplace_lora_ext.tuning.scales import GridHistory
 
@@ -304,12 +309,14 @@ def train_in_stages(
         the prior of their mixture; each costs as much as the first
     likelihood : str, optional
         as for `laplace_lora_ext.Laplace`; of a reward trainer "reward_modeling", and of a language
-        model without `class_token_ids` "language_modeling"
+        model without `class_token_ids` and `class_texts` "language_modeling"; with batches of
+        choices pass "classification"
     resume_from_checkpoint : bool, default=False
         go on after an interruption, in whichever stage it was
     progress_bar : bool, default=False
     **options
-        for the Laplace class, such as `class_token_ids` and `backend_kwargs`
+        for the Laplace class, such as `class_token_ids` and `backend_kwargs`; the `tokenizer` of
+        `class_texts` is the trainer's unless you pass one
 
     Returns
     -------
@@ -346,7 +353,8 @@ def train_in_stages(
         train=train,
         generator=torch.Generator().manual_seed(seed),
         progress_bar=progress_bar,
-        settings=options | {"likelihood": likelihood or _likelihood(trainer, options)},
+        settings=with_tokenizer(trainer.processing_class, options)
+        | {"likelihood": likelihood or _likelihood(trainer, options)},
     )
     la, history = training.run(stages)
     trainer.save_model()
@@ -421,7 +429,7 @@ def _likelihood(trainer: Any, options: dict[str, Any]) -> str | None:
         return "reward_modeling"
     transformer = find_transformer(trainer.model)
     writes = transformer is not None and transformer.can_generate()
-    return "language_modeling" if writes and not options.get("class_token_ids") else None
+    return "language_modeling" if writes and not has_answers(options) else None
 
 
 def _figures(

@@ -229,9 +229,11 @@ def _text(columns: Mapping[str, torch.Tensor], row: int) -> Record:
     record = {}
     for key, column in columns.items():
         values = column[row]
-        # What has another length has no padding that the mask tells of.
-        if mask is not None and values.shape[:1] == mask.shape:
-            values = values[mask.bool()]
+        # What has another shape has no padding that the mask tells of.
+        if mask is not None and values.shape[: mask.ndim] == mask.shape:
+            # Of choices `(K, T)` goes what is padding in all of them.
+            is_real = mask.bool().reshape(-1, mask.shape[-1]).any(0)
+            values = values.index_select(mask.ndim - 1, is_real.nonzero().flatten())
         record[key] = values.cpu()
     return record
 
@@ -251,9 +253,7 @@ def _teaching(trainer: Any, model: LogitsModel) -> Iterator[None]:
     def compute_loss(run: Any, inputs: Any, **kwargs: Any) -> torch.Tensor:
         # The trainer may have wrapped the model, and a `LogitsModel` is costly to make.
         if id(run) not in students:
-            students[id(run)] = LogitsModel(
-                run, model.class_token_ids, model.dict_key_y, model.mask_token_id
-            )
+            students[id(run)] = model.around(run)
         targets = inputs.pop(_TEACHER)
         log_p = students[id(run)].log_probs(inputs)
         return kl_div(log_p, targets.to(log_p), reduction="batchmean")
@@ -291,5 +291,14 @@ def _collate(padding: int, records: Sequence[Record]) -> Record:
             batch[key] = torch.stack(values)
         else:
             fill = padding if key == "input_ids" else 0
-            batch[key] = pad_sequence(values, batch_first=True, padding_value=fill)
+            batch[key] = _padded(values, fill)
     return batch
+
+
+def _padded(values: Sequence[torch.Tensor], fill: int) -> torch.Tensor:
+    """Stack texts of unlike lengths, padded behind: `(T, ...)`, or choices `(K, T)` of each."""
+    is_of_choices = values[0].ndim == 2 and len({len(value) for value in values}) == 1
+    if not is_of_choices:
+        return pad_sequence(list(values), batch_first=True, padding_value=fill)
+    by_place = pad_sequence([value.mT for value in values], batch_first=True, padding_value=fill)
+    return by_place.mT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import is_dataclass
@@ -35,6 +35,14 @@ def check_trainer(trainer: Any) -> None:
             "The trainer was given an optimizer, but each training needs one of its own: choose it "
             "in the arguments (optim, learning_rate), or pass optimizer_cls_and_kwargs."
         )
+
+
+def with_tokenizer(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete options for the Laplace class: `class_texts` have the trainer's tokenizer."""
+    completed = dict(options)
+    if completed.get("class_texts") is not None and completed.get("tokenizer") is None:
+        completed["tokenizer"] = tokenizer
+    return completed
 
 
 def loader_of(trainer: Any, examples: Any) -> DataLoader:

@@ -172,7 +172,7 @@ def test_class_tokens_are_two_or_more_distinct_tokens_of_the_vocabulary(ids):
         "AB",
         [11, None],
         [None, None],
-        [[11], [23]],
+        [[11], ["23"]],
         [11.0, 23.0],
         11,
         ["11", "23"],
@@ -238,7 +238,7 @@ def test_a_causal_language_model_needs_class_tokens_which_may_be_the_first_and_t
     model = lora_model("gpt2").eval()
     batch, *_ = ragged_batches()
     with pytest.raises(ValueError, match="pass class_token_ids"):
-        make(model)
+        make(model).fit([batch])
     ids = [0, VOCABULARY - 1]
     of_all_tokens = LogitsModel(model, list(range(VOCABULARY)))(batch)
     assert torch.equal(LogitsModel(model, ids)(batch), of_all_tokens[:, ids])

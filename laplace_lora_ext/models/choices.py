@@ -1,0 +1,420 @@
+"""Answers of several tokens: each stands behind its prompt, and its log-probabilities add up."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from laplace_lora_ext.likelihoods import IGNORED
+from laplace_lora_ext.messages import warn
+from laplace_lora_ext.models.answers import (
+    Answers,
+    AnswerTokens,
+    are_tokens,
+    decoder_start,
+    decoder_text,
+    divided,
+    first_places,
+    in_full,
+    is_masked,
+    last_real_position,
+    reading_at,
+    without_cache,
+)
+from laplace_lora_ext.models.batches import text_first
+
+SCORE_MASK = "score_mask"
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a model reads of a batch: a row for each of K choices of B texts, padded behind."""
+
+    inputs: dict[str, Any]  # tensors `(B K, ...)`, and what is no tensor of rows
+    targets: torch.Tensor  # `(B K, T)` tokens that logits at their places predict, or `IGNORED`
+    n_texts: int
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What a pass says of choices."""
+
+    logits: torch.Tensor  # `(B, K)`
+    at_first: torch.Tensor  # logits `(B, V)` where the first choice's first token is predicted
+
+
+class Choices(Answers):
+    """Answers that each batch brings, other ones for each text.
+
+    A batch has `input_ids` `(B, K, T)`, in which each of the K choices of a text stands behind its
+    prompt, and a `score_mask` of that shape, true for the tokens that count. With an
+    encoder-decoder both are of `decoder_input_ids`, which begin with the start token, and
+    `input_ids` are `(B, T)` or `(B, K, T)`. The logit of a choice is the sum of its tokens'
+    log-probabilities, each given all that stands before it, or their mean with `normalised`.
+    """
+
+    def __init__(self, transformer: PreTrainedModel | None, normalised: bool = False) -> None:
+        super().__init__()
+        self.normalised = normalised
+        self._transformer = transformer
+        self._decodes = transformer is not None and transformer.config.is_encoder_decoder
+
+    def rows(self, inputs: Any) -> Any:
+        rows = self._rows(inputs)
+        by_text: dict[str, Any] = {}
+        for key, value in rows.inputs.items():
+            is_row = isinstance(value, torch.Tensor) and value.shape[:1] == rows.targets.shape[:1]
+            by_text[key] = value.unflatten(0, (rows.n_texts, -1)) if is_row else value
+        return by_text
+
+    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
+        return self.scores(inputs, call, **kwargs).logits
+
+    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> torch.Tensor:
+        return self.scores(inputs, call).logits.log_softmax(-1)
+
+    def scores(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> _Scores:
+        """Pass over a batch of choices; `call` calls the model."""
+        rows = self._rows(inputs)
+        index, counts = first_places(rows.targets != IGNORED)
+        model_kwargs = without_cache(self._transformer, inputs) | kwargs
+        with reading_at(self._transformer, index, rows.targets.shape[1]) as read_off:
+            of_vocabulary = in_full(read_off(call(rows.inputs, **model_kwargs)))
+        counts = counts.to(of_vocabulary.device)
+        tokens = rows.targets.take_along_dim(index, dim=1).to(of_vocabulary.device)
+        tokens = tokens.where(counts, 0)
+        _check_tokens(tokens, of_vocabulary.shape[-1])
+        chosen = of_vocabulary.take_along_dim(tokens[..., None], dim=-1)[..., 0]
+        log_p = (chosen - of_vocabulary.logsumexp(-1)).where(counts, 0)
+        logits = log_p.sum(-1)
+        if self.normalised:
+            logits = logits / counts.sum(-1)
+        return _Scores(
+            logits=logits.unflatten(0, (rows.n_texts, -1)),
+            at_first=of_vocabulary.unflatten(0, (rows.n_texts, -1))[:, 0, 0],
+        )
+
+    def _rows(self, inputs: Any) -> _Rows:
+        """Arrange a batch of choices as rows, and find what each place predicts."""
+        tokens, counts = self._choices_in(inputs)
+        flat = _flattened(inputs, tokens)
+        if self._decodes:
+            flat = dict(text_first(flat))
+        else:  # whose padding moves along
+            flat = dict(text_first({**flat, SCORE_MASK: counts.flatten(0, 1)}))
+            counts = flat.pop(SCORE_MASK).unflatten(0, counts.shape[:2])
+        text = decoder_text(flat) if self._decodes else flat
+        targets = _targets(text, counts)
+        # What stands behind the last token to be predicted changes nothing.
+        n_needed = int((targets != IGNORED).any(0).nonzero().max()) + 1
+        shape = targets.shape
+        for key, value in flat.items():
+            is_of_text = key.startswith("decoder_") or not self._decodes
+            if is_of_text and isinstance(value, torch.Tensor) and value.shape[:2] == shape:
+                flat[key] = value[:, :n_needed]
+        return _Rows(flat, targets[:, :n_needed], len(tokens))
+
+    def _choices_in(self, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens `(B, K, T)` of a batch, and which of them count."""
+        text = inputs if isinstance(inputs, Mapping) else {}
+        counts = text.get(SCORE_MASK)
+        key = "decoder_input_ids" if self._decodes else "input_ids"
+        tokens = text.get(key)
+        if counts is None:
+            raise ValueError(
+                f"{type(self._transformer).__name__} is a language model: pass class_token_ids, "
+                "the tokens of the answers, as tokenizer.convert_tokens_to_ids gives them, or "
+                "class_texts and the tokenizer. Where each text has choices of its own, pass "
+                f"batches of {key} (texts, choices, tokens) with a score_mask of the tokens that "
+                'count. For free text, use the likelihood "language_modeling" and '
+                'hessian_structure="lowrank_kron".'
+            )
+        if tokens is None or tokens.ndim != 3 or tokens.shape[1] < 2:
+            found = None if tokens is None else tuple(tokens.shape)
+            raise ValueError(
+                f"With a score_mask, {key} must be of shape (texts, choices, tokens) with two "
+                f"choices or more, not {found}."
+            )
+        if counts.shape != tokens.shape:
+            raise ValueError(
+                f"score_mask has shape {tuple(counts.shape)}, and {key} {tuple(tokens.shape)}: "
+                "say for each token whether it counts."
+            )
+        return tokens, counts.bool()
+
+
+class AnswerTexts(Answers):
+    """The answers of a language model, several tokens for some classes, the same for all texts.
+
+    Each answer is read behind the prompt, or in an encoder-decoder by the decoder, as a choice of
+    `Choices`. There must be two or more distinct answers of one or more tokens.
+    """
+
+    def __init__(
+        self,
+        class_token_ids: Sequence[Sequence[int]],
+        transformer: PreTrainedModel | None,
+        normalised: bool = False,
+    ) -> None:
+        super().__init__()
+        answers = [list(answer) for answer in class_token_ids]
+        for number, answer in enumerate(answers):
+            if not answer:
+                raise ValueError(
+                    f"Class {number} has no token: give each answer in class_token_ids or "
+                    "class_texts at least one."
+                )
+        tokens = [token for answer in answers for token in answer]
+        are_distinct = len({tuple(answer) for answer in answers}) == len(answers)
+        if len(answers) < 2 or not are_distinct or not are_tokens(tokens, transformer):
+            raise ValueError(
+                "class_token_ids must be two or more distinct answers in tokens of the model's "
+                f"vocabulary, as its tokenizer has them, not {answers}."
+            )
+        if transformer is not None and is_masked(transformer):
+            raise ValueError(
+                f"{type(transformer).__name__} is a masked language model, which answers with one "
+                f"token: give each class one, rather than {answers}."
+            )
+        self.class_token_ids = answers
+        self.normalised = normalised
+        self._answers = answers
+        self._first_tokens = sorted({answer[0] for answer in answers})
+        self._transformer = transformer
+        self._choices = Choices(transformer, normalised)
+
+    def rows(self, inputs: Any) -> Any:
+        return self._choices.rows(self._as_choices(inputs))
+
+    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
+        scores = self._scores(inputs, call, **kwargs)
+        self._weigh(scores.at_first, self._first_tokens)
+        return scores.logits
+
+    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> torch.Tensor:
+        """Compute log-probabilities `(B, C + 1)` of the answers, and of all else together.
+
+        All else are texts that begin with other tokens than any answer.
+        """
+        scores = self._scores(inputs, call)
+        of_first, of_others = divided(scores.at_first, self._first_tokens)
+        of_answers = scores.logits.log_softmax(-1) + of_first.logsumexp(-1, keepdim=True)
+        return torch.cat([of_answers, of_others], dim=1)
+
+    def warn_if_answered(self, inputs: Any) -> None:
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        is_encoder_decoder = (
+            self._transformer is not None and self._transformer.config.is_encoder_decoder
+        )
+        if is_encoder_decoder or tokens is None or tokens.ndim != 2:
+            return
+        last = last_real_position(inputs).tolist()
+        for text, end in zip(tokens.tolist(), last, strict=True):
+            read = text[: end + 1]
+            if not any(read[-len(answer) :] == answer for answer in self._answers):
+                return
+        warn(
+            "Every text of the batch ends with one of the answers, but the model predicts what "
+            "comes next: leave the answers out of the prompts."
+        )
+
+    def _scores(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> _Scores:
+        return self._choices.scores(self._as_choices(inputs), call, **kwargs)
+
+    def _as_choices(self, inputs: Any) -> dict[str, Any]:
+        """Put each answer behind each prompt of a batch, `(B, K, T)`."""
+        if not isinstance(inputs, Mapping):
+            raise TypeError(
+                "Answers of several tokens need batches that are mappings with input_ids, not "
+                f"{type(inputs).__name__}."
+            )
+        if SCORE_MASK in inputs:
+            raise ValueError(
+                "The batch has a score_mask, and so choices of its own: leave out class_token_ids "
+                "and class_texts."
+            )
+        transformer = self._transformer
+        if transformer is None or not transformer.config.is_encoder_decoder:
+            return _continued(inputs, self._answers)
+        given = {**inputs, **decoder_start(transformer, inputs)}
+        continued = _continued(decoder_text(given), self._answers)
+        counts = continued.pop(SCORE_MASK)
+        of_decoder = {f"decoder_{key}": value for key, value in continued.items()}
+        return {**given, **of_decoder, SCORE_MASK: counts}
+
+
+def answers_of(
+    class_token_ids: Any,
+    transformer: PreTrainedModel | None,
+    mask_token_id: int | None,
+    normalised: bool,
+) -> Answers:
+    """Make the answers of classes that have one token each, or several."""
+    listed = _listed(class_token_ids)
+    answers = [tokens for answer in listed if (tokens := _as_sequence(answer)) is not None]
+    if not listed or len(answers) < len(listed):
+        return AnswerTokens(class_token_ids, transformer, mask_token_id)  # which may refuse them
+    if all(len(answer) == 1 for answer in answers):
+        tokens = [answer[0] for answer in answers]
+        return AnswerTokens(tokens, transformer, mask_token_id)
+    return AnswerTexts(answers, transformer, normalised)
+
+
+def class_tokens(class_texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Tokenize answers as they stand behind a prompt, without special tokens.
+
+    A `ValueError` if there is no tokenizer, or an answer has no token.
+    """
+    if isinstance(class_texts, str) or not all(isinstance(text, str) for text in class_texts):
+        raise ValueError(
+            f"class_texts must be a list of texts, one a class, not {class_texts!r}: tokens go to "
+            "class_token_ids."
+        )
+    if tokenizer is None:
+        raise ValueError(
+            "class_texts need the model's tokenizer: pass "
+            "tokenizer=AutoTokenizer.from_pretrained(...)."
+        )
+    answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in class_texts]
+    for text, answer in zip(class_texts, answers, strict=True):
+        if not answer:
+            raise ValueError(f"The answer {text!r} in class_texts has no token: give it a text.")
+    return answers
+
+
+def _listed(class_token_ids: Any) -> list[Any]:
+    """Return the answers as a list, empty if there is none to make."""
+    if isinstance(class_token_ids, torch.Tensor):
+        return class_token_ids.tolist()
+    is_sequence = isinstance(class_token_ids, Sequence) and not isinstance(class_token_ids, str)
+    return list(class_token_ids) if is_sequence else []
+
+
+def _as_sequence(answer: Any) -> list[int] | None:
+    """Return an answer's tokens, of which there may be one; None if they are no whole numbers."""
+    tokens = answer if isinstance(answer, list | tuple | torch.Tensor) else [answer]
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        return None
+
+
+def _flattened(inputs: Mapping[str, Any], choices: torch.Tensor) -> dict[str, Any]:
+    """Give each of the choices `(B, K, T)` a row of its own, with all that its text has.
+
+    What lies by choice has the shape of the choices, or of an encoder's texts of them.
+    """
+    n_texts, n_choices = choices.shape[:2]
+    shapes = [choices.shape]
+    of_encoder = inputs.get("input_ids")
+    if of_encoder is not None and of_encoder.ndim == 3:
+        shapes.append(of_encoder.shape)
+    rows: dict[str, Any] = {}
+    for key, value in inputs.items():
+        if key == SCORE_MASK:
+            continue
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+            rows[key] = value
+        elif value.shape in shapes:
+            rows[key] = value.flatten(0, 1)
+        elif len(value) == n_texts:
+            rows[key] = value.repeat_interleave(n_choices, dim=0)
+        else:
+            rows[key] = value
+    return rows
+
+
+def _targets(text: Mapping[str, Any], counts: torch.Tensor) -> torch.Tensor:
+    """Return the tokens `(B K, T)` that logits at their places predict, or `IGNORED`.
+
+    A `ValueError` if a choice has no token that counts, or one that nothing predicts.
+    """
+    n_choices = counts.shape[1]
+    empty = (~counts.any(-1)).nonzero().tolist()
+    if empty:
+        row, choice = empty[0]
+        raise ValueError(
+            f"Choice {choice} of text {row} has no token that counts: score_mask is 0 everywhere. "
+            "Give each text as many choices as the others, each with a token."
+        )
+    counts = counts.flatten(0, 1)
+    mask = text.get("attention_mask")
+    real = torch.ones_like(counts) if mask is None else mask.bool()
+    predictable = pad(real[:, :-1], (1, 0), value=False) & real
+    unpredicted = (counts & ~predictable).nonzero().tolist()
+    if unpredicted:
+        row, place = unpredicted[0]
+        raise ValueError(
+            f"score_mask counts token {place} of choice {row % n_choices} of text "
+            f"{row // n_choices}, which is padding, or the first of its text, which nothing "
+            "predicts: count the tokens of answers alone."
+        )
+    labels = text["input_ids"].where(counts, IGNORED)
+    return pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def _check_tokens(tokens: torch.Tensor, vocabulary: int) -> None:
+    if tokens.max() >= vocabulary:
+        raise ValueError(
+            f"Answers have tokens up to {tokens.max()}, but the model's output layer has only "
+            f"{vocabulary}: pass the numbers that they have in it."
+        )
+
+
+def _continued(text: Mapping[str, Any], answers: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Put K answers behind the last real token of texts `(B, T)`, and mark them: `(B, K, T + L)`.
+
+    What is no tensor of tokens stays as it is.
+    """
+    ids = text.get("input_ids")
+    if ids is None or ids.ndim != 2:
+        raise ValueError(
+            "Answers of several tokens are put behind the input_ids of texts, of shape "
+            f"(texts, tokens), and the batch has {None if ids is None else tuple(ids.shape)}."
+        )
+    lengths = torch.tensor([len(answer) for answer in answers], device=ids.device)
+    longest = int(lengths.max())
+    steps = torch.arange(longest, device=ids.device)
+    is_token = steps < lengths[:, None]  # (K, L)
+    tokens = torch.zeros(len(answers), longest, dtype=ids.dtype, device=ids.device)
+    tokens[is_token] = torch.tensor(
+        [token for answer in answers for token in answer], dtype=ids.dtype, device=ids.device
+    )
+    last = last_real_position(text)
+    places = (last[:, None] + 1 + steps)[:, None].expand(-1, len(answers), -1)
+
+    def grown(value: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        """Put `more`, `(B, K, L)` or less, behind the texts."""
+        room = pad(value, (0, longest))[:, None].expand(-1, len(answers), -1)
+        return room.scatter(2, places, more.to(value.dtype).expand(places.shape))
+
+    mask = text.get("attention_mask")
+    is_given = mask is not None
+    if mask is None:
+        mask = torch.ones_like(ids)
+    more: dict[str, Any] = {
+        "input_ids": grown(ids, tokens),
+        SCORE_MASK: grown(torch.zeros_like(ids), is_token),
+    }
+    if is_given or not is_token.all():
+        more["attention_mask"] = grown(mask, is_token)
+    for key, value in text.items():
+        if key in more or not isinstance(value, torch.Tensor) or value.shape[:2] != ids.shape:
+            continue
+        at_last = value.take_along_dim(last[:, None], dim=1)[..., None] if value.ndim == 2 else None
+        if key == "position_ids" and at_last is not None:
+            more[key] = grown(value, at_last + 1 + steps)
+        elif key == "token_type_ids" and at_last is not None:
+            more[key] = grown(value, at_last)
+        else:
+            raise ValueError(
+                f"The batch has {key} for each token, and the tokens of answers have none: leave "
+                "it out, or pass batches of choices with a score_mask."
+            )
+    return {**text, **more}

@@ -1,0 +1,100 @@
+"""Makes batches of prompts whose choices are texts of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from laplace_lora_ext.models.choices import SCORE_MASK
+
+
+@dataclass
+class DataCollatorForChoices:
+    """Joins prompts and the texts of their choices to batches, for a model that reads texts once.
+
+    Parameters
+    ----------
+    tokenizer : transformers.PreTrainedTokenizerBase
+        prompts get its special tokens, choices none
+    max_length : int, optional
+        tokens to keep of a prompt with its longest choice; the prompt's beginning goes
+
+    Notes
+    -----
+    In a `transformers.Trainer`, pass `remove_unused_columns=False`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int | None = None
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> BatchEncoding:
+        """Make a batch of B examples.
+
+        Parameters
+        ----------
+        features : sequence of Mapping
+            "prompt", a text, "choices", as many texts in each example, which stand behind the
+            prompt as they are, with a space in front where they need one, and perhaps "labels", the
+            number of the right one
+
+        Returns
+        -------
+        BatchEncoding
+            `input_ids`, `attention_mask` and `score_mask`, `(B, K, T)`, and perhaps `labels` `(B,)`
+
+        Raises
+        ------
+        ValueError
+            If a choice has no token, or the examples have unequal numbers of choices.
+        """
+        rows: list[tuple[list[int], list[int]]] = []
+        numbers: set[int] = set()
+        for feature in features:
+            answers = [self._tokens(choice) for choice in feature["choices"]]
+            numbers.add(len(answers))
+            prompt = self._prompt(feature["prompt"], max(map(len, answers), default=0))
+            rows += [(prompt, answer) for answer in answers]
+        if len(numbers) > 1:
+            raise ValueError(
+                f"The examples of a batch have {sorted(numbers)} choices: put those with equally "
+                "many into batches of their own."
+            )
+        length = max(len(prompt) + len(answer) for prompt, answer in rows)
+        padding = self.tokenizer.pad_token_id or 0
+        shape = (len(rows), length)
+        batch = {
+            "input_ids": torch.full(shape, padding),
+            "attention_mask": torch.zeros(shape, dtype=torch.long),
+            SCORE_MASK: torch.zeros(shape, dtype=torch.long),
+        }
+        for row, (prompt, answer) in enumerate(rows):
+            end = len(prompt) + len(answer)
+            batch["input_ids"][row, :end] = torch.tensor(prompt + answer)
+            batch["attention_mask"][row, :end] = 1
+            batch[SCORE_MASK][row, len(prompt) : end] = 1
+        by_example = {key: value.unflatten(0, (len(features), -1)) for key, value in batch.items()}
+        if "labels" in features[0]:
+            by_example["labels"] = torch.tensor([feature["labels"] for feature in features])
+        return BatchEncoding(by_example)
+
+    def _prompt(self, text: str, n_of_answer: int) -> list[int]:
+        tokens = self.tokenizer(text)["input_ids"]
+        if self.max_length is None:
+            return tokens
+        n_kept = self.max_length - n_of_answer
+        if n_kept < 1:
+            raise ValueError(
+                f"A choice has {n_of_answer} tokens, which leave none of max_length="
+                f"{self.max_length} to the prompt: raise it."
+            )
+        return tokens[-n_kept:]
+
+    def _tokens(self, choice: str) -> list[int]:
+        tokens = self.tokenizer(choice, add_special_tokens=False)["input_ids"]
+        if not tokens:
+            raise ValueError(f"The choice {choice!r} has no token: give each choice a text.")
+        return tokens

@@ -1,0 +1,103 @@
+"""Batches of choices of several tokens, and their logits by means that share no code."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from tests.support.models import CLASS_TOKEN_IDS, ragged_batches
+
+# The first is a prefix of the second, and the last one begins like it.
+ANSWERS = [[11], [11, 5, 30], [23, 42], [11, 5, 8]]
+
+
+def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    """Take the tokens of each text of a batch, without padding."""
+    pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+    return [tokens[is_real].tolist() for tokens, is_real in pairs]
+
+
+def choices_batch(
+    prompts: Sequence[Sequence[int]],
+    choices: Sequence[Sequence[Sequence[int]]],
+    side: str = "right",
+) -> dict[str, torch.Tensor]:
+    """Put each choice of each prompt behind it, `(B, K, T)`, and mark what counts."""
+    tokens: list[torch.Tensor] = []
+    counts: list[torch.Tensor] = []
+    for prompt, answers in zip(prompts, choices, strict=True):
+        for answer in answers:
+            tokens.append(torch.tensor([*prompt, *answer]))
+            counts.append(torch.tensor([0] * len(prompt) + [1] * len(answer)))
+    real = [torch.ones_like(count) for count in counts]
+    batch = {}
+    for key, rows in (("input_ids", tokens), ("attention_mask", real), ("score_mask", counts)):
+        padded = pad_sequence(rows, batch_first=True, padding_side=side)
+        batch[key] = padded.unflatten(0, (len(prompts), -1))
+    return batch
+
+
+def of_prompts(
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    answers: Sequence[Sequence[int]],
+    side: str = "right",
+) -> list[dict[str, torch.Tensor]]:
+    """Make batches of choices that are the same for each text."""
+    made = []
+    for batch in batches:
+        prompts = prompts_of(batch)
+        of_batch = choices_batch(prompts, [answers] * len(prompts), side)
+        made.append(of_batch | {"labels": batch["labels"]})
+    return made
+
+
+def batches_of_own_choices(side: str = "right") -> list[dict[str, torch.Tensor]]:
+    """Make two batches of texts with three choices of their own each, of one to four tokens."""
+    generator = torch.Generator().manual_seed(4)
+    (texts,) = ragged_batches(lengths=(5, 2, 6, 3, 4), batch_size=5)
+    choices = []
+    for _ in range(5):
+        lengths = torch.randint(1, 5, (3,), generator=generator).tolist()
+        choices.append(
+            [torch.randint(1, 60, (length,), generator=generator).tolist() for length in lengths]
+        )
+    prompts = prompts_of(texts)
+    made = []
+    for rows in (slice(0, 3), slice(3, 5)):
+        batch = choices_batch(prompts[rows], choices[rows], side)
+        made.append(batch | {"labels": texts["labels"][rows] % 3})
+    return made
+
+
+def unpadded_choices(batch: Mapping[str, torch.Tensor]) -> list[list[tuple[Any, Any]]]:
+    """Take the choices of each text of a batch: their tokens, and which of them count."""
+    texts = []
+    for ids, mask, counts in zip(
+        batch["input_ids"],
+        batch["attention_mask"].bool(),
+        batch["score_mask"].bool(),
+        strict=True,
+    ):
+        rows = zip(ids, mask, counts, strict=True)
+        texts.append([(row[real], counted[real]) for row, real, counted in rows])
+    return texts
+
+
+def logits_of_choices(
+    model: nn.Module, choices: Sequence[tuple[Any, Any]], normalised: bool = False
+) -> torch.Tensor:
+    """Sum the log-probabilities of the tokens that count, `(K,)`, each choice by itself."""
+    logits = []
+    for tokens, counts in choices:
+        log_p = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+        chosen = [log_p[place - 1, tokens[place]] for place in counts.nonzero().flatten()]
+        total = torch.stack(chosen).sum()
+        logits.append(total / len(chosen) if normalised else total)
+    return torch.stack(logits)
+
+
+def one_token_choices(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    """Make the choices that `CLASS_TOKEN_IDS` are of texts."""
+    return of_prompts(batches, [[token] for token in CLASS_TOKEN_IDS])
