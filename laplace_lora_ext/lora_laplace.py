@@ -45,7 +45,7 @@ from laplace_lora_ext.predictive.functions import Function, draw_function, joint
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
 from laplace_lora_ext.predictive.moments import Moments, semidefinite, uncorrelated
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
-from laplace_lora_ext.problems import PROBLEMS
+from laplace_lora_ext.problems import PROBLEMS, Problem
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.training import students
 from laplace_lora_ext.tuning import build
@@ -167,17 +167,12 @@ class LoRALaplace(ParametricLaplace):
         _check_noise(kwargs.get("sigma_noise", 1.0))  # the host would ask whether it is 1
         backend = backend or self._structure.default_backend
         self._structure.check_backend(backend)
-        if likelihood not in PROBLEMS:
-            raise ValueError(f"Invalid likelihood type {likelihood}")
-        self.problem = PROBLEMS[likelihood]
-        if class_texts is not None:
-            if class_token_ids is not None:
-                raise ValueError("Pass class_token_ids or class_texts, not both.")
-            class_token_ids = class_tokens(class_texts, tokenizer)
+        self.problem = _problem_of(likelihood)
+        answers = class_tokens(class_token_ids, class_texts, tokenizer)
         with LOCK:  # passes of other threads change what is active
             adapter = active_adapter(model)
         self.model = self.problem.adapter(
-            model, class_token_ids, dict_key_y, mask_token_id, adapter, normalised=normalised
+            model, answers, dict_key_y, mask_token_id, adapter, normalised=normalised
         )
         if likelihood == "classification" and self.model.is_multi_label:
             refuse_multi_label("No likelihood fits problem_type 'multi_label_classification'")
@@ -1193,6 +1188,13 @@ class LoRALaplace(ParametricLaplace):
     def _backend_options(self) -> dict[str, Any]:
         """The user's `backend_kwargs`, which know nothing of this model."""
         return {name: v for name, v in self._backend_kwargs.items() if name != "recorder"}
+
+
+def _problem_of(likelihood: str) -> Problem:
+    """Find what depends on a likelihood, by its name."""
+    if likelihood not in PROBLEMS:
+        raise ValueError(f"Invalid likelihood type {likelihood}")
+    return PROBLEMS[likelihood]
 
 
 def _check_noise(value: float | torch.Tensor) -> None:

@@ -266,11 +266,19 @@ def answers_of(
     return AnswerTexts(answers, transformer, normalised)
 
 
-def class_tokens(class_texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Tokenize answers as they stand behind a prompt, without special tokens.
+def class_tokens(
+    class_token_ids: Sequence[Any] | None,
+    class_texts: Sequence[str] | None,
+    tokenizer: Any,
+) -> Sequence[Any] | None:
+    """Return the answers' tokens, if any are given: texts are tokenized as they stand.
 
-    A `ValueError` if there is no tokenizer, or an answer has no token.
+    They get no special tokens. A `ValueError` if there is no tokenizer, or an answer has no token.
     """
+    if class_texts is None:
+        return class_token_ids
+    if class_token_ids is not None:
+        raise ValueError("Pass class_token_ids or class_texts, not both.")
     if isinstance(class_texts, str) or not all(isinstance(text, str) for text in class_texts):
         raise ValueError(
             f"class_texts must be a list of texts, one a class, not {class_texts!r}: tokens go to "
