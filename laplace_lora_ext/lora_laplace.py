@@ -180,10 +180,8 @@ class LoRALaplace(ParametricLaplace):
             self.blocks = find_blocks(
                 model, target_modules, layers_to_transform, weight_names, modules_to_save
             )
-            warn_of_other_trainable(model)
+            _warn_of_weights(model, self.blocks)
         self.recorder = Recorder(self.model, self.blocks)
-        if is_untrained(self.blocks):
-            warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")
         self.trained_likelihood = self.problem.trained
         self.predicted_likelihood = self.problem.predicted
         self._fit: Fit | NoFit = NoFit(places_of(self.model, self.blocks))
@@ -1195,6 +1193,13 @@ def _problem_of(likelihood: str) -> Problem:
     if likelihood not in PROBLEMS:
         raise ValueError(f"Invalid likelihood type {likelihood}")
     return PROBLEMS[likelihood]
+
+
+def _warn_of_weights(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """Warn of weights that were trained and have no part, and of some that were not trained."""
+    warn_of_other_trainable(model)
+    if is_untrained(blocks):
+        warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")
 
 
 def _check_noise(value: float | torch.Tensor) -> None:

@@ -64,7 +64,7 @@ class DataCollatorForChoices:
                 "many into batches of their own."
             )
         length = max(len(prompt) + len(answer) for prompt, answer in rows)
-        padding = self.tokenizer.pad_token_id or 0
+        padding: Any = self.tokenizer.pad_token_id or 0
         shape = (len(rows), length)
         batch = {
             "input_ids": torch.full(shape, padding),
