@@ -1,12 +1,15 @@
 """A posterior at the end of a trainer's run, which is as without it."""
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch import nn
+from torch.utils.data import DataLoader, default_collate
 from transformers import TrainerCallback
 
 import laplace_lora_ext
@@ -21,62 +24,69 @@ from tests.support.trainers import N, Watch, trainer_of, values
 (BATCH,) = DataLoader(Texts(9), batch_size=9)
 
 
-def drawing(
-    examples: list[dict[str, torch.Tensor]],
-) -> dict[str, torch.Tensor]:
-    """A collator that draws random numbers of every kind."""
-    random.random(), np.random.rand(), torch.rand(1)
-    return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def drawing(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Collate, and draw random numbers of every kind."""
+    random.random()
+    np.random.rand()
+    torch.rand(1)
+    return default_collate(examples)
 
 
 class States(TrainerCallback):
     """Remembers the model's mode and random states at each step and after the last."""
 
     def __init__(self) -> None:
-        self.seen: list = []
+        self.seen: list[dict[str, Any]] = []
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        states = (
-            random.getstate(),
-            np.random.get_state()[2],
-            torch.get_rng_state().sum(),
-        )
-        self.seen.append((model.training, *states))
+        self._remember(model)
 
-    on_train_end = on_step_begin
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        self._remember(model)
+
+    def _remember(self, model: nn.Module) -> None:
+        now = {
+            "training": model.training,
+            "random": random.getstate(),
+            "numpy": np.random.get_state()[2],  # how far its stream has been read
+            "torch": torch.get_rng_state().sum(),
+        }
+        self.seen.append(now)
 
 
 def test_training_is_the_same_to_the_bit(tmp_path):
-    found = []
-    for callbacks in ([LaplaceCallback(method="agreement")], []):
-        trainer = trainer_of(
-            tmp_path,
-            *callbacks,
-            states := States(),
-            eval_data=Texts(9),
-        )
+    def train(*callbacks: TrainerCallback):
+        states = States()
+        trainer = trainer_of(tmp_path, *callbacks, states, eval_data=Texts(9))
         trainer.data_collator = drawing
         trainer.train()
-        found.append((states.seen, values(trainer.model)))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][name], value) for name, value in found[1][1].items())
+        return states.seen, values(trainer.model)
+
+    states, weights = train(LaplaceCallback(method="agreement"))
+    states_without, weights_without = train()
+    assert states == states_without
+    assert_same_weights(weights, weights_without)
 
 
-def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(
-    tmp_path,
-):
+def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(tmp_path):
     callback = LaplaceCallback(backend_kwargs={"rank": 3})
-    settings = {
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "eval_data": Texts(9),
-    }
-    trainer = trainer_of(tmp_path, callback, **settings)
+    trainer = trainer_of(
+        tmp_path,
+        callback,
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_data=Texts(9),
+    )
     trainer.train()
     read = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)
     found = read(BATCH, link_approx="mean_field")
     torch.testing.assert_close(found, callback.la(BATCH, link_approx="mean_field"))
-    (entry,) = [e for e in trainer.state.log_history if "laplace_evidence" in e]
+    (entry,) = [each for each in trainer.state.log_history if "laplace_evidence" in each]
     assert entry["step"] == 5
     assert entry["laplace_evidence"] == callback.la.log_marginal_likelihood().item()
     assert entry["laplace_prior_precision"] == callback.la.prior_precision.item()
@@ -85,9 +95,7 @@ def test_the_posterior_is_saved_beside_the_adapter_and_figures_are_logged(
     assert entry["eval_laplace_ece"] == pytest.approx(measured["ece"], abs=1e-5)
 
 
-def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(
-    tmp_path,
-):
+def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_path):
     alone = trainer_of(tmp_path / "alone")
     alone.train()
     trainer = trainer_of(tmp_path / "again")
@@ -95,13 +103,13 @@ def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(
     trainer.add_callback(callback)
     trainer.train()
     assert trainer.state.global_step == alone.state.global_step
-    found = values(trainer.model)
-    assert all(torch.equal(found[name], value) for name, value in values(alone.model).items())
+    assert_same_weights(values(trainer.model), values(alone.model))
     (other,) = callback.history.posteriors
     assert other.n_data == 0.8 * N
     assert trainer.model.active_adapter == "default"
     mixture = laplace_lora_ext.LaplaceMixture([callback.la, other])
-    torch.testing.assert_close(mixture(BATCH), (callback.la(BATCH) + other(BATCH)) / 2)
+    mean = (callback.la(BATCH) + other(BATCH)) / 2
+    torch.testing.assert_close(mixture(BATCH), mean)
 
 
 def multi_label():
@@ -110,82 +118,76 @@ def multi_label():
     return model
 
 
-@pytest.mark.parametrize(
-    ("callback", "model", "message"),
-    [
-        ({"method": "best"}, None, "none of"),
-        (
-            {"method": "second_training"},
-            None,
-            "pass trainer=trainer",
-        ),
-        (
-            {"method": "gridsearch"},
-            None,
-            "gridsearch.* needs validation data: give the trainer",
-        ),
-        (
-            {},
-            multi_label,
-            "No likelihood fits problem_type 'multi_label_classification'",
-        ),
-        (
-            {"backend_kwargs": {"rank": -1}},
-            None,
-            "rank must not be negative",
-        ),
-    ],
-)
-def test_what_cannot_be_fitted_is_refused_before_training(tmp_path, callback, model, message):
+def single_label():
+    return lora_model("bert", torch.float32)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A callback of which training begins no step, and what is said."""
+
+    message: str
+    options: dict[str, Any] = field(default_factory=dict)
+    model: Callable[[], nn.Module] = single_label
+
+
+REFUSED = [
+    Refused("none of", {"method": "best"}),
+    Refused("pass trainer=trainer", {"method": "second_training"}),
+    Refused("gridsearch.* needs validation data: give the trainer", {"method": "gridsearch"}),
+    Refused("No likelihood fits problem_type 'multi_label_class", model=multi_label),
+    Refused("rank must not be negative", {"backend_kwargs": {"rank": -1}}),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.message)
+def test_what_cannot_be_fitted_is_refused_before_training(tmp_path, case):
     watch = Watch()
-    with pytest.raises(ValueError, match=message):
-        trainer_of(
-            tmp_path,
-            LaplaceCallback(**callback),
-            watch,
-            model=model and model(),
-        ).train()
+    with pytest.raises(ValueError, match=case.message):
+        callback = LaplaceCallback(**case.options)
+        trainer = trainer_of(tmp_path, callback, watch, model=case.model())
+        trainer.train()
     assert not any(watch.steps)
 
 
 def test_a_regression_has_the_evidence_by_default(tmp_path):
     """Where "agreement" would compare classes."""
-    data: Any = [text | {"labels": text["labels"].float()} for text in Texts(N)]
-    callbacks = (
-        LaplaceCallback(),
-        LaplaceCallback(method="marglik"),
-    )
-    for callback in callbacks:
+    data = []
+    for text in Texts(N):
+        target = text["labels"].float()
+        data.append(text | {"labels": target})
+
+    def posterior_of(callback: LaplaceCallback):
         model = lora_model("bert", torch.float32, n_labels=1)
-        trainer_of(
-            tmp_path,
-            callback,
-            model=model,
-            data=data,
-            max_steps=1,
-        ).train()
-    la, expected = (callback.la for callback in callbacks)
+        trainer = trainer_of(tmp_path, callback, model=model, data=data, max_steps=1)
+        trainer.train()
+        return callback.la
+
+    la = posterior_of(LaplaceCallback())
+    expected = posterior_of(LaplaceCallback(method="marglik"))
     assert la.likelihood == "regression"
     assert torch.equal(la.prior_precision, expected.prior_precision)
 
 
+def six_texts(seed: int) -> list[dict[str, torch.Tensor]]:
+    (batch,) = text_batches(batch_size=6, seed=seed)
+    return [{key: values[row] for key, values in batch.items()} for row in range(6)]
+
+
 def test_a_language_model_is_evaluated_by_its_tokens(tmp_path):
-    data, eval_data = (
-        [{k: v[i] for k, v in batch.items()} for i in range(6)]
-        for seed in (1, 2)
-        for batch in text_batches(batch_size=6, seed=seed)
-    )
     callback = LaplaceCallback("language_modeling", method="marglik")
-    settings = {
-        "max_steps": 2,
-        "eval_strategy": "epoch",
-        "eval_data": eval_data,
-    }
-    model = lora_model("gpt2", torch.float32)
-    trainer = trainer_of(tmp_path, callback, model=model, data=data, **settings)
+    trainer = trainer_of(
+        tmp_path,
+        callback,
+        model=lora_model("gpt2", torch.float32),
+        data=six_texts(seed=1),
+        eval_data=six_texts(seed=2),
+        max_steps=2,
+        eval_strategy="epoch",
+    )
     trainer.train()
     assert type(callback.la) is LowRankKronLoRALaplace
-    (entry,) = (one for one in trainer.state.log_history if "eval_laplace_nll" in one)
+    (entry,) = [each for each in trainer.state.log_history if "eval_laplace_nll" in each]
     assert 0 < entry["eval_laplace_nll"] < 100
     again = laplace_lora_ext.from_pretrained(trainer.model, tmp_path)
     assert torch.equal(again.prior_precision, callback.la.prior_precision)

@@ -6,7 +6,6 @@ import re
 import shlex
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from tests.support.models import (
     lora_model,
     ragged_batches,
 )
+from tests.support.ranks import Texts
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ ANSWERS = [0, 1, 2, 3, 0, 2]
 
 
 def write_adapter(folder: Path, kind: str) -> None:
-    """An adapter with its base model and, for prompts, a tokenizer, as a user has them."""
+    """Write an adapter with its base model and, for prompts, a tokenizer, as a user has them."""
     base = folder / "base"
     base_model(kind).save_pretrained(base)
     model = lora_model(kind, torch.float32)
@@ -71,8 +71,6 @@ def write_adapter(folder: Path, kind: str) -> None:
 
 def a_trainer(folder: Path) -> Trainer:
     """Of a few steps on twenty texts."""
-    (batch,) = ragged_batches(lengths=(7, 4, 5, 6) * 5, batch_size=20)
-    texts: Any = [{key: values[row] for key, values in batch.items()} for row in range(20)]
     arguments = TrainingArguments(
         output_dir=str(folder / "trained"),
         max_steps=4,
@@ -85,20 +83,28 @@ def a_trainer(folder: Path) -> Trainer:
     return Trainer(
         lora_model("bert", torch.float32),
         arguments,
-        train_dataset=texts,
+        train_dataset=Texts(20),
     )
 
 
+def for_fine_tuning(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Label each real token, as collators of supervised fine-tuning do."""
+    is_padding = batch["attention_mask"] == 0
+    return batch | {"labels": batch["input_ids"].masked_fill(is_padding, -100)}
+
+
 def namespace(folder: Path) -> dict[str, object]:
-    """What the examples take for granted, for three classes or more."""
+    """Make what the examples take for granted, for three classes or more."""
     batches = ragged_batches()
     examples = list(zip(PROMPTS, ANSWERS, strict=True))
-    loaders = {f"{part}_loader": batches for part in ("train", "validation", "test")}
-    texts = {f"{part}_examples": examples for part in ("train", "validation", "test")}
-    sft = [b | {"labels": b["input_ids"].where(b["attention_mask"] == 1, -100)} for b in batches]
+    sft = [for_fine_tuning(batch) for batch in batches]
     return {
-        **loaders,
-        **texts,
+        "train_loader": batches,
+        "validation_loader": batches,
+        "test_loader": batches,
+        "train_examples": examples,
+        "validation_examples": examples,
+        "test_examples": examples,
         "trainer": a_trainer(folder),
         "sft_loader": sft,
         "sft_validation_loader": sft[:1],
@@ -117,53 +123,54 @@ def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
         "laplace_lora_ext": laplace_lora_ext,
     }
     for number, code in enumerate(BLOCKS):
+        kind = "gpt2" if "CausalLM" in code else "bert"
         for folder in set(re.findall(r'from_pretrained\(\s*"([^"]+)"', code)):
-            write_adapter(
-                tmp_path / folder,
-                "gpt2" if "CausalLM" in code else "bert",
-            )
-        names["la"] = names["trained"] if "its trainer" in code else names.get("la")
-        exec(
-            compile(code, f"README.md, block {number}", "exec"),
-            names,
-        )
-        names["trained"] = names["la"] if "trainer" in code else names["trained"]
+            write_adapter(tmp_path / folder, kind)
+        # Other examples have made another `la` since the one of the trainer.
+        if "its trainer" in code:
+            names["la"] = names["trained"]
+        exec(compile(code, f"README.md, block {number}", "exec"), names)
+        if "trainer" in code:
+            names["trained"] = names["la"]
         probabilities = names["probs"]
         assert probabilities.ndim == 2
-        torch.testing.assert_close(probabilities.sum(1), torch.ones(len(probabilities)))
+        sums = probabilities.sum(1)
+        torch.testing.assert_close(sums, torch.ones_like(sums))
         for folder in names.get("folders", []):
             assert (folder / "adapter_model.safetensors").exists()
 
 
 def test_every_file_tells_the_same_version():
     own = version("laplace-lora-ext")
-    for name, line in (
-        ("CHANGELOG.md", f"## {own} "),
-        ("CITATION.cff", f"version: {own}\n"),
-    ):
-        assert line in (ROOT / name).read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"## {own} " in changes
+    assert f"version: {own}\n" in citation
+
+
+def code_of(page: str) -> list[str]:
+    """Find a page's lines of code, indented or fenced, and its code spans."""
+    page = re.sub(r"\\\n\s*", " ", page)  # a line that goes on
+    code = re.findall(r"^ {4,}(.+)$", page, re.MULTILINE)
+    for _, block in FENCE.findall(page):
+        code += block.splitlines()
+    # Without the fences, whose backticks would be taken for spans'.
+    code += re.findall(r"`([^`]+)`", FENCE.sub("", page))
+    return code
 
 
 def command_lines() -> list[str]:
-    """What follows `python -m benchmarks` in code spans and in indented or fenced lines."""
-    found = []
-    pages = sorted(path for path in (ROOT / "benchmarks").rglob("*.md"))
-    for path in (
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *pages,
-    ):
-        text = path.read_text(encoding="utf-8")
-        text = re.sub(r"\\\n\s*", " ", text)  # a line that goes on
-        code = re.findall(r"^ {4,}(.+)$", text, re.MULTILINE)
-        code += [line for _, block in FENCE.findall(text) for line in block.splitlines()]
-        code += re.findall(r"`([^`]+)`", FENCE.sub("", text))
-        for line in code:
+    """Find what follows `python -m benchmarks` on any page."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").rglob("*.md")]
+    found = set()
+    for path in pages:
+        for line in code_of(path.read_text(encoding="utf-8")):
             _, command, arguments = line.partition("python -m benchmarks")
             if command:
+                # Up to the next command, a comment or a redirection.
                 arguments = re.split(r"&&|;|#|\||>", arguments)[0]
-                found.append(" ".join(arguments.split()))
-    return sorted(set(found))
+                found.add(" ".join(arguments.split()))
+    return sorted(found)
 
 
 @pytest.mark.parametrize("arguments", command_lines())
