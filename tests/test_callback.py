@@ -143,10 +143,14 @@ REFUSED = [
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.message)
 def test_what_cannot_be_fitted_is_refused_before_training(tmp_path, case):
     watch = Watch()
-    with pytest.raises(ValueError, match=case.message):
+
+    def train() -> None:
         callback = LaplaceCallback(**case.options)
         trainer = trainer_of(tmp_path, callback, watch, model=case.model())
         trainer.train()
+
+    with pytest.raises(ValueError, match=case.message):
+        train()
     assert not any(watch.steps)
 
 
