@@ -231,14 +231,25 @@ def test_what_users_can_mend_is_one_sentence(classifier, decoder, tmp_path, caps
     message = refusal(capsys, "calibrate", adapter=classifier, train=others, output=tmp_path / "x")
     assert "plant, air" in message
     assert "--answers" in refusal(capsys, "calibrate", adapter=decoder, **new)
-    message = refusal(capsys, "calibrate", adapter=decoder, answers=("red green", "B"), **new)
-    assert "'red green' is 2 tokens" in message
+    message = refusal(capsys, "calibrate", adapter=decoder, answers=(" ", "B"), **new)
+    assert "An answer has no text among [' ', 'B']" in message
     missing = {"data": tmp_path / "missing.csv", "output": tmp_path / "y"}
     assert "no posterior" in refusal(capsys, "report", adapter=classifier, **missing)
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{\n", encoding="utf-8")
     message = refusal(capsys, "calibrate", adapter=classifier, train=broken, output=tmp_path / "z")
     assert "Line 1" in message
+
+
+def test_answers_may_have_several_tokens(decoder, tmp_path, capsys):
+    names = ("red green", "red", "B")
+    train = write_rows(tmp_path / "train.jsonl", 12, names)
+    options = {"adapter": decoder, "answers": (" red green", "red", "B")}
+    run("calibrate", train=train, output=tmp_path / "posterior", **options)
+    output = tmp_path / "predictions.jsonl"
+    run("predict", data=train, output=output, posterior=tmp_path / "posterior", **options)
+    labels = {json.loads(line)["label"] for line in output.read_text().splitlines()}
+    assert labels <= set(names)
 
 
 def test_help_shows_an_example(capsys):

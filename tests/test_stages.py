@@ -1,11 +1,13 @@
 """Training in stages: held-out texts choose the prior, and are learnt in the end."""
 
+import copy
 import json
 import os
 import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from tests.support.models import (
     base_model,
     lora_model,
     plain_model,
+    without_labels,
 )
 from tests.support.posteriors import (
     fitted,
@@ -658,3 +661,54 @@ def test_processes_train_and_choose_together(tmp_path):
     for prior_precision, n_data in on_ranks(without_training, 2):
         torch.testing.assert_close(prior_precision, expected, rtol=0.01, atol=0)
         assert n_data == N
+
+
+# --- losses of the user's own --------------------------------------------------------------------
+
+
+def weighted(model, inputs, *, counts, **_):
+    """The loss of a trainer with class weights."""
+    counts.append(len(inputs["labels"]))
+    logits = model(**without_labels(inputs)).logits
+    weights = torch.tensor([1.0, 2.0, 5.0])
+    return torch.nn.functional.cross_entropy(logits, inputs["labels"], weight=weights)
+
+
+def of_outputs(outputs, labels, *, counts, **_):
+    """A `compute_loss_func`: the same loss, of what the model has returned."""
+    counts.append(len(labels))
+    weights = torch.tensor([1.0, 2.0, 5.0])
+    return torch.nn.functional.cross_entropy(outputs["logits"], labels, weight=weights)
+
+
+@pytest.mark.parametrize("kind", ["class weights", "compute_loss_func", "label_smoothing_factor"])
+def test_losses_of_ones_own_move_the_weights_and_not_the_likelihood(kind, tmp_path):
+    counts: list[int] = []
+    smoothing = 0.3 if kind == "label_smoothing_factor" else 0.0
+    model = lora_model("bert", torch.float32)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.zeros_(weight)
+    plain = copy.deepcopy(model)
+    trainer = trainer_of(tmp_path / kind, model=model, label_smoothing_factor=smoothing)
+    if kind == "class weights":
+        trainer.compute_loss = partial(weighted, counts=counts)
+    elif kind == "compute_loss_func":
+        trainer.compute_loss_func = partial(of_outputs, counts=counts)
+    la = train_in_stages(trainer)
+    if not smoothing:
+        assert sum(counts) > 0
+    n_trained = len(counts)
+
+    (batch,) = [trainer.data_collator(list(trainer.train_dataset))]
+    model.eval()
+    logits = model(**without_labels(batch)).logits.detach()
+    expected = torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="sum")
+    torch.testing.assert_close(la.loss.float(), expected, rtol=1e-4, atol=1e-4)
+    ordinary = trainer_of(tmp_path / "plain", model=plain)
+    train_in_stages(ordinary)
+    assert not torch.allclose(plain.eval()(**without_labels(batch)).logits, logits, atol=1e-3)
+
+    # A student's loss is not the user's.
+    la.distill(trainer, None)
+    assert len(counts) == n_trained

@@ -24,7 +24,8 @@ class ModelArguments:
         "the model's configuration does not know"
     )
     answers: list[str] | None = _argument(
-        "answers of a causal language model, one token each, such as A B C D"
+        "answers of a causal language model as they stand behind the texts, such as A B C D, with "
+        "a space in front where there is one"
     )
     text_column: str = _argument("column of the texts", "text")
     label_column: str = _argument("column of the labels", "label")

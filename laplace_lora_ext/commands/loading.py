@@ -36,7 +36,7 @@ class Loaded:
     model: PeftModel
     batches: Batches
     classes: Classes
-    class_token_ids: list[int] | None  # of a causal language model's answers
+    class_texts: list[str] | None  # a causal language model's answers
     arguments: ModelArguments
 
     def texts(self, source: str) -> list[str]:
@@ -61,7 +61,10 @@ class Loaded:
     def new_posterior(self) -> laplace_lora_ext.LoRALaplace:
         """Make a posterior that is not fitted yet."""
         return laplace_lora_ext.Laplace(
-            self.model, "classification", class_token_ids=self.class_token_ids
+            self.model,
+            "classification",
+            class_texts=self.class_texts,
+            tokenizer=self.batches.tokenizer,
         )
 
     def posterior(self, folder: str | None) -> laplace_lora_ext.LoRALaplace:
@@ -88,21 +91,27 @@ def load(arguments: ModelArguments) -> Loaded:
     tokenizer = _tokenizer(arguments, config)
     if str(config.task_type).endswith("CAUSAL_LM"):
         if not arguments.answers:
-            raise UsageError("A causal language model needs --answers, such as A B C D.")
+            raise UsageError(
+                'A causal language model needs --answers, such as A B C D, or " yes" " not at all".'
+            )
         model = AutoPeftModelForCausalLM.from_pretrained(arguments.adapter, **keywords)
-        names = list(arguments.answers)
-        token_ids = [_token_of(tokenizer, answer) for answer in names]
+        class_texts = list(arguments.answers)
+        names = [answer.strip() for answer in class_texts]  # as labels are written
+        if not all(names):
+            raise UsageError(
+                f"An answer has no text among {class_texts}: leave it out of --answers."
+            )
     else:
         keywords["num_labels"] = _number_of_classes(arguments)
         model = AutoPeftModelForSequenceClassification.from_pretrained(
             arguments.adapter, **keywords
         )
-        names, token_ids = _class_names(model, arguments), None
+        names, class_texts = _class_names(model, arguments), None
         if model.config.pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
     model.eval()
     batches = Batches(tokenizer, arguments.batch_size, arguments.max_length)
-    return Loaded(model, batches, Classes(names), token_ids, arguments)
+    return Loaded(model, batches, Classes(names), class_texts, arguments)
 
 
 def _settings_of(arguments: ModelArguments) -> dict[str, Any]:
@@ -129,16 +138,6 @@ def _tokenizer(arguments: ModelArguments, config: PeftConfig) -> PreTrainedToken
         f"Neither {arguments.adapter} nor {config.base_model_name_or_path} has a tokenizer: save "
         "it beside the adapter by tokenizer.save_pretrained."
     )
-
-
-def _token_of(tokenizer: PreTrainedTokenizerBase, answer: str) -> int:
-    tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    if len(tokens) != 1:
-        raise UsageError(
-            f"The answer {answer!r} is {len(tokens)} tokens: pass answers of one token each, as "
-            "they follow the prompt in training."
-        )
-    return tokens[0]
 
 
 def _number_of_classes(arguments: ModelArguments) -> int:

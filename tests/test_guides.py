@@ -1,0 +1,46 @@
+"""Guides whose blocks of Python run as they stand, one after the other."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch.testing import assert_close
+
+import laplace_lora_ext
+from tests.support.models import lora_model, ragged_batches
+from tests.test_readme import FENCE, write_adapter
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.mark.filterwarnings("ignore:.*(have only|no better than guessing)")
+def test_answers_of_several_tokens(tmp_path):
+    write_adapter(tmp_path, "gpt2")
+    model = lora_model("gpt2", torch.float32)
+    batches = ragged_batches(n_classes=2)
+    names = {
+        "laplace_lora_ext": laplace_lora_ext,
+        "torch": torch,
+        "transformers": transformers,
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path),
+        "model": model,
+        "train_loader": batches,
+        "batch": batches[0],
+    }
+    blocks = [code for kind, code in FENCE.findall((DOCS / "answers.md").read_text("utf-8"))]
+    assert len(blocks) == 3
+    for number, code in enumerate(blocks):
+        exec(compile(code, f"answers.md, block {number}", "exec"), names)
+        probabilities = names["probs"]
+        assert_close(probabilities.sum(1), torch.ones(len(probabilities)))
+    loss = names["AnswerTrainer"].compute_loss(None, model, next(iter(names["loader"])))
+    assert loss.requires_grad
+
+
+def test_losses_of_ones_own_are_explained_in_few_sentences():
+    text = (DOCS / "priors.md").read_text("utf-8")
+    section = re.search(r"## Class weights.*?\n(.*?)\n## ", text, re.DOTALL)
+    assert section is not None
+    assert section[1].count(". ") + section[1].count(".\n") == 3
