@@ -137,13 +137,16 @@ class LoRALaplace(ParametricLaplace):
     trained_likelihood: Likelihood
     predicted_likelihood: Likelihood
 
-    mean: Any = _of_fit("mean", "LoRA weights at the fit, `(parameters,)`.")
-    loss: Any = _of_fit("loss", "Negative log-likelihood of the training data, `()`, in float64.")
-    n_data: Any = _of_fit("n_data", "Number of training examples; 0 before a fit.")
-    n_outputs: Any = _of_fit("n_outputs", "Number of the model's outputs; 0 before a fit.")
+    mean: torch.Tensor = _of_fit("mean", "LoRA weights at the fit, `(parameters,)`.")
+    loss: torch.Tensor = _of_fit("loss", "Negative log-likelihood of the data, `()`, in float64.")
+    n_data: int = _of_fit("n_data", "Number of training examples; 0 before a fit.")
+    n_outputs: int = _of_fit("n_outputs", "Number of the model's outputs; 0 before a fit.")
+    # What these are depends on the structure.
     H: Any = _of_fit("curvature", "The curvature, without a prior; None before a fit.")
     H_facs: Any = _of_fit("sums", "The sums over data that `H` is made of; None before a fit.")
-    learnt_variance: Any = _of_fit("learnt_variance", "What `amortize` has learnt of this fit.")
+    learnt_variance: LearntVariance | None = _of_fit(
+        "learnt_variance", "What `amortize` has learnt of this fit."
+    )
 
     def __init__(
         self,
@@ -203,7 +206,7 @@ class LoRALaplace(ParametricLaplace):
         self.likelihood = self.problem.name  # as the backend and files know it
         if issubclass(backend, LowRankKronInterface):
             self.backend  # noqa: B018 - refuses wrong `backend_kwargs` now rather than in `fit`
-        self.mean = self.prior_mean  # as the host has it before a fit
+        self._fit = replace(self._fit, mean=self.prior_mean)  # as the host has it before a fit
 
     @property
     def members(self) -> Sequence[LoRALaplace]:

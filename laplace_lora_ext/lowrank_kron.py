@@ -10,6 +10,7 @@ import torch
 from laplace.baselaplace import KronLaplace
 from torch.utils.data import DataLoader
 
+from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
 from laplace_lora_ext.curvature.structure import LowRankKronStructure, Structure
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.locks import exclusive
@@ -160,7 +161,8 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         self, X: Any, joint: bool, directions: Directions = every_output
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.problem.check_linearised()
-        precision: Any = self.posterior_precision
+        precision = self.posterior_precision
+        assert isinstance(precision, LowRankKronDecomposed)
         covariances: list[torch.Tensor] = []  # of one part, by block
 
         def add(index: int, jacobian: torch.Tensor) -> None:

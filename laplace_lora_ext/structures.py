@@ -34,6 +34,7 @@ class KronLoRALaplace(LoRALaplace, KronLaplace):
     def log_det_posterior_precision(self) -> torch.Tensor:
         """Log-determinant of the posterior precision, in float64."""
         P = self.posterior_precision
+        # Pairs, whatever the host's annotation says.
         eigenvalues: Any = [[values.double() for values in pair] for pair in P.eigenvalues]
         return KronDecomposed(P.eigenvectors, eigenvalues, P.deltas.double(), P.damping).logdet()
 

@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, get_peft_model
-from scipy.optimize import minimize_scalar
+from scipy.optimize import OptimizeResult, minimize_scalar
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -174,7 +174,8 @@ def batches(tokenizer: Any, texts: Sequence[Text]) -> DataLoader:
         )
         return encoded | {"labels": torch.tensor([row.label for row in rows])}
 
-    data_set: Any = texts
+    # Any sequence will do, whatever the loader's annotation says.
+    data_set = cast(Dataset[Text], texts)
     return DataLoader(data_set, batch_size=BATCH_SIZE, collate_fn=collate)
 
 
@@ -229,7 +230,8 @@ class Training:
     @torch.no_grad()
     def _best_temperature(self, model: nn.Module, examples: Subset) -> float:
         """Find the temperature at which the held-out texts are most probable."""
-        everything: Any = self._loader.dataset
+        everything = self._loader.dataset
+        assert isinstance(everything, Sequence)  # of texts, as `batches` was given
         held_out = sorted(set(range(len(everything))) - set(examples.indices))
         model.eval()
         device = next(model.parameters()).device
@@ -242,8 +244,9 @@ class Training:
         def loss(logarithm: float) -> float:
             return cross_entropy(logits / math.exp(logarithm), labels).item()
 
-        found: Any = minimize_scalar(loss, bounds=(math.log(0.05), math.log(20)))
-        return math.exp(found.x)
+        bounds = (math.log(0.05), math.log(20))
+        found = cast(OptimizeResult, minimize_scalar(loss, bounds=bounds))
+        return math.exp(found["x"])
 
 
 # --- results -------------------------------------------------------------------------------

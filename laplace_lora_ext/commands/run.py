@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from laplace_lora_ext import plots
@@ -117,10 +118,10 @@ def distill(arguments: DistillArguments) -> None:
         truncation=arguments.max_length is not None,
         max_length=arguments.max_length,
     )
-    rows: Any = [
-        {key: encoded[key][place] for key in encoded} | {"labels": label}
-        for place, label in enumerate(labels)
-    ]
+    rows = []
+    for place, label in enumerate(labels):
+        inputs = {key: encoded[key][place] for key in encoded}
+        rows.append(inputs | {"labels": label})
     trainer = Trainer(
         model=loaded.model,
         args=TrainingArguments(
@@ -132,7 +133,7 @@ def distill(arguments: DistillArguments) -> None:
             save_strategy="no",
             report_to=[],
         ),
-        train_dataset=rows,
+        train_dataset=cast(Dataset[Any], rows),  # any sequence will do
         processing_class=loaded.batches.tokenizer,
     )
     name = la.distill(trainer, progress_bar=True)

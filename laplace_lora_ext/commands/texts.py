@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 Row = dict[str, Any]
@@ -68,7 +68,8 @@ def _read_hub(source: str) -> list[Row]:
     name, _, split = source.partition(":")
     try:
         data_set = datasets.load_dataset(name, split=split or "train")
-        return [dict(row) for row in data_set]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        # With a split it is one data set, rather than a dictionary of several.
+        return [dict(row) for row in cast(datasets.Dataset, data_set)]
     except Exception as error:
         raise UsageError(f"{source} can't be read ({error}). Pass {_HINT}.") from error
 
@@ -127,5 +128,6 @@ class Batches:
                 encoded["labels"] = torch.tensor([labels[place] for place in places])
             return encoded
 
-        places: Any = range(len(texts))
+        # Any sequence will do, whatever the loader's annotation says.
+        places = cast(Dataset[int], range(len(texts)))
         return DataLoader(places, batch_size=self.size, collate_fn=collate)

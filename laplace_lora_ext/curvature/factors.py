@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
+
 # Rows in one step of the streaming update. Its Gram matrix has so many rows and columns more than
 # there are columns to keep: one of thousands of nearly dependent rows may fail to decompose.
 _CHUNK = 256
@@ -238,6 +240,6 @@ def _eigh(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     try:
         return torch.linalg.eigh(matrix)
     # eigh does not converge for some matrices with many equal eigenvalues.
-    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+    except LinAlgError:
         vectors, values, _ = torch.linalg.svd(matrix)
         return values.flip(-1), vectors.flip(-1)

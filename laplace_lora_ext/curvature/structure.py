@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from laplace.curvature import CurvatureInterface
@@ -24,7 +24,12 @@ from laplace_lora_ext.models.weights import Block, check_in_place, check_with_bi
 from laplace_lora_ext.passes.checks import inspected
 from laplace_lora_ext.passes.recorder import Recorder
 
-SumsT = TypeVar("SumsT")
+
+class _Summable(Protocol):
+    def __add__(self, other: Any, /) -> Any: ...
+
+
+SumsT = TypeVar("SumsT", bound=_Summable)
 CurvatureT = TypeVar("CurvatureT")
 
 Place = tuple[torch.device, torch.dtype]
@@ -102,8 +107,7 @@ class Structure(Generic[SumsT, CurvatureT]):
 
     def merge(self, first: SumsT, second: SumsT) -> SumsT:
         """Add sums of two data sets; neither is changed."""
-        total: Any = first
-        return total + second
+        return first + second
 
     def decompose(self, sums: SumsT, n_data: int) -> CurvatureT:
         """Make the curvature of sums over `n_data` examples."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 from peft import LoraConfig
 from peft.tuners import lora
@@ -102,7 +102,7 @@ def _halves(name: str, layer: lora.LoraLayer, adapter: str) -> list[Block]:
     """Make the blocks of a layer's `lora_A` and `lora_B`, whichever of them take part."""
     blocks = []
     for matrix, modules in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
-        linear: Any = modules[adapter]
+        linear = cast(nn.Linear, modules[adapter])  # other kinds have been refused
         blocks.append(
             Block(
                 name=_weight_name(name, matrix, adapter),
@@ -204,12 +204,16 @@ def _selected(
     """Select the layers that `peft.LoraConfig` would choose by name; an error if none."""
     if target_modules is None and layers_to_transform is None:
         return layers
-    targets: Any = target_modules
-    if targets is None:  # PEFT reads layer indices only beside names of modules
+    if target_modules is None:  # PEFT reads layer indices only beside names of modules
         targets = sorted({name.rpartition(".")[2] for name in layers})
-    indices: Any = layers_to_transform
-    if indices is not None and not isinstance(indices, int):
-        indices = list(indices)
+    elif isinstance(target_modules, str):
+        targets = target_modules
+    else:
+        targets = list(target_modules)
+    if layers_to_transform is None or isinstance(layers_to_transform, int):
+        indices = layers_to_transform
+    else:
+        indices = list(layers_to_transform)
     config = LoraConfig(target_modules=targets, layers_to_transform=indices)
     # Before a name in full, PEFT would pass over the layer's index: let it see but ends of names.
     dot = "" if isinstance(targets, str) else "."

@@ -310,7 +310,7 @@ class _Writer:
         self._draw = draw
         self._prompt = prompt
         self._has_begun = False
-        self._cache: Any = None
+        self._cache: object | None = None  # each model's own kind
         self._encoded: BaseModelOutput | None = None
 
     def logits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import tqdm
 from peft import PeftModel
-from scipy.optimize import minimize_scalar
+from scipy.optimize import OptimizeResult, minimize_scalar
 from torch import nn
 from torch.nn.functional import kl_div
 from torch.nn.utils.rnn import pad_sequence
@@ -137,8 +137,9 @@ def _best_scale(logits: torch.Tensor, probabilities: torch.Tensor) -> float:
         return kl_div(log_p, probabilities, reduction="batchmean").item()
 
     # A posterior may be far less sure than its model, and surer by its `logit_scale` alone.
-    result: Any = minimize_scalar(divergence, bounds=(-math.log(1e3), math.log(100)))
-    return math.exp(result.x)
+    bounds = (-math.log(1e3), math.log(100))
+    result = cast(OptimizeResult, minimize_scalar(divergence, bounds=bounds))
+    return math.exp(result["x"])
 
 
 def _scale_and_freeze(head: list[nn.Parameter], scale: float) -> None:

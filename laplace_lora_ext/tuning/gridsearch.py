@@ -11,6 +11,7 @@ import torch
 import torchmetrics
 import tqdm
 
+from laplace_lora_ext.curvature.factors import LinAlgError
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import NO_DATA, Columns, batch_by_batch, over_loader
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
@@ -33,7 +34,6 @@ from laplace_lora_ext.tuning.method import (
 )
 from laplace_lora_ext.tuning.scales import GridLosses, PriorAlone, Score, WithLogitScale
 
-_LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 _EQUAL = 1e-6  # relative difference of losses that is rounding
 _BEYOND = 1e8  # times the last prior precision: without variance
 _ROWS = 256  # examples that are predicted at once from their moments
@@ -174,7 +174,7 @@ class GridSearch(TuningMethod):
                 terms = terms_of_all()
                 n_examples = len(terms)
                 sums[index] = terms.sum(0)
-            except _LinAlgError:
+            except LinAlgError:
                 sums[index] = math.inf  # as the host does, for a matrix that is not a covariance
         return GridLosses(grid, sums, n_examples, score)
 
@@ -207,7 +207,7 @@ class GridSearch(TuningMethod):
             try:
                 *outputs, targets = (column.to(device) for column in predictions())
                 yield _evaluated(self.loss, outputs, targets)
-            except _LinAlgError:
+            except LinAlgError:
                 yield math.inf  # as the host does, for a matrix that is not a covariance
 
     def _predictions(self, la: Predictor) -> Callable[[], Columns]:
@@ -302,7 +302,7 @@ class _Sums:
             self._la.prior_precision = point
             try:
                 self._sums[index] += _scored(self._la, statistics, self._score).sum(0).cpu()
-            except _LinAlgError:
+            except LinAlgError:
                 self._sums[index] = math.inf  # no covariance, as for the host
         self._n_examples += len(statistics)
         f_mu = statistics.columns[0]
