@@ -164,6 +164,7 @@ class ModelState:
 
 def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
     """Refuse a model whose LoRA layers are merged, disabled or gone, by a `RuntimeError`."""
+    # By identity: PEFT may have put another weight under the same name.
     present: set[int] = set()
     for module in model.model.modules():
         present.update(map(id, module._parameters.values()))
@@ -185,6 +186,7 @@ def check_same(
 
     `mean`, `(parameters,)`, are the LoRA weights of the fit, compared in their present precision.
     """
+    # First what says more: merged weights have changed, too.
     check_runs(model, blocks)
     changed = first_changed(blocks, mean)
     if changed is not None:
@@ -203,6 +205,7 @@ def first_changed(blocks: Sequence[Block], mean: torch.Tensor) -> Block | None:
     differences = []
     for block, part in zip(blocks, parts, strict=True):
         values = block.values.flatten()
+        # In the weights' own precision: a fit of float32 may go on with weights in bfloat16.
         differences.append((values != part.to(values)).any())
     for block, differs in zip(blocks, read(differences), strict=True):
         if differs:
@@ -256,6 +259,7 @@ def _saved_with(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _sampled(weights: dict[str, torch.Tensor]) -> dict[str, Weight]:
     """Take a few numbers of each weight, with one wait for each device."""
+    # Reading a number waits for an accelerator: all numbers of a device are read as one tensor.
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, weight in weights.items():
         alike.setdefault((weight.device, weight.dtype), []).append(name)

@@ -1,4 +1,4 @@
-"""Copies of texts in which some tokens are those of other texts: more texts, without labels."""
+"""Copies texts with some tokens of other texts in them: more texts, without labels."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ class Swapping:
     ) -> None:
         texts: list[torch.Tensor] = []
         for batch in batches:
-            for row, is_real in zip(batch["input_ids"].cpu(), _is_real(batch), strict=True):
+            rows = batch["input_ids"].cpu()
+            for row, is_real in zip(rows, _is_real(batch), strict=True):
                 texts.append(row[is_real])
+        # Common tokens are drawn as often as they stand in texts, so that copies have their words.
         tokens = torch.cat(texts)
         # How many texts each token of the vocabulary stands in.
         n_texts = torch.cat([text.unique() for text in texts]).bincount()
@@ -56,9 +58,11 @@ class Swapping:
         if not len(self._drawn_from):
             return dict(batch)
         may_go = _is_real(batch) & ~torch.isin(ids, self._staying)
+        # A share of each text by itself: no short text loses all of its words.
         n_swapped = (_SWAPPED * may_go.sum(-1, keepdim=True)).round()
         # The tokens with the smallest lots of their text go.
-        lots = torch.rand(ids.shape, generator=self._generator).masked_fill(~may_go, torch.inf)
+        lots = torch.rand(ids.shape, generator=self._generator)
+        lots = lots.masked_fill(~may_go, torch.inf)
         places = torch.randint(len(self._drawn_from), ids.shape, generator=self._generator)
         rank_of_lot = lots.argsort(-1).argsort(-1)
         goes = rank_of_lot < n_swapped

@@ -127,6 +127,7 @@ class _Tap(torch.autograd.Function):
                 _OutsideVmap.apply(gradient, arrive)
             else:
                 arrive(gradient[None])
+        # On to the layers before this one; nothing else that `forward` got has a gradient.
         return gradient, None, None, None
 
 
@@ -140,6 +141,7 @@ class Graph:
         anchor: torch.Tensor,
         layouts: Layouts,
     ) -> None:
+        # A call whose output the logits do not depend on would be waited for in vain.
         nodes = _nodes_behind(logits)
         self.logits = logits
         self.calls: list[list[Call]] = []
@@ -186,6 +188,7 @@ class Graph:
         for start in range(0, n_seeds, at_once):
             seeds = slice(start, min(start + at_once, n_seeds))
             together = _Pass(self.calls, seeds, deliver, is_batched=True)
+            # One seed alone gains nothing from vmap.
             if seeds.stop - start > 1 and not self._layouts.seeds_apart:
                 self._batched(vectors[seeds], together, create_graph)
                 if not self._layouts.seeds_apart:
@@ -280,6 +283,7 @@ class _Pass:
             self._finish(index)
 
     def _finish(self, index: int) -> None:
+        # Stays true if the visitor fails, so that its error is not taken for one of vmap's.
         self.is_delivering = True
         self._deliver(self._waiting.pop(index))
         self.is_delivering = False
@@ -295,6 +299,7 @@ class _OutsideVmap(torch.autograd.Function):
     @staticmethod
     def forward(tensor: torch.Tensor, receive: Callable[[torch.Tensor], None]) -> torch.Tensor:
         receive(tensor[None])
+        # vmap wants a tensor back, of which nobody makes any use.
         return tensor.new_zeros(())
 
     @staticmethod
@@ -330,6 +335,8 @@ class Taps:
         self._blocks = blocks
         self._layouts = layouts
         self._keeps_inputs = keeps_inputs
+        # What all backward passes are asked for. The weights themselves require no gradient, and a
+        # pass goes no further than it must.
         self._anchor = torch.zeros((), requires_grad=True)
         self._calls: list[list[Call]] | None = None  # of the pass that runs now
         self._called: set[int] = set()
@@ -437,6 +444,7 @@ def _overwritten(layer: str) -> NotImplementedError:
 
 def _nodes_behind(result: torch.Tensor) -> set[Node]:
     """Collect the nodes of the graph that a result comes from; refuse a reentrant checkpoint."""
+    # Without recursion: the graph of a deep model is deeper than Python's stack.
     nodes: set[Node] = set()
     waiting: list[Node | None] = [result.grad_fn]
     while waiting:

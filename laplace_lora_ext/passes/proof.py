@@ -44,6 +44,7 @@ def is_proven(
     for index, calls in enumerate(graph.calls):
         for site, call in zip(_sites(graph, blocks, index), calls, strict=True):
             shapes[site] = call.rows
+    # Cheap, and surely wrong: as where a router has picked any number of rows.
     for shape in shapes.values():
         if not shape or shape[0] % n_examples:
             return False
@@ -60,6 +61,7 @@ def is_proven(
             all_known = False
     if all_known:
         return True
+    # Passes of the proof are few: about log2 of the number of examples, and none in most batches.
     words = codewords(n_examples)
     reached = _reached(graph, blocks, positions, words)
     strays: list[torch.Tensor] = []  # whether seeds of some examples arrive at others
@@ -76,6 +78,7 @@ def is_proven(
 
 def codewords(n_examples: int) -> torch.Tensor:
     """Choose the fewest seeds S that tell B examples apart, `(S, B)`: 4 for 6 and 5 for 10."""
+    # Half of the bits: of all words of a length, most have these, and none contains another.
     size = next(size for size in count(1) if comb(size, size // 2) >= n_examples)
     words = torch.zeros(size, n_examples, dtype=torch.bool)
     choices = combinations(range(size), size // 2)
@@ -112,6 +115,7 @@ def _reached(
             site = sites[graph.calls[arrived.index].index(call)]
             layers.append(call.layer)
             finite.append(torch.isfinite(gradients).all())
+            # Exactly nothing, not little: no sum of other examples' numbers has gone in.
             rows = gradients.detach().any(-1)
             rows = rows.reshape(len(rows), n_examples, -1)
             none = rows.new_zeros(n_seeds, *rows.shape[1:])
@@ -128,6 +132,8 @@ def _lasts(layer: str, shape: torch.Size, positions: Positions) -> bool:
     """Tell whether a later text batch of the same size has its rows in the same order."""
     if not positions.is_text or "experts" in layer.split("."):  # a router picks their rows
         return False
+    # Rows of examples, or of all tokens in one dimension. Any others, such as windows, may be in
+    # another order next time.
     by_example = shape[0] in (positions.n_examples, positions.n_rows)
     return by_example or shape.numel() == positions.n_tokens
 
@@ -137,6 +143,7 @@ def _is_conclusive(rows: torch.Tensor | None) -> bool:
     if rows is None:
         return False
     rows = rows.any(0)
+    # With as many positions as examples, (T, B) and (B, T) have the same row on the diagonal.
     if rows.shape[0] == rows.shape[1]:
         diagonal = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
         rows = rows & ~diagonal

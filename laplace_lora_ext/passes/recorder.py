@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import torch
@@ -83,6 +83,8 @@ class Recorder:
             checkpointed=not create_graph,
             keeps_inputs=keeps_inputs,
         )
+        # `tapped` comes after `prepared`: it puts checkpointed layers in training mode, within a
+        # model that is in evaluation mode otherwise.
         with (
             self.model.prepared(),
             torch.inference_mode(False),
@@ -105,6 +107,7 @@ class Recorder:
     def _whole(self, taps: Taps, batch: Any) -> Part | None:
         """Record the batch as one part, unless its rows are not proven to be each example's own."""
         layouts = self.layouts
+        # What one batch showed holds for the model. A single example needs no proof.
         if layouts.examples_apart and number_of_rows(batch) != 1:
             return None
         graph = taps.run(batch)
@@ -129,6 +132,7 @@ class Recorder:
                 continue
             example = part_of(batch, slice(number, number + 1), positions.n_examples)
             graph = None
+            # The other examples' logits are the batch's own, and can't make a difference.
             alone = logits.detach().clone()
             try:
                 graph = taps.run(example)
@@ -139,6 +143,8 @@ class Recorder:
                 positions_alone = self.model.positions(example, len(graph.logits))
                 yield Part(graph, positions_alone, number, own)
             else:
+                # As where a model normalises a batch: the example is not the same alone. One graph
+                # of the batch serves all such examples.
                 of_batch = of_batch or taps.run(batch)
                 yield Part(of_batch, None, number, own)
             del graph  # before the next example is recorded
@@ -147,6 +153,7 @@ class Recorder:
     def noting_calls(self, called: set[int]) -> Iterator[None]:
         """Add to `called` the indices of blocks whose layers anybody's passes call within."""
 
+        # The host's backends make passes of their own, which no `Taps` see.
         def note(index: int, *_: Any) -> None:
             called.add(index)
             if not torch.is_grad_enabled():
@@ -241,7 +248,7 @@ class Recorder:
         size = max(1, at_once // max(1, n_outputs * _n_positions(batch)))
         if n_rows is None or n_rows <= size or n_examples not in (None, n_rows):
             return [evaluate(batch, slice(None))]
-        n_parts = -(-n_rows // size)
+        n_parts = math.ceil(n_rows / size)
         results: list[Any] = []
         for places in torch.arange(n_rows).tensor_split(n_parts):
             first, last = int(places[0]), int(places[-1])
@@ -301,10 +308,12 @@ class _Jacobians(Visitor):
                 self._complete(index, self._zeros(index))
         sums = read(list(self._sums.values()))
         for index, total in zip(self._sums, sums, strict=True):
-            if not isfinite(total):
+            if not math.isfinite(total):
                 raise ValueError(f"Weight {self._blocks[index].name}: non-finite gradients")
 
     def _complete(self, index: int, jacobian: torch.Tensor) -> None:
+        # Asking each block whether its numbers are finite would wait for an accelerator each time:
+        # a sum of numbers is finite only if they are, and all sums are read at once.
         self._sums[index] = jacobian.detach().sum()
         self._visit(index, self._blocks[index].small_side_first(jacobian))
 

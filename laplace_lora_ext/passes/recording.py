@@ -103,6 +103,7 @@ class Part:
         if self.logits is None:
             return of_batch
         if self.positions is None:  # the graph has the logits of the whole batch
+            # Zeros in place of the other examples' vectors: their logits get no gradient.
             return of_batch * self.logits[:, None]
         return of_batch[:, self.logits]
 
@@ -197,6 +198,8 @@ class Recording:
         block = self._blocks[arrived.index]
         seeds = arrived.seeds
         m, n = block.shape
+        # A layer that is called several times has one weight: its gradient is the sum over all
+        # calls, as over positions, so that calls are joined as if they were more positions.
         inputs: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         lengths: list[int] = []
@@ -206,6 +209,7 @@ class Recording:
                 gradients.append(g.reshape(len(g), part.n_examples, -1, m))
                 lengths.append(inputs[-1].shape[1])
             g = _joined(gradients).to(block.statistics_dtype)
+            # After the pass: in half precision, the weights of confident examples would underflow.
             if weights is not None:
                 g = g * weights[seeds, :, None, None].to(g)
             visitor.gradients(
