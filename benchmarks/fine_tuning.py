@@ -25,6 +25,7 @@ from benchmarks.training import (
     read_or_train,
     train,
 )
+from laplace_lora_ext import DataCollatorForChoices
 
 MEMBER_SEEDS = 1000  # from one member of an ensemble to the next
 PREDICTION_BATCH_SIZE = 8
@@ -77,8 +78,8 @@ class Pretrained:
 
     @property
     def class_token_ids(self) -> list[int] | None:
-        """The tokens of a causal language model's answers after a prompt."""
-        if not self.task.is_prompt:
+        """The tokens of a causal language model's answers after a prompt, if all have the same."""
+        if not self.task.is_prompt or self.task.has_choices:
             return None
         beginning = self._tokens_of("Answer:")
         last_tokens = []
@@ -118,19 +119,26 @@ class Pretrained:
     def records(self, examples: Sequence[Example]) -> Records:
         """Tokenize texts or pairs of texts, with their labels if they have any."""
         records = []
-        for text, label in examples:
-            texts = [text] if isinstance(text, str) else text
-            record = self.tokenizer(
-                *texts,
-                truncation=True,
-                max_length=self.hyperparameters.maximum_length,
-                return_token_type_ids=False,
-            )
-            record = dict(record)
-            if label is not None:
-                record["labels"] = label
+        for example in examples:
+            record = self._record(example)
+            if example.label is not None:
+                record["labels"] = example.label
             records.append(record)
         return records
+
+    def _record(self, example: Example) -> dict[str, Any]:
+        """Tokenize a text; a prompt with choices stays as it is for the collator."""
+        text = example.text
+        if example.choices is not None:
+            return {"prompt": text, "choices": list(example.choices)}
+        texts = [text] if isinstance(text, str) else text
+        record = self.tokenizer(
+            *texts,
+            truncation=True,
+            max_length=self.hyperparameters.maximum_length,
+            return_token_type_ids=False,
+        )
+        return dict(record)
 
     def loader(self, records: Records, batch_size: int | None = None) -> DataLoader:
         """Make batches of records in their order."""
@@ -151,9 +159,15 @@ class Pretrained:
         )
 
     def _collate(self, records: Records) -> transformers.BatchEncoding:
-        """Pad records to a batch on the device: stock classes don't move batches."""
-        pad = transformers.DataCollatorWithPadding(self.tokenizer)
-        return transformers.BatchEncoding(pad(records)).to(self.device)
+        """Join records to a batch on the device: stock classes don't move batches."""
+        return transformers.BatchEncoding(self.collator(records)).to(self.device)
+
+    @property
+    def collator(self) -> Any:
+        """Pads records to a batch."""
+        if self.task.has_choices:
+            return DataCollatorForChoices(self.tokenizer, self.hyperparameters.maximum_length)
+        return transformers.DataCollatorWithPadding(self.tokenizer)
 
     def train_or_read(
         self,
@@ -190,7 +204,8 @@ class Pretrained:
 
 
 def _length(record: dict[str, Any]) -> int:
-    return len(record["input_ids"])
+    tokens_or_characters = record["input_ids"] if "input_ids" in record else record["prompt"]
+    return len(tokens_or_characters)
 
 
 def prepare(options: SeveralSeeds, seed: int) -> Pretrained:

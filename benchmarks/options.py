@@ -52,7 +52,10 @@ class TextRun(Reading):
         "defaults or choices (from installed sources; the last is for a causal language model), or "
         "one of the paper's: winogrande_s, winogrande_m, arc_easy, arc_challenge, obqa, boolq (for "
         "causal language models), mrpc, rte, cola, wic, wnli, boolq_pairs (for encoders); or "
-        "intents of CLINC150 and banking77 (--data): travel, banking, work, clinc150, banking77",
+        "intents of CLINC150 and banking77 (--data): travel, banking, work, clinc150, banking77; "
+        "or ARC and OpenBookQA (--data), answered by letters or by the choices' texts: "
+        "arc_easy_letters, arc_easy_texts, arc_challenge_letters, arc_challenge_texts, "
+        "obqa_letters, obqa_texts",
     )
     train_examples: int | None = option(None, "texts to fine-tune on")
     test_examples: int | None = option(None, "texts to measure every method on")

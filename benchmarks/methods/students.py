@@ -65,6 +65,8 @@ def _trainer(pretrained: Pretrained, model: Any, seed: int, folder: str) -> tran
         report_to=[],
         disable_tqdm=True,
         logging_strategy="no",
+        # Prompts and choices are columns that no model takes.
+        remove_unused_columns=not pretrained.task.has_choices,
         use_cpu=not pretrained.device.startswith("cuda"),
         seed=seed,
     )
@@ -72,5 +74,5 @@ def _trainer(pretrained: Pretrained, model: Any, seed: int, folder: str) -> tran
         model=model,
         args=arguments,
         train_dataset=as_dataset(pretrained.data[TRAIN]),
-        data_collator=transformers.DataCollatorWithPadding(pretrained.tokenizer),
+        data_collator=pretrained.collator,
     )

@@ -1,6 +1,6 @@
 """The list of tasks; tasks that read the same texts share a file, and so do the paper's."""
 
-from benchmarks.tasks import code, docstrings, intents, names, numpydoc, paper
+from benchmarks.tasks import code, docstrings, intents, multiple_choice, names, numpydoc, paper
 
 # The experiments' settings were chosen on these. The last three had been kept for the end too,
 # until they were looked at.
@@ -20,4 +20,5 @@ KEPT = (
     code.COMMENTS,
     numpydoc.DEFAULTS,
 )
-TASKS = {task.name: task for task in (*CHOSEN_ON, *KEPT, *intents.INTENTS)} | paper.PAPER_TASKS
+OF_DATA = (*intents.INTENTS, *multiple_choice.MULTIPLE_CHOICE)  # that a folder holds
+TASKS = {task.name: task for task in (*CHOSEN_ON, *KEPT, *OF_DATA)} | paper.PAPER_TASKS

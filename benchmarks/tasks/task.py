@@ -10,10 +10,14 @@ Side = Literal["left", "right"]
 
 
 class Example(NamedTuple):
-    """A text, or a pair of texts for an encoder, and its class; None if no class is right."""
+    """A text, or a pair of texts for an encoder, and its class; None if no class is right.
+
+    A prompt may have choices of its own, texts that stand behind it.
+    """
 
     text: str | tuple[str, str]
     label: int | None
+    choices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class Task:
     test: Sequence[Example]
     shifted: Mapping[str, Sequence[Example]] = field(default_factory=dict)
     truncation_side: Side = "right"  # where a text is cut that is too long
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether each prompt has choices of its own."""
+        return self.train[0].choices is not None
 
 
 class Sizes(NamedTuple):

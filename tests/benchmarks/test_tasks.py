@@ -12,6 +12,7 @@ from benchmarks.tasks import TASKS
 from benchmarks.tasks.names import asked_for_choice, asked_for_match
 from benchmarks.tasks.paper import PAPER_TASKS, read_paper_task
 from benchmarks.tasks.paper_prompts import LETTERS
+from benchmarks.tasks.task import Example
 from tests.benchmarks.support import PROMPTS, ROWS, parsed, pool, write_task
 
 # Of each task of balanced classes, how many it has, and how many files of a library it needs.
@@ -99,7 +100,8 @@ def test_one_of_four_names_is_right():
 def test_rows_of_a_folder_and_of_the_hub_become_the_papers_prompts_and_pairs(
     name, tmp_path, monkeypatch
 ):
-    rows, expected = ROWS[name]
+    rows, pairs = ROWS[name]
+    expected = [Example(text, label) for text, label in pairs]
     asked = []
     write_task(name, tmp_path)
 

@@ -1,0 +1,84 @@
+"""ARC and OpenBookQA, answered by letters, or by the texts of the choices themselves.
+
+Questions with four choices alone, as in the paper. They are trained on the training split, and
+measured on the test split.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.models import MissingDataError, gemma_folder
+from benchmarks.options import TextRun
+from benchmarks.tasks import paper_prompts as prompts
+from benchmarks.tasks.names import GEMMA
+from benchmarks.tasks.paper import Source, ToExample, read_sources
+from benchmarks.tasks.paper_prompts import LETTERS, Row
+from benchmarks.tasks.task import Example, Sizes, Task
+from benchmarks.training import Hyperparameters
+
+SIZES = Sizes(train=200, test=500)
+
+
+@dataclass(frozen=True)
+class MultipleChoice:
+    """Questions of a data set, and what the model is asked to write."""
+
+    name: str
+    dataset: tuple[str, str]  # and its configuration
+    to_example: ToExample
+    hyperparameters: Hyperparameters = GEMMA
+
+    def model(self, options: TextRun) -> str | Path:
+        """Find the model that the options name, or Gemma."""
+        return options.model or gemma_folder(options.cache)
+
+    def read(self, options: TextRun, seed: int) -> Task:
+        """Draw questions from each split, in an order that the seed says."""
+        if options.data is None:
+            raise MissingDataError(
+                f"{self.name} reads JSON lines with a question and its choices: give --data FOLDER."
+            )
+        sources = [Source(*self.dataset, split) for split in ("train", "test")]
+        train, test = read_sources(sources, options.data)
+        sizes = SIZES.asked(options)
+        rng = random.Random(seed)
+        return Task(
+            name=self.name,
+            classes=LETTERS,
+            is_prompt=True,
+            train=self._drawn(train, sizes.train, rng),
+            test=self._drawn(test, sizes.test, rng),
+            truncation_side="left",
+        )
+
+    def _drawn(self, rows: Sequence[Row], count: int, rng: random.Random) -> list[Example]:
+        kept = [row for row in rows if len(row["choices"]["text"]) == len(LETTERS)]
+        rng.shuffle(kept)
+        examples = [self.to_example(row) for row in kept[:count]]
+        return [example for example in examples if example is not None]
+
+
+def by_texts(row: Row) -> Example:
+    """Ask a question without its choices, which stand behind it one by one."""
+    question = row["question"] if "question" in row else row["question_stem"]
+    choices = row["choices"]
+    return Example(
+        text=f"Question: {question} Answer:",
+        label=choices["label"].index(row["answerKey"]),
+        choices=tuple(f" {choice}" for choice in choices["text"]),
+    )
+
+
+ARC_EASY = ("allenai/ai2_arc", "ARC-Easy")
+ARC_CHALLENGE = ("allenai/ai2_arc", "ARC-Challenge")
+OBQA = ("allenai/openbookqa", "main")
+MULTIPLE_CHOICE = (
+    MultipleChoice("arc_easy_letters", ARC_EASY, prompts.arc),
+    MultipleChoice("arc_easy_texts", ARC_EASY, by_texts),
+    MultipleChoice("arc_challenge_letters", ARC_CHALLENGE, prompts.arc),
+    MultipleChoice("arc_challenge_texts", ARC_CHALLENGE, by_texts),
+    MultipleChoice("obqa_letters", OBQA, prompts.openbookqa),
+    MultipleChoice("obqa_texts", OBQA, by_texts),
+)
