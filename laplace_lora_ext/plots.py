@@ -1,4 +1,4 @@
-"""Pictures of how far a posterior can be trusted, by matplotlib.
+"""Draws pictures of how far a posterior can be trusted, by matplotlib.
 
 Each takes a posterior and a loader with labels, or what `outcomes` has made of both, so that
 several pictures need one pass.
@@ -19,12 +19,13 @@ from laplace_lora_ext.processes.exchange import rank
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TRAINED, _POSTERIOR = "trained model", "posterior"
+_TRAINED = "trained model"
+_POSTERIOR = "posterior"
 _COLOURS = {_TRAINED: "tab:red", _POSTERIOR: "tab:blue"}
 
 
 class Outcomes(NamedTuple):
-    """Predictions for N labelled examples, before and after.
+    """Holds predictions for N labelled examples, before and after.
 
     Attributes
     ----------
@@ -42,7 +43,7 @@ class Outcomes(NamedTuple):
 
     @property
     def probabilities(self) -> dict[str, torch.Tensor]:
-        """Probabilities `(N, C)` by whose they are."""
+        """Name the probabilities `(N, C)` by whose they are."""
         return {_TRAINED: self.trained, _POSTERIOR: self.prediction.probabilities}
 
 
@@ -74,10 +75,13 @@ def outcomes(
     ValueError
         If there are no labels, or the posterior predicts no classes.
     """
-    batches = tqdm(loader, "[Predictions]", disable=not progress_bar or rank() > 0)
+    is_silent = not progress_bar or rank() > 0
+    batches = tqdm(loader, "[Predictions]", disable=is_silent)
     generator = torch.Generator(la.model.device).manual_seed(0)
     start = generator.get_state()
-    trained, predictions, labels = [], [], []
+    trained: list[torch.Tensor] = []
+    predictions: list[Prediction] = []
+    labels: list[torch.Tensor] = []
     for batch in batches:
         inputs, y = la.model.split(batch)
         with la.model.prepared(), torch.no_grad():
@@ -88,8 +92,12 @@ def outcomes(
         labels.append(y.cpu())
     if not labels:
         raise ValueError("The loader has no data.")
-    joined = [torch.cat(parts).detach().cpu() for parts in zip(*predictions, strict=True)]
-    return Outcomes(torch.cat(trained), Prediction(*joined), torch.cat(labels))
+    fields = [torch.cat(parts).detach().cpu() for parts in zip(*predictions, strict=True)]
+    return Outcomes(
+        trained=torch.cat(trained),
+        prediction=Prediction._make(fields),
+        labels=torch.cat(labels),
+    )
 
 
 def reliability(
@@ -119,21 +127,34 @@ def reliability(
     ax.plot([0, 1], [0, 1], color="grey", linestyle=":")
     for name, probabilities in found.probabilities.items():
         confidence, answers = probabilities.max(-1)
+        confidence = confidence.double()
         is_right = (answers == found.labels).double()
+        # A confidence of 1 belongs to the last bin.
         bins = (confidence * n_bins).long().clamp(max=n_bins - 1)
         numbers = torch.bincount(bins, minlength=n_bins)
         seen = numbers > 0
-        sums = torch.stack(
-            [torch.bincount(bins, values.double(), n_bins) for values in (confidence, is_right)]
+        mean_confidence = torch.bincount(bins, confidence, n_bins) / numbers
+        share_right = torch.bincount(bins, is_right, n_bins) / numbers
+        ax.plot(
+            mean_confidence[seen].tolist(),
+            share_right[seen].tolist(),
+            marker="o",
+            color=_COLOURS[name],
+            label=name,
         )
-        x, y = (sums[:, seen] / numbers[seen]).tolist()
-        ax.plot(x, y, marker="o", color=_COLOURS[name], label=name)
-    ax.set(xlabel="confidence", ylabel="share of right answers", xlim=(0, 1), ylim=(0, 1))
+    ax.set_xlabel("confidence")
+    ax.set_ylabel("share of right answers")
+    ax.set_xlim(0, 1)
+    ax.set_ylim(0, 1)
     ax.legend()
     return ax
 
 
-def risk_coverage(la: Any, loader: Iterable[Any] | None = None, ax: Axes | None = None) -> Axes:
+def risk_coverage(
+    la: Any,
+    loader: Iterable[Any] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """Draw the share of errors among the surest answers against how many are kept.
 
     Parameters and result are those of `reliability`.
@@ -143,34 +164,44 @@ def risk_coverage(la: Any, loader: Iterable[Any] | None = None, ax: Axes | None 
     for name, probabilities in found.probabilities.items():
         confidence, answers = probabilities.max(-1)
         is_wrong = (answers != found.labels).double()
-        of_surest = is_wrong[confidence.argsort(descending=True, stable=True)]
-        kept = torch.arange(1, len(of_surest) + 1)
-        risks = of_surest.cumsum(0) / kept
-        ax.plot((kept / len(kept)).tolist(), risks.tolist(), color=_COLOURS[name], label=name)
-    ax.set(xlabel="share of answers kept", ylabel="share of errors among them", xlim=(0, 1))
+        # Stable, so that ties, as of answers that are all but certain, come out the same each time.
+        surest_first = confidence.argsort(descending=True, stable=True)
+        n_kept = torch.arange(1, len(surest_first) + 1)
+        risk = is_wrong[surest_first].cumsum(0) / n_kept
+        coverage = n_kept / len(n_kept)
+        ax.plot(coverage.tolist(), risk.tolist(), color=_COLOURS[name], label=name)
+    ax.set_xlabel("share of answers kept")
+    ax.set_ylabel("share of errors among them")
+    ax.set_xlim(0, 1)
     ax.set_ylim(bottom=0)
     ax.legend()
     return ax
 
 
-def entropies(la: Any, loader: Iterable[Any] | None = None, ax: Axes | None = None) -> Axes:
+def entropies(
+    la: Any,
+    loader: Iterable[Any] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """Draw the entropies of right and of wrong answers as histograms.
 
     Parameters and result are those of `reliability`.
     """
     found = _outcomes_of(la, loader)
     ax = _axes(ax)
-    prediction = found.prediction
-    is_right = prediction.labels == found.labels
-    parts = [prediction.total_entropy[is_right], prediction.total_entropy[~is_right]]
+    is_right = found.prediction.labels == found.labels
+    entropy = found.prediction.total_entropy
+    of_right = entropy[is_right]
+    of_wrong = entropy[~is_right]
     ax.hist(
-        [part.tolist() for part in parts],
+        [of_right.tolist(), of_wrong.tolist()],
         bins=20,
         stacked=True,
         color=["tab:green", "tab:orange"],
         label=["right", "wrong"],
     )
-    ax.set(xlabel="entropy of the posterior's answer (nats)", ylabel="texts")
+    ax.set_xlabel("entropy of the posterior's answer (nats)")
+    ax.set_ylabel("texts")
     ax.legend()
     return ax
 
@@ -184,11 +215,13 @@ def _outcomes_of(la: Any, loader: Iterable[Any] | None) -> Outcomes:
 
 
 def _axes(ax: Axes | None) -> Axes:
-    """The given axes, or new ones."""
+    """Take the given axes, or make new ones."""
     if ax is not None:
         return ax
+    # Only who draws needs matplotlib.
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError("Pictures need matplotlib: pip install matplotlib.") from error
-    return plt.subplots(layout="constrained")[1]
+    _, axes = plt.subplots(layout="constrained")
+    return axes

@@ -66,6 +66,7 @@ class Checkpoints:
     def _checkpointed(
         self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        # Nothing is kept for a backward pass, and the cache may stay.
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # transformers marks layers that only read what others have cached.
@@ -73,6 +74,7 @@ class Checkpoints:
             kwargs |= dict.fromkeys(_CACHES & kwargs.keys())
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
+        # A count, since checkpointed layers may lie within others.
         self._n_open += 1
         try:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -231,6 +231,7 @@ class LogitsModel(nn.Module):
         """Tell whether two computations of the same logits differ by rounding alone."""
         if logits.shape != others.shape:
             return False
+        # Logits come in float32 at least, and don't tell in what precision they were computed.
         is_half = next(self.model.parameters()).dtype in _HALF
         rounding = _ROUNDING_OF_HALF if is_half else _ROUNDING
         distance = (logits - others).abs().max()
@@ -250,6 +251,7 @@ class LogitsModel(nn.Module):
         and every parameter's `requires_grad` and `.grad` are as they were.
         """
         active = nullcontext() if self.adapter is None else only_active(self.model, self.adapter)
+        # The lock comes first: all that follows changes the model, also for other threads.
         with LOCK, cpu_as_default(), active, running_eagerly(self.model):
             modes = {module: module.training for module in self.modules()}
             before = [flags for module in modes for flags in _ParameterFlags.of_module(module)]

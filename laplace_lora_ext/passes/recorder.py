@@ -83,8 +83,7 @@ class Recorder:
             checkpointed=not create_graph,
             keeps_inputs=keeps_inputs,
         )
-        # `tapped` comes after `prepared`: it puts checkpointed layers in training mode, within a
-        # model that is in evaluation mode otherwise.
+        # Hooks come last, when `prepared` makes other threads wait: these must not be heard.
         with (
             self.model.prepared(),
             torch.inference_mode(False),

@@ -162,6 +162,7 @@ class Members:
 
     def run(self, stages: Sequence[Stage], work: Callable[[Stage], Done]) -> list[Done]:
         """Do each stage's work while its member is the active adapter."""
+        # Members share the base model, so that at any time one of them is trained.
         results = []
         for stage in stages:
             self._activate[stage.member]()
@@ -191,6 +192,7 @@ def choose_priors(
         or what `predictive_statistics` of the posterior, or of the mixture, returned
     progress_bar : bool, default=False
     """
+    # A mixture wants another prior than each of its members: it is less sure than they are.
     together = joined(posteriors)
     # Texts that are written have no link, and all others are predicted with the default one.
     history = together.optimize_prior_precision(
@@ -229,6 +231,7 @@ class _Training:
         check_divisible(self.loader, stages.held_out)
         everything = taken(self.loader)
         groups = self._groups(everything, stages.held_out)
+        # Once for all members: only what none of them has learnt can judge their mixture.
         ((rest, held),) = divided(self.loader, stages.held_out, groups, self.generator)
         validation = self.batches_of(held)
 
@@ -256,6 +259,7 @@ class _Training:
             warnings.simplefilter("ignore")  # the fits will warn
             batches = self.batches_of(everything)
             la = Laplace(self.model, **self.settings)
+            # One batch shows most of what a fit refuses, before hours of training.
             la.fit(list(islice(batches, 1)))
             groups = groups_of(la, batches, held_out)
         if not is_untrained(la.blocks):

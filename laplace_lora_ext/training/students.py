@@ -91,6 +91,7 @@ def distill(
     folder = Path(trainer.args.output_dir)
     with restored(trainer), own_adapter_back(peft_model):
         _add_student(peft_model, first.blocks[0].adapter, adapter_name)
+        # A head of its own can be scaled once for all; what has none learns its scale by training.
         head = _head(peft_model, adapter_name, model.output_size)
         records: list[Record] = []
         logits: list[torch.Tensor] = []
@@ -152,6 +153,7 @@ def _scale_and_freeze(head: list[nn.Parameter], scale: float) -> None:
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
     """Switch dropout off within, whatever mode the model is in."""
+    # By their rates rather than by evaluation mode, which a trainer leaves at each step.
     rates = {module: module.p for module in model.modules() if isinstance(module, nn.Dropout)}
     for module in rates:
         module.p = 0.0
@@ -216,6 +218,8 @@ def _with_other_tokens(
 
     The trained models decide it: `probabilities` share out the rest among the answers.
     """
+    # Without them, a student that shares its probability among the answers alone would no more
+    # begin with an answer than with any other token.
     of_members = []
     for member in members:
         with member.model.prepared():
