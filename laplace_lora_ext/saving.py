@@ -1,4 +1,4 @@
-"""Posteriors in files, and draws of them as adapters."""
+"""Writes posteriors into files, and draws of them as adapters."""
 
 from __future__ import annotations
 
@@ -32,13 +32,19 @@ def write_state(state: Mapping[str, Any], folder: str | Path) -> None:
     """Write the state of a posterior into a folder, which is made if it does not exist."""
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
     content = json.dumps(_plain(state, tensors))
-    copies = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.values()
+    # Copies: safetensors refuses tensors that share memory or have gaps in it.
+    copies: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.values():
+        in_memory = tensor.detach().cpu()
+        copies[name] = in_memory.clone(memory_format=torch.contiguous_format)
+    metadata = {
+        "laplace_lora_ext": _VERSION,
+        "state": content,
+        CHECKSUM: UNKNOWN,
     }
-    metadata = {"laplace_lora_ext": _VERSION, "state": content, CHECKSUM: UNKNOWN}
+    file = safetensors.torch.save(copies, metadata)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    write_sealed(Path(folder, FILE), safetensors.torch.save(copies, metadata))
+    write_sealed(Path(folder, FILE), file)
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
@@ -64,7 +70,9 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 def write_sealed(path: Path, content: bytes) -> None:
     """Write a file with a checksum over all of it, in place of the `UNKNOWN` one in its JSON."""
     checksum = hashlib.sha256(content).hexdigest().encode()
-    path.write_bytes(content.replace(_SEAL + UNKNOWN.encode(), _SEAL + checksum, 1))
+    # As long as what it stands for: offsets of tensors in the file stay right.
+    sealed = content.replace(_SEAL + UNKNOWN.encode(), _SEAL + checksum, 1)
+    path.write_bytes(sealed)
 
 
 def read_sealed(path: Path, what: str) -> bytes:
@@ -75,7 +83,8 @@ def read_sealed(path: Path, what: str) -> bytes:
     before, seal, rest = path.read_bytes().partition(_SEAL)
     if not seal:
         raise ValueError(_foreign(path, what))
-    checksum, after = rest[: len(UNKNOWN)], rest[len(UNKNOWN) :]
+    checksum = rest[: len(UNKNOWN)]
+    after = rest[len(UNKNOWN) :]
     content = before + seal + UNKNOWN.encode() + after
     if hashlib.sha256(content).hexdigest().encode() != checksum:
         raise ValueError(
@@ -86,6 +95,7 @@ def read_sealed(path: Path, what: str) -> bytes:
 
 
 def _foreign(path: Path, what: str) -> str:
+    """Say that a file is none of ours."""
     return (
         f"{path} holds no {what} that this release reads (version {_VERSION} of the format), or "
         "is damaged: fit and save it again, or install the release that wrote it."
@@ -99,6 +109,7 @@ def _plain(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:
     that have a single key, or keys that are no text.
     """
     if isinstance(value, torch.Tensor):
+        # A tensor that stands in several places is written once.
         name, _ = tensors.setdefault(id(value), (str(len(tensors)), value))
         return {"tensor": name}
     if isinstance(value, tuple):
@@ -109,9 +120,11 @@ def _plain(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:
         pairs: list[tuple[Any, Any]] = []
         for key, part in value.items():
             pairs.append((_plain(key, tensors), _plain(part, tensors)))
-        are_text = all(isinstance(key, str) for key in value)
-        is_like_ours = len(value) == 1  # a dictionary of one key stands for something else
-        return {"items": pairs} if is_like_ours or not are_text else dict(pairs)
+        has_other_keys = not all(isinstance(key, str) for key in value)
+        would_stand_for_something_else = len(value) == 1
+        if has_other_keys or would_stand_for_something_else:
+            return {"items": pairs}
+        return dict(pairs)
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, str | int | float):
@@ -134,7 +147,9 @@ def _comparable(value: Any) -> Any:
         return {key: _comparable(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_comparable(part) for part in value]
-    return value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.tolist()
+    return value
 
 
 def check_state(
@@ -181,6 +196,7 @@ def sample_adapters(
     """
     check_counts(n_samples=n_samples)
     folders = new_folders(directory, n_samples)
+    # Which member each draw is of, all of the first one's before those of the second.
     drawn_from = sorted(index % len(members) for index in range(n_samples))
     written: list[Path] = []
     for index, folder in zip(drawn_from, folders, strict=True):
@@ -192,9 +208,9 @@ def sample_adapters(
                 "as the posterior does: an adapter can't."
             )
         drawn = drawn_weights(member, generator)
-        values = {
-            id(block.weight): value for block, value in zip(member.blocks, drawn, strict=True)
-        }
+        values: dict[int, torch.Tensor] = {}
+        for block, value in zip(member.blocks, drawn, strict=True):
+            values[id(block.weight)] = value
         model = find_peft_model(member.model)
         adapter = member.blocks[0].adapter
         written.append(write_adapter(model, adapter, values, folder, **kwargs))
