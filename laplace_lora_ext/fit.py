@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from laplace_lora_ext.curvature.structure import Place, Structure
-from laplace_lora_ext.models.logits_model import LogitsModel
+from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.models.same_model import ModelState, check_runs, check_same
-from laplace_lora_ext.models.weights import Block, flattened
+from laplace_lora_ext.models.weights import Place, flattened
 from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.processes.exchange import together
 from laplace_lora_ext.sums import sums_over
@@ -131,10 +130,6 @@ class Fit:
             n_data=n_data,
         )
 
-    def check_model(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
-        """Refuse a model that has changed since the fit."""
-        check_same(model, blocks, self.model, self.mean)
-
 
 def fit(
     loader: Iterable[Any],
@@ -174,7 +169,7 @@ def fit(
         if before is None:
             check_runs(model, blocks)
         else:
-            before.check_model(model, blocks)
+            check_same(model, blocks, before.model, before.mean)
         state = ModelState.of(model, blocks)
         mean = flattened(blocks, model.device)
         sums = sums_over(

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import laplace_lora_ext.saving as saving
 from laplace_lora_ext.acquisitions import Acquisition
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
-from laplace_lora_ext.curvature.structure import Structure, places_of
+from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.fit import Fit, NoFit, fit
 from laplace_lora_ext.likelihoods import Likelihood, refuse_multi_label
 from laplace_lora_ext.messages import check_positive, check_single, warn
@@ -35,8 +35,8 @@ from laplace_lora_ext.models.lora_layers import (
     warn_of_other_trainable,
 )
 from laplace_lora_ext.models.posterior import Hyperparameters
-from laplace_lora_ext.models.same_model import ModelState
-from laplace_lora_ext.models.weights import Block, check_in_place, flattened
+from laplace_lora_ext.models.same_model import ModelState, check_same
+from laplace_lora_ext.models.weights import Block, check_in_place, flattened, places_of
 from laplace_lora_ext.passes.recorder import Directions, Recorder, every_output
 from laplace_lora_ext.predictive import amortized, decisions, distributions
 from laplace_lora_ext.predictive.amortized import LearntVariance
@@ -187,7 +187,7 @@ class LoRALaplace(ParametricLaplace):
         self.recorder = Recorder(self.model, self.blocks)
         self.trained_likelihood = self.problem.trained
         self.predicted_likelihood = self.problem.predicted
-        self._fit: Fit | NoFit = NoFit(places_of(self.model, self.blocks))
+        self._fit: Fit | NoFit = NoFit(places_of(self.blocks, self.model.device))
         backend_kwargs = self.problem.backend_kwargs(backend, backend_kwargs or {})
         if issubclass(backend, LowRankKronInterface):
             backend_kwargs = {"recorder": self.recorder, **backend_kwargs}
@@ -398,7 +398,7 @@ class LoRALaplace(ParametricLaplace):
         """Move the posterior to where its model is; refuse one that has changed since the fit."""
         super()._check_H_init()
         if isinstance(self._fit, Fit):
-            self._fit.check_model(self.model, self.blocks)
+            check_same(self.model, self.blocks, self._fit.model, self._fit.mean)
         self._move_with_model()
 
     def _check_H_init(self) -> None:  # noqa: N802
@@ -408,7 +408,7 @@ class LoRALaplace(ParametricLaplace):
     @torch.inference_mode(False)
     def _move_with_model(self) -> None:
         """Move the posterior and its prior to where the model's LoRA weights are now."""
-        if self._fit.places == places_of(self.model, self.blocks):
+        if self._fit.places == places_of(self.blocks, self.model.device):
             return
         self._backend = None  # the host's keeps buffers that the model has replaced
         for name in ("prior_precision", "prior_mean", "sigma_noise"):

@@ -6,7 +6,7 @@ once all data are summed, and takes a prior.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -20,7 +20,13 @@ from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterf
 from laplace_lora_ext.curvature.matrix import LowRankKron, LowRankKronDecomposed
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import Block, check_in_place, check_with_biases
+from laplace_lora_ext.models.weights import (
+    Block,
+    Place,
+    check_in_place,
+    check_with_biases,
+    places_of,
+)
 from laplace_lora_ext.passes.checks import inspected
 from laplace_lora_ext.passes.recorder import Recorder
 
@@ -31,15 +37,6 @@ class _Summable(Protocol):
 
 SumsT = TypeVar("SumsT", bound=_Summable)
 CurvatureT = TypeVar("CurvatureT")
-
-Place = tuple[torch.device, torch.dtype]
-"""A device, and the precision of the numbers there."""
-
-
-def places_of(model: LogitsModel, blocks: Sequence[Block]) -> list[Place]:
-    """Say where a model's weights are now: first what is over all blocks, then each block."""
-    of_all = model.device, blocks[0].statistics_dtype
-    return [of_all, *(block.place for block in blocks)]
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Structure(Generic[SumsT, CurvatureT]):
     @property
     def places(self) -> list[Place]:
         """Say where the weights are now, as `places_of` does."""
-        return places_of(self.model, self.blocks)
+        return places_of(self.blocks, self.model.device)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.batches import text_config
+from laplace_lora_ext.models.batches import logits_of, text_config
 
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
@@ -284,19 +284,6 @@ def reading_at(
             yield read_off
     else:
         yield read_off
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    """Return the tensor of logits in what a model returns; `TypeError` if there is none."""
-    logits = getattr(output, "logits", output)
-    if isinstance(logits, (tuple, list)) and logits:
-        logits = logits[0]
-    if not isinstance(logits, torch.Tensor):
-        raise TypeError(
-            "The model must return logits: an output with .logits, a tensor, or a tuple that "
-            f"begins with one, not {type(output).__name__}."
-        )
-    return logits
 
 
 def decoder_start(transformer: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -251,3 +251,16 @@ def _is_text(inputs: Mapping[str, Any], n_examples: int) -> bool:
         if is_feature or len(value) not in (1, n_examples):
             return False
     return True
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """Return the tensor of logits in what a model returns; `TypeError` if there is none."""
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, (tuple, list)) and logits:
+        logits = logits[0]
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(
+            "The model must return logits: an output with .logits, a tensor, or a tuple that "
+            f"begins with one, not {type(output).__name__}."
+        )
+    return logits

@@ -17,8 +17,15 @@ from transformers import PreTrainedModel
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.adapters import only_active
-from laplace_lora_ext.models.answers import Answers, ClassTokens, logits_of
-from laplace_lora_ext.models.batches import Positions, check_texts, moved, positions_of, text_first
+from laplace_lora_ext.models.answers import Answers, ClassTokens
+from laplace_lora_ext.models.batches import (
+    Positions,
+    check_texts,
+    logits_of,
+    moved,
+    positions_of,
+    text_first,
+)
 from laplace_lora_ext.models.choices import Choices, answers_of
 from laplace_lora_ext.models.locks import (
     LOCK,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.answers import logits_of
+from laplace_lora_ext.models.batches import logits_of
 from laplace_lora_ext.models.logits_model import LogitsModel
 
 _KEYS = ("input_ids", "attention_mask")

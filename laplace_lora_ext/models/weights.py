@@ -13,6 +13,9 @@ from accelerate.hooks import AlignDevicesHook, SequentialHook
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+Place = tuple[torch.device, torch.dtype]
+"""A device, and the precision of the numbers there."""
+
 Values = list[torch.Tensor]
 """One tensor for each weight of the blocks, in their order, and of the weight's own shape."""
 
@@ -105,13 +108,22 @@ class Block:
         return torch.promote_types(self.weight.dtype, torch.float32)
 
     @property
-    def place(self) -> tuple[torch.device, torch.dtype]:
+    def place(self) -> Place:
         """Where its statistics and posterior belong, and their precision."""
         return self.device, self.statistics_dtype
 
     def small_side_first(self, weights: torch.Tensor) -> torch.Tensor:
         """Turn `(..., m, n)` weights into `(..., r, d)`, and back."""
         return weights if self.small_output else weights.mT
+
+
+def places_of(blocks: Sequence[Block], device: torch.device) -> list[Place]:
+    """Say where a posterior belongs: first what is over all blocks, then what is of each.
+
+    The former belongs on the model's `device`.
+    """
+    of_all = device, blocks[0].statistics_dtype
+    return [of_all, *(block.place for block in blocks)]
 
 
 # --- names -----------------------------------------------------------------------------------
