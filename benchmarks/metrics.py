@@ -8,7 +8,10 @@ from torchmetrics.functional.classification import binary_auroc
 from laplace_lora_ext.metrics import N_BINS
 
 
-def shift_detection(test: torch.Tensor, shifted: torch.Tensor) -> dict[str, float]:
+def shift_detection(
+    test: torch.Tensor,
+    shifted: torch.Tensor,
+) -> dict[str, float]:
     """Compute mean entropies in nats, and how well entropy detects shifted texts (AUROC)."""
     of_test = entropies(test)
     of_shifted = entropies(shifted)

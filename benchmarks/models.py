@@ -63,7 +63,10 @@ class AdaptedModel:
         """Compute logits (texts, classes) on the CPU, in the model's current mode."""
         return torch.cat([self.logits_model(batch).cpu() for batch in batches])
 
-    def probabilities(self, loaders: Mapping[str, Iterable[Any]]) -> dict[str, torch.Tensor]:
+    def probabilities(
+        self,
+        loaders: Mapping[str, Iterable[Any]],
+    ) -> dict[str, torch.Tensor]:
         """Compute probabilities (texts, classes) of each data set, on the CPU."""
         return {name: self.logits(batches).softmax(-1) for name, batches in loaders.items()}
 

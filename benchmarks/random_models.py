@@ -67,7 +67,11 @@ def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
 
 
 def random_loader(
-    shape: Shape, batches: int, device: str, seed: int, batch_size: int | None = None
+    shape: Shape,
+    batches: int,
+    device: str,
+    seed: int,
+    batch_size: int | None = None,
 ) -> DataLoader:
     """Make batches of random tokens and labels in a fixed order, without padding."""
     batch_size = batch_size or shape.batch_size

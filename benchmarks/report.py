@@ -151,7 +151,10 @@ def label(row: Row) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
+def table(
+    rows: Sequence[Row],
+    columns: Sequence[str] = (),
+) -> str:
     """Lay out figures of each row as a Markdown table that is readable as source too.
 
     By default it has a column for everything that a row has.
@@ -285,7 +288,11 @@ def lines(rows: Sequence[Row], x: str, y: str) -> Lines:
     return by_name
 
 
-def draw_lines(path: Path, panels: Mapping[str, Lines], xlabel: str) -> None:
+def draw_lines(
+    path: Path,
+    panels: Mapping[str, Lines],
+    xlabel: str,
+) -> None:
     """Draw panels side by side, by title, in logarithms; one legend explains their lines."""
     height = math.ceil(len(panels) / PANELS_PER_ROW)
     width = math.ceil(len(panels) / height)

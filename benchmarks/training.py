@@ -48,7 +48,12 @@ class Hyperparameters:
         count = min(self.checkpoints, self.steps)
         return [self.steps * number // count for number in range(1, count + 1)]
 
-    def for_epochs(self, epochs: int, texts: int, warmup: float = 1 / 20) -> "Hyperparameters":
+    def for_epochs(
+        self,
+        epochs: int,
+        texts: int,
+        warmup: float = 1 / 20,
+    ) -> "Hyperparameters":
         """Return the same for this many passes over the texts, with one checkpoint."""
         steps = epochs * math.ceil(texts / self.batch_size)
         return replace(
@@ -77,7 +82,11 @@ class Recipe:
     def prepare(self, model: torch.nn.Module) -> None:
         """Add parameters to be trained beside the weights."""
 
-    def optimizer(self, weights: list[torch.nn.Parameter], settings: Hyperparameters) -> Any:
+    def optimizer(
+        self,
+        weights: list[torch.nn.Parameter],
+        settings: Hyperparameters,
+    ) -> Any:
         """Make the optimizer, which gets a linear schedule."""
         return torch.optim.AdamW(weights, lr=settings.learning_rate, weight_decay=0.0)
 
@@ -147,7 +156,10 @@ def train(
 
 
 def read_or_train(
-    model: torch.nn.Module, key: Any, cache: Path, train: Callable[[], Checkpoints]
+    model: torch.nn.Module,
+    key: Any,
+    cache: Path,
+    train: Callable[[], Checkpoints],
 ) -> Checkpoints:
     """Read what an earlier training from the same weights with the same key has left, or train."""
     path = cache / f"fine-tuned-{_digest(model, key)}.pt"

@@ -68,7 +68,11 @@ class Fit:
     learnt_variance: LearntVariance | None = None
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], structure: Structure[Any, Any]) -> Fit:
+    def from_state_dict(
+        cls,
+        state: Mapping[str, Any],
+        structure: Structure[Any, Any],
+    ) -> Fit:
         """Rebuild what `state_dict` returned, where the structure's weights are now."""
         sums = structure.unpack(state["H"])
         device, dtype = structure.places[0]
@@ -112,7 +116,12 @@ class Fit:
             learnt_variance=self.learnt_variance and self.learnt_variance.to(device, dtype),
         )
 
-    def after(self, earlier: Fit, distance: torch.Tensor, structure: Structure[Any, Any]) -> Fit:
+    def after(
+        self,
+        earlier: Fit,
+        distance: torch.Tensor,
+        structure: Structure[Any, Any],
+    ) -> Fit:
         """Add the data of an earlier fit, around other weights.
 
         Their curvature is as it was there. Their loss here is that of its parabola: `distance` is

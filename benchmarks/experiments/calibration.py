@@ -76,7 +76,11 @@ def chosen_methods(names: Collection[str] | None) -> list[str]:
     return [key for key, title in titles.items() if key in asked or title in asked]
 
 
-def measured(pretrained: Pretrained, seed: int, keys: Collection[str]) -> Iterator[Row]:
+def measured(
+    pretrained: Pretrained,
+    seed: int,
+    keys: Collection[str],
+) -> Iterator[Row]:
     """Fine-tune, and measure methods with these keys: a row for each, and each prior and link."""
     comparison = Comparison(pretrained, seed)
     for key in keys:
@@ -169,7 +173,11 @@ class Tests:
             self.loaders[name] = pretrained.loader(records, PREDICTION_BATCH_SIZE)
             self.labels[name] = labels_of(records)
 
-    def seconds(self, predict: Callable[[Any], object], clock: Clock = timer) -> float:
+    def seconds(
+        self,
+        predict: Callable[[Any], object],
+        clock: Clock = timer,
+    ) -> float:
         """Time a prediction of all test texts, by some of their batches."""
         batches = list(islice(self.loaders[TEST], TIMED_BATCHES))
 
@@ -204,7 +212,12 @@ class Tests:
             "shifted": shifted,
         }
 
-    def _shifted(self, name: str, test: torch.Tensor, probabilities: torch.Tensor) -> Figures:
+    def _shifted(
+        self,
+        name: str,
+        test: torch.Tensor,
+        probabilities: torch.Tensor,
+    ) -> Figures:
         """Measure probabilities of a shifted set: their quality only if a class is right."""
         labels = self.labels[name]
         figures = {}

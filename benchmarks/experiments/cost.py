@@ -87,7 +87,10 @@ def shapes_of(options: Cost, device: str) -> Iterator[tuple[Shape, int]]:
             yield shape, count
 
 
-def _for_each(numbers: tuple[int, ...], models: int) -> tuple[int, ...]:
+def _for_each(
+    numbers: tuple[int, ...],
+    models: int,
+) -> tuple[int, ...]:
     """Return a number for each model, where one may be given for all."""
     if len(numbers) == 1:
         return numbers * models
@@ -209,7 +212,10 @@ def _add_bare_loops(rows: Sequence[Row]) -> None:
         row["in_bare_loops"] = row["median"] / seconds if seconds else None
 
 
-def _growth(measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+def _growth(
+    measured: Sequence[Row],
+    keys: Sequence[str],
+) -> list[Row]:
     """Fit how the time that a fit adds to the bare loop, per batch and layer, grows with width."""
     series = []
     for key in keys:

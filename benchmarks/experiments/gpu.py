@@ -299,7 +299,11 @@ class Jobs:
     )
     RIVALS = ("stock diag, fit", "stock Kron, fit")
 
-    def __init__(self, model: PeftModel, batches: list[dict[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        model: PeftModel,
+        batches: list[dict[str, torch.Tensor]],
+    ) -> None:
         self._model = model
         self._batches = batches
         self._inputs = {key: value for key, value in batches[0].items() if key != "labels"}
@@ -363,7 +367,12 @@ class Jobs:
         la.fit(loader)
 
 
-def exactness(attention: str, dtype: str, checkpointed: bool, device: str) -> dict[str, float]:
+def exactness(
+    attention: str,
+    dtype: str,
+    checkpointed: bool,
+    device: str,
+) -> dict[str, float]:
     """Largest relative difference of Jacobians and evidence from row-by-row autograd."""
     # RMSNorm of Llama casts to float32: GPT-2 computes in the precision of its weights.
     from transformers import GPT2Config
@@ -407,7 +416,11 @@ def exactness(attention: str, dtype: str, checkpointed: bool, device: str) -> di
     return figures
 
 
-def by_rows(model: LogitsModel, weights: list[torch.Tensor], batch: Any) -> torch.Tensor:
+def by_rows(
+    model: LogitsModel,
+    weights: list[torch.Tensor],
+    batch: Any,
+) -> torch.Tensor:
     """Jacobians `(B, C, parameters)` by a backward pass for each logit."""
     for weight in weights:
         weight.requires_grad_(True)

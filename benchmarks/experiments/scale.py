@@ -46,7 +46,10 @@ def run(options: Scale) -> Iterator[Result]:
     yield {"weights": MEANING, "rows": everything}, parts
 
 
-def measured(options: Scale, device: str) -> Iterator[tuple[str, int, list[Row]]]:
+def measured(
+    options: Scale,
+    device: str,
+) -> Iterator[tuple[str, int, list[Row]]]:
     """Measure: yield what is varied, its size, and the rows of figures."""
     shape = Shape(
         hidden_size=options.hidden_size,

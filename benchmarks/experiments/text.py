@@ -199,7 +199,11 @@ class Contestant:
 
 
 def contestants(
-    la: Any, options: Text, seed: int, train: list[Any], validation: list[Any]
+    la: Any,
+    options: Text,
+    seed: int,
+    train: list[Any],
+    validation: list[Any],
 ) -> Iterator[Contestant]:
     """Yield methods in turn; each posterior is to be measured before the next prior is chosen."""
     draws = options.draws

@@ -84,7 +84,11 @@ def written_behind(
     return answers, new.numel()
 
 
-def detection(predictor: Predictor, texts: list[Any], wrong: list[bool]) -> list[Row]:
+def detection(
+    predictor: Predictor,
+    texts: list[Any],
+    wrong: list[bool],
+) -> list[Row]:
     """Measure how well each score detects wrong answers."""
     scores = []
     for batch in texts:
@@ -108,7 +112,10 @@ def detection(predictor: Predictor, texts: list[Any], wrong: list[bool]) -> list
     return rows
 
 
-def detects(sign: torch.Tensor, wrong: torch.Tensor) -> dict[str, float | None]:
+def detects(
+    sign: torch.Tensor,
+    wrong: torch.Tensor,
+) -> dict[str, float | None]:
     """Compute AUROC of a sign of wrong answers, and their mean share over all coverages."""
     n_answers = len(sign)
     n_wrong = int(wrong.sum())

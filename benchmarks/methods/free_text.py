@@ -33,7 +33,10 @@ class Predictor:
     is_posterior: bool = False
 
     @torch.no_grad()
-    def __call__(self, batch: Any) -> tuple[torch.Tensor, Iterable[torch.Tensor], torch.Tensor]:
+    def __call__(
+        self,
+        batch: Any,
+    ) -> tuple[torch.Tensor, Iterable[torch.Tensor], torch.Tensor]:
         """Compute logits `(N, V)`, those of each draw, and the labels `(N,)`."""
         logits, tokens = self.la.tokens(batch)
         return logits / self.temperature, self.draws(batch), tokens

@@ -72,7 +72,12 @@ class BareLoops:
     def amortize(self, batches: Iterable[Any]) -> None:
         """Learn nothing: there are no variances."""
 
-    def __call__(self, batch: Any, pred_type: str = "glm", **_: Any) -> torch.Tensor:
+    def __call__(
+        self,
+        batch: Any,
+        pred_type: str = "glm",
+        **_: Any,
+    ) -> torch.Tensor:
         """Take the passes of a prediction; the probabilities are the model's own."""
         if pred_type == "amortized":
             with torch.no_grad():

@@ -141,13 +141,23 @@ class FromStatistics:
         """Predict every data set."""
         return {name: self._of(name, prior_precision, link) for name in self.statistics}
 
-    def regret(self, prior_precision: torch.Tensor, link: str, labels: torch.Tensor) -> float:
+    def regret(
+        self,
+        prior_precision: torch.Tensor,
+        link: str,
+        labels: torch.Tensor,
+    ) -> float:
         """Compute the regret of the test texts."""
         chosen = self._of(TEST, prior_precision, link)
         tried = (self._of(TEST, factor * prior_precision, link) for factor in FACTORS)
         return regret_of(chosen, tried, labels)
 
-    def _of(self, name: str, prior_precision: torch.Tensor, link: str) -> torch.Tensor:
+    def _of(
+        self,
+        name: str,
+        prior_precision: torch.Tensor,
+        link: str,
+    ) -> torch.Tensor:
         moments = self.statistics[name].moments(prior_precision)
         return probabilities(self.la, moments, link)
 
@@ -167,7 +177,12 @@ class FromBatches:
             for name, loader in self.loaders.items()
         }
 
-    def regret(self, prior_precision: torch.Tensor, link: str, labels: torch.Tensor) -> None:
+    def regret(
+        self,
+        prior_precision: torch.Tensor,
+        link: str,
+        labels: torch.Tensor,
+    ) -> None:
         """Compute none: each factor would need passes over all texts."""
 
 

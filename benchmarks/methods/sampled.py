@@ -181,7 +181,13 @@ class BLoB(Recipe):
         noise = module.spread.square() * torch.randn_like(module.spread)
         return output + (x * signs_of_inputs) @ noise.mT * signs_of_outputs
 
-    def after_step(self, model: nn.Module, step: int, steps_an_epoch: int, pace: float) -> None:
+    def after_step(
+        self,
+        model: nn.Module,
+        step: int,
+        steps_an_epoch: int,
+        pace: float,
+    ) -> None:
         """Take a step down the divergence from the prior."""
         # The last batches of an epoch carry most of its divergence.
         place = (step - 1) % steps_an_epoch + 1

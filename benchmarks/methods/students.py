@@ -50,7 +50,12 @@ def predict_with_student(
     return probabilities
 
 
-def _trainer(pretrained: Pretrained, model: Any, seed: int, folder: str) -> transformers.Trainer:
+def _trainer(
+    pretrained: Pretrained,
+    model: Any,
+    seed: int,
+    folder: str,
+) -> transformers.Trainer:
     """Make a trainer with the settings of the lab's own loop, which clips no gradients."""
     settings = pretrained.hyperparameters
     arguments = transformers.TrainingArguments(

@@ -44,7 +44,10 @@ def literal(node: ast.AST) -> str:
     return ""
 
 
-def find_commented(options: Reading, seed: int) -> Iterator[tuple[str, tuple[str, str]]]:
+def find_commented(
+    options: Reading,
+    seed: int,
+) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield verdict and pair of comment and line, by turns with another line of the same file."""
     generator = random.Random(seed)
     for path in drawn_files(LIBRARIES, options, seed):

@@ -71,7 +71,10 @@ def collate(tokenizer: Any, texts: list[Written]) -> Any:
     return pad(records)
 
 
-def by_length(texts: list[Written], batch_size: int) -> list[list[Written]]:
+def by_length(
+    texts: list[Written],
+    batch_size: int,
+) -> list[list[Written]]:
     """Divide texts into batches, in the order of their prompts' lengths, to pad little."""
     ordered = sorted(texts, key=lambda one: len(one.prompt))
     starts = range(0, len(ordered), batch_size)

@@ -97,7 +97,10 @@ def _intent(row: Row) -> str:
 
 
 def _drawn(
-    rows: Sequence[Row], classes: Sequence[str], count: int, generator: random.Random
+    rows: Sequence[Row],
+    classes: Sequence[str],
+    count: int,
+    generator: random.Random,
 ) -> list[Example]:
     """Draw examples, the classes by turns; fewer where a class has no more texts."""
     texts: dict[str, list[str]] = {name: [] for name in classes}

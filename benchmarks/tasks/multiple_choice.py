@@ -53,7 +53,12 @@ class MultipleChoice:
             truncation_side="left",
         )
 
-    def _drawn(self, rows: Sequence[Row], count: int, rng: random.Random) -> list[Example]:
+    def _drawn(
+        self,
+        rows: Sequence[Row],
+        count: int,
+        rng: random.Random,
+    ) -> list[Example]:
         kept = [row for row in rows if len(row["choices"]["text"]) == len(LETTERS)]
         rng.shuffle(kept)
         examples = [self.to_example(row) for row in kept[:count]]

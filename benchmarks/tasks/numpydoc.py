@@ -115,7 +115,10 @@ def find_types(options: Reading, seed: int) -> Iterator[tuple[str, str]]:
             yield TYPES[parameter.type], parameter.description
 
 
-def find_pairs(options: Reading, seed: int) -> Iterator[tuple[str, tuple[str, str]]]:
+def find_pairs(
+    options: Reading,
+    seed: int,
+) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield verdict and pair, each description once."""
     return pairs(read_parameters(options, seed), random.Random(seed))
 

@@ -57,7 +57,10 @@ class Source(NamedTuple):
         return [json.loads(line) for line in lines if line.strip()]
 
 
-def read_sources(sources: Sequence[Source], data: Path | None) -> list[list[Row]]:
+def read_sources(
+    sources: Sequence[Source],
+    data: Path | None,
+) -> list[list[Row]]:
     """Read the rows of several splits; if any is missing, say in one line what to download."""
     try:
         return [source.rows(data) for source in sources]
@@ -140,7 +143,11 @@ def lettered(
     )
 
 
-def glue(configuration: str, to_example: ToExample, classes: tuple[str, str]) -> PaperTask:
+def glue(
+    configuration: str,
+    to_example: ToExample,
+    classes: tuple[str, str],
+) -> PaperTask:
     """Describe a task of GLUE, for an encoder."""
     return PaperTask("nyu-mll/glue", configuration, to_example, classes)
 
@@ -192,7 +199,11 @@ def read_paper_task(name: str, data: Path | None = None) -> Task:
     )
 
 
-def _kept(to_example: ToExample, source: Source, rows: list[Row]) -> list[Example]:
+def _kept(
+    to_example: ToExample,
+    source: Source,
+    rows: list[Row],
+) -> list[Example]:
     """Make examples of a split's rows, without those that the paper leaves out."""
     try:
         examples = [to_example(row) for row in rows]

@@ -32,7 +32,11 @@ def winogrande(row: Row) -> Example:
     return Example(prompt, label)
 
 
-def four_choices(question: str, choices: Sequence[str], label: int) -> Example | None:
+def four_choices(
+    question: str,
+    choices: Sequence[str],
+    label: int,
+) -> Example | None:
     """Ask which of four choices is right; None if there aren't four."""
     if len(choices) != len(LETTERS):
         return None

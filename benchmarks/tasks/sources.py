@@ -28,7 +28,11 @@ def source_files(library: str) -> list[Path]:
     return files
 
 
-def drawn_files(libraries: Sequence[str], options: Reading, seed: int) -> Iterator[Path]:
+def drawn_files(
+    libraries: Sequence[str],
+    options: Reading,
+    seed: int,
+) -> Iterator[Path]:
     """Yield installed packages' source files, or as many of each as the options ask for."""
     maximum = options.files_per_library
     for library in libraries:

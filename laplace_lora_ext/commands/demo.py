@@ -146,7 +146,11 @@ def paragraphs_of(docstring: str) -> Iterator[Text]:
                 yield Text(text, SECTIONS.index(title))
 
 
-def drawn(texts: Iterator[Text], number: int, generator: random.Random) -> list[Text]:
+def drawn(
+    texts: Iterator[Text],
+    number: int,
+    generator: random.Random,
+) -> list[Text]:
     """Draw texts, equally many of each section, in random order and none twice."""
     by_label: dict[int, list[Text]] = defaultdict(list)
     for text in dict.fromkeys(texts):
@@ -264,7 +268,10 @@ def probabilities_of(
     }
 
 
-def as_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def as_text(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+) -> str:
     """Lay a table out in columns."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return "\n".join(

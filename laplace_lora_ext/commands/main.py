@@ -89,7 +89,12 @@ def _function(module: str, name: str) -> Callable[[Any], None]:
     return getattr(import_module(module), name)
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    *_: Any,
+    **__: Any,
+) -> None:
     """Show a warning as a line, without the place in the code that it comes from."""
     if category is UserWarning:
         print(f"warning: {message}", file=sys.stderr)

@@ -72,7 +72,10 @@ def doubtful_first(results: Outcomes) -> torch.Tensor:
     return results.prediction.total_entropy.argsort(descending=True, stable=True)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+) -> str:
     """Write a table of cells that are HTML already."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
@@ -87,7 +90,11 @@ def _quality_table(results: Outcomes) -> str:
     return table(["", "accuracy", "NLL", "ECE", "Brier"], rows)
 
 
-def _figure(caption: str, draw: Callable[..., Any], results: Outcomes) -> str:
+def _figure(
+    caption: str,
+    draw: Callable[..., Any],
+    results: Outcomes,
+) -> str:
     """Draw a picture as SVG within the page."""
     from matplotlib.figure import Figure
 

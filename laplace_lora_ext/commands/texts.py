@@ -74,7 +74,11 @@ def _read_hub(source: str) -> list[Row]:
         raise UsageError(f"{source} can't be read ({error}). Pass {_HINT}.") from error
 
 
-def column_of(rows: Sequence[Row], column: str, source: str) -> list[Any]:
+def column_of(
+    rows: Sequence[Row],
+    column: str,
+    source: str,
+) -> list[Any]:
     """Take a column, which each row must have."""
     for number, row in enumerate(rows, start=1):
         if column not in row:
@@ -113,7 +117,11 @@ class Batches:
     size: int
     max_length: int | None
 
-    def __call__(self, texts: Sequence[str], labels: Sequence[int] | None = None) -> DataLoader:
+    def __call__(
+        self,
+        texts: Sequence[str],
+        labels: Sequence[int] | None = None,
+    ) -> DataLoader:
         """Make a loader that reads the texts in order."""
 
         def collate(places: Sequence[int]) -> Any:

@@ -21,7 +21,10 @@ _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _ACTIVE = "_active_adapter"  # PEFT's attribute of layers
 
 
-def own_weights(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
+def own_weights(
+    model: nn.Module,
+    adapter: str,
+) -> dict[str, nn.Parameter]:
     """Find an adapter's weights, by names without the adapter's."""
     return {
         without_adapter(name): weight

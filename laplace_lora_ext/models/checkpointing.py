@@ -64,7 +64,11 @@ class Checkpoints:
                     layer.forward = forward
 
     def _checkpointed(
-        self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         # Nothing is kept for a backward pass, and the cache may stay.
         if not torch.is_grad_enabled():

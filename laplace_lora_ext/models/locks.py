@@ -44,7 +44,11 @@ def without_autocast(
     """Shield a method of an object with a `_device` from the user's `torch.autocast`."""
 
     @wraps(method)
-    def wrapped(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def wrapped(
+        self: Self,
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
         with torch.autocast(self._device.type, enabled=False):
             return method(self, *args, **kwargs)
 

@@ -34,7 +34,10 @@ class PreferenceModel(LogitsModel):
         first = torch.zeros(len(pairs["input_ids"]), dtype=torch.long, device=self.device)
         return pairs, first
 
-    def _pairs(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _pairs(
+        self,
+        batch: Mapping[str, Any],
+    ) -> dict[str, torch.Tensor]:
         """Return token ids and their mask, `(B, 2, T)`, of one of TRL's batches."""
         if "margin" in batch:
             warn('The likelihood "reward_modeling" has no margin: the batch\'s margin is ignored.')

@@ -107,7 +107,12 @@ class TokensModel(LogitsModel):
             inputs["decoder_input_ids"] = _decoder_input_ids(self.transformer, labels)
         return text_first(inputs)
 
-    def _at(self, places: torch.Tensor, inputs: Any, **kwargs: Any) -> torch.Tensor:
+    def _at(
+        self,
+        places: torch.Tensor,
+        inputs: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Compute logits `(N, V)` at the true ones of `(B, T)` places."""
         index, is_true = first_places(places)
         model_kwargs = without_cache(self.transformer, inputs) | kwargs
@@ -145,7 +150,10 @@ def _decoder_input_ids(transformer: PreTrainedModel, labels: torch.Tensor) -> to
     return shift_tokens_right(labels, padding, start_token(transformer))
 
 
-def _has_begun(labels: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
+def _has_begun(
+    labels: torch.Tensor,
+    inputs: Mapping[str, Any],
+) -> torch.Tensor:
     """Mark places from a text's first token on, `(B, T)`; refuse labels of no token."""
     for key in ("input_ids", "attention_mask"):
         given = inputs.get(key)

@@ -87,7 +87,11 @@ def codewords(n_examples: int) -> torch.Tensor:
     return words
 
 
-def _sites(graph: Graph, blocks: Sequence[Block], index: int) -> list[_Site]:
+def _sites(
+    graph: Graph,
+    blocks: Sequence[Block],
+    index: int,
+) -> list[_Site]:
     n_calls = len(graph.calls[index])
     return [(blocks[index].rows.site, place, n_calls) for place in range(n_calls)]
 

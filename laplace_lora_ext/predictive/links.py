@@ -29,7 +29,11 @@ def probit(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
     return (f_mu / (1 + _PROBIT * variances).sqrt()).log_softmax(-1)
 
 
-def monte_carlo(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def monte_carlo(
+    f_mu: torch.Tensor,
+    f_var: torch.Tensor,
+    noise: torch.Tensor,
+) -> torch.Tensor:
     """Average probabilities over samples of the logits; with many, this is the exact integral.
 
     `noise` holds standard normal numbers, as for `gaussian_samples`.
@@ -38,7 +42,11 @@ def monte_carlo(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) ->
     return log_p.logsumexp(0) - math.log(len(noise))
 
 
-def softmax_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def softmax_samples(
+    f_mu: torch.Tensor,
+    f_var: torch.Tensor,
+    noise: torch.Tensor,
+) -> torch.Tensor:
     """Draw log-probabilities `(S, B, C)`, by noise as for `gaussian_samples`.
 
     Covariances that say the same of all differences of two logits draw the same.
@@ -82,7 +90,10 @@ def sampled(n_samples: int, generator: torch.Generator | None) -> Link:
     return link
 
 
-def own_links(n_samples: int, generator: torch.Generator | None) -> dict[str, Link]:
+def own_links(
+    n_samples: int,
+    generator: torch.Generator | None,
+) -> dict[str, Link]:
     """Make this library's links, by name; "mc" has the same noise for all examples of a batch."""
 
     def sampled_alike(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:

@@ -279,7 +279,12 @@ class _Mixture:
         self._is_reading = False
         self._log_p = torch.zeros(())
 
-    def read(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def read(
+        self,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Run the writers before the model itself, while its cache still is what they know."""
         # The writers' own passes are through the same model.
         if self._is_reading:
@@ -294,7 +299,12 @@ class _Mixture:
         finally:
             self._is_reading = False
 
-    def replace_logits(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def replace_logits(
+        self,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> None:
         if not self._is_reading:
             output.logits = self._log_p
 
@@ -313,7 +323,11 @@ class _Writer:
         self._cache: object | None = None  # each model's own kind
         self._encoded: BaseModelOutput | None = None
 
-    def logits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def logits(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
         """Compute logits where the model is called with these arguments."""
         name = next((name for name in _CACHES if name in kwargs), None)
         cache = None if name is None else kwargs[name]

@@ -72,7 +72,13 @@ class LaplaceCallback(TrainerCallback):
         self._trainer = trainer
         self._settings = {"likelihood": likelihood, **options}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **kwargs: Any,
+    ) -> None:
         """Refuse what could not be fitted in the end."""
         tokenizer = kwargs.get("processing_class")
         with same_random_states(), warnings.catch_warnings():
@@ -86,7 +92,13 @@ class LaplaceCallback(TrainerCallback):
                 "and an eval_strategy."
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **kwargs: Any,
+    ) -> None:
         """Fit the trained model."""
         data: dict[str, Any] = {"train_loader": _once(kwargs["train_dataloader"], args)}
         if kwargs.get("eval_dataloader") is not None:

@@ -59,7 +59,13 @@ class MarkCheckpoints(TrainerCallback):
     def __init__(self, run: str) -> None:
         self.run = run
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **kwargs: Any,
+    ) -> None:
         """Write the mark, last of all files of the checkpoint."""
         if args.should_save:
             checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")

@@ -160,7 +160,11 @@ class Members:
         add_fresh_adapter(find_peft_model(self.model), _MEMBER.format(len(self._activate)))
         self._activate.append(active_again(self.model))
 
-    def run(self, stages: Sequence[Stage], work: Callable[[Stage], Done]) -> list[Done]:
+    def run(
+        self,
+        stages: Sequence[Stage],
+        work: Callable[[Stage], Done],
+    ) -> list[Done]:
         """Do each stage's work while its member is the active adapter."""
         # Members share the base model, so that at any time one of them is trained.
         results = []

@@ -37,7 +37,10 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
-def with_tokenizer(tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def with_tokenizer(
+    tokenizer: Any,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
     """Complete options for the Laplace class: `class_texts` have the trainer's tokenizer."""
     completed = dict(options)
     if completed.get("class_texts") is not None and completed.get("tokenizer") is None:

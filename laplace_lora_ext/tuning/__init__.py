@@ -52,7 +52,10 @@ def build(
     return methods[method](**options)
 
 
-def required_data(method: str, methods: Mapping[str, type[TuningMethod]] = METHODS) -> list[str]:
+def required_data(
+    method: str,
+    methods: Mapping[str, type[TuningMethod]] = METHODS,
+) -> list[str]:
     """List the options without which a method does nothing, such as "train_loader"."""
     if method not in methods:
         raise ValueError(f"method {method!r} is none of {list(methods)}.")

@@ -60,7 +60,12 @@ class Score(Protocol):
 
     size: ClassVar[int]
 
-    def terms(self, la: Predictor, x: Any, targets: torch.Tensor) -> torch.Tensor:
+    def terms(
+        self,
+        la: Predictor,
+        x: Any,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
         """Compute each example's numbers `(N, K)`, in float64, at the present prior precision.
 
         `x` is a batch of inputs, or moments of one.
@@ -86,7 +91,12 @@ class PriorAlone:
     predict: Callable[[Predictor, Any], Columns]
     size: ClassVar[int] = 1
 
-    def terms(self, la: Predictor, x: Any, targets: torch.Tensor) -> torch.Tensor:
+    def terms(
+        self,
+        la: Predictor,
+        x: Any,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
         first = la.members[0]
         predicted = [output.double() for output in self.predict(la, x)]
         if not first.trained_likelihood.is_gaussian:
@@ -121,7 +131,12 @@ class WithLogitScale:
     seed: int
     size: ClassVar[int] = len(LOGIT_SCALES)
 
-    def terms(self, la: Predictor, x: Any, targets: torch.Tensor) -> torch.Tensor:
+    def terms(
+        self,
+        la: Predictor,
+        x: Any,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
         likelihood = la.members[0].trained_likelihood
         noise = torch.Generator()
         link = own_links(self.n_samples, noise)[self.link_approx]
