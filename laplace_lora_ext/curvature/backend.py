@@ -93,6 +93,8 @@ class LowRankKronInterface(CurvatureInterface):
         self.rank = rank
         self.kfac_approx = kfac_approx
         self.tail = tail
+        if kfac_approx == "gradient":  # others count positions, of prompts too
+            self.model.share_prompts()
         self.n_before = 0
 
     @property

@@ -66,6 +66,9 @@ class Answers:
     def warn_if_answered(self, inputs: Any) -> None:
         """Warn if every text already ends with an answer, which a prompt should leave out."""
 
+    def share_prompts(self) -> None:
+        """Read what the choices of a text share once from now on, where that changes nothing."""
+
     @contextmanager
     def weighing(self) -> Iterator[list[torch.Tensor]]:
         """Yield where the first pass within puts the probability `(B,)` of all answers together.

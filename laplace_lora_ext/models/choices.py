@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,15 @@ from laplace_lora_ext.models.answers import (
     without_cache,
 )
 from laplace_lora_ext.models.batches import text_first
+from laplace_lora_ext.processes.exchange import count
 
 SCORE_MASK = "score_mask"
+_CACHES = ("cache", "past_key_values")  # in newer transformers, and in older ones
+
+# How far rounding may move logits, in units of the precision of a model's weights: sums of many
+# layers differ by tens of them, and other positions by far more.
+_ROUNDING = 1000
+_ROUNDING_OF_HALF = 0.02  # relative, whatever the precision
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,23 @@ class _Scores:
     at_first: torch.Tensor  # logits `(B, V)` where the first choice's first token is predicted
 
 
+@dataclass(frozen=True)
+class _Divided:
+    """The same rows, divided into what the choices of a text share, and what stands behind it."""
+
+    prompts: dict[str, torch.Tensor]  # C tokens of each text, `(B, C)`
+    ends: torch.Tensor  # `(B,)` how many of them are real
+    at_end: torch.Tensor  # `(B, K)` tokens that are predicted at the last one, or `IGNORED`
+    behind: dict[str, torch.Tensor]  # L tokens of each choice, `(B K, L)`, and a mask with prompts
+    targets: torch.Tensor  # `(B K, L)` tokens that logits there predict, or `IGNORED`
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Whether prompts are padded, and whether anything stands behind them."""
+        is_padded = bool((self.ends != self.ends[0]).any())
+        return is_padded, self.targets.shape[1] > 0
+
+
 class Choices(Answers):
     """Answers that each batch brings, other ones for each text.
 
@@ -57,10 +82,16 @@ class Choices(Answers):
     encoder-decoder both are of `decoder_input_ids`, which begin with the start token, and
     `input_ids` are `(B, T)` or `(B, K, T)`. The logit of a choice is the sum of its tokens'
     log-probabilities, each given all that stands before it, or their mean with `normalised`.
+
+    Each choice is a row of its own. After `share_prompts` a decoder reads once what the choices of
+    a text share, keeps it in its cache, with gradients, and reads what stands behind it for each
+    choice: only where the first batch of a kind then has the same logits as by rows of its own.
     """
 
     def __init__(self, transformer: PreTrainedModel | None, normalised: bool = False) -> None:
         super().__init__()
+        self._shares_prompts = False
+        self._proven: dict[tuple[bool, bool], bool] = {}  # by kind of batch
         self.normalised = normalised
         self._transformer = transformer
         self._decodes = transformer is not None and transformer.config.is_encoder_decoder
@@ -82,22 +113,147 @@ class Choices(Answers):
     def scores(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> _Scores:
         """Pass over a batch of choices; `call` calls the model."""
         rows = self._rows(inputs)
-        index, counts = first_places(rows.targets != IGNORED)
-        model_kwargs = without_cache(self._transformer, inputs) | kwargs
-        with reading_at(self._transformer, index, rows.targets.shape[1]) as read_off:
-            of_vocabulary = in_full(read_off(call(rows.inputs, **model_kwargs)))
-        counts = counts.to(of_vocabulary.device)
-        tokens = rows.targets.take_along_dim(index, dim=1).to(of_vocabulary.device)
-        tokens = tokens.where(counts, 0)
-        _check_tokens(tokens, of_vocabulary.shape[-1])
-        chosen = of_vocabulary.take_along_dim(tokens[..., None], dim=-1)[..., 0]
-        log_p = (chosen - of_vocabulary.logsumexp(-1)).where(counts, 0)
-        logits = log_p.sum(-1)
+        divided_rows = self._divided(rows) if self._may_share(kwargs) else None
+        if divided_rows is None or self._proven.get(divided_rows.kind) is False:
+            return self._by_rows(rows, call, **kwargs)
+        scores = self._by_prompts(rows, divided_rows, call, **kwargs)
+        is_same = scores is not None
+        if scores is not None and divided_rows.kind not in self._proven:
+            with torch.no_grad():
+                expected = self._by_rows(rows, call, **kwargs).logits
+            is_same = _agree(scores.logits.detach(), expected, self._dtype)
+        self._proven[divided_rows.kind] = is_same
+        if scores is None or not is_same:
+            return self._by_rows(rows, call, **kwargs)
+        return scores
+
+    def share_prompts(self) -> None:
+        self._shares_prompts = True  # if that is proven
+
+    def _may_share(self, kwargs: Mapping[str, Any]) -> bool:
+        """Tell whether the model may read a prompt once, as far as is known before a pass."""
+        transformer = self._transformer
+        if not self._shares_prompts or transformer is None or self._decodes or kwargs:
+            return False
+        if transformer.training:  # where dropout makes no two passes alike
+            return False
+        parameters = inspect.signature(transformer.forward).parameters
+        takes_places = {"position_ids", "use_cache"} <= set(parameters)
+        # Checkpointed layers keep no cache; sharded ones wait for other ranks' passes.
+        is_checkpointed = any(
+            getattr(module, "gradient_checkpointing", False) for module in transformer.modules()
+        )
+        return self._cache is not None and takes_places and not is_checkpointed and count() == 1
+
+    @property
+    def _cache(self) -> str | None:
+        """What a decoder calls its cache of keys and values; None if it takes none."""
+        assert self._transformer is not None
+        parameters = inspect.signature(self._transformer.forward).parameters
+        return next((name for name in _CACHES if name in parameters), None)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        assert self._transformer is not None
+        return next(self._transformer.parameters()).dtype
+
+    def _by_rows(self, rows: _Rows, call: Callable[..., Any], **kwargs: Any) -> _Scores:
+        """Read each choice with its prompt."""
+        model_kwargs = without_cache(self._transformer, rows.inputs) | kwargs
+        log_p, at_first = self._read(rows.inputs, rows.targets, call, **model_kwargs)
+        by_text = at_first.unflatten(0, (rows.n_texts, -1))
+        return self._scored(rows, log_p.unflatten(0, (rows.n_texts, -1)), by_text[:, 0])
+
+    def _by_prompts(
+        self, rows: _Rows, parts: _Divided, call: Callable[..., Any], **kwargs: Any
+    ) -> _Scores | None:
+        """Read each prompt once, and each choice behind it; None if the cache is not plain."""
+        n_texts, n_choices = parts.at_end.shape
+        goes_on = parts.targets.shape[1] > 0
+        index = (parts.ends - 1)[:, None]
+        with reading_at(self._transformer, index, parts.prompts["input_ids"].shape[1]) as read_off:
+            output = call(parts.prompts, use_cache=goes_on, **kwargs)
+            at_end = in_full(read_off(output))
+        targets = parts.at_end[:, None].to(at_end.device)  # all predicted at one place
+        log_p = _log_probs(at_end[:, :, None], targets)[:, 0]
+        if goes_on:
+            assert self._cache is not None
+            cache = getattr(output, self._cache, getattr(output, "past_key_values", None))
+            layers = getattr(cache, "layers", [])
+            # Others forget, or write in place, where gradients don't follow.
+            if not layers or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+                return None
+            cache.batch_repeat_interleave(n_choices)
+            behind, _ = self._read(
+                parts.behind, parts.targets, call, use_cache=True, **{self._cache: cache}, **kwargs
+            )
+            log_p = log_p + behind.unflatten(0, (n_texts, n_choices))
+        return self._scored(rows, log_p, at_end[:, 0])
+
+    def _read(
+        self, inputs: Any, targets: torch.Tensor, call: Callable[..., Any], **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum log-probabilities `(N,)` of targets `(N, T)`.
+
+        Also returns logits `(N, V)` where each row's first one is predicted.
+        """
+        index, counts = first_places(targets != IGNORED)
+        with reading_at(self._transformer, index, targets.shape[1]) as read_off:
+            of_vocabulary = in_full(read_off(call(inputs, **kwargs)))
+        tokens = targets.take_along_dim(index, dim=1).where(counts, IGNORED)
+        log_p = _log_probs(of_vocabulary[:, :, None], tokens[..., None].to(of_vocabulary.device))
+        return log_p[..., 0].sum(-1), of_vocabulary[:, 0]
+
+    def _scored(self, rows: _Rows, log_p: torch.Tensor, at_first: torch.Tensor) -> _Scores:
         if self.normalised:
-            logits = logits / counts.sum(-1)
-        return _Scores(
-            logits=logits.unflatten(0, (rows.n_texts, -1)),
-            at_first=of_vocabulary.unflatten(0, (rows.n_texts, -1))[:, 0, 0],
+            n_tokens = (rows.targets != IGNORED).sum(-1).unflatten(0, log_p.shape)
+            log_p = log_p / n_tokens.to(log_p.device)
+        return _Scores(log_p, at_first)
+
+    def _divided(self, rows: _Rows) -> _Divided | None:
+        """Divide rows at the end of what the choices of each text share, if there is any."""
+        if not rows.inputs.keys() <= {"input_ids", "attention_mask"}:
+            return None
+        ids, targets = rows.inputs["input_ids"], rows.targets
+        mask = rows.inputs.get("attention_mask")
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        if (real[:, 1:] & ~real[:, :-1]).any():
+            return None
+        n_rows, n_positions = ids.shape
+        predicts = targets != IGNORED
+        counts = pad(predicts[:, :-1], (1, 0), value=False)
+        by_text = ids.unflatten(0, (rows.n_texts, -1))
+        is_same = (by_text == by_text[:, :1]).all(1)
+        may_share = (real & ~counts).unflatten(0, (rows.n_texts, -1)).all(1)
+        ends = (is_same & may_share).int().cumprod(1).sum(1)
+        if not ends.all():
+            return None
+        n_choices = n_rows // rows.n_texts
+        of_rows = ends.repeat_interleave(n_choices)[:, None]
+        # What stands behind the last place that predicts is not read.
+        steps = torch.arange(n_positions, device=ids.device)
+        needed = (predicts * (steps + 1)).amax(1, keepdim=True)
+        steps_behind = steps[: int((needed - of_rows).max().clamp_min(0))]
+        places = of_rows + steps_behind
+        is_read = places < needed
+        within = places.clamp_max(n_positions - 1)
+        in_prompt = steps[: int(ends.max())] < ends[:, None]
+        return _Divided(
+            prompts={
+                "input_ids": by_text[:, 0, : in_prompt.shape[1]].where(in_prompt, 0),
+                "attention_mask": in_prompt.long(),
+                "position_ids": steps[: in_prompt.shape[1]].expand(rows.n_texts, -1),
+            },
+            ends=ends,
+            at_end=targets.take_along_dim(of_rows - 1, dim=1).unflatten(0, (-1, n_choices))[..., 0],
+            behind={
+                "input_ids": ids.take_along_dim(within, dim=1).where(is_read, 0),
+                "attention_mask": torch.cat(
+                    [in_prompt.repeat_interleave(n_choices, dim=0), is_read], dim=1
+                ).long(),
+                "position_ids": places,
+            },
+            targets=targets.take_along_dim(within, dim=1).where(is_read, IGNORED),
         )
 
     def _rows(self, inputs: Any) -> _Rows:
@@ -188,6 +344,9 @@ class AnswerTexts(Answers):
         self._first_tokens = sorted({answer[0] for answer in answers})
         self._transformer = transformer
         self._choices = Choices(transformer, normalised)
+
+    def share_prompts(self) -> None:
+        self._choices.share_prompts()
 
     def rows(self, inputs: Any) -> Any:
         return self._choices.rows(self._as_choices(inputs))
@@ -367,12 +526,24 @@ def _targets(text: Mapping[str, Any], counts: torch.Tensor) -> torch.Tensor:
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _check_tokens(tokens: torch.Tensor, vocabulary: int) -> None:
+def _log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Compute log-probabilities `(N, M, K)` of tokens by logits `(N, M, 1, V)`; 0 of `IGNORED`."""
+    counts = tokens != IGNORED
+    tokens = tokens.where(counts, 0)
+    vocabulary = logits.shape[-1]
     if tokens.max() >= vocabulary:
         raise ValueError(
             f"Answers have tokens up to {tokens.max()}, but the model's output layer has only "
             f"{vocabulary}: pass the numbers that they have in it."
         )
+    chosen = logits[:, :, 0].gather(-1, tokens)
+    return (chosen - logits.logsumexp(-1)).where(counts, 0)
+
+
+def _agree(logits: torch.Tensor, others: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether two computations of logits differ by rounding in a model's precision alone."""
+    rounding = min(_ROUNDING * torch.finfo(dtype).eps, _ROUNDING_OF_HALF)
+    return bool((logits - others).abs().max() <= rounding * others.abs().max())
 
 
 def _continued(text: Mapping[str, Any], answers: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -171,6 +171,14 @@ class LogitsModel(nn.Module):
             return self(batch).log_softmax(-1)
         return self._answers.log_probs(self._inputs(batch), self._call)
 
+    def share_prompts(self) -> None:
+        """Read what the choices of a text share once from now on, where that changes nothing.
+
+        LoRA layers are then called twice a pass, with a text's rows divided among both calls.
+        """
+        if self._answers is not None:
+            self._answers.share_prompts()
+
     def weighing_answers(self) -> AbstractContextManager[list[torch.Tensor]]:
         """Weigh answers as `Answers.weighing`; without `class_token_ids` there are none."""
         if self._answers is None:

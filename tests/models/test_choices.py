@@ -182,6 +182,117 @@ def test_log_probabilities_leave_room_for_all_that_begins_otherwise():
     assert_close(log_p[:, :-1].softmax(-1), of_answers(batch).softmax(-1), **EXACT)
 
 
+# --- prompts that are read once ------------------------------------------------------------------
+
+
+def tokens_read(model: Any) -> list[int]:
+    """Make a list that gets how many tokens each call of a model reads."""
+    read: list[int] = []
+
+    def note(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        read.append(kwargs["input_ids"].numel())
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return read
+
+
+SHARING = ["Llama", "Qwen3", "Gemma", "Phi-3", "GPT-NeoX", "GPT-J", "OPT", "Falcon", "DeepSeek-V3"]
+# Windows, states, positions of their own, or none that can be told.
+NOT_SHARING = ["Mistral", "Gemma 3", "Mamba", "RoBERTa as decoder", "BLOOM"]
+
+
+@pytest.mark.parametrize("family", SHARING + NOT_SHARING)
+def test_prompts_are_read_once_where_that_changes_nothing(family):
+    model = FAMILIES[family].model(RIGHT).eval()
+    batches = ragged_batches(batch_size=4)
+    plain, sharing = LogitsModel(model, ANSWERS), LogitsModel(model, ANSWERS)
+    sharing.share_prompts()
+    lora = [weight for name, weight in model.named_parameters() if "lora_" in name]
+    for weight in lora:
+        weight.requires_grad_()
+    for batch in batches:
+        vectors = torch.randn(4, len(ANSWERS), generator=torch.Generator().manual_seed(0))
+        gradients = []
+        for each in (plain, sharing):
+            logits = each(batch)
+            of_weights = torch.autograd.grad((logits * vectors).sum(), lora, allow_unused=True)
+            gradients.append([logits, *of_weights])
+        assert_close(gradients[1], gradients[0], **IN_FLOAT32)
+    read = tokens_read(model)
+    (batch,) = ragged_batches(batch_size=4, lengths=(7, 4, 5, 3))
+    sharing(batch)
+    if family in SHARING:
+        assert read == [4 * 7, 4 * len(ANSWERS) * 2]
+    else:
+        assert read[-1] == 4 * len(ANSWERS) * 9
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_shared_prompts_give_the_same_logits_to_choices_of_each_text(side, normalised):
+    model = lora_model("gpt2").eval()
+    plain, sharing = (LogitsModel(model, normalised=normalised) for _ in range(2))
+    sharing.share_prompts()
+    for batch in [*batches_of_own_choices(side), *one_token_choices(ragged_batches())]:
+        for _ in range(2):  # with the proof, and without it
+            assert_close(sharing(batch), plain(batch), **EXACT)
+    # What is common to all choices may count as well, and prompts may differ.
+    same = choices_batch([[5, 6], [7, 8]], [[[3, 9, 4], [3, 9, 2]], [[3, 1], [3, 2, 5]]])
+    other = {key: value.clone() for key, value in same.items()}
+    other["input_ids"][:, 1, 0] = 30
+    later = same | {"score_mask": same["score_mask"].clone()}
+    later["score_mask"][..., 2] = 0
+    for batch in (same, other, later):
+        for _ in range(2):
+            assert_close(sharing(batch), plain(batch), **EXACT)
+
+
+def test_a_kind_of_batch_is_proven_before_it_is_trusted():
+    model = lora_model("gpt2").eval()
+    sharing = LogitsModel(model, ANSWERS)
+    sharing.share_prompts()
+    (even,) = ragged_batches(lengths=(6, 6, 6), padded_to=6)
+    (ragged,) = ragged_batches(lengths=(6, 4, 5), padded_to=6)
+    read = tokens_read(model)
+    for batch in (even, ragged):
+        del read[:]
+        sharing(batch)
+        assert len(read) == 3
+        del read[:]
+        sharing(batch)
+        assert len(read) == 2
+    # What has been found unlike stays apart.
+    unlike = LogitsModel(model, ANSWERS)
+    unlike.share_prompts()
+
+    def of_wrong_positions(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs["use_cache"]:
+            kwargs = {**kwargs, "position_ids": kwargs["position_ids"] + 1}
+        return args, kwargs
+
+    expected = LogitsModel(model, ANSWERS)(ragged)
+    model.register_forward_pre_hook(of_wrong_positions, with_kwargs=True)
+    for _ in range(2):
+        del read[:]
+        assert_close(unlike(ragged), expected, **EXACT)
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize(("kfac_approx", "n_passes"), [("gradient", 2), ("expand", 1)])
+def test_only_statistics_that_count_no_positions_share_prompts(kfac_approx, n_passes):
+    model = lora_model("gpt2")
+    la = make(model, class_token_ids=ANSWERS, backend_kwargs={"kfac_approx": kfac_approx})
+    batch, *_ = ragged_batches(batch_size=4)
+    read = tokens_read(model)
+    la.model(batch)  # in training, with dropout
+    assert len(read) == 1
+    model.eval()
+    la.model(batch)
+    del read[:]
+    la.model(batch)
+    assert len(read) == n_passes
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
