@@ -105,6 +105,8 @@ class Fit:
     def to(self, structure: Structure[Any, Any]) -> Fit:
         """Move the fit to where the structure's weights are now."""
         device, dtype = structure.places[0]
+        # Packed sums know no place, and are unpacked where the weights are. The curvature follows
+        # from them, and need not be moved.
         sums = structure.unpack(structure.pack(self.sums))
         return replace(
             self,
@@ -179,6 +181,7 @@ def fit(
             check_runs(model, blocks)
         else:
             check_same(model, blocks, before.model, before.mean)
+        # Before the data are read, whose loader may run code of the user's that changes the model.
         state = ModelState.of(model, blocks)
         mean = flattened(blocks, model.device)
         sums = sums_over(
@@ -190,6 +193,7 @@ def fit(
             n_before=0 if before is None else before.n_data,
             progress_bar=progress_bar,
         )
+        # A later part of the data may well leave out a layer that an earlier one has used.
         if before is None:
             structure.recorder.check_called(sums.called)
         loss = sums.loss

@@ -86,6 +86,7 @@ def own_adapter_back(model: nn.Module) -> Iterator[Callable[[], None]]:
     names_before = {peft_model: set(peft_model.peft_config) for peft_model in _peft_models(model)}
     try:
         yield activate
+    # An interruption from the keyboard leaves as little behind as an error.
     except BaseException:
         activate()
         for peft_model, names in names_before.items():
@@ -109,6 +110,7 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
         )
     like = model.active_adapter
     assert isinstance(like, str)  # a PeftModel's own is one, where a layer's may be several
+    # A copy: PEFT writes into the configuration that an adapter is added with.
     config = deepcopy(model.peft_config[like])
     initialisation = getattr(config, "init_lora_weights", True)
     if str(initialisation).startswith(_CHANGE_BASE):
@@ -125,6 +127,7 @@ def add_fresh_adapter(model: PeftModel, adapter: str) -> None:
     trained = {name: weight.requires_grad for name, weight in own_weights(model, like).items()}
     model.add_adapter(adapter, config)
     model.set_adapter(adapter)
+    # PEFT has made all of the new adapter trainable.
     model.requires_grad_(False)
     for name, weight in own_weights(model, adapter).items():
         weight.requires_grad_(trained[name])
@@ -153,6 +156,7 @@ def _peft_models(model: nn.Module) -> list[PeftModel]:
 
 def new_folders(directory: str | Path, n_samples: int) -> list[Path]:
     """Name new folders, one for each sample; `FileExistsError` if there is one already."""
+    # With leading zeros, names sort as numbers do.
     digits = len(str(n_samples - 1))
     folders = [Path(directory) / f"sample_{index:0{digits}}" for index in range(n_samples)]
     for folder in folders:
@@ -173,6 +177,7 @@ def write_adapter(
     `weights` maps the `id` of a parameter to the values to save in its place. The model itself
     does not change.
     """
+    # The dictionary is new, and its tensors are the model's own: put in place, not written into.
     state = model.state_dict()
     for name, parameter in model.named_parameters():
         if id(parameter) in weights:

@@ -58,6 +58,7 @@ class PreferenceModel(LogitsModel):
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         if self.transformer is None or tokens is None or tokens.ndim < 3:
             return super()._call(inputs, **kwargs)
+        # The classifier knows texts alone: both of a pair are given as if they were two examples.
         shape = tokens.shape[:2]
         texts = {}
         for key, value in inputs.items():

@@ -63,6 +63,7 @@ def batch_by_batch(
     """
     for name, batch in named_batches(share.loader, description, progress_bar):
         with naming(name):
+            # Also of a batch that counts nowhere: ranks that share a model pass over it together.
             result = evaluate(batch)
             places = share.places(size(result))
         if len(places):

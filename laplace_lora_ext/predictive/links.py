@@ -77,6 +77,7 @@ def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
     variance = own[..., :, None] + own[..., None, :] - f_var - f_var.mT  # of differences
     difference = f_mu[..., :, None] - f_mu[..., None, :]
     shrunk = difference / (1 + _PROBIT * variance.clamp_min(0)).sqrt()
+    # The p_k above do not sum to 1 for three classes or more: the last step divides by their sum.
     return (-torch.logsumexp(-shrunk, dim=-1)).log_softmax(-1)
 
 

@@ -294,6 +294,7 @@ class _Mixture:
             log_p = torch.tensor(-math.inf)
             for writer in self._writers:
                 logits = writer.logits(args, kwargs)
+                # One after the other: logits of a vocabulary are large, and of draws many.
                 log_p = torch.logaddexp(log_p.to(logits), logits.log_softmax(-1))
             self._log_p = log_p - math.log(len(self._writers))
         finally:

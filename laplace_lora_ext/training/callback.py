@@ -81,6 +81,7 @@ class LaplaceCallback(TrainerCallback):
     ) -> None:
         """Refuse what could not be fitted in the end."""
         tokenizer = kwargs.get("processing_class")
+        # Made for its checks alone: hours of training would come before the same error otherwise.
         with same_random_states(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the fit will warn
             Laplace(kwargs["model"], **with_tokenizer(tokenizer, self._settings))
@@ -104,6 +105,7 @@ class LaplaceCallback(TrainerCallback):
         if kwargs.get("eval_dataloader") is not None:
             data["val_loader"] = _once(kwargs["eval_dataloader"], args)
         shown = state.is_world_process_zero and not args.disable_tqdm
+        # Whoever trains on in this process gets the random numbers of a run without the callback.
         with same_random_states():
             settings = with_tokenizer(kwargs.get("processing_class"), self._settings)
             la = Laplace(kwargs["model"], **settings)

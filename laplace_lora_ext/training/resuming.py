@@ -78,7 +78,11 @@ def forget(folder: Path) -> None:
 
 
 def train_or_read(
-    trainer: Any, examples: Any, share_of_steps: float, folder: Path, resume: bool
+    trainer: Any,
+    examples: Any,
+    share_of_steps: float,
+    folder: Path,
+    resume: bool,
 ) -> Log:
     """Train the active adapter as `train` does and save it; to resume, go on where a run stopped.
 
@@ -95,9 +99,11 @@ def train_or_read(
             f"{folder} is of a training on {mark.n_examples} examples, not {len(examples)}: "
             "resume with the same held_out and data, or train anew without resuming."
         )
+    # The training had ended: there is nothing left but to read what it learnt.
     if mark is not None and mark.log is not None:
         read_adapter(model, adapter, folder)
         return mark.log
+    # A name that no other run has: checkpoints of an earlier one may lie in the same folder.
     if mark is None:
         mark = Mark(of_first(uuid4().hex), len(examples))
         if trainer.args.should_save:

@@ -53,6 +53,7 @@ def loader_of(trainer: Any, examples: Any) -> DataLoader:
 
     They have the columns and the collator of training, and the batch size of evaluation.
     """
+    # The trainer makes the loader, since it alone knows which columns its model takes.
     before = trainer.train_dataset
     trainer.train_dataset = examples
     try:

@@ -121,6 +121,7 @@ class SecondTraining(TuningMethod):
         with own_adapter_back(la.model) as activate:
             for number, (rest, held) in enumerate(divisions):
                 posterior = self._around_another_training(la, rest, number)
+                # A posterior's passes choose its own adapter; what is active now is the user's.
                 activate()
                 posterior.fit(self._batches(rest, loader), progress_bar=self.progress_bar)
                 search = self._search_on(self._batches(held, loader))
@@ -169,6 +170,7 @@ class SecondTraining(TuningMethod):
             model = self.train(rest)
         if not isinstance(model, nn.Module):
             raise TypeError(f"train must return the model it has trained, not {model!r}.")
+        # A function of the user's own may have trained the fitted adapter itself.
         la.check_model()
         other = la.for_model(model)
         fitted_weights = flattened(la.blocks, la.model.device)
