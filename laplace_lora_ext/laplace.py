@@ -46,7 +46,7 @@ def Laplace(  # noqa: N802
     hessian_structure: str = "lowrank_kron",
     **options: Any,
 ) -> Any:
-    """`laplace.Laplace` for LoRA weights, with an optional likelihood.
+    """Make a posterior over LoRA weights as `laplace.Laplace` does, with an optional likelihood.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def has_answers(options: Mapping[str, Any]) -> bool:
 
 
 def _named(name: str, classes: Iterable[Any]) -> Any:
-    """The class of that name."""
+    """Find the class of that name."""
     named = {cls.__name__: cls for cls in classes if isinstance(cls, type)}
     if name not in named:
         raise ValueError(

@@ -180,7 +180,7 @@ class Regression:
     def nll(
         self, predicted: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
     ) -> torch.Tensor:
-        """As of classes; a `torch.linalg.LinAlgError` if rounding has left no covariance."""
+        """Compute it as of classes; a `torch.linalg.LinAlgError` if rounding left no covariance."""
         f_mu, f_var = predicted
         if f_var.ndim == f_mu.ndim:
             f_var = torch.diag_embed(f_var)

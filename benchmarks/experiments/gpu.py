@@ -95,7 +95,7 @@ def all_shapes(tiny: bool) -> list[Shape]:
 
 
 def attentions() -> list[str]:
-    """The attention implementations that this machine has."""
+    """List the attention implementations that this machine has."""
     available = ["sdpa", "eager"]
     if find_spec("flash_attn") is not None:
         available.append("flash_attention_2")
@@ -128,7 +128,7 @@ class Setting:
 
 
 def settings_of(options: Gpu) -> list[Setting]:
-    """What is measured of each model, the most telling first."""
+    """List what is measured of each model, the most telling first."""
     short, long = options.lengths
     settings = [
         Setting("sdpa", short, checkpointed=False),
@@ -165,7 +165,7 @@ class Page:
         return time.monotonic() > self._end
 
     def result(self) -> Result:
-        """All figures so far, and the page that shows them."""
+        """Collect all figures so far, and make the page that shows them."""
         paper = ", ".join(f"{task} {lora} and {both}" for task, (lora, both) in PAPER.items())
         parts = [
             "Random weights in the shapes of known models: they tell about shapes and speed only. "
@@ -311,7 +311,7 @@ class Jobs:
         self._la: Any = None
 
     def texts(self, name: str) -> int:
-        """How many texts a job handles."""
+        """Tell how many texts a job handles."""
         size = len(self._inputs["input_ids"])
         if "step" in name:
             return 1
@@ -349,7 +349,7 @@ class Jobs:
         self._model.eval()
 
     def _teach(self) -> None:
-        """A step on the posterior's probabilities, as `distill` takes them."""
+        """Take a step on the posterior's probabilities, as `distill` does."""
         with torch.no_grad():
             targets = self._la(self._inputs, pred_type="amortized", link_approx="mean_field")
         self._model.train()
@@ -500,7 +500,7 @@ def switch_checkpointing(model: PeftModel, on: bool) -> None:
 def random_batches(
     n_examples: int, n_batches: int, length: int, vocabulary: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Batches of random tokens, all of one length."""
+    """Make batches of random tokens, all of one length."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(n_batches):

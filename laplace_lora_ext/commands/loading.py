@@ -159,7 +159,7 @@ def _number_of_classes(arguments: ModelArguments) -> int:
 
 
 def _class_names(model: PeftModel, arguments: ModelArguments) -> list[str]:
-    """Names of the classes in the order of the outputs."""
+    """Name the classes, in the order of the outputs."""
     names: Sequence[str]
     known = model.config.id2label
     names = arguments.class_names or [known[number] for number in sorted(known)]
