@@ -49,14 +49,23 @@ class Answers:
         """Return the texts that the model reads, a row or several for each example."""
         return inputs
 
-    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
+    def logits(
+        self,
+        inputs: Any,
+        call: Callable[..., Any],
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Compute logits `(B, C)` of the answers.
 
         `call` calls the model with inputs and keyword arguments.
         """
         raise NotImplementedError
 
-    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> torch.Tensor:
+    def log_probs(
+        self,
+        inputs: Any,
+        call: Callable[..., Any],
+    ) -> torch.Tensor:
         """Compute log-probabilities `(B, C + 1)` of the answers, and of all else together.
 
         Where each batch brings its own answers, they are `(B, C)`, of these alone.
@@ -125,16 +134,30 @@ class AnswerTokens(Answers):
         self._transformer = transformer
         self._decodes = transformer is not None and transformer.config.is_encoder_decoder
 
-    def logits(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
+    def logits(
+        self,
+        inputs: Any,
+        call: Callable[..., Any],
+        **kwargs: Any,
+    ) -> torch.Tensor:
         of_vocabulary = self._of_vocabulary(inputs, call, **kwargs)
         self._weigh(of_vocabulary, self._ids)
         return of_vocabulary[:, self._ids]
 
-    def log_probs(self, inputs: Any, call: Callable[..., Any]) -> torch.Tensor:
+    def log_probs(
+        self,
+        inputs: Any,
+        call: Callable[..., Any],
+    ) -> torch.Tensor:
         of_vocabulary = self._of_vocabulary(inputs, call)
         return torch.cat(divided(of_vocabulary, self._ids), dim=1)
 
-    def _of_vocabulary(self, inputs: Any, call: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
+    def _of_vocabulary(
+        self,
+        inputs: Any,
+        call: Callable[..., Any],
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Compute logits `(B, V)` of the whole vocabulary where the answers are read."""
         model_kwargs = without_cache(self._transformer, inputs) | kwargs
         text_with_answer = inputs
@@ -160,7 +183,8 @@ class AnswerTokens(Answers):
         if not comes_last or tokens is None or tokens.ndim != 2:
             return
         last = tokens.take_along_dim(last_real_position(inputs)[:, None], dim=1)
-        if torch.isin(last, torch.tensor(self._ids, device=last.device)).all():
+        answers = torch.tensor(self._ids, device=last.device)
+        if torch.isin(last, answers).all():
             warn(
                 "Every text of the batch ends with one of class_token_ids, but the model predicts "
                 "what comes next: leave the answers out of the prompts."
@@ -179,15 +203,19 @@ class AnswerTokens(Answers):
         return is_mask.int().argmax(-1)
 
 
-def divided(logits: torch.Tensor, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def divided(
+    logits: torch.Tensor,
+    tokens: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide log-probabilities of logits `(B, V)`: of tokens `(B, C)`, and of all others `(B, 1)`.
 
     They are in float32 or better.
     """
     log_p = in_full(logits).log_softmax(-1)
     ids = torch.tensor(tokens, device=log_p.device)
-    of_others = log_p.index_fill(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-    return log_p[:, ids], of_others
+    # Summed, rather than taken from 1, which cancels digits where the answers are all but certain.
+    others = log_p.index_fill(1, ids, -torch.inf)
+    return log_p[:, ids], others.logsumexp(-1, keepdim=True)
 
 
 def in_full(logits: torch.Tensor) -> torch.Tensor:
@@ -225,9 +253,11 @@ def is_masked(transformer: PreTrainedModel) -> bool:
 def decoder_text(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Select what an encoder-decoder's decoder reads, under the names of other models' inputs."""
     prefix = "decoder_"
-    return {
-        key.removeprefix(prefix): value for key, value in inputs.items() if key.startswith(prefix)
-    }
+    text: dict[str, Any] = {}
+    for key, value in inputs.items():
+        if key.startswith(prefix):
+            text[key.removeprefix(prefix)] = value
+    return text
 
 
 def first_places(places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,13 +266,17 @@ def first_places(places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Also returns which of the index are true ones, `(N, M)`.
     """
     most = int(places.sum(1).max())
-    index = places.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    # Stable, so that true ones keep their order among themselves.
+    true_first = places.int().argsort(dim=1, descending=True, stable=True)
+    index = true_first[:, :most]
     return index, places.take_along_dim(index, dim=1)
 
 
 @contextmanager
 def reading_at(
-    transformer: PreTrainedModel | None, index: torch.Tensor, n_positions: int
+    transformer: PreTrainedModel | None,
+    index: torch.Tensor,
+    n_positions: int,
 ) -> Iterator[Callable[[Any], torch.Tensor]]:
     """Run the output layer for the `(B, K)` places of an index among T positions alone.
 
@@ -253,7 +287,10 @@ def reading_at(
     """
     calls: list[torch.Size] = []
 
-    def select(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def select(
+        _: nn.Module,
+        args: tuple[Any, ...],
+    ) -> tuple[Any, ...] | None:
         if not args or not isinstance(args[0], torch.Tensor):
             return None
         hidden, *others = args
@@ -289,7 +326,10 @@ def reading_at(
         yield read_off
 
 
-def decoder_start(transformer: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def decoder_start(
+    transformer: PreTrainedModel,
+    inputs: Mapping[str, Any],
+) -> dict[str, Any]:
     """Give the decoder a start token for each text, unless the batch has a decoder input."""
     if any(inputs.get(key) is not None for key in DECODER_INPUTS):
         return {}

@@ -9,7 +9,7 @@ that for any two examples some seed has the first and not the second.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations, count
+from itertools import combinations
 from math import comb
 
 import torch
@@ -42,7 +42,8 @@ def is_proven(
         return True
     shapes: dict[_Site, torch.Size] = {}
     for index, calls in enumerate(graph.calls):
-        for site, call in zip(_sites(graph, blocks, index), calls, strict=True):
+        sites = _sites(graph, blocks, index)
+        for site, call in zip(sites, calls, strict=True):
             shapes[site] = call.rows
     # Cheap, and surely wrong: as where a router has picked any number of rows.
     for shape in shapes.values():
@@ -79,7 +80,9 @@ def is_proven(
 def codewords(n_examples: int) -> torch.Tensor:
     """Choose the fewest seeds S that tell B examples apart, `(S, B)`: 4 for 6 and 5 for 10."""
     # Half of the bits: of all words of a length, most have these, and none contains another.
-    size = next(size for size in count(1) if comb(size, size // 2) >= n_examples)
+    size = 1
+    while comb(size, size // 2) < n_examples:
+        size += 1
     words = torch.zeros(size, n_examples, dtype=torch.bool)
     choices = combinations(range(size), size // 2)
     for example, bits in zip(range(n_examples), choices, strict=False):  # some are left over
@@ -92,8 +95,9 @@ def _sites(
     blocks: Sequence[Block],
     index: int,
 ) -> list[_Site]:
+    layer = blocks[index].rows.site
     n_calls = len(graph.calls[index])
-    return [(blocks[index].rows.site, place, n_calls) for place in range(n_calls)]
+    return [(layer, place, n_calls) for place in range(n_calls)]
 
 
 def _reached(

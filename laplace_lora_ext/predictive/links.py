@@ -26,7 +26,8 @@ OF_DIFFERENCES = frozenset({"mean_field", "mc"})
 def probit(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
     """Shrink each logit by its own variance: `softmax(m_k / √(1 + π/8 S_kk))`."""
     variances = f_var.diagonal(dim1=-2, dim2=-1)
-    return (f_mu / (1 + _PROBIT * variances).sqrt()).log_softmax(-1)
+    shrunk = f_mu / (1 + _PROBIT * variances).sqrt()
+    return shrunk.log_softmax(-1)
 
 
 def monte_carlo(
@@ -73,10 +74,12 @@ def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
     MacKay, "The evidence framework applied to classification networks", Neural Computation 4
     (1992), for two classes.
     """
-    own = f_var.diagonal(dim1=-2, dim2=-1)
-    variance = own[..., :, None] + own[..., None, :] - f_var - f_var.mT  # of differences
+    variance = f_var.diagonal(dim1=-2, dim2=-1)
+    of_both = variance[..., :, None] + variance[..., None, :]
+    of_difference = of_both - f_var - f_var.mT
     difference = f_mu[..., :, None] - f_mu[..., None, :]
-    shrunk = difference / (1 + _PROBIT * variance.clamp_min(0)).sqrt()
+    # Rounding can leave a variance a little below 0.
+    shrunk = difference / (1 + _PROBIT * of_difference.clamp_min(0)).sqrt()
     # The p_k above do not sum to 1 for three classes or more: the last step divides by their sum.
     return (-torch.logsumexp(-shrunk, dim=-1)).log_softmax(-1)
 
@@ -109,4 +112,6 @@ def shared_noise(
 ) -> torch.Tensor:
     """Draw `(S, 1, C)` standard normal numbers, in the host's order."""
     check_counts(n_samples=n_samples)
-    return standard_normal((f_mu.shape[-1], n_samples), f_mu, generator).T[:, None]
+    n_outputs = f_mu.shape[-1]
+    noise = standard_normal((n_outputs, n_samples), f_mu, generator)
+    return noise.T[:, None]
