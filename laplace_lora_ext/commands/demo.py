@@ -134,7 +134,9 @@ def source_files(library: str) -> list[Path]:
 def paragraphs_of(docstring: str) -> Iterator[Text]:
     """Yield the prose of each section that the demo asks for."""
     _, *parts = _HEADING.split(docstring)  # by turns titles and bodies
-    for title, body in zip(parts[::2], parts[1::2], strict=True):
+    titles = parts[::2]
+    bodies = parts[1::2]
+    for title, body in zip(titles, bodies, strict=True):
         if title not in SECTIONS:
             continue
         for paragraph in body.split("\n\n"):
@@ -153,6 +155,8 @@ def drawn(
 ) -> list[Text]:
     """Draw texts, equally many of each section, in random order and none twice."""
     by_label: dict[int, list[Text]] = defaultdict(list)
+    # Libraries repeat paragraphs, which would stand among training and test texts alike. A
+    # dictionary, unlike a set, keeps the order, and so the draw the same.
     for text in dict.fromkeys(texts):
         by_label[text.label].append(text)
     n_each = number // len(SECTIONS)
@@ -273,11 +277,13 @@ def as_text(
     rows: Sequence[Sequence[str]],
 ) -> str:
     """Lay a table out in columns."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
-    )
+    columns = zip(header, *rows, strict=True)
+    widths = [max(len(cell) for cell in column) for column in columns]
+    lines = []
+    for row in [header, *rows]:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def why(results: Outcomes, place: int, text: Text) -> str:

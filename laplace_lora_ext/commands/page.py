@@ -32,6 +32,7 @@ _ORDER = (
     "Those whose answers have the highest entropy. Aleatoric entropy is doubt that all draws of "
     "the weights share; epistemic entropy is what more training texts would lessen."
 )
+# Captions, and what draws each picture.
 _PICTURES: dict[str, Callable[..., Any]] = {
     "How often answers are right, by how sure they are": plots.reliability,
     "Errors among the surest answers": plots.risk_coverage,
@@ -78,11 +79,15 @@ def table(
 ) -> str:
     """Write a table of cells that are HTML already."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td>{cell}</td>" for cell in row)
+        body += f"<tr>{cells}</tr>"
     return f'<div class="scrolls"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _quality_table(results: Outcomes) -> str:
+    """Write accuracy and calibration, before and after."""
     rows = []
     for name, probabilities in results.probabilities.items():
         figures = quality(probabilities, results.labels)
@@ -98,21 +103,29 @@ def _figure(
     """Draw a picture as SVG within the page."""
     from matplotlib.figure import Figure
 
+    # Without pyplot, which keeps figures and may want a screen.
     figure = Figure(figsize=(4.5, 3.6), layout="constrained")
     draw(results, ax=figure.add_subplot())
     file = io.StringIO()
+    # Without the date, so that the same results make the same page.
     figure.savefig(file, format="svg", metadata={"Date": None})
-    svg = file.getvalue()
-    return f"<figure>{svg[svg.index('<svg') :]}<figcaption>{escape(caption)}</figcaption></figure>"
+    # An XML declaration comes first, which has no place within HTML.
+    _, tag, rest = file.getvalue().partition("<svg")
+    return f"<figure>{tag}{rest}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _texts_table(
-    results: Outcomes, texts: list[str], class_names: Sequence[str], n_texts: int
+    results: Outcomes,
+    texts: list[str],
+    class_names: Sequence[str],
+    n_texts: int,
 ) -> str:
+    """Write the texts of the most doubtful answers, with what is known of each."""
     prediction = results.prediction
     rows = []
     for place in doubtful_first(results)[:n_texts].tolist():
-        answer, label = int(prediction.labels[place]), int(results.labels[place])
+        answer = int(prediction.labels[place])
+        label = int(results.labels[place])
         named = escape(class_names[answer])
         if answer != label:
             named = f'<span class="wrong">{named}</span>'

@@ -33,6 +33,7 @@ def read_rows(source: str) -> list[Row]:
     if not path.is_file():
         return _read_hub(source)
     if path.suffix == ".csv":
+        # Line ends within quotes are the text's own.
         with path.open(encoding="utf-8", newline="") as file:
             rows: list[Row] = list(csv.DictReader(file))
     else:
@@ -44,7 +45,8 @@ def read_rows(source: str) -> list[Row]:
 
 def _read_json_lines(path: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -58,6 +60,7 @@ def _read_json_lines(path: Path) -> list[Row]:
 
 
 def _read_hub(source: str) -> list[Row]:
+    # Whoever has files needs not install it.
     try:
         import datasets
     except ImportError as error:
@@ -70,6 +73,7 @@ def _read_hub(source: str) -> list[Row]:
         data_set = datasets.load_dataset(name, split=split or "train")
         # With a split it is one data set, rather than a dictionary of several.
         return [dict(row) for row in cast(datasets.Dataset, data_set)]
+    # The package raises errors of many kinds, for names, splits and connections.
     except Exception as error:
         raise UsageError(f"{source} can't be read ({error}). Pass {_HINT}.") from error
 
