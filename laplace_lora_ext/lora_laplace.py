@@ -565,11 +565,18 @@ class LoRALaplace(ParametricLaplace):
             print(f"Optimized prior precision is {self.prior_precision}.")
         return history
 
-    def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics | None:
-        """Pass over a data set for its statistics, or take given ones; None if there are none."""
+    def statistics_of(
+        self, loader: Any, progress_bar: bool, link_approx: str = DEFAULT_LINK
+    ) -> PredictiveStatistics | None:
+        """Pass over a data set for its statistics, or take given ones; None if there are none.
+
+        They are for a link; given ones that don't serve it are refused.
+        """
         return None
 
-    def statistics_by_batch(self) -> Callable[[Any], PredictiveStatistics] | None:
+    def statistics_by_batch(
+        self, link_approx: str = DEFAULT_LINK
+    ) -> Callable[[Any], PredictiveStatistics] | None:
         """Make a function from a batch to its statistics; None for a structure without any."""
         return None
 
@@ -586,6 +593,7 @@ class LoRALaplace(ParametricLaplace):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         fitting: bool = False,
+        n_contrasts: int | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Predict a batch, as the host does; `generator` seeds everything that is sampled.
@@ -603,6 +611,10 @@ class LoRALaplace(ParametricLaplace):
             logits into account, as "mc" does, but draws no samples
         fitting : bool, default=False
             reward modeling only: probabilities of preferences instead of rewards
+        n_contrasts : int, optional
+            for "mean_field" and "mc" with more than nine classes: how many classes to compare with
+            the most probable one, by a backward pass each. By default as many as matter, at most 8,
+            and the rest is taken to vary like these; C - 1 are exact
         **model_kwargs
             for the model, with `pred_type="nn"`
 
@@ -637,7 +649,7 @@ class LoRALaplace(ParametricLaplace):
             if not is_own:  # the host's links take square roots
                 x = x._replace(f_var=semidefinite(x.f_var))
         if pred_type == "glm" and is_own:
-            f_mu, f_var = self._moments_for_link(x, link_approx, diagonal_output)
+            f_mu, f_var = self._moments_for_link(x, link_approx, diagonal_output, n_contrasts)
             with torch.autocast(self.model.device.type, enabled=False):
                 return links[link_approx](f_mu, f_var).exp()
         return super().__call__(
@@ -652,13 +664,15 @@ class LoRALaplace(ParametricLaplace):
             **model_kwargs,
         )
 
-    def _moments_for_link(self, x: Any, link_approx: str, diagonal_output: bool) -> Moments:
+    def _moments_for_link(
+        self, x: Any, link_approx: str, diagonal_output: bool, n_contrasts: int | None
+    ) -> Moments:
         """Compute the moments of a batch's logits that one of our own links needs."""
         if diagonal_output and link_approx == "mc":
             # "probit" makes us compute the variances of all logits, not of contrasts.
             f_mu, f_var = distributions.moments_for(self, x, "probit")
             return Moments(f_mu, uncorrelated(f_var))
-        return distributions.moments_for(self, x, link_approx)
+        return distributions.moments_for(self, x, link_approx, n_contrasts)
 
     def predict(
         self,
@@ -668,6 +682,7 @@ class LoRALaplace(ParametricLaplace):
         generator: torch.Generator | None = None,
         *,
         pred_type: str = "glm",
+        n_contrasts: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         batch_size: int = 32,
         progress_bar: bool = False,
@@ -688,8 +703,11 @@ class LoRALaplace(ParametricLaplace):
         generator : torch.Generator, optional
             all batches of a data set get the same draws from it
         pred_type : {"glm", "amortized"}
-            by the linearised model, in a forward pass and C - 1 backward passes ("probit": C); or
-            in one forward pass, with the variances that `la.amortize` has learnt
+            by the linearised model, in a forward pass and a backward pass for each contrast
+            ("probit": for each class); or in one forward pass, with the variances that
+            `la.amortize` has learnt
+        n_contrasts : int, optional
+            as for a call
         collate_fn, batch_size
             for a data set: what makes a batch of its rows, and how many
         progress_bar : bool, default=False
@@ -712,6 +730,7 @@ class LoRALaplace(ParametricLaplace):
             n_samples,
             generator,
             pred_type=pred_type,
+            n_contrasts=n_contrasts,
             collate_fn=collate_fn,
             batch_size=batch_size,
             progress_bar=progress_bar,
@@ -723,6 +742,7 @@ class LoRALaplace(ParametricLaplace):
         link_approx: str = DEFAULT_LINK,
         *,
         pred_type: str = "glm",
+        n_contrasts: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         batch_size: int = 32,
         progress_bar: bool = False,
@@ -736,6 +756,7 @@ class LoRALaplace(ParametricLaplace):
             x,
             link_approx,
             pred_type=pred_type,
+            n_contrasts=n_contrasts,
             collate_fn=collate_fn,
             batch_size=batch_size,
             progress_bar=progress_bar,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from laplace.baselaplace import KronLaplace
+from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
@@ -15,7 +16,10 @@ from laplace_lora_ext.curvature.structure import LowRankKronStructure, Structure
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.passes.recorder import Directions, every_output
+from laplace_lora_ext.predictive.contrasts import Contrasts
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
+from laplace_lora_ext.predictive.distributions import sees_differences
+from laplace_lora_ext.predictive.links import DEFAULT_LINK
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics, statistics_of_batch
 from laplace_lora_ext.text.generation import GeneratedText, generate_texts
@@ -182,8 +186,13 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         n_directions = len(directions(torch.zeros(1, self.n_outputs)))
         parts = self.recorder.in_parts(X, n_directions, moments_of)
         f_mu = torch.cat([part.f_mu for part in parts])
-        f_var = torch.cat([part.f_var for part in parts])
-        return f_mu, f_var
+        # A part whose examples need fewer directions than others' has zeros in their place.
+        most = max(part.f_var.shape[-1] for part in parts)
+        covariances_of_parts = []
+        for part in parts:
+            n_missing = most - part.f_var.shape[-1]
+            covariances_of_parts.append(pad(part.f_var, (0, n_missing, 0, n_missing)))
+        return f_mu, torch.cat(covariances_of_parts)
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:
@@ -199,6 +208,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         progress_bar: bool = False,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        n_contrasts: int | None = None,
     ) -> PredictiveStatistics:
         """Pass over a data set once, to predict it under any prior precision.
 
@@ -210,6 +220,11 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         device, dtype
             where and in which precision to keep the statistics; `PredictiveStatistics` says how
             large they are
+        n_contrasts : int, optional
+            for more than nine classes: how many classes to compare with the most probable one, by
+            a backward pass each, for the links "mean_field" and "mc". By default as many as matter,
+            at most 8. From C - 1 on, and for regression always, statistics are of all outputs, by
+            C passes, and serve every link
 
         Returns
         -------
@@ -224,21 +239,27 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         self.problem.check_linearised()
         self._check_H_init()
 
+        contrasts = self._contrasts(n_contrasts)
+
         def of_batch(batch: Any) -> Columns:
             self.check_model()
             pair = self.model.split_if_labelled(batch)
-            return statistics_of_batch(self, pair, device, dtype).columns
+            return statistics_of_batch(self, pair, device, dtype, contrasts).columns
 
         columns = over_loader(loader, of_batch, "[Predictive statistics]", progress_bar)
-        f_mu, projections, inner_products, *targets = (column.to(device) for column in columns)
-        return PredictiveStatistics(
-            f_mu,
-            projections,
-            inner_products,
-            self.H.spectrum,
-            self._H_factor.detach(),
-            *targets,  # none, if the data have no labels
+        return PredictiveStatistics.of_columns(
+            tuple(column.to(device) for column in columns),
+            spectrum=self.H.spectrum,
+            scale=self._H_factor.detach(),
+            of_contrasts=contrasts is not None,
         )
+
+    def _contrasts(self, n_contrasts: int | None) -> Contrasts | None:
+        """Say which contrasts statistics are of; None where they are of all outputs."""
+        contrasts = Contrasts(n_contrasts)
+        if self.predicted_likelihood.is_gaussian or contrasts.are_all(self.n_outputs):
+            return None
+        return contrasts
 
     @exclusive
     def summary(self) -> str:
@@ -267,19 +288,36 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
             rows.append(f"{name:{width}}  {size:10,}  {prior:15.4g}  {number:10.1f}")
         return "\n".join(rows)
 
-    def statistics_of(self, loader: Any, progress_bar: bool) -> PredictiveStatistics:
+    def statistics_of(
+        self, loader: Any, progress_bar: bool, link_approx: str = DEFAULT_LINK
+    ) -> PredictiveStatistics:
         if not isinstance(loader, PredictiveStatistics):
-            return self.predictive_statistics(loader, progress_bar)
+            n_contrasts = self._contrasts_for(link_approx)
+            return self.predictive_statistics(loader, progress_bar, n_contrasts=n_contrasts)
         self._check_H_init()
         if not loader.spectrum.equals(self.H.spectrum):
             raise ValueError("The statistics belong to another fit: compute them again.")
+        if loader.classes is not None and not sees_differences(self, link_approx):
+            raise ValueError(
+                f"These statistics tell of differences of logits alone, and the link "
+                f"{link_approx!r} reads each by itself: compute them with "
+                f"n_contrasts={self.n_outputs - 1}."
+            )
         # `sigma_noise` and `temperature` may have changed since; the posterior may have moved.
         return replace(loader, scale=self._H_factor.detach().to(loader.scale))
 
-    def statistics_by_batch(self) -> Callable[[Any], PredictiveStatistics]:
+    def statistics_by_batch(
+        self, link_approx: str = DEFAULT_LINK
+    ) -> Callable[[Any], PredictiveStatistics]:
+        contrasts = self._contrasts(self._contrasts_for(link_approx))
+
         def of_batch(batch: Any) -> PredictiveStatistics:
             self.check_model()
             pair = self.model.split_if_labelled(batch)
-            return statistics_of_batch(self, pair, device="cpu", dtype=torch.float32)
+            return statistics_of_batch(self, pair, "cpu", torch.float32, contrasts)
 
         return of_batch
+
+    def _contrasts_for(self, link_approx: str) -> int | None:
+        """Say how many contrasts statistics need for a link: None for as many as matter."""
+        return None if sees_differences(self, link_approx) else self.n_outputs

@@ -128,6 +128,7 @@ class LaplaceMixture:
         generator: torch.Generator | None = None,
         *,
         pred_type: str = "glm",
+        n_contrasts: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         batch_size: int = 32,
         progress_bar: bool = False,
@@ -143,6 +144,7 @@ class LaplaceMixture:
             n_samples,
             generator,
             pred_type=pred_type,
+            n_contrasts=n_contrasts,
             collate_fn=collate_fn,
             batch_size=batch_size,
             progress_bar=progress_bar,
@@ -154,6 +156,7 @@ class LaplaceMixture:
         link_approx: str = DEFAULT_LINK,
         *,
         pred_type: str = "glm",
+        n_contrasts: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         batch_size: int = 32,
         progress_bar: bool = False,
@@ -167,6 +170,7 @@ class LaplaceMixture:
             x,
             link_approx,
             pred_type=pred_type,
+            n_contrasts=n_contrasts,
             collate_fn=collate_fn,
             batch_size=batch_size,
             progress_bar=progress_bar,
@@ -412,20 +416,27 @@ class LaplaceMixture:
 
     # --- what methods to choose a prior precision need -----------------------------------------
 
-    def statistics_of(self, loader: Any, progress_bar: bool) -> MixtureStatistics | None:
+    def statistics_of(
+        self, loader: Any, progress_bar: bool, link_approx: str = DEFAULT_LINK
+    ) -> MixtureStatistics | None:
         """Pass over a data set for statistics, or take given ones; None if a member has none."""
         if not all(hasattr(member, "predictive_statistics") for member in self.members):
             return None
-        if not isinstance(loader, MixtureStatistics):
-            return self.predictive_statistics(loader, progress_bar=progress_bar)
+        if isinstance(loader, MixtureStatistics):
+            parts = loader.members
+        else:
+            # The loader is read once, so that all members see the same rows.
+            parts = [Share.read_once(loader)] * len(self.members)
         of_members: list[Any] = []
-        for member, part in zip(self.members, loader.members, strict=True):
-            of_members.append(member.statistics_of(part, progress_bar))
+        for member, part in zip(self.members, parts, strict=True):
+            of_members.append(member.statistics_of(part, progress_bar, link_approx))
         return MixtureStatistics(tuple(of_members), self._priors)
 
-    def statistics_by_batch(self) -> Callable[[Any], MixtureStatistics] | None:
+    def statistics_by_batch(
+        self, link_approx: str = DEFAULT_LINK
+    ) -> Callable[[Any], MixtureStatistics] | None:
         """Make a function from a batch to its statistics; None where a member has none."""
-        by_member = [member.statistics_by_batch() for member in self.members]
+        by_member = [member.statistics_by_batch(link_approx) for member in self.members]
         functions = [function for function in by_member if function is not None]
         if len(functions) < len(by_member):
             return None

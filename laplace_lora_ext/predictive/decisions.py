@@ -78,6 +78,7 @@ def predict(
     generator: torch.Generator | None = None,
     *,
     pred_type: str = "glm",
+    n_contrasts: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
     batch_size: int = 32,
     progress_bar: bool = False,
@@ -100,7 +101,9 @@ def predict(
         if generator is not None and state is not None:
             generator.set_state(state)  # the same draws for every batch
         by_link, draws = [], []
-        for f_mu, f_var in _moments_of_members(members, batch, link_approx, pred_type):
+        for f_mu, f_var in _moments_of_members(
+            members, batch, link_approx, pred_type, n_contrasts
+        ):
             with torch.autocast(first.model.device.type, enabled=False):
                 by_link.append(link(f_mu, f_var).exp())
                 noise = shared_noise(f_mu, n_samples, generator)
@@ -143,6 +146,7 @@ def predict_proba(
     link_approx: str = DEFAULT_LINK,
     *,
     pred_type: str = "glm",
+    n_contrasts: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
     batch_size: int = 32,
     progress_bar: bool = False,
@@ -160,6 +164,7 @@ def predict_proba(
         n_samples=n_samples,
         generator=torch.Generator(),
         pred_type=pred_type,
+        n_contrasts=n_contrasts,
         collate_fn=collate_fn,
         batch_size=batch_size,
         progress_bar=progress_bar,
@@ -168,7 +173,11 @@ def predict_proba(
 
 
 def _moments_of_members(
-    members: Sequence[Amortizable], x: Any, link_approx: str, pred_type: str
+    members: Sequence[Amortizable],
+    x: Any,
+    link_approx: str,
+    pred_type: str,
+    n_contrasts: int | None,
 ) -> Iterator[Moments]:
     """Compute the moments of each member, as a link needs them."""
     if pred_type not in ("glm", "amortized"):
@@ -176,4 +185,4 @@ def _moments_of_members(
     for member, part in zip(members, parts_for(members, x), strict=True):
         if pred_type == "amortized":
             part = amortized_moments(member, part)
-        yield moments_for(member, part, link_approx)
+        yield moments_for(member, part, link_approx, n_contrasts)

@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import one_hot
-
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block, Values, called_with, check_in_place
 from laplace_lora_ext.passes.recorder import Directions, every_output
+from laplace_lora_ext.predictive.contrasts import Contrasts, completed
 from laplace_lora_ext.predictive.links import OF_DIFFERENCES, shared_noise
-from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, uncorrelated
+from laplace_lora_ext.predictive.moments import (
+    DifferenceMoments,
+    Moments,
+    gaussian_samples,
+    uncorrelated,
+)
 
 
 class Drawable(Protocol):
@@ -67,7 +71,7 @@ def predictive_moments(
     Neither link, noise nor `logit_scale` is in them. With `joint` a pair of tensors, `(B * C,)` and
     `(B * C, B * C)`.
     """
-    f_mu, f_var = _moments(la, x, joint)
+    f_mu, f_var = _of_all_logits(la, x, joint)
     return (f_mu.flatten(), f_var) if joint else Moments(f_mu, f_var)
 
 
@@ -78,7 +82,7 @@ def predictive_distribution(
 
     `X` is a batch, or `Moments` of one.
     """
-    f_mu, f_var = Moments(*_moments(la, X, joint)).scaled(la.logit_scale)
+    f_mu, f_var = Moments(*_of_all_logits(la, X, joint)).scaled(la.logit_scale)
     if joint:
         f_mu = f_mu.flatten()
     elif diagonal_output:
@@ -86,45 +90,51 @@ def predictive_distribution(
     return f_mu, f_var
 
 
-def moments_for(la: Linearised, X: Any, link_approx: str) -> Moments:
+def moments_for(
+    la: Linearised, X: Any, link_approx: str, n_contrasts: int | None = None
+) -> Moments:
     """Predict moments of scaled logits as a link needs them; see `moments_of_model`."""
-    return moments_of_model(la, X, link_approx).scaled(la.logit_scale)
+    return moments_of_model(la, X, link_approx, n_contrasts).scaled(la.logit_scale)
 
 
-def moments_of_model(la: Linearised, X: Any, link_approx: str) -> Moments:
+def moments_of_model(
+    la: Linearised, X: Any, link_approx: str, n_contrasts: int | None = None
+) -> Moments:
     """Compute moments of a batch as a link needs them, by as few backward passes as it can.
 
-    Given `Moments` serve every link. Links that only see differences of logits get the C - 1 from
-    the most probable logit (one where there are two classes). All other links get all logits, by C
-    passes. The logits are the model's, which `logit_scale` has not multiplied.
+    Given `Moments` serve every link, unless they are those of differences. Links that only see
+    differences of logits get those from the most probable logit, by a pass for each of `Contrasts`.
+    All other links get all logits, by C passes. The logits are the model's, which `logit_scale` has
+    not multiplied.
     """
-    sees_all = link_approx not in OF_DIFFERENCES or la.predicted_likelihood.is_gaussian
-    if sees_all or la.n_outputs < 2 or isinstance(X, Moments):
+    if not sees_differences(la, link_approx):
+        return Moments(*_of_all_logits(la, X))
+    if isinstance(X, Moments):
         return Moments(*_moments(la, X))
-    return _of_contrasts(la, X)
-
-
-def _of_contrasts(la: Linearised, X: Any) -> Moments:
-    """Compute covariances of how far the other logits are from the most probable one.
-
-    They stand at the other logits' places, beside zeros at that of the most probable one. So the
-    matrices differ from those of all logits, but say the same of every difference of two.
-    """
-
-    def ranked(logits: torch.Tensor) -> torch.Tensor:
-        """Rows of the identity `(C, B, C)`, that of the most probable class first."""
-        places = logits.argsort(dim=-1, descending=True, stable=True)
-        rows = one_hot(places, logits.shape[-1])
-        return rows.transpose(0, 1).to(logits)
-
-    def contrasts(logits: torch.Tensor) -> torch.Tensor:
-        rows = ranked(logits)
-        return rows[1:] - rows[:1]
-
-    f_mu, f_var = _moments(la, X, directions=contrasts)
-    others = ranked(f_mu.detach())[1:].transpose(0, 1).to(f_var)  # (B, C - 1, C)
+    contrasts = Contrasts(n_contrasts)
+    f_mu, f_var = _moments(la, X, directions=contrasts.directions)
+    classes = contrasts.classes(f_mu.detach())
     with torch.autocast(f_var.device.type, enabled=False):
-        return Moments(f_mu, others.mT @ f_var @ others)
+        return Moments(f_mu, completed(f_var, classes, la.n_outputs))
+
+
+def sees_differences(la: Linearised, link_approx: str) -> bool:
+    """Tell whether a link of a posterior's outputs sees nothing but differences of two."""
+    is_softmax = not la.predicted_likelihood.is_gaussian and la.n_outputs > 1
+    return is_softmax and link_approx in OF_DIFFERENCES
+
+
+def _of_all_logits(
+    la: Linearised, X: Any, joint: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute mean and covariance of a batch's logits; moments of differences are refused."""
+    if isinstance(X, DifferenceMoments):
+        raise ValueError(
+            'These moments tell of differences of logits alone, which the links "mean_field" and '
+            '"mc" read. For all else pass the batch, or moments of predictive_statistics with '
+            f"n_contrasts={la.n_outputs - 1}."
+        )
+    return _moments(la, X, joint)
 
 
 def _moments(

@@ -30,7 +30,7 @@ class Moments(NamedTuple):
         """Convert both as `torch.Tensor.to` does."""
         f_mu = self.f_mu.to(*args, **kwargs)
         f_var = self.f_var.to(*args, **kwargs)
-        return Moments(f_mu, f_var)
+        return type(self)(f_mu, f_var)
 
     def scaled(self, factor: float) -> Moments:
         """Take the moments of logits that are multiplied by a factor."""
@@ -40,7 +40,16 @@ class Moments(NamedTuple):
         """Divide the examples into consecutive parts of a size."""
         means = self.f_mu.split(size)
         covariances = self.f_var.split(size)
-        return map(Moments, means, covariances)
+        return map(type(self), means, covariances)
+
+
+class DifferenceMoments(Moments):
+    """Moments that tell of differences of logits alone, and not of all of them exactly.
+
+    They serve the links "mean_field" and "mc"; whatever reads a logit by itself is refused.
+    """
+
+    __slots__ = ()
 
 
 class MixtureMoments(NamedTuple):

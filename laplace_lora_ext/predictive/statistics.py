@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn.functional import pad
 
 from laplace_lora_ext.curvature.block import DecomposedBlock
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed, Spectrum
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.locks import as_tensor, cpu_as_default, without_autocast
 from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.passes.recorder import Recorder
+from laplace_lora_ext.passes.recorder import Recorder, every_output
+from laplace_lora_ext.predictive.contrasts import NO_CLASS, Contrasts, completed
 from laplace_lora_ext.predictive.data_sets import Columns
-from laplace_lora_ext.predictive.moments import MixtureMoments, Moments
+from laplace_lora_ext.predictive.moments import DifferenceMoments, MixtureMoments, Moments
 from laplace_lora_ext.processes.shards import stacked
 
 _AT_ONCE = 64  # examples whose projections are weighted: moments need the memory of a copy
@@ -33,23 +35,31 @@ class PredictiveStatistics:
     for any prior precision λ, with the eigenvalues e and f of the `Spectrum`. All terms are
     positive semi-definite, so nothing cancels.
 
-    An example takes `C (1 + E + F C)` numbers, where E is the sum of r k over the blocks and F that
-    of r: 229 kB in float32 for 128 blocks of r 8, rank 10 and four classes.
+    With more than nine classes they are, unless more are asked for, of at most 8 contrasts: how far
+    other logits are from the most probable one, `f_j - f_top`. The covariance is then completed
+    (see `completed`), and tells of differences of logits alone.
+
+    An example takes `C + D (E + F D)` numbers, where D is C or the number of contrasts, E the sum
+    of r k over the blocks and F that of r: in float32, for 128 blocks of r 8 and rank 10, 229 kB
+    with four classes and 590 kB with ten or more.
 
     Parameters
     ----------
     f_mu : torch.Tensor
         `(N, C)` logits
     projections : torch.Tensor
-        `(N, C, E)`
+        `(N, D, E)`
     inner_products : torch.Tensor
-        `(N, F, C, C)`, the matrices R
+        `(N, F, D, D)`, the matrices R
     spectrum : Spectrum
         of the curvature, without a prior
     scale : torch.Tensor
         `()`, factor of the curvature: 1 / (sigma_noise² temperature)
     targets : torch.Tensor, optional
         `(N,)` labels or `(N, C)` numbers, if the data had any
+    classes : torch.Tensor, optional
+        `(N, 1 + D)`, which classes contrasts are of: the most probable one, and those that are
+        compared with it, or -1 where an example needs fewer; None where all logits are known
 
     Notes
     -----
@@ -62,24 +72,32 @@ class PredictiveStatistics:
     spectrum: Spectrum
     scale: torch.Tensor
     targets: torch.Tensor | None = None
+    classes: torch.Tensor | None = None
 
     @property
     def columns(self) -> Columns:
         """List all tensors with a row for each example."""
-        if self.targets is None:
-            return self.f_mu, self.projections, self.inner_products
-        return self.f_mu, self.projections, self.inner_products, self.targets
+        columns = [self.f_mu, self.projections, self.inner_products]
+        if self.classes is not None:
+            columns.append(self.classes)
+        if self.targets is not None:
+            columns.append(self.targets)
+        return tuple(columns)
+
+    @classmethod
+    def of_columns(
+        cls, columns: Columns, spectrum: Spectrum, scale: torch.Tensor, of_contrasts: bool
+    ) -> PredictiveStatistics:
+        """Make statistics of such columns."""
+        f_mu, projections, inner_products, *others = columns
+        classes = others.pop(0) if of_contrasts else None
+        targets = others.pop(0) if others else None
+        return cls(f_mu, projections, inner_products, spectrum, scale, targets, classes)
 
     def of(self, columns: Columns) -> PredictiveStatistics:
         """Take `columns` of other examples of the same fit."""
-        f_mu, projections, inner_products, *targets = columns
-        return replace(
-            self,
-            f_mu=f_mu,
-            projections=projections,
-            inner_products=inner_products,
-            targets=targets[0] if targets else None,
-        )
+        of_contrasts = self.classes is not None
+        return self.of_columns(columns, self.spectrum, self.scale, of_contrasts)
 
     def required_targets(self) -> torch.Tensor:
         """Return the targets; a `ValueError` if the data had none."""
@@ -117,7 +135,8 @@ class PredictiveStatistics:
         Returns
         -------
         Moments
-            f_mu, `(N, C)`, and f_var, `(N, C, C)`
+            f_mu, `(N, C)`, and f_var, `(N, C, C)`; of contrasts `DifferenceMoments`, which serve
+            the links "mean_field" and "mc"
         """
         deltas = as_tensor(prior_precision).to(self.spectrum.leading)
         leading, remaining = self.spectrum.shifted(self.scale, deltas)
@@ -132,7 +151,12 @@ class PredictiveStatistics:
             weighted = z * of_leading.sqrt()
             remainders = torch.einsum("nfab,f->nab", R, of_remaining)
             covariances.append(weighted @ weighted.mT + remainders)
-        return Moments(self.f_mu, torch.cat(covariances))
+        f_var = torch.cat(covariances)
+        if self.classes is None:
+            return Moments(self.f_mu, f_var)
+        return DifferenceMoments(
+            self.f_mu, completed(f_var, self.classes, n_outputs=self.f_mu.shape[-1])
+        )
 
 
 @dataclass(eq=False)
@@ -232,10 +256,16 @@ def statistics_of_batch(
     batch: tuple[Any, torch.Tensor | None],
     device: torch.device | str,
     dtype: torch.dtype,
+    contrasts: Contrasts | None,
 ) -> PredictiveStatistics:
-    """Pass over inputs, and targets if any, to keep what any prior precision needs."""
+    """Pass over inputs, and targets if any, to keep what any prior precision needs.
+
+    Without `contrasts` of all outputs.
+    """
     X, y = batch
     n_blocks = len(la.blocks)
+    directions = every_output if contrasts is None else contrasts.directions
+    n_directions = la.n_outputs if contrasts is None else contrasts.most(la.n_outputs)
 
     def of_part(part: Any, place: slice) -> PredictiveStatistics:
         by_block: dict[int, _OfBlock] = {}  # blocks come in any order
@@ -244,14 +274,20 @@ def statistics_of_batch(
             by_block[index] = _projected(la.H.blocks[index], jacobian)
 
         with torch.autocast(la.blocks[0].device.type, enabled=False):
-            f_mu = la.recorder.visit_jacobians(part, project)
+            f_mu = la.recorder.visit_jacobians(part, project, directions)
         in_order = [by_block[index].to(f_mu.device) for index in range(n_blocks)]
         # All blocks together: each copy from an accelerator waits for the work there.
         projections = torch.cat([each.projections for each in in_order], dim=2)
         products = torch.cat([each.inner_products for each in in_order], dim=1)
-        targets = None
+        targets = classes = None
         if y is not None:
             targets = la.trained_likelihood.check_targets(y[place], f_mu).to(device)
+        if contrasts is not None:
+            # Batches need different numbers of contrasts; the columns have places for all.
+            n_missing = n_directions - projections.shape[1]
+            projections = pad(projections, (0, 0, 0, n_missing))
+            products = pad(products, (0, n_missing, 0, n_missing))
+            classes = pad(contrasts.classes(f_mu), (0, n_missing), value=NO_CLASS).to(device)
         return PredictiveStatistics(
             f_mu=f_mu.to(device, dtype),
             projections=projections.to(device, dtype),
@@ -259,10 +295,11 @@ def statistics_of_batch(
             spectrum=la.H.spectrum,
             scale=la.curvature_scale.detach(),
             targets=targets,
+            classes=classes,
         )
 
     n_examples = None if y is None else len(y)
-    parts = la.recorder.in_parts(X, la.n_outputs, of_part, n_examples)
+    parts = la.recorder.in_parts(X, n_directions, of_part, n_examples)
     return parts[0].of(stacked([part.columns for part in parts]))
 
 

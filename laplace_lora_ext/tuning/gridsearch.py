@@ -133,6 +133,7 @@ class GridSearch(TuningMethod):
 
     @property
     def _link(self) -> str:
+        """The link of the predictions that are scored."""
         default = "mc" if self.pred_type == "nn" else DEFAULT_LINK
         return self.link_approx or default
 
@@ -151,7 +152,7 @@ class GridSearch(TuningMethod):
         is_given = isinstance(self.val_loader, PredictiveStatistics | MixtureStatistics)
         if is_given or self.pred_type != "glm":
             return None
-        statistics_of = la.statistics_by_batch()
+        statistics_of = la.statistics_by_batch(self._link)
         if statistics_of is None:
             return None
         sums = _Sums(la, grid, score)
@@ -195,7 +196,7 @@ class GridSearch(TuningMethod):
         """Pass over the validation data for their statistics, or take given ones."""
         if self.pred_type != "glm":
             return None
-        return la.statistics_of(self.val_loader, self.progress_bar)
+        return la.statistics_of(self.val_loader, self.progress_bar, self._link)
 
     def _own_losses(self, la: Predictor, grid: torch.Tensor) -> Iterator[float]:
         """Compute the user's own loss at each point, to which the posterior's prior is set."""

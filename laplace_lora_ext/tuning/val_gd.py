@@ -78,7 +78,7 @@ class ValGD(TuningMethod):
     def _search(self, la: Tunable) -> TuningHistory:
         logarithm = self._start(la).log().requires_grad_()
         statistics: PredictiveStatistics | None = la.statistics_of(
-            self.val_loader, self.progress_bar
+            self.val_loader, self.progress_bar, self.link_approx
         )
         if statistics is None:
             raise NotImplementedError(

@@ -105,6 +105,40 @@ def test_links_of_differences_take_a_backward_pass_a_contrast(n_classes):
     assert n_passes(la.predictive_moments, batch) == n_classes
 
 
+def test_many_classes_take_a_backward_pass_for_eight_contrasts_at_most():
+    n_classes = 40
+    la = fitted(
+        model=lora_model("bert", n_labels=n_classes),
+        batches=ragged_batches(n_classes=n_classes),
+    )
+    batch = ragged_batches()[0]
+    of_one_pass = bare_loop(la, batch, torch.eye(n_classes)[:1]).backward
+    statistics = la.predictive_statistics([batch])
+
+    def n_passes(run) -> float:
+        with NewTensors() as made:
+            run()
+        return made.backward / of_one_pass
+
+    def search(**options):
+        la.optimize_prior_precision(method="gridsearch", grid_size=2, **options)
+
+    for within in (
+        lambda: la(batch, link_approx="mean_field"),
+        lambda: la(batch, link_approx="mc"),
+        lambda: la.predict(batch),
+        lambda: la.predict_proba(batch),
+        lambda: la.predictive_statistics([batch]),
+        lambda: search(val_loader=[batch]),
+        lambda: la.optimize_prior_precision(method="agreement", train_loader=[batch]),
+    ):
+        assert 1 <= n_passes(within) <= 8
+    assert n_passes(lambda: search(val_loader=statistics)) == 0
+    assert n_passes(lambda: la(batch, link_approx="mean_field", n_contrasts=2)) == 2
+    assert n_passes(lambda: la.predict(batch, n_contrasts=100)) == n_classes - 1
+    assert n_passes(lambda: la.predictive_moments(batch)) == n_classes
+
+
 @pytest.fixture(params=[1, N_CLASSES - 1])
 def seeds_at_once(request, monkeypatch) -> int:
     """Let backward passes take one seed at a time, or all of them at once."""
