@@ -101,9 +101,7 @@ def predict(
         if generator is not None and state is not None:
             generator.set_state(state)  # the same draws for every batch
         by_link, draws = [], []
-        for f_mu, f_var in _moments_of_members(
-            members, batch, link_approx, pred_type, n_contrasts
-        ):
+        for f_mu, f_var in _moments_of_members(members, batch, link_approx, pred_type, n_contrasts):
             with torch.autocast(first.model.device.type, enabled=False):
                 by_link.append(link(f_mu, f_var).exp())
                 noise = shared_noise(f_mu, n_samples, generator)

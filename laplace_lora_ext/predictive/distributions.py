@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_counts
 from laplace_lora_ext.models.locks import exclusive

@@ -49,7 +49,7 @@ def covariance_of_contrasts(f_var: torch.Tensor, j: int, k: int, top: int) -> fl
     return (f_var[j, k] - f_var[j, top] - f_var[top, k] + f_var[top, top]).item()
 
 
-# --- which classes ---------------------------------------------------------------------------------
+# --- which classes --------------------------------------------------------------------------------
 
 
 def test_classes_are_compared_until_little_probability_is_left():
@@ -72,7 +72,7 @@ def test_as_many_are_compared_as_are_asked_for(n_contrasts):
     assert torch.equal(Contrasts(n_contrasts).classes(logits), order[:, : 1 + n_contrasts])
 
 
-# --- predictions -----------------------------------------------------------------------------------
+# --- predictions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
@@ -141,7 +141,7 @@ def test_what_is_completed_is_a_covariance(n_known):
     assert not nothing.any()
 
 
-# --- statistics and searches -----------------------------------------------------------------------
+# --- statistics and searches ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_contrasts", [None, 3])
@@ -194,9 +194,7 @@ def test_few_classes_are_all_known(n_classes):
 def test_all_contrasts_make_statistics_that_serve_every_link():
     la = with_classes(prior_precision=0.5)
     batch = batches_of()[0]
-    statistics = la.predictive_statistics(
-        [batch], dtype=torch.float64, n_contrasts=N_CLASSES - 1
-    )
+    statistics = la.predictive_statistics([batch], dtype=torch.float64, n_contrasts=N_CLASSES - 1)
     moments = statistics.moments(0.5)
     torch.testing.assert_close(moments.f_var, la.predictive_moments(batch).f_var)
     found = la(moments, link_approx="probit")
@@ -246,7 +244,7 @@ def test_a_link_that_reads_each_logit_refuses_differences():
         with pytest.raises(ValueError, match="n_contrasts=13"):
             la(part, link_approx="mc", diagonal_output=True)
     for method in ("gridsearch", "val_gd"):
-        with pytest.raises(ValueError, match="'probit' reads each by itself.*n_contrasts=13"):
+        with pytest.raises(ValueError, match=r"'probit' reads each by itself.*n_contrasts=13"):
             searched(la, method, statistics, link_approx="probit")
     with pytest.raises(ValueError, match="n_contrasts must be at least 1"):
         la(batches[0], link_approx="mean_field", n_contrasts=0)
