@@ -34,7 +34,11 @@ SMALL = {
 CHROMIUM = shutil.which("chromium")
 
 
-def write_rows(path: Path, n_rows: int, names: tuple[str, ...]) -> Path:
+def write_rows(
+    path: Path,
+    n_rows: int,
+    names: tuple[str, ...],
+) -> Path:
     """Write texts whose last word tells their label, as JSON lines."""
     generator = torch.Generator().manual_seed(n_rows)
     lines = []
@@ -55,7 +59,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_adapter(folder: Path, base, task_type: str, target_modules: list[str]) -> Path:
+def save_adapter(
+    folder: Path,
+    base,
+    task_type: str,
+    target_modules: list[str],
+) -> Path:
     """Save a base model, and an adapter of it beside its tokenizer."""
     base.save_pretrained(folder / "base")
     base.name_or_path = str(folder / "base")

@@ -95,7 +95,10 @@ def test_a_failing_first_fit_leaves_everything(structure, loader, error):
     )
 
 
-def facts_of(la: Any, X: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def facts_of(
+    la: Any,
+    X: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
     return (
         la(X),
         la.log_marginal_likelihood(),

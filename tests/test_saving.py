@@ -137,7 +137,12 @@ def test_no_damaged_file_is_loaded(tmp_path):
 class WithOptions(LowRankKronGGN):
     """A backend of a user's own, with options of all kinds."""
 
-    def __init__(self, *args: Any, options: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        options: Any = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.options = options
 

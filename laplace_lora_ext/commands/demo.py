@@ -10,7 +10,7 @@ import re
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -244,8 +244,9 @@ class Training:
         model.eval()
         device = next(model.parameters()).device
         rows = [everything[place] for place in held_out]
-        collated: Any = self._loader.collate_fn(rows)
-        batch: BatchEncoding = collated.to(device)
+        # The function of `batches`.
+        collate = cast(Callable[[Sequence[Text]], BatchEncoding], self._loader.collate_fn)
+        batch = collate(rows).to(device)
         labels = batch.pop("labels")
         logits = model(**batch).logits
 

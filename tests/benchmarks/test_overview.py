@@ -29,7 +29,12 @@ OURS = {
 }
 
 
-def written(folder, task: str, losses: dict[int, float], kind: str = "calibration"):
+def written(
+    folder,
+    task: str,
+    losses: dict[int, float],
+    kind: str = "calibration",
+):
     """Write a run of two methods on a task: an NLL of MAP for each seed, half of it for ours."""
     rows = []
     for seed, nll in losses.items():

@@ -24,7 +24,11 @@ def around(case: Case, structure: str = "lowrank_kron", **keywords):
     return la
 
 
-def kronecker_blocks(model: nn.Module, Js: torch.Tensor, H: torch.Tensor) -> list[torch.Tensor]:
+def kronecker_blocks(
+    model: nn.Module,
+    Js: torch.Tensor,
+    H: torch.Tensor,
+) -> list[torch.Tensor]:
     """Compute `Σ G Gᵀ ⊗ Σ Gᵀ G / Σ ‖G‖²` of each weight, a bias being a matrix of one column."""
     blocks = []
     weights = weights_of(model).values()

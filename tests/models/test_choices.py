@@ -189,7 +189,11 @@ def tokens_read(model: Any) -> list[int]:
     """Make a list that gets how many tokens each call of a model reads."""
     read: list[int] = []
 
-    def note(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def note(
+        _: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
         read.append(kwargs["input_ids"].numel())
 
     model.register_forward_pre_hook(note, with_kwargs=True)
@@ -265,7 +269,11 @@ def test_a_kind_of_batch_is_proven_before_it_is_trusted():
     unlike = LogitsModel(model, ANSWERS)
     unlike.share_prompts()
 
-    def of_wrong_positions(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def of_wrong_positions(
+        _: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
         if kwargs["use_cache"]:
             kwargs = {**kwargs, "position_ids": kwargs["position_ids"] + 1}
         return args, kwargs

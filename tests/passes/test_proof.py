@@ -84,7 +84,10 @@ class OnePosition(Texts):
         return of_texts.take_along_dim(place, dim=1)[:, 0].tanh()
 
 
-def texts(*rows: Sequence[int], **others: torch.Tensor) -> dict[str, torch.Tensor]:
+def texts(
+    *rows: Sequence[int],
+    **others: torch.Tensor,
+) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(rows), **others}
 
 
@@ -145,7 +148,11 @@ CASES = [
 class OfTokens(nn.Module):
     """A model of batches as a function of their tokens alone."""
 
-    def __init__(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, torch.Tensor],
+    ) -> None:
         super().__init__()
         self.model = model
         self.batch = batch

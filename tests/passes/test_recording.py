@@ -471,7 +471,11 @@ def test_shared_rows_in_the_hosts_structures(structure):
     checked(adapted(shared(3)), numbers((4, 3), (2, 3)), structure)
 
 
-def matrix(model: nn.Module, batches: Sequence[Any], kfac_approx: str) -> torch.Tensor:
+def matrix(
+    model: nn.Module,
+    batches: Sequence[Any],
+    kfac_approx: str,
+) -> torch.Tensor:
     la = make(
         model,
         backend_kwargs={**FULL_RANK, "kfac_approx": kfac_approx},

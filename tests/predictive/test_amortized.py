@@ -125,7 +125,11 @@ def test_a_covariance_comes_back_from_its_variances_and_may_be_zero(
 # --- what is learnt ------------------------------------------------------------------------------
 
 
-def linear_in_features(n: int, n_outputs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def linear_in_features(
+    n: int,
+    n_outputs: int,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Features, and logarithms of variances that are linear in them."""
     X = 3 + 2 * randn(n, 7, seed=seed)
     n_pairs = n_outputs * (n_outputs + 1) // 2

@@ -86,7 +86,9 @@ def unpadded_choices(batch: Mapping[str, torch.Tensor]) -> list[list[tuple[Any, 
 
 
 def logits_of_choices(
-    model: nn.Module, choices: Sequence[tuple[Any, Any]], normalised: bool = False
+    model: nn.Module,
+    choices: Sequence[tuple[Any, Any]],
+    normalised: bool = False,
 ) -> torch.Tensor:
     """Sum the log-probabilities of the tokens that count, `(K,)`, each choice by itself."""
     logits = []

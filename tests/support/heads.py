@@ -115,7 +115,10 @@ def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def dense(model: nn.Module, example: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def dense(
+    model: nn.Module,
+    example: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute logits `(C,)` of one example and their Jacobian `(C, parameters)`."""
     weights = {name: weight.detach() for name, weight in weights_of(model).items()}
 
@@ -129,7 +132,10 @@ def dense(model: nn.Module, example: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return logits(weights).detach(), J
 
 
-def dense_of(model: nn.Module, examples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def dense_of(
+    model: nn.Module,
+    examples: list[Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute logits `(N, C)` and Jacobians `(N, C, parameters)`."""
     logits, Js = zip(*[dense(model, example) for example in examples], strict=True)
     return torch.stack(logits), torch.stack(Js)
