@@ -178,7 +178,7 @@ class Choices(Answers):
         log_p = _log_probs(at_end[:, :, None], targets)[:, 0]
         if goes_on:
             assert self._cache is not None
-            cache: Any = getattr(output, self._cache, getattr(output, "past_key_values", None))
+            cache: Any = getattr(output, self._cache, None)
             layers = getattr(cache, "layers", [])
             # Others forget, or write in place, where gradients don't follow.
             if not layers or any(type(layer).__name__ != "DynamicLayer" for layer in layers):

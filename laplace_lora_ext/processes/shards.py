@@ -338,7 +338,15 @@ def stacked(parts: Iterable[Columns]) -> Columns:
     n_columns = {len(columns) for columns in parts}
     if len(n_columns) > 1:
         raise ValueError("Some batches have labels and others have none: give all or none labels.")
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+    columns = list(zip(*parts, strict=True))
+    for column in columns:
+        shapes = {tuple(part.shape[1:]) for part in column}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"Batches have examples of unlike shapes, {sorted(shapes)}, as where texts have "
+                "unequal numbers of choices: pass those with equally many in a loader of their own."
+            )
+    return tuple(torch.cat(column) for column in columns)
 
 
 def refuse_copies(totals: Sequence[tuple[int, float]]) -> None:

@@ -36,6 +36,7 @@ from tests.support.dense import (
 )
 from tests.support.models import CLASS_TOKEN_IDS, lora_model, ragged_batches, without_labels
 from tests.support.posteriors import GRID, STRUCTURES, another_training, make
+from tests.support.texts import encoder_decoder
 from tests.support.trainers import trainer_of
 
 
@@ -223,6 +224,60 @@ def test_files_and_mixtures_know_the_answers(make_case, tmp_path):
     quietly(lambda: sums.fit(case.batches))
     with pytest.raises(ValueError, match=r"differ in .* or normalised"):
         LaplaceMixture([la, sums])
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+@pytest.mark.parametrize("structure", ["lowrank_kron", "full"])
+def test_encoder_decoders_write_them(kind, structure):
+    case = of_all_texts("right")
+    model = encoder_decoder(kind)
+    la = make(model, structure, **case.options)
+    quietly(lambda: la.fit(case.batches))
+    start = model.config.decoder_start_token_id
+
+    def logits_of(model: nn.Module, prompt: list[int]) -> torch.Tensor:
+        logits = []
+        for answer in ANSWERS:
+            decoded = torch.tensor([[start, *answer]])
+            output = model(input_ids=torch.tensor([prompt]), decoder_input_ids=decoded)
+            log_p = output.logits[0].log_softmax(-1)
+            logits.append(torch.stack([log_p[n, token] for n, token in enumerate(answer)]).sum())
+        return torch.stack(logits)
+
+    prompts = [prompt for batch in case.batches for prompt in prompts_of(batch)]
+    logits, Js = alone(copy.deepcopy(model).eval(), logits_of, prompts)
+    y = torch.cat([batch["labels"] for batch in case.batches])
+    assert_close(la.loss, cross_entropy(logits, y, reduction="sum"), rtol=1e-5, atol=1e-5)
+    if structure == "full":
+        expected = exact_ggn(Js, softmax_fisher(logits))
+        assert_close(la.H, expected.to(la.H), rtol=1e-4, atol=1e-5 * expected.max().item())
+    moments = la.predictive_moments(without_labels(case.batches[0]))
+    assert_close(moments.f_mu, logits[: len(moments.f_mu)].to(moments.f_mu), rtol=1e-5, atol=1e-5)
+
+
+def test_unequal_numbers_of_choices_are_fitted_and_not_compared():
+    (batch,) = ragged_batches(batch_size=8)
+    prompts = prompts_of(batch)
+    loader = []
+    for rows, answers in ((slice(0, 4), ANSWERS), (slice(4, 8), ANSWERS[:3])):
+        made = choices_batch(prompts[rows], [answers] * 4)
+        loader.append(made | {"labels": batch["labels"][rows]})
+    la = make(lora_model("gpt2"))
+    quietly(lambda: la.fit(loader))
+    for of_batch, n_choices in zip(loader, (4, 3), strict=True):
+        assert la(without_labels(of_batch), link_approx="mean_field").shape == (4, n_choices)
+    with pytest.raises(ValueError, match="unequal numbers of choices"):
+        la.optimize_prior_precision(method="gridsearch", val_loader=loader, **GRID)
+
+
+def test_nothing_is_printed_and_no_name_is_out_of_date(caplog, capsys):
+    case = of_all_texts("right")
+    la = make(lora_model("gpt2"), **case.options)
+    quietly(lambda: la.fit(case.batches))
+    la(without_labels(case.batches[0]))
+    printed = capsys.readouterr()
+    assert not printed.out + printed.err
+    assert not caplog.records
 
 
 # --- trainers ------------------------------------------------------------------------------------
