@@ -116,7 +116,7 @@ def moments_of_model(
     f_mu, f_var = _moments(la, X, directions=contrasts.directions)
     classes = contrasts.classes(f_mu.detach())
     with torch.autocast(f_var.device.type, enabled=False):
-        return Moments(f_mu, completed(f_var, classes, la.n_outputs))
+        return Moments(f_mu, completed(f_var, classes, n_outputs=f_mu.shape[-1]))
 
 
 def sees_differences(la: Linearised, link_approx: str) -> bool:
