@@ -257,8 +257,34 @@ class LoRALaplace(ParametricLaplace):
         return self.blocks[0].statistics_dtype
 
     @property
+    def n_layers(self) -> int:
+        """Count the blocks, of which one parameter may hold several."""
+        return len(self.blocks)
+
+    @n_layers.setter
+    def n_layers(self, _: int) -> None:
+        """Pass over the number of parameters, which the host sets."""
+
+    @property
+    def n_params(self) -> int:
+        """Count the numbers of all blocks."""
+        return sum(self._sizes)
+
+    @n_params.setter
+    def n_params(self, _: int) -> None:
+        """Pass over the size of whole parameters, which the host sets."""
+
+    @property
+    def prior_precision_diag(self) -> torch.Tensor:
+        """Prior precision of each number, `(parameters,)`."""
+        prior = self.prior_precision
+        if len(prior) in (1, self.n_params):
+            return prior.expand(self.n_params)
+        return prior.repeat_interleave(torch.tensor(self._sizes, device=prior.device))
+
+    @property
     def _sizes(self) -> list[int]:
-        return [block.weight.numel() for block in self.blocks]
+        return [block.n_params for block in self.blocks]
 
     # --- fitting -------------------------------------------------------------------------------
 
@@ -957,7 +983,10 @@ class LoRALaplace(ParametricLaplace):
         """
         self._check_H_init()
         check_in_place(self.blocks, "A penalty")
-        weights = [block.weight.flatten().to(self._device, self._dtype) for block in self.blocks]
+        weights: list[torch.Tensor] = []
+        for block in self.blocks:
+            matrix = block.matrix(block.weight)
+            weights.append(matrix.flatten().to(self._device, self._dtype))
         return weight / 2 * self.square_norm(torch.cat(weights))
 
     @exclusive
@@ -1221,7 +1250,7 @@ def _problem_of(likelihood: str) -> Problem:
 
 def _warn_of_weights(model: nn.Module, blocks: Sequence[Block]) -> None:
     """Warn of weights that were trained and have no part, and of some that were not trained."""
-    warn_of_other_trainable(model)
+    warn_of_other_trainable(model, blocks)
     if is_untrained(blocks):
         warn("Every lora_B weight is 0: the adapter looks untrained. Train it first.")
 

@@ -17,7 +17,7 @@ from laplace_lora_ext.models.adapters import find_peft_model, new_folders, write
 from laplace_lora_ext.models.locks import exclusive
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.same_model import ModelState, first_changed
-from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.models.weights import Block, parameters_with
 from laplace_lora_ext.predictive.distributions import Drawable, drawn_weights
 
 FILE = "laplace_posterior.safetensors"
@@ -208,9 +208,7 @@ def sample_adapters(
                 "as the posterior does: an adapter can't."
             )
         drawn = drawn_weights(member, generator)
-        values: dict[int, torch.Tensor] = {}
-        for block, value in zip(member.blocks, drawn, strict=True):
-            values[id(block.weight)] = value
+        values = parameters_with(member.blocks, drawn)
         model = find_peft_model(member.model)
         adapter = member.blocks[0].adapter
         written.append(write_adapter(model, adapter, values, folder, **kwargs))

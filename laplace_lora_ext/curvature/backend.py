@@ -15,9 +15,10 @@ from laplace_lora_ext.curvature.factors import StreamingUpdates
 from laplace_lora_ext.curvature.kfac import KFAC_APPROX
 from laplace_lora_ext.curvature.matrix import LowRankKron
 from laplace_lora_ext.likelihoods import LIKELIHOODS, Seeds
+from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
-from laplace_lora_ext.models.weights import read
+from laplace_lora_ext.models.weights import read, without_rows
 from laplace_lora_ext.passes.recorder import Recorder
 from laplace_lora_ext.processes.exchange import rank
 
@@ -80,6 +81,13 @@ class LowRankKronInterface(CurvatureInterface):
             if not isinstance(model, LogitsModel):
                 model = LogitsModel(model, dict_key_y=dict_key_y)
             recorder = Recorder(model, find_blocks(model.model))
+        unseen = [block.name for block in without_rows(recorder.blocks)]
+        if unseen and KFAC_APPROX[kfac_approx].needs_rows:
+            raise NotImplementedError(
+                f"kfac_approx={kfac_approx!r} sums over the rows of linear layers, and these have "
+                f'none: {listed(unseen)}. Use kfac_approx="gradient", or leave them out with '
+                "target_modules."
+            )
         self._likelihood = LIKELIHOODS[likelihood]
         super().__init__(
             recorder.model,

@@ -13,11 +13,13 @@ import torch
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
 from laplace_lora_ext.curvature.factors import StreamingUpdates
-from laplace_lora_ext.passes.recording import Gradients, Inputs, Visitor
+from laplace_lora_ext.passes.recording import Gradients, GradientsOfRows, Inputs, Visitor
 
 
 class KfacApprox(Visitor):
     """Adds a batch's inputs and gradients to the blocks of a curvature."""
+
+    needs_rows = False  # whether the gradient of a matrix does not suffice
 
     def __init__(self, blocks: Sequence[KroneckerBlock], updates: StreamingUpdates) -> None:
         self.blocks = blocks
@@ -31,6 +33,7 @@ class Expand(KfacApprox):
     """
 
     sees_inputs = True
+    needs_rows = True
 
     def inputs(self, inputs: Inputs) -> None:
         """Sum `a aᵀ`, which is the same for all blocks that share the inputs."""
@@ -42,6 +45,7 @@ class Expand(KfacApprox):
 
     def gradients(self, gradients: Gradients) -> None:
         """Sum `g gᵀ`."""
+        assert isinstance(gradients, GradientsOfRows)  # others are refused beforehand
         g = gradients.positions.valid(gradients.g)
         # After the last attention, only the positions that the model pools have a gradient.
         g = g[g.any(dim=1)]
@@ -59,7 +63,7 @@ class Gradient(KfacApprox):
     def gradients(self, gradients: Gradients) -> None:
         """Sum `G Gᵀ` and `Gᵀ G`."""
         block = self.blocks[gradients.index]
-        if gradients.a.shape[1] == 1:
+        if isinstance(gradients, GradientsOfRows) and gradients.a.shape[1] == 1:
             of_outputs, of_inputs = _rows_of_one_position(gradients.a, gradients.g)
         else:
             G = gradients.of_weight().flatten(0, 1)

@@ -189,7 +189,7 @@ class HostStructure(Structure[SumsT, CurvatureT]):
             inspected(self.recorder, x, check),
         ):
             loss, of_batch = self._of_batch(x, targets)
-        sizes = [weight.numel() for weight in weights]
+        sizes = [block.n_params for block in self.blocks]
         parts = self._diagonal(of_batch).split(sizes)
         for block, part in zip(self.blocks, parts, strict=True):
             if not torch.isfinite(part).all():
@@ -261,7 +261,7 @@ class DenseStructure(HostStructure[torch.Tensor, torch.Tensor]):
 
     @property
     def n_params(self) -> int:
-        return sum(block.weight.numel() for block in self.blocks)
+        return sum(block.n_params for block in self.blocks)
 
     def decompose(self, sums: torch.Tensor, n_data: int) -> torch.Tensor:
         return sums

@@ -9,7 +9,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from laplace_lora_ext.messages import listed
-from laplace_lora_ext.models.weights import Block, LinearRows, strip_wrappers
+from laplace_lora_ext.models.weights import Block, LinearRows, View, strip_wrappers
 
 # Rows and columns of the largest dense factor that is kept: of the smaller side of a weight.
 _LARGEST = 2048
@@ -73,6 +73,7 @@ class HeadWeight:
             small_output=self.parameter == "weight" and layer.out_features <= layer.in_features,
             rows=LinearRows(layer, site=self.site, of_bias=self.parameter == "bias"),
             parameter=self.parameter,
+            view=View((layer.out_features, 1)) if self.parameter == "bias" else None,
             kind="head",
         )
         smaller = min(block.shape)

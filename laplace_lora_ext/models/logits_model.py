@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.adapters import only_active
 from laplace_lora_ext.models.answers import Answers, ClassTokens
+from laplace_lora_ext.models.attention import exact_attention
 from laplace_lora_ext.models.batches import (
     Positions,
     check_texts,
@@ -275,7 +276,8 @@ class LogitsModel(nn.Module):
                 self.eval()
                 for flags in before:
                     flags.set(requires_grad=id(flags.parameter) in wanted, grad=None)
-                yield
+                with exact_attention(modes):
+                    yield
             finally:
                 for module, mode in modes.items():
                     # Modules may watch what is set on them: leave alone what is right already.

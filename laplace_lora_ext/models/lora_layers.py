@@ -4,33 +4,47 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import cast
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from peft import LoraConfig
 from peft.tuners import lora
-from peft.tuners.tuners_utils import check_target_module_exists
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
 from laplace_lora_ext.messages import listed, warn
+from laplace_lora_ext.models.attention import ATTENTION
 from laplace_lora_ext.models.heads import Selection, head_weights, select_heads
-from laplace_lora_ext.models.weights import Block, LinearRows, bare_name, strip_wrappers
+from laplace_lora_ext.models.weights import (
+    Block,
+    LinearRows,
+    View,
+    WholeGradient,
+    bare_name,
+    strip_wrappers,
+    without_rows,
+)
 
-Layers = Mapping[str, lora.LoraLayer]
+try:
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+except ImportError:  # PEFT before 0.15 has no such layers
+    TrainableTokensLayer = None
+
+Layers = Mapping[str, BaseTunerLayer]
 """PEFT's layers by their names."""
 
-_NAME = re.compile(r".*\.lora_[AB]\.[^.]+\.weight")
+# AdaLoRA has a factor between the two, its singular values.
+_OF_LORA = ("lora_A", "lora_B", "lora_E", "lora_embedding_A", "lora_embedding_B")
+_NAME = re.compile(rf".*\.({'|'.join(_OF_LORA)})\.[^.]+(\.weight)?")
 
 # It scales what a layer returns by a magnitude over a norm, which is no part of the derivative:
 # PEFT detaches it, as the DoRA paper does (section 4.3).
 _DORA = "DoraLinearVariant"
+_MAGNITUDE = "lora_magnitude_vector"
 
-# Linear `lora_A` and `lora_B` by type, yet not applied as `B(A(x))`.
-_NOT_PLAIN = tuple(
-    getattr(lora.layer, name)
-    for name in ("MultiheadAttention", "ParamWrapper")
-    if hasattr(lora.layer, name)
-)
+# It adds `B A` to a parameter, as PEFT's attention does, and never calls its linear halves.
+_OF_PARAMETER = getattr(lora.layer, "ParamWrapper", None)
 
 
 def find_blocks(
@@ -47,26 +61,44 @@ def find_blocks(
     Of a layer that was trained with one of its weights frozen, as LoRA-FA freezes `lora_A`, the
     other one takes part alone. An adapter that was loaded for inference has both frozen, and both
     take part, since a loaded adapter does not say which of its weights were frozen in training.
-    With `weight_names`, those of `Block.known_as`, these weights take part alone, frozen or not.
-    `target_modules` and `layers_to_transform` select LoRA layers as in `peft.LoraConfig`, and
-    `modules_to_save` selects heads, or all if it is True.
+    With `weight_names`, those of `Block.known_as`, these weights take part alone, frozen or not;
+    DoRA's magnitudes do so only then. `target_modules` and `layers_to_transform` select layers as
+    in `peft.LoraConfig`, and `modules_to_save` selects heads, or all if it is True.
 
-    A `ValueError` if there is no LoRA layer, if the adapter is merged, disabled or not the only
-    active one, or if nothing matches a selection. A `NotImplementedError` if layers do not add
-    `B(A(x))` with weights of their own, if a head is not linear or too large, and for FSDP1 and
-    DeepSpeed ZeRO-3.
+    Besides LoRA of linear layers there is LoRA of embeddings, convolutions, attention modules and
+    parameters, with a block for each expert in these, and PEFT's trainable tokens.
+
+    A `ValueError` if there is no such layer, if the adapter is merged, disabled or not the only
+    active one, or if nothing matches a selection. A `NotImplementedError` if layers have no
+    parameters of their own for weights, if a head is not linear or too large, and for FSDP1,
+    DeepSpeed ZeRO-3 and tensor parallelism.
     """
     adapter = active_adapter(model)
     layers = {
-        name: layer for name, layer in lora_layers(model).items() if adapter in _adapters_of(layer)
+        name: layer
+        for name, layer in adapter_layers(model).items()
+        if adapter in _adapters_of(layer)
     }
     if weight_names is not None:
         blocks = _named(model, layers, adapter, weight_names)
     else:
-        blocks = _trained(_selected(layers, target_modules, layers_to_transform), adapter)
+        selected = _selected(layers, target_modules, layers_to_transform)
+        blocks = _trained(selected, adapter, _within_attention(layers))
         blocks += [each.block() for each in select_heads(model, adapter, modules_to_save)]
     _check_own(model, blocks)
     return _in_order(model, blocks)
+
+
+def adapter_layers(model: nn.Module) -> dict[str, BaseTunerLayer]:
+    """Find PEFT's layers of LoRA and of trainable tokens, by their names without wrappers'."""
+    layers: dict[str, BaseTunerLayer] = {}
+    for name, module in model.named_modules():
+        is_of_tokens = TrainableTokensLayer is not None and isinstance(module, TrainableTokensLayer)
+        if is_of_tokens and getattr(module, "tied_adapter", None) is not None:
+            continue  # it has the weights of another one
+        if is_of_tokens or isinstance(module, lora.LoraLayer):
+            layers[strip_wrappers(name)] = module
+    return layers
 
 
 def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
@@ -79,9 +111,9 @@ def lora_layers(model: nn.Module) -> dict[str, lora.LoraLayer]:
 
 
 def active_adapter(model: nn.Module) -> str:
-    """Return the one LoRA adapter that runs in passes; errors are those of `find_blocks`."""
+    """Return the one adapter that runs in passes; errors are those of `find_blocks`."""
     _check_reachable(model)
-    layers = lora_layers(model)
+    layers = adapter_layers(model)
     _check_any(model, layers)
     idle = find_idle(layers)
     if idle is not None:
@@ -98,30 +130,121 @@ def active_adapter(model: nn.Module) -> str:
     return active.pop()
 
 
-def _halves(name: str, layer: lora.LoraLayer, adapter: str) -> list[Block]:
-    """Make the blocks of a layer's `lora_A` and `lora_B`, whichever of them take part."""
-    blocks = []
-    for matrix, modules in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
-        linear = cast(nn.Linear, modules[adapter])  # other kinds have been refused
-        blocks.append(
-            Block(
-                name=_weight_name(name, matrix, adapter),
+def _matrices(
+    name: str, layer: BaseTunerLayer, adapter: str, is_in_attention: bool
+) -> Iterator[Block]:
+    """Make the blocks of a layer's matrices, whichever of them take part."""
+    # DoRA adds its part to the names a second time.
+    for part in dict.fromkeys(layer.adapter_layer_names):
+        holder: Any = getattr(layer, part, {})
+        if adapter not in holder:
+            continue
+        weight_name = f"{_adapted(name, layer)}.{part}.{adapter}"
+        if isinstance(holder, nn.ParameterDict):
+            module: nn.Module = holder
+            parameter = adapter
+        else:
+            module = holder[adapter]
+            parameter = "weight"
+            weight_name += ".weight"
+        weight = module._parameters.get(parameter)
+        if weight is None or _is_divided(layer):
+            raise _unsupported(name, layer)
+        rows: LinearRows | WholeGradient = WholeGradient(site=name)
+        if type(module) is nn.Linear and not is_in_attention and _calls_halves(layer, adapter):
+            rows = LinearRows(module, site=name)
+        for suffix, view in _views(layer, part, weight):
+            shape = weight.shape if view is None else view.matrix_shape
+            yield Block(
+                name=weight_name + suffix,
                 adapter=adapter,
-                module=linear,
-                small_output=matrix == "lora_A",
-                rows=LinearRows(linear, site=name),
+                module=module,
+                small_output=_has_small_output(part, *shape),
+                rows=rows,
                 owner=layer,
+                parameter=parameter,
+                view=view,
+                kind="lora" if part in _OF_LORA else "other",
             )
-        )
-    return blocks
 
 
-def _weight_name(layer: str, matrix: str, adapter: str) -> str:
-    return f"{layer}.{matrix}.{adapter}.weight"
+def _adapted(name: str, layer: BaseTunerLayer) -> str:
+    """Name a layer by what it adapts: of one module there may be several around each other."""
+    if not _adapts_parameter(layer):
+        return name
+    return f"{re.sub(r'([.]base_layer)+$', '', name)}.{layer.parameter_name}"
+
+
+def _views(
+    layer: BaseTunerLayer, part: str, weight: torch.Tensor
+) -> Iterator[tuple[str, View | None]]:
+    """Say how a parameter holds matrices, with what their names end in."""
+    n_experts = layer.num_experts if _adapts_parameter(layer) else 1
+    if n_experts > 1:
+        m, n = weight.shape
+        # In PEFT's own order: of A, an expert's rows follow each other; of B, the experts' columns.
+        shape, axis = ((n_experts, m // n_experts, n), -3)
+        if part == "lora_B":
+            shape, axis = ((m, n // n_experts, n_experts), -1)
+        for place in range(n_experts):
+            yield f"[{place}]", View(shape, axis, place)
+    elif weight.ndim == 2:
+        yield "", None
+    else:  # the magnitudes of a layer, or the kernels of a convolution
+        m = weight.numel() if part == _MAGNITUDE else len(weight)
+        yield "", View((m, weight.numel() // m))
+
+
+def _has_small_output(part: str, m: int, n: int) -> bool:
+    """Tell whether the output's side is the small one, the adapter's rank where there is one."""
+    if part in ("lora_A", "lora_embedding_A"):
+        return True
+    if part in ("lora_B", "lora_embedding_B"):
+        return False
+    return m <= n
+
+
+def _adapts_parameter(layer: BaseTunerLayer) -> bool:
+    return _OF_PARAMETER is not None and isinstance(layer, _OF_PARAMETER)
+
+
+def _within_attention(layers: Layers) -> set[int]:
+    """Find the layers that PEFT puts into an attention module, which never calls them; by `id`."""
+    within: set[int] = set()
+    for layer in layers.values():
+        if ATTENTION is not None and isinstance(layer, ATTENTION):
+            within |= {id(layer), id(layer.base_layer.out_proj)}
+    return within
+
+
+def _calls_halves(layer: BaseTunerLayer, adapter: str) -> bool:
+    """Tell whether a layer of LoRA adds `B(A(x))`."""
+    return not _adapts_parameter(layer) and _variant(layer, adapter) in ("", _DORA)
+
+
+def _is_divided(layer: BaseTunerLayer) -> bool:
+    """Tell whether processes hold parts of a layer's weights, by tensor parallelism."""
+    is_of_megatron = type(layer).__name__ == "LoraParallelLinear"
+    return is_of_megatron or getattr(layer, "tp_layer", None) is not None
+
+
+def _unsupported(name: str, layer: BaseTunerLayer) -> NotImplementedError:
+    return NotImplementedError(
+        "The weights of an adapter must be parameters, and whole. In this layer they are computed "
+        f"from others, or divided among processes: {name} ({type(layer).__name__}). Leave it out "
+        "with target_modules."
+    )
 
 
 def check_known_to_host(blocks: Sequence[Block]) -> None:
-    """Refuse DoRA for the host's backends, which take every call of a layer for an input."""
+    """Refuse what the host's backends can't see, and DoRA, whose every call is no input."""
+    unseen = [block.name for block in without_rows(blocks)]
+    if unseen:
+        raise NotImplementedError(
+            f"laplace-torch's backends see LoRA of linear layers alone, and not {listed(unseen)}: "
+            'leave these out with target_modules, or use the structures "lowrank_kron", '
+            '"diag" or "full", without `backend`.'
+        )
     with_dora = [
         block.name
         for block in blocks
@@ -136,21 +259,26 @@ def check_known_to_host(blocks: Sequence[Block]) -> None:
 
 
 def is_untrained(blocks: Sequence[Block]) -> bool:
-    """Tell whether all `lora_B` are 0, as PEFT initialises them."""
-    of_b = [block for block in blocks if ".lora_B." in block.name]
-    return bool(of_b) and not any(block.values.any() for block in of_b)
+    """Tell whether all matrices are 0 that PEFT initialises so: `lora_B`, or A of embeddings."""
+    at_first = [b for b in blocks if ".lora_B." in b.name or ".lora_embedding_A." in b.name]
+    return bool(at_first) and not any(block.values.any() for block in at_first)
 
 
-def warn_of_other_trainable(model: nn.Module) -> None:
-    """Warn of trainable parameters that are neither LoRA weights nor a head, and so stay fixed."""
-    trainable = [strip_wrappers(n) for n, p in model.named_parameters() if p.requires_grad]
-    others = [
-        name for name in trainable if not _NAME.fullmatch(name) and ".modules_to_save." not in name
-    ]
+def warn_of_other_trainable(model: nn.Module, blocks: Sequence[Block]) -> None:
+    """Warn of trainable parameters that are neither in blocks nor a head, and so stay fixed."""
+    in_posterior = {id(block.weight) for block in blocks}
+    others: list[str] = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or id(parameter) in in_posterior:
+            continue
+        bare = strip_wrappers(name)
+        # LoRA that a selection leaves out was left out by the user.
+        if not _NAME.fullmatch(bare) and ".modules_to_save." not in bare:
+            others.append(bare)
     if others:
         warn(
-            "The posterior is over lora_A and lora_B weights alone. Other trainable weights stay "
-            f"at their MAP values: {listed(others)}."
+            "The posterior is over the adapter's matrices alone. Other trainable weights stay at "
+            f"their MAP values: {listed(others)}."
         )
 
 
@@ -167,7 +295,7 @@ def find_idle(layers: Layers) -> str | None:
     return None
 
 
-def _adapters_of(layer: lora.LoraLayer) -> set[str]:
+def _adapters_of(layer: BaseTunerLayer) -> set[str]:
     """List the adapters that have weights in the layer."""
     return {name for part in layer.adapter_layer_names for name in getattr(layer, part, ())}
 
@@ -190,10 +318,26 @@ def _check_any(model: nn.Module, layers: Layers) -> None:
     configs = getattr(model, "peft_config", {}).values()
     # An enumeration's members print with their class; in older PEFT they may be text.
     kinds = [str(getattr(c.peft_type, "value", c.peft_type)) for c in configs]
+    advice = "Add one, or load one not merged."
+    if _is_convertible(model):
+        advice = (
+            "PEFT can approximate this adapter by LoRA: peft.save_as_lora(folder, model, rank=...) "
+            "writes what peft.convert_to_lora makes of it, for PeftModel.from_pretrained."
+        )
     raise ValueError(
-        f"No LoRA layer in the model (found {listed(kinds) or 'no adapter'}). Add one, or load one "
-        "not merged."
+        f"No LoRA layer in the model (found {listed(kinds) or 'no adapter'}). {advice}"
     )
+
+
+def _is_convertible(model: nn.Module) -> bool:
+    """Tell whether PEFT's `convert_to_lora` takes a model with another kind of adapter."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        supports = getattr(layer, "supports_lora_conversion", None)  # not in older PEFT
+        adapters = layer.active_adapters
+        if supports is None or not adapters or not supports(adapters[0]):
+            return False
+    return bool(layers)
 
 
 def _selected(
@@ -217,11 +361,11 @@ def _selected(
     config = LoraConfig(target_modules=targets, layers_to_transform=indices)
     # Before a name in full, PEFT would pass over the layer's index: let it see but ends of names.
     dot = "" if isinstance(targets, str) else "."
-    selected = {
-        name: layer
-        for name, layer in layers.items()
-        if check_target_module_exists(config, dot + name)
-    }
+    selected: dict[str, BaseTunerLayer] = {}
+    for name, layer in layers.items():
+        names = _chosen_by(name, layer)
+        if any(check_target_module_exists(config, dot + chosen) for chosen in names):
+            selected[name] = layer
     if not selected:
         raise ValueError(
             f"No LoRA layer matches target_modules={target_modules!r}, "
@@ -230,13 +374,16 @@ def _selected(
     return selected
 
 
-def _trained(layers: Layers, adapter: str) -> list[Block]:
-    """Make the blocks of some layers' trained weights; see `find_blocks`."""
-    _check_plain(layers, adapter)
+def _trained(layers: Layers, adapter: str, of_attention: Collection[int]) -> list[Block]:
+    """Make the blocks of some layers' trained matrices; see `find_blocks`."""
     blocks: list[Block] = []
     for name, layer in layers.items():
-        halves = _halves(name, layer, adapter)
-        blocks += [half for half in halves if half.weight.requires_grad] or halves
+        of_layer: list[Block] = []
+        for block in _matrices(name, layer, adapter, id(layer) in of_attention):
+            # DoRA's magnitudes scale what a layer returns, which few want to be uncertain.
+            if f".{_MAGNITUDE}." not in block.name:
+                of_layer.append(block)
+        blocks += [block for block in of_layer if block.weight.requires_grad] or of_layer
     return blocks
 
 
@@ -244,19 +391,11 @@ def _named(
     model: nn.Module, layers: Layers, adapter: str, weight_names: Collection[str]
 ) -> list[Block]:
     """Make the blocks of some weights, trained or not; an error if there is none of them."""
-    holding = {
-        name: layer
-        for name, layer in layers.items()
-        if any(
-            bare_name(_weight_name(name, matrix, adapter)) in weight_names
-            for matrix in ("lora_A", "lora_B")
-        )
-    }
-    _check_plain(holding, adapter)
+    of_attention = _within_attention(layers)
     blocks: list[Block] = []
-    for name, layer in holding.items():
-        blocks += _halves(name, layer, adapter)
-    blocks = [block for block in blocks if block.known_as in weight_names]
+    for name, layer in layers.items():
+        matrices = _matrices(name, layer, adapter, id(layer) in of_attention)
+        blocks += [block for block in matrices if block.known_as in weight_names]
     for weight in head_weights(model, adapter):
         if bare_name(weight.name) in weight_names:
             blocks.append(weight.block())
@@ -266,6 +405,14 @@ def _named(
             f"LoRA layers {listed(list(layers))}."
         )
     return blocks
+
+
+def _chosen_by(name: str, layer: BaseTunerLayer) -> list[str]:
+    """List names by which a configuration of PEFT may choose a layer."""
+    # PEFT puts layers around layers, and within attention and around tokens layers of its own.
+    module = name.removesuffix(".token_adapter").removesuffix(".base_layer.out_proj")
+    module = re.sub(r"([.]base_layer)+$", "", module)
+    return [name, module, _adapted(name, layer)]
 
 
 def _check_own(model: nn.Module, blocks: Sequence[Block]) -> None:
@@ -286,33 +433,7 @@ def _in_order(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
     return sorted(blocks, key=lambda block: places[id(block.weight)])
 
 
-def _check_plain(layers: Layers, adapter: str) -> None:
-    """Refuse layers that do not add `B(A(x))` with linear A and B of their own."""
-    unsupported = []
-    for name, layer in layers.items():
-        if not _is_plain(layer, adapter):
-            kind = f"{type(layer).__name__} {_variant(layer, adapter)}".rstrip()
-            unsupported.append(f"{name} ({kind})")
-    if unsupported:
-        raise NotImplementedError(
-            "LoRA layers must add B(A(x)), where A and B are linear and their weights parameters. "
-            f"These do not: {listed(unsupported)}. Leave them out with target_modules."
-        )
-
-
-def _is_plain(layer: lora.LoraLayer, adapter: str) -> bool:
-    if isinstance(layer, _NOT_PLAIN):
-        return False
-    if adapter not in layer.lora_A or adapter not in layer.lora_B:
-        return False
-    for half in (layer.lora_A[adapter], layer.lora_B[adapter]):
-        # Pruning, among others, computes weights from parameters.
-        if type(half) is not nn.Linear or not isinstance(half.weight, nn.Parameter):
-            return False
-    return _variant(layer, adapter) in ("", _DORA)
-
-
-def _variant(layer: lora.LoraLayer, adapter: str) -> str:
+def _variant(layer: BaseTunerLayer, adapter: str) -> str:
     """Name the kind of LoRA, such as "AloraLinearVariant"; "" for plain LoRA."""
     variant = getattr(layer, "lora_variant", {}).get(adapter)
     if variant is not None:

@@ -14,7 +14,7 @@ from torch import nn
 from laplace_lora_ext.messages import listed
 from laplace_lora_ext.models.answers import ClassTokens
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.lora_layers import find_idle, lora_layers
+from laplace_lora_ext.models.lora_layers import adapter_layers, find_idle, lora_layers
 from laplace_lora_ext.models.weights import (
     Block,
     bare_name,
@@ -91,7 +91,7 @@ class ModelState:
         of_posterior = {block.rows.site for block in blocks}
         return cls(
             blocks={
-                block.known_as: (list(block.weight.shape), scalings.get(block.rows.site))
+                block.known_as: (list(block.shape), scalings.get(block.rows.site))
                 for block in blocks
             },
             class_token_ids=model.class_token_ids,
@@ -168,7 +168,7 @@ def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
     present: set[int] = set()
     for module in model.model.modules():
         present.update(map(id, module._parameters.values()))
-    idle = find_idle(lora_layers(model.model))
+    idle = find_idle(adapter_layers(model.model))
     if idle is not None:
         raise RuntimeError(idle)
     gone = [block.name for block in blocks if id(block.weight) not in present]
@@ -201,7 +201,7 @@ def check_same(
 
 def first_changed(blocks: Sequence[Block], mean: torch.Tensor) -> Block | None:
     """Find the first LoRA weight whose present values, in their precision, are not a fit's."""
-    parts = mean.split([block.weight.numel() for block in blocks])
+    parts = mean.split([block.n_params for block in blocks])
     differences = []
     for block, part in zip(blocks, parts, strict=True):
         values = block.values.flatten()

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
-from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 Place = tuple[torch.device, torch.dtype]
 """A device, and the precision of the numbers there."""
 
 Values = list[torch.Tensor]
-"""One tensor for each weight of the blocks, in their order, and of the weight's own shape."""
+"""A matrix `(m, n)` for each block, in their order."""
 
 Kind = Literal["lora", "head", "other"]
 """What a weight is a part of: LoRA layers, heads that were trained beside them, or else."""
@@ -50,6 +50,36 @@ class LinearRows:
 
 
 @dataclass(frozen=True)
+class WholeGradient:
+    """No rows, as no hook sees any: only the gradient of the parameter, one example at a time."""
+
+    site: str  # the name of PEFT's layer
+
+
+@dataclass(frozen=True)
+class View:
+    """A matrix as a part of a parameter, such as one of many experts, or all of it reshaped."""
+
+    shape: tuple[int, ...]  # what the parameter is reshaped to
+    axis: int | None = None  # along which there are several matrices, counted from the last one
+    place: int = 0  # which of them it is
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(m, n)."""
+        sizes = list(self.shape)
+        if self.axis is not None:
+            del sizes[self.axis]
+        m, n = sizes
+        return m, n
+
+    def of(self, parameters: torch.Tensor, n_leading: int = 0) -> torch.Tensor:
+        """Cut the matrices `(..., m, n)` out of tensors `(..., *shape of the parameter)`."""
+        reshaped = parameters.reshape(*parameters.shape[:n_leading], *self.shape)
+        return reshaped if self.axis is None else reshaped.select(self.axis, self.place)
+
+
+@dataclass(frozen=True)
 class Block:
     """One trained matrix `(m, n)` of an adapter, and how its rows are seen.
 
@@ -60,9 +90,10 @@ class Block:
     adapter: str
     module: nn.Module  # has the weight among its parameters
     small_output: bool  # whether the smaller factor is that of m, the size of the output
-    rows: LinearRows
-    owner: LoraLayer | None = None  # PEFT's layer that the module is a part of
+    rows: LinearRows | WholeGradient
+    owner: BaseTunerLayer | None = None  # PEFT's layer that the module is a part of
     parameter: str = "weight"  # the weight's name in the module
+    view: View | None = None  # None if the parameter is the matrix
     kind: Kind = "lora"
 
     @property
@@ -72,30 +103,38 @@ class Block:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The parameter itself, which may be sharded or offloaded."""
-        weight = getattr(self.module, self.parameter)
-        assert isinstance(weight, torch.Tensor)
+        """The parameter itself, which may be sharded or offloaded, or hold more matrices."""
+        weight = self.module._parameters[self.parameter]
+        assert weight is not None
         return weight
+
+    def matrix(self, parameters: torch.Tensor, n_leading: int = 0) -> torch.Tensor:
+        """Cut the matrices `(..., m, n)` out of tensors with the shape of the parameter."""
+        return parameters if self.view is None else self.view.of(parameters, n_leading)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(m, n)."""
-        shape = self.weight.shape
-        if len(shape) == 1:
-            return shape[0], 1
-        m, n = shape
+        m, n = self.weight.shape if self.view is None else self.view.matrix_shape
         return m, n
 
     @property
+    def n_params(self) -> int:
+        """Count the numbers of the matrix."""
+        m, n = self.shape
+        return m * n
+
+    @property
     def values(self) -> torch.Tensor:
-        """The weight without a graph, gathered or fetched from wherever it is."""
-        if self.weight.is_meta:
-            hook = _offloading(self.module)
-            if hook is not None and hook.weights_map is not None:
-                return hook.weights_map[self.parameter].to(hook.execution_device)
+        """The matrix without a graph, gathered or fetched from wherever it is."""
         weight = self.weight.detach()
+        hook = _offloading(self.module) if weight.is_meta else None
         gather = getattr(weight, "full_tensor", None)  # of a DTensor
-        return weight if gather is None else gather()
+        if hook is not None and hook.weights_map is not None:
+            weight = hook.weights_map[self.parameter].to(hook.execution_device)
+        elif gather is not None:
+            weight = gather()
+        return self.matrix(weight)
 
     @property
     def device(self) -> torch.device:
@@ -155,8 +194,24 @@ def is_of_base(name: str) -> bool:
 def bare_name(name: str) -> str:
     """Name a weight as it is called without wrappers, whatever the adapters are."""
     bare = without_adapter(strip_wrappers(name))
-    # Names that PEFT puts in between are there or not by the layers of another adapter.
-    return bare.replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
+    # Names that PEFT puts in between are there or not by the layers of another adapter. Directly
+    # before a LoRA weight they tell layers around layers apart.
+    bare = bare.replace(".token_adapter.base_layer.", ".")
+    return re.sub(r"\.base_layer\.(?!lora_)", ".", bare)
+
+
+# --- matrices without rows ---------------------------------------------------------------------
+
+
+def without_rows(blocks: Iterable[Block]) -> list[Block]:
+    """Select the blocks of whose rows no hook sees anything."""
+    return [block for block in blocks if isinstance(block.rows, WholeGradient)]
+
+
+def whole_parameters(blocks: Iterable[Block]) -> list[torch.Tensor]:
+    """List the parameters, each once, whose gradients are needed as a whole."""
+    parameters = {id(block.weight): block.weight for block in without_rows(blocks)}
+    return list(parameters.values())
 
 
 # --- values ----------------------------------------------------------------------------------
@@ -199,12 +254,30 @@ def check_with_biases(blocks: Sequence[Block]) -> None:
         )
 
 
+def parameters_with(blocks: Sequence[Block], values: Values) -> dict[int, torch.Tensor]:
+    """Make the blocks' parameters with other values, by the `id` of each parameter.
+
+    Where a parameter holds more matrices than those of the blocks, these keep their values.
+    """
+    parameters: dict[int, torch.Tensor] = {}
+    for block, value in zip(blocks, values, strict=True):
+        weight = block.weight
+        if block.view is None:
+            parameters[id(weight)] = value
+            continue
+        if id(weight) not in parameters:
+            copy = weight.detach().clone(memory_format=torch.contiguous_format)
+            parameters[id(weight)] = copy
+        block.matrix(parameters[id(weight)]).copy_(value)
+    return parameters
+
+
 def called_with(
     module: nn.Module, blocks: Sequence[Block], values: Values, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a module with other LoRA weights in place of its own, which stay as they are."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    weights = {names[id(block.weight)]: value for block, value in zip(blocks, values, strict=True)}
+    weights = {names[key]: value for key, value in parameters_with(blocks, values).items()}
     return torch.func.functional_call(module, weights, args, kwargs)
 
 

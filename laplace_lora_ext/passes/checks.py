@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from laplace_lora_ext.models.weights import LinearRows
 from laplace_lora_ext.passes.graph import (
     check_differentiable,
     check_logits,
@@ -47,7 +48,11 @@ def inspected(
         with tapped(model, blocks, recorder.layouts) as taps:
             graph = taps.run(x)
         of_blocks = zip(blocks, graph.calls, strict=True)
-        silent = [block.name for block, calls in of_blocks if not calls]
+        silent = [
+            block.name
+            for block, calls in of_blocks
+            if not calls and isinstance(block.rows, LinearRows)
+        ]
         if silent:
             raise RuntimeError(
                 f"The batch does not use {len(silent)} of {len(blocks)} weights, such as "

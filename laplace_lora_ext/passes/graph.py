@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from laplace_lora_ext.models.checkpointing import Checkpoints
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import Block
+from laplace_lora_ext.models.weights import Block, LinearRows, whole_parameters
 
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
@@ -31,8 +31,10 @@ class Layouts:
     # The size of the largest batch that proved a site's rows to be each example's own. A site is
     # the name of a LoRA layer, whose halves see the same rows, and which of how many calls of it.
     proven: dict[tuple[str, int, int], int] = field(default_factory=dict)
-    examples_apart: bool = False  # rows of some batch were not each example's own
+    examples_apart: bool = False  # rows of some batch were not each example's own, or none are seen
     seeds_apart: bool = False  # a kernel can't run under `torch.func.vmap`
+    # Indices of the blocks without rows whose parameters any pass has used.
+    reached: set[int] = field(default_factory=set)
 
 
 def check_logits(logits: torch.Tensor) -> None:
@@ -85,6 +87,15 @@ class Arrived:
     gradients: list[torch.Tensor] = field(default_factory=list)  # `(S, ...)`, of what they returned
 
 
+@dataclass(frozen=True)
+class OfParameter:
+    """What a backward pass brought to a whole parameter."""
+
+    parameter: torch.Tensor
+    seeds: slice
+    gradients: torch.Tensor  # `(S, *shape of the parameter)`
+
+
 class _Tap(torch.autograd.Function):
     """Returns what a layer returned, and hands its input and its gradient to the backward pass.
 
@@ -132,18 +143,21 @@ class _Tap(torch.autograd.Function):
 
 
 class Graph:
-    """Logits `(B, C)`, and the calls of each layer that they depend on."""
+    """Logits `(B, C)`, and the calls of layers and the whole parameters that they depend on."""
 
     def __init__(
         self,
         logits: torch.Tensor,
         calls: Sequence[Sequence[Call]],
+        parameters: Sequence[torch.Tensor],
         anchor: torch.Tensor,
         layouts: Layouts,
     ) -> None:
         # A call whose output the logits do not depend on would be waited for in vain.
         nodes = _nodes_behind(logits)
+        leaves = {id(getattr(node, "variable", None)) for node in nodes}
         self.logits = logits
+        self.parameters = [parameter for parameter in parameters if id(parameter) in leaves]
         self.calls: list[list[Call]] = []
         for of_layer in calls:
             counting: list[Call] = []
@@ -160,6 +174,8 @@ class Graph:
     @property
     def seeds_at_once(self) -> int:
         """Say how many seeds one backward pass should take."""
+        if self.parameters:  # their gradients are all in memory at the end of a pass
+            return 1
         # A layer with more rows than others, as of all tokens, makes up most of the time.
         most_rows = 1
         for of_layer in self.calls:
@@ -172,6 +188,7 @@ class Graph:
         vectors: torch.Tensor,
         at_once: int,
         deliver: Callable[[Arrived], None],
+        deliver_whole: Callable[[OfParameter], None] | None = None,
         *,
         retain_graph: bool,
         create_graph: bool = False,
@@ -179,19 +196,28 @@ class Graph:
         """Make backward passes with `(S, B, C)` vectors, `at_once` of them in each.
 
         What arrives at each layer is delivered as soon as it is known, so that few gradients are in
-        memory at a time. Some kernels can't run under `torch.func.vmap`, such as those that write
-        into their arguments. Then seeds go one by one, from then on.
+        memory at a time; what arrives at whole parameters, if it is asked for, after each pass.
+        Some kernels can't run under `torch.func.vmap`, such as those that write into their
+        arguments. Then seeds go one by one, from then on.
         """
-        if not any(self.calls):  # none has a gradient
+        parameters = [] if deliver_whole is None else self.parameters
+        if not any(self.calls) and not parameters:  # none has a gradient
             return
+
+        def deliver_each(seeds: slice, of_parameters: Sequence[torch.Tensor]) -> None:
+            for parameter, gradients in zip(parameters, of_parameters, strict=True):
+                assert deliver_whole is not None
+                deliver_whole(OfParameter(parameter, seeds, gradients))
+
         n_seeds = len(vectors)
         for start in range(0, n_seeds, at_once):
             seeds = slice(start, min(start + at_once, n_seeds))
             together = _Pass(self.calls, seeds, deliver, is_batched=True)
             # One seed alone gains nothing from vmap.
             if seeds.stop - start > 1 and not self._layouts.seeds_apart:
-                self._batched(vectors[seeds], together, create_graph)
-                if not self._layouts.seeds_apart:
+                of_parameters = self._batched(vectors[seeds], parameters, together, create_graph)
+                if of_parameters is not None:
+                    deliver_each(seeds, of_parameters)
                     continue
             for seed in range(start, seeds.stop):
                 alone = _Pass(self.calls, slice(seed, seed + 1), deliver)
@@ -199,39 +225,61 @@ class Graph:
                 alone.delivered |= together.delivered
                 is_last = seed + 1 == n_seeds
                 with alone:
-                    self._grad(vectors[seed], retain_graph or not is_last, create_graph)
+                    gradients = self._grad(
+                        vectors[seed], parameters, retain_graph or not is_last, create_graph
+                    )
+                deliver_each(alone.seeds, [gradient[None] for gradient in gradients])
 
-    def _batched(self, vectors: torch.Tensor, together: _Pass, create_graph: bool) -> None:
-        """Back-propagate several seeds in one pass; remember it if that is impossible."""
+    def _batched(
+        self,
+        vectors: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        together: _Pass,
+        create_graph: bool,
+    ) -> Sequence[torch.Tensor] | None:
+        """Back-propagate several seeds in one pass; None, and a note of it, if that is impossible.
 
-        def grad(vector: torch.Tensor) -> torch.Tensor:
+        Returns the gradients of parameters.
+        """
+
+        def grad(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
             # If the pass fails, the graph is needed again.
-            self._grad(vector, retain_graph=True, create_graph=create_graph)
-            return vector.new_zeros(())
+            gradients = self._grad(vector, parameters, retain_graph=True, create_graph=create_graph)
+            return vector.new_zeros(()), *gradients
 
         try:
             with together, warnings.catch_warnings():
                 # Where an operation has no batching rule, vmap runs it once a seed: as good.
                 warnings.filterwarnings("ignore", "There is a performance drop")
-                torch.func.vmap(grad)(vectors)
+                _, *of_parameters = torch.func.vmap(grad)(vectors)
+                return of_parameters
         except torch.cuda.OutOfMemoryError:  # which smaller batches mend
             raise
         except Exception:
             if together.is_delivering:  # the fault is not the pass's
                 raise
             self._layouts.seeds_apart = True
+            return None
 
-    def _grad(self, vector: torch.Tensor, retain_graph: bool, create_graph: bool) -> None:
-        # Every call leads to the anchor, which needs no gradient itself: no gradient of anything
-        # has to be kept to the end of the pass.
-        torch.autograd.grad(
+    def _grad(
+        self,
+        vector: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        retain_graph: bool,
+        create_graph: bool,
+    ) -> Sequence[torch.Tensor]:
+        # Every call leads to the anchor, which needs no gradient itself: of layers, no gradient of
+        # anything has to be kept to the end of the pass.
+        _, *gradients = torch.autograd.grad(
             self.logits,
-            self._anchor,
+            [self._anchor, *parameters],
             vector,
             retain_graph=retain_graph,
             create_graph=create_graph,
             allow_unused=True,
+            materialize_grads=True,
         )
+        return gradients
 
 
 class _Pass:
@@ -248,10 +296,10 @@ class _Pass:
         is_batched: bool = False,
     ) -> None:
         self.is_batched = is_batched
+        self.seeds = seeds
         self.delivered: set[int] = set()
         self.is_delivering = False
         self._calls = calls
-        self._seeds = seeds
         self._deliver = deliver
         self._waiting: dict[int, Arrived] = {}
 
@@ -274,7 +322,7 @@ class _Pass:
         if index in self.delivered:
             return
         if index not in self._waiting:
-            self._waiting[index] = Arrived(index, self._seeds)
+            self._waiting[index] = Arrived(index, self.seeds)
         arrived = self._waiting[index]
         arrived.calls.append(call)
         arrived.inputs.append(inputs)
@@ -335,8 +383,9 @@ class Taps:
         self._blocks = blocks
         self._layouts = layouts
         self._keeps_inputs = keeps_inputs
-        # What all backward passes are asked for. The weights themselves require no gradient, and a
-        # pass goes no further than it must.
+        self._parameters = whole_parameters(blocks)
+        # What all backward passes are asked for. Weights of layers that are called require no
+        # gradient, and a pass goes no further than it must.
         self._anchor = torch.zeros((), requires_grad=True)
         self._calls: list[list[Call]] | None = None  # of the pass that runs now
         self._called: set[int] = set()
@@ -359,7 +408,12 @@ class Taps:
                     raise _overwritten(call.layer)
                 if not self._keeps_inputs:  # the graph has what backward passes need
                     call.inputs = None
-        return Graph(logits, calls, self._anchor, self._layouts)
+        graph = Graph(logits, calls, self._parameters, self._anchor, self._layouts)
+        reached = {id(parameter) for parameter in graph.parameters}
+        for index, block in enumerate(self._blocks):
+            if id(block.weight) in reached and not isinstance(block.rows, LinearRows):
+                self._layouts.reached.add(index)
+        return graph
 
     def hear(
         self,
@@ -377,6 +431,7 @@ class Taps:
         if inputs.is_inference():  # autograd can't save it
             inputs = inputs.clone()
         block = self._blocks[index]
+        assert isinstance(block.rows, LinearRows)  # `tapped` hears no others
         inputs = block.rows.multiplied(inputs)
         call = Call(index, block.name, inputs, output)
         tapped = _Tap.apply(output, self._anchor, inputs, call)
@@ -406,6 +461,8 @@ def tapped(
     taps = Taps(model, blocks, layouts, keeps_inputs=keeps_inputs)
     with ExitStack() as hooks:
         for index, block in enumerate(blocks):
+            if not isinstance(block.rows, LinearRows):
+                continue
             # Before the user's hooks, which may change outputs.
             hear = partial(taps.hear, index)
             handle = block.rows.layer.register_forward_hook(hear, prepend=True)

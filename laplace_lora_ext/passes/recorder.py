@@ -11,10 +11,18 @@ from typing import Any
 
 import torch
 
+from laplace_lora_ext.messages import warn
 from laplace_lora_ext.models.batches import number_of_rows, part_of
 from laplace_lora_ext.models.locks import unfused_attention
 from laplace_lora_ext.models.logits_model import LogitsModel
-from laplace_lora_ext.models.weights import Block, read
+from laplace_lora_ext.models.weights import (
+    Block,
+    LinearRows,
+    check_in_place,
+    read,
+    whole_parameters,
+    without_rows,
+)
 from laplace_lora_ext.passes.graph import Layouts, Taps, refuse_reentrant, tapped
 from laplace_lora_ext.passes.proof import is_proven
 from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Visitor
@@ -54,7 +62,9 @@ class Recorder:
     def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
         self.model = model
         self.blocks = list(blocks)
-        self.layouts = Layouts()
+        # A whole parameter's gradient is of all examples that a pass has.
+        self.layouts = Layouts(examples_apart=bool(without_rows(blocks)))
+        self._has_warned = False
 
     @contextmanager
     def record(
@@ -63,8 +73,8 @@ class Recorder:
         """Run the model on a batch and record the calls of the blocks' layers.
 
         Where the rows of some layer were not each example's own, as in DeBERTa or where a router
-        picks them, examples are recorded one at a time. One whose logits are others than in the
-        batch is back-propagated through the batch.
+        picks them, or where no rows can be seen, examples are recorded one at a time. One whose
+        logits are others than in the batch is back-propagated through the batch.
 
         With `create_graph`, gradients can be differentiated: torch's attention then runs without
         its fused kernels, which have no second derivatives, and nothing is checkpointed. Otherwise
@@ -83,9 +93,10 @@ class Recorder:
             checkpointed=not create_graph,
             keeps_inputs=keeps_inputs,
         )
+        check_in_place(without_rows(self.blocks), "A gradient in a whole matrix")
         # Hooks come last, when `prepared` makes other threads wait: these must not be heard.
         with (
-            self.model.prepared(),
+            self.model.prepared(whole_parameters(self.blocks)),
             torch.inference_mode(False),
             torch.enable_grad(),
             attention,
@@ -101,7 +112,7 @@ class Recorder:
                 with torch.set_grad_enabled(create_graph):
                     logits = self.model(batch)
                 parts = partial(self._one_at_a_time, taps, batch, logits)
-            yield Recording(logits, self.blocks, parts, create_graph)
+            yield Recording(logits, self.blocks, parts, create_graph, self._warn_of_passes)
 
     def _whole(self, taps: Taps, batch: Any) -> Part | None:
         """Record the batch as one part, unless its rows are not proven to be each example's own."""
@@ -111,6 +122,8 @@ class Recorder:
             return None
         graph = taps.run(batch)
         positions = self.model.positions(batch, len(graph.logits))
+        if positions.n_examples > 1 and graph.parameters:
+            return None
         if is_proven(graph, self.blocks, positions, layouts.proven):
             return Part(graph, positions)
         layouts.examples_apart = True
@@ -148,9 +161,27 @@ class Recorder:
                 yield Part(of_batch, None, number, own)
             del graph  # before the next example is recorded
 
+    def _warn_of_passes(self, n_seeds: int) -> None:
+        """Say once which matrices make passes slow, and how many each example takes."""
+        slow = without_rows(self.blocks)
+        if not slow or self._has_warned:
+            return
+        self._has_warned = True
+        warn(
+            f"{len(slow)} of {len(self.blocks)} matrices, such as {slow[0].name}, are of no linear "
+            "layer that is called: for their gradients each example takes a forward pass and "
+            f"{n_seeds} backward passes of its own. Leave them out with target_modules to have "
+            "whole batches at once."
+        )
+
     @contextmanager
     def noting_calls(self, called: set[int]) -> Iterator[None]:
-        """Add to `called` the indices of blocks whose layers anybody's passes call within."""
+        """Add to `called` the indices of blocks whose layers anybody's passes call within.
+
+        Of those without rows it adds the ones that recorded passes depend on.
+        """
+        before = self.layouts.reached
+        self.layouts.reached = set()
 
         # The host's backends make passes of their own, which no `Taps` see.
         def note(index: int, *_: Any) -> None:
@@ -160,9 +191,12 @@ class Recorder:
 
         with ExitStack() as hooks:
             for index, block in enumerate(self.blocks):
-                handle = block.rows.layer.register_forward_hook(partial(note, index))
-                hooks.callback(handle.remove)
+                if isinstance(block.rows, LinearRows):
+                    handle = block.rows.layer.register_forward_hook(partial(note, index))
+                    hooks.callback(handle.remove)
             yield
+        called |= self.layouts.reached
+        self.layouts.reached |= before
 
     def check_called(self, called: Collection[int]) -> None:
         """Refuse a fit in which some layers were never called, and so have no curvature."""

@@ -12,8 +12,8 @@ import torch
 
 from laplace_lora_ext.messages import naming
 from laplace_lora_ext.models.batches import Positions
-from laplace_lora_ext.models.weights import Block
-from laplace_lora_ext.passes.graph import Arrived, Graph
+from laplace_lora_ext.models.weights import Block, read
+from laplace_lora_ext.passes.graph import Arrived, Graph, OfParameter
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,41 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Gradients:
-    """A block's inputs and gradients of its outputs, by example, in the statistics' dtype.
+    """A block's scaled gradients, by example, in the statistics' dtype.
 
     The examples are those of the batch, or one of them where they come one at a time.
     """
 
     index: int  # of the block
-    a: torch.Tensor  # inputs `(B, T, n)`; T counts the positions of all calls of the layer
-    g: torch.Tensor  # scaled gradients of outputs `(S, B, T, m)`
-    positions: RowPositions
     example: int | None  # its number, where they come one at a time
-    seeds: slice  # which of the vectors g belongs to
+    seeds: slice  # which of the vectors they belong to
 
     def of_weight(self) -> torch.Tensor:
-        """Compute the gradients `Σ_t g_t a_tᵀ` of the weight, `(S, B, m, n)`."""
+        """Return the gradients of the matrix, `(S, B, m, n)`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class GradientsOfRows(Gradients):
+    """A layer's inputs, and gradients of its outputs."""
+
+    a: torch.Tensor  # inputs `(B, T, n)`; T counts the positions of all calls of the layer
+    g: torch.Tensor  # gradients of outputs `(S, B, T, m)`
+    positions: RowPositions
+
+    def of_weight(self) -> torch.Tensor:
+        """Compute `Σ_t g_t a_tᵀ`."""
         return torch.einsum("bti,sbto->sboi", self.a, self.g)
+
+
+@dataclass(frozen=True)
+class GradientsOfMatrix(Gradients):
+    """Gradients of a matrix whose rows nobody sees, of one example."""
+
+    of_matrix: torch.Tensor  # `(S, 1, m, n)`
+
+    def of_weight(self) -> torch.Tensor:
+        return self.of_matrix
 
 
 class Visitor:
@@ -134,11 +154,13 @@ class Recording:
         blocks: Sequence[Block],
         parts: Callable[[], Iterable[Part]],
         create_graph: bool,
+        announce: Callable[[int], None],
     ) -> None:
         self.logits = logits  # (B, C)
         self._blocks = blocks
         self._parts = parts
         self._create_graph = create_graph
+        self._announce = announce  # how many backward passes an example takes
 
     def backward(
         self,
@@ -153,6 +175,7 @@ class Recording:
         Gradients are scaled by `(S, B)` weights. A pass takes `at_once` vectors, by default one,
         unless so few rows go through the layers that more are faster.
         """
+        self._announce(len(vectors))
         for part in self._parts():
             if visitor.sees_inputs:
                 self._visit_inputs(part, visitor)
@@ -162,6 +185,7 @@ class Recording:
                 part.vectors(vectors),
                 at_once or part.graph.seeds_at_once,
                 partial(self._visit_gradients, part, of_examples, visitor),
+                partial(self._visit_matrices, part, of_examples, visitor),
                 retain_graph=self._create_graph or part.positions is None,
                 create_graph=self._create_graph,
             )
@@ -213,15 +237,48 @@ class Recording:
             if weights is not None:
                 g = g * weights[seeds, :, None, None].to(g)
             visitor.gradients(
-                Gradients(
+                GradientsOfRows(
                     index=arrived.index,
+                    example=part.example,
+                    seeds=seeds,
                     a=_joined(inputs).to(block.statistics_dtype),
                     g=g,
                     positions=RowPositions(lengths, part.positions),
-                    example=part.example,
-                    seeds=seeds,
                 )
             )
+
+    def _visit_matrices(
+        self,
+        part: Part,
+        weights: torch.Tensor | None,
+        visitor: Visitor,
+        arrived: OfParameter,
+    ) -> None:
+        """Bring a visitor the gradients of a parameter's matrices, but those that are all 0.
+
+        Of many experts, an example reaches few.
+        """
+        matrices: dict[int, torch.Tensor] = {}
+        for index, block in enumerate(self._blocks):
+            if block.weight is arrived.parameter:
+                matrices[index] = block.matrix(arrived.gradients, n_leading=1)
+        has_gradient = read([matrix.any() for matrix in matrices.values()])
+        for (index, matrix), is_reached in zip(matrices.items(), has_gradient, strict=True):
+            if not is_reached:
+                continue
+            block = self._blocks[index]
+            with _mathematics(block, matrix.device):
+                scaled = matrix.to(block.statistics_dtype)[:, None]
+                if weights is not None:
+                    scaled = scaled * weights[arrived.seeds, :, None, None].to(scaled)
+                visitor.gradients(
+                    GradientsOfMatrix(
+                        index=index,
+                        example=part.example,
+                        seeds=arrived.seeds,
+                        of_matrix=scaled,
+                    )
+                )
 
 
 def _joined(of_calls: list[torch.Tensor]) -> torch.Tensor:

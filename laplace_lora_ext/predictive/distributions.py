@@ -179,10 +179,9 @@ def drawn_weights(la: Drawable, generator: torch.Generator | None) -> Values:
 def as_values(blocks: Sequence[Block], drawn: torch.Tensor) -> Values:
     """Cut drawn weights `(parameters,)` into values that a model can be called with."""
     check_in_place(blocks, "A draw of the weights")
-    weights = [block.weight for block in blocks]
-    parts = drawn.split([weight.numel() for weight in weights])
-    pairs = zip(parts, weights, strict=True)
-    return [part.reshape(weight.shape).to(weight) for part, weight in pairs]
+    parts = drawn.split([block.n_params for block in blocks])
+    pairs = zip(parts, blocks, strict=True)
+    return [part.reshape(block.shape).to(block.weight) for part, block in pairs]
 
 
 def network_samples(

@@ -61,7 +61,7 @@ class Functions:
         return la.logit_scale * of_functions.transpose(0, 1)
 
     def _linearised_part(self, part: Any, _: slice) -> _Drawn:
-        sizes = [block.weight.numel() for block in self.la.blocks]
+        sizes = [block.n_params for block in self.la.blocks]
         changes = (self.weights - self.la.mean).split(sizes, dim=1)
         products: list[torch.Tensor] = []
 

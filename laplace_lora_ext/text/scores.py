@@ -161,7 +161,7 @@ class Draw(NamedTuple):
 
 def trained(posterior: Writer) -> Draw:
     """Take the trained model itself, as if its weights had been drawn."""
-    return Draw(posterior, [block.weight.detach() for block in posterior.blocks])
+    return Draw(posterior, [block.matrix(block.weight.detach()) for block in posterior.blocks])
 
 
 def drawn(la: Drawable, n_samples: int, seed: int) -> Iterator[Values]:

@@ -74,7 +74,8 @@ class Remember(TrainerCallback):
         """Add the penalties' gradient to that of the loss, a mean over the new examples."""
         assert self._n_data is not None  # since training has begun
         for la in self._posteriors:
-            weights = [block.weight for block in la.blocks if block.weight.requires_grad]
+            of_blocks = {id(block.weight): block.weight for block in la.blocks}
+            weights = [weight for weight in of_blocks.values() if weight.requires_grad]
             penalty = la.penalty(self._weight / self._n_data)
             gradients = torch.autograd.grad(penalty, weights)
             for weight, gradient in zip(weights, gradients, strict=True):

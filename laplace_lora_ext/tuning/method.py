@@ -249,7 +249,7 @@ class TuningMethod:
                 start,
                 self.prior_structure,
                 n_layers=len(first.blocks),
-                n_params=sum(block.weight.numel() for block in first.blocks),
+                n_params=sum(block.n_params for block in first.blocks),
                 device=first.model.device,
                 dtype=first.blocks[0].statistics_dtype,
             )

@@ -193,7 +193,7 @@ def tied() -> nn.Module:
     [
         (prompted, "PROMPT_TUNING"),
         (TwoLinear, "found no adapter"),
-        (pruned, r"weights parameters.*second \(Linear\)\. Leave"),
+        (pruned, r"must be parameters.*second \(Linear\)\. Leave"),
         (tied, "Layers share weights"),
     ],
 )

@@ -1,0 +1,310 @@
+"""Models whose adapters are no plain linear layers, and dense calculus in all their matrices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
+from torch import nn
+
+from tests.support.dense import softmax_fisher
+from tests.support.models import (
+    CLASS_TOKEN_IDS,
+    N_CLASSES,
+    VOCABULARY,
+    lora_model,
+    ragged_batches,
+    without_labels,
+)
+
+Batch = Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how to call it, and batches; `matrices` cut a parameter into matrices `(m, n)`."""
+
+    model: nn.Module
+    batches: list[Batch]
+    keywords: Mapping[str, Any]
+    n_experts: int = 1
+    tolerance: float = 1e-9  # norms of some models run in float32
+    names: Sequence[str] = ("lora_",)  # what is in the names of the weights that take part
+    but: str = "lora_magnitude"  # and what is not
+    by_differences: bool = False  # whether Jacobians are finite differences
+
+    def inputs(self, batch: Batch) -> Any:
+        """Take a batch without its labels."""
+        return without_labels(batch) if isinstance(batch, dict) else batch[0]
+
+    def labels(self) -> torch.Tensor:
+        """Join the labels of all batches."""
+        return torch.cat([b["labels"] if isinstance(b, dict) else b[1] for b in self.batches])
+
+    def logits(self, inputs: Any) -> torch.Tensor:
+        """Compute logits `(B, C)` by the model's plain output."""
+        output = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
+        logits = getattr(output, "logits", output)
+        if logits.ndim == 3:  # of a language model, whose answer is after the last token
+            last = inputs["attention_mask"].sum(-1) - 1
+            logits = logits[torch.arange(len(logits)), last][:, CLASS_TOKEN_IDS]
+        return logits
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Find the weights that take part, in the order of the parameters."""
+        return {
+            name: weight
+            for name, weight in self.model.named_parameters()
+            if any(part in name for part in self.names) and self.but not in name
+        }
+
+    def matrices(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Cut `(..., *shape of the weight)` into matrices `(..., m, n)`, one for each expert."""
+        if self.n_experts > 1 and ".experts." in name:
+            n = tensor.shape[-2 if "lora_A" in name else -1] // self.n_experts
+            if "lora_A" in name:  # one expert's rows follow each other
+                return [tensor[..., e * n : (e + 1) * n, :] for e in range(self.n_experts)]
+            return [tensor[..., e :: self.n_experts] for e in range(self.n_experts)]
+        shape = self.weights()[name].shape
+        m = shape.numel() if "magnitude" in name else shape[0]
+        leading = tensor.shape[: tensor.ndim - len(shape)]
+        return [tensor.reshape(*leading, m, shape.numel() // m)]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Logits `(N, C)`, and Jacobians and values of each matrix, by examples alone."""
+
+    logits: torch.Tensor
+    Js: list[torch.Tensor]  # `(N, C, m, n)` each
+    values: list[torch.Tensor]  # `(m, n)` each
+
+    @property
+    def jacobian(self) -> torch.Tensor:
+        """All Jacobians, `(N, C, parameters)`."""
+        return torch.cat([J.flatten(2) for J in self.Js], dim=-1)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """All values, `(parameters,)`."""
+        return torch.cat([value.flatten() for value in self.values])
+
+    def kronecker(self) -> torch.Tensor:
+        """Compute the curvature of `kfac_approx="gradient"` at full rank."""
+        H = softmax_fisher(self.logits)
+        blocks = []
+        for J in self.Js:
+            weighted = torch.einsum("bcd,bdij->bcij", H, J)
+            F_out = torch.einsum("bcij,bckj->ik", J, weighted)
+            F_in = torch.einsum("bcij,bcik->jk", J, weighted)
+            trace = F_out.trace()
+            block = torch.kron(F_out, F_in)
+            blocks.append(block / trace if trace > 0 else block)
+        return torch.block_diag(*blocks)
+
+
+def dense(case: Case) -> Dense:
+    """Differentiate each example's logits, alone."""
+    case.model.eval()
+    weights = case.weights()
+    differentiate = _differences if case.by_differences else _gradients
+    logits: list[torch.Tensor] = []
+    of_examples: list[list[torch.Tensor]] = []
+    for batch in case.batches:
+        inputs = case.inputs(batch)
+        size = len(next(iter(inputs.values()))) if isinstance(inputs, dict) else len(inputs)
+        for row in range(size):
+            example = _row(inputs, row)
+            with torch.no_grad():
+                logits += case.logits(example)
+            of_examples.append(differentiate(case, example, list(weights.values())))
+    Js: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for (name, weight), J in zip(weights.items(), zip(*of_examples, strict=True), strict=True):
+        Js += case.matrices(name, torch.stack(J))
+        values += case.matrices(name, weight.detach())
+    return Dense(torch.stack(logits), Js, values)
+
+
+def _gradients(case: Case, example: Any, weights: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Compute Jacobians `(C, *shape)` of one example by plain automatic differentiation."""
+    before = [weight.requires_grad for weight in weights]
+    for weight in weights:
+        weight.requires_grad_()
+    (logits,) = case.logits(example)
+    rows = [
+        torch.autograd.grad(
+            logit, weights, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for logit in logits
+    ]
+    for weight, requires_grad in zip(weights, before, strict=True):
+        weight.requires_grad_(requires_grad)
+    return [torch.stack(of_weight) for of_weight in zip(*rows, strict=True)]
+
+
+@torch.no_grad()
+def _differences(case: Case, example: Any, weights: list[nn.Parameter]) -> list[torch.Tensor]:
+    """Compute Jacobians `(C, *shape)` of one example by central differences."""
+    step = 1e-5
+    Js: list[torch.Tensor] = []
+    for weight in weights:
+        columns: list[torch.Tensor] = []
+        for place in range(weight.numel()):
+            number = weight.view(-1)[place].item()
+            weight.view(-1)[place] = number + step
+            (ahead,) = case.logits(example)
+            weight.view(-1)[place] = number - step
+            (behind,) = case.logits(example)
+            weight.view(-1)[place] = number
+            columns.append((ahead - behind) / (2 * step))
+        Js.append(torch.stack(columns, dim=-1).unflatten(-1, weight.shape))
+    return Js
+
+
+def _row(inputs: Any, row: int) -> Any:
+    if isinstance(inputs, dict):
+        return {key: value[row : row + 1] for key, value in inputs.items()}
+    return inputs[row : row + 1]
+
+
+# --- cases ---------------------------------------------------------------------------------------
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """Draw an adapter's weights, which begin at 0, and go over to float64."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "trainable_tokens_delta" in name:
+            nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+def of_experts(family: str) -> Case:
+    """Make a classifier with routed experts, adapted beside linear layers."""
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 3} if family == "Mixtral" else {"num_experts": 3}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        intermediate_size=6,
+        moe_intermediate_size=6,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_experts_per_tok=2,
+        num_labels=N_CLASSES,
+        pad_token_id=0,
+        attn_implementation="eager",
+        experts_implementation="eager",  # the others have no float64
+        **experts,
+    )
+    base = getattr(transformers, f"{family}ForSequenceClassification")(config)
+    lora = LoraConfig(
+        task_type="SEQ_CLS",
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
+    model = drawn(get_peft_model(base, lora))
+    return Case(model, ragged_batches(lengths=(5, 3, 4, 2, 5), padded_to=5), {}, 3, 1e-4)
+
+
+def of_embedding() -> Case:
+    """Adapt an encoder's embedding of words beside a linear layer."""
+    model = lora_model("bert", target_modules=["word_embeddings", "query"])
+    return Case(drawn(model), ragged_batches(), {})
+
+
+def of_tokens() -> Case:
+    """Train some tokens beside a linear layer."""
+    model = lora_model("bert", target_modules=["query"], trainable_token_indices=[3, 17, 40, 41])
+    return Case(drawn(model), ragged_batches(), {}, names=("lora_", "trainable_tokens_delta"))
+
+
+def of_activated() -> Case:
+    """Adapt only what follows some tokens, by aLoRA, which one of the texts lacks."""
+    batches = ragged_batches()
+    for batch in batches:
+        batch["input_ids"][:, 1] = 9
+    batches[0]["input_ids"][1, 1] = 10
+    model = lora_model("gpt2", alora_invocation_tokens=[9])
+    return Case(drawn(model), batches, {"class_token_ids": CLASS_TOKEN_IDS})
+
+
+def of_singular_values() -> Case:
+    """Adapt by AdaLoRA, whose matrices are three."""
+    torch.manual_seed(0)
+    base = lora_model("bert").unload()
+    config = AdaLoraConfig(
+        task_type="SEQ_CLS", target_modules=["query", "value"], init_r=3, total_step=10
+    )
+    return Case(drawn(get_peft_model(base, config)), ragged_batches(), {})
+
+
+class Images(nn.Module):
+    """Two convolutions, one in groups, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 2, groups=2)
+        self.last = nn.Linear(4, N_CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x).tanh()).tanh()
+        return self.last(x.mean((-2, -1)))
+
+
+class Sequences(nn.Module):
+    """Attention over the positions of an example, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, N_CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended, _ = self.attention(x, x, x)
+        return self.last(attended.tanh().mean(1))
+
+
+def numbers(*shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make batches of five examples and two, of numbers of a shape."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(n, *shape, generator=generator).double(), torch.arange(n) % N_CLASSES)
+        for n in (5, 2)
+    ]
+
+
+def of_convolutions(**lora: Any) -> Case:
+    """Adapt convolutions beside a linear layer."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["first", "second", "last"], **lora)
+    return Case(drawn(get_peft_model(Images(), config)), numbers(2, 5, 5), {})
+
+
+def of_attention() -> Case:
+    """Adapt an attention module beside a linear layer."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["attention", "last"])
+    model = drawn(get_peft_model(Sequences(), config))
+    # What PEFT gives autograd is not the derivative of what it computes.
+    return Case(model, numbers(3, 4), {}, tolerance=1e-6, by_differences=True)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "experts of Mixtral": lambda: of_experts("Mixtral"),
+    "experts of Qwen3-MoE": lambda: of_experts("Qwen3Moe"),
+    "an embedding": of_embedding,
+    "trainable tokens": of_tokens,
+    "aLoRA": of_activated,
+    "AdaLoRA": of_singular_values,
+    "convolutions": of_convolutions,
+    "DoRA of convolutions": lambda: of_convolutions(use_dora=True),
+    "an attention module": of_attention,
+}
