@@ -26,8 +26,9 @@ def exact_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
     for module in modules:
         if ATTENTION is None or not isinstance(module, ATTENTION):
             continue
-        if "merge" not in vars(module.get_base_layer().out_proj):  # not within a pass that has this
-            layers.append(module)
+        layer: Any = module
+        if "merge" not in vars(layer.get_base_layer().out_proj):  # not within a pass that has this
+            layers.append(layer)
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     for layer in layers:
         attention = layer.get_base_layer()

@@ -92,11 +92,12 @@ def find_blocks(
 def adapter_layers(model: nn.Module) -> dict[str, BaseTunerLayer]:
     """Find PEFT's layers of LoRA and of trainable tokens, by their names without wrappers'."""
     layers: dict[str, BaseTunerLayer] = {}
+    kinds = (lora.LoraLayer,)
+    if TrainableTokensLayer is not None:
+        kinds = (lora.LoraLayer, TrainableTokensLayer)
     for name, module in model.named_modules():
-        is_of_tokens = TrainableTokensLayer is not None and isinstance(module, TrainableTokensLayer)
-        if is_of_tokens and getattr(module, "tied_adapter", None) is not None:
-            continue  # it has the weights of another one
-        if is_of_tokens or isinstance(module, lora.LoraLayer):
+        is_tied = getattr(module, "tied_adapter", None) is not None  # to a layer with its weights
+        if isinstance(module, kinds) and not is_tied:
             layers[strip_wrappers(name)] = module
     return layers
 
@@ -172,14 +173,18 @@ def _adapted(name: str, layer: BaseTunerLayer) -> str:
     """Name a layer by what it adapts: of one module there may be several around each other."""
     if not _adapts_parameter(layer):
         return name
-    return f"{re.sub(r'([.]base_layer)+$', '', name)}.{layer.parameter_name}"
+    of_parameter: Any = layer
+    return f"{re.sub(r'([.]base_layer)+$', '', name)}.{of_parameter.parameter_name}"
 
 
 def _views(
     layer: BaseTunerLayer, part: str, weight: torch.Tensor
 ) -> Iterator[tuple[str, View | None]]:
     """Say how a parameter holds matrices, with what their names end in."""
-    n_experts = layer.num_experts if _adapts_parameter(layer) else 1
+    n_experts = 1
+    if _adapts_parameter(layer):
+        of_parameter: Any = layer
+        n_experts = of_parameter.num_experts
     if n_experts > 1:
         m, n = weight.shape
         # In PEFT's own order: of A, an expert's rows follow each other; of B, the experts' columns.
@@ -213,7 +218,8 @@ def _within_attention(layers: Layers) -> set[int]:
     within: set[int] = set()
     for layer in layers.values():
         if ATTENTION is not None and isinstance(layer, ATTENTION):
-            within |= {id(layer), id(layer.base_layer.out_proj)}
+            attention: Any = layer.get_base_layer()
+            within |= {id(layer), id(attention.out_proj)}
     return within
 
 

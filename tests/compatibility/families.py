@@ -27,11 +27,7 @@ from tests.support.models import VOCABULARY, OfBatches
 
 EXACT = "exact"
 OWN_PADDING = "the model's own dependence on padding"
-FUSED_EXPERTS = "refused: fused experts"
 MISSING = "-"  # the family has no such model
-
-REFUSALS = {FUSED_EXPERTS: r"\.experts \(ParamWrapper\)"}
-"""From an outcome to a pattern of the error's message."""
 
 CLASSIFIER = "classifier"
 RIGHT = "answer tokens, right"
@@ -311,7 +307,6 @@ FAMILIES = {
         "Mixtral",
         {**_GROUPED, "num_local_experts": 3},
         *_BOTH,
-        outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS),
     ),
     "Mixtral, attention alone": _family(
         "Mixtral",
@@ -326,13 +321,11 @@ FAMILIES = {
         "Qwen3Moe",
         {**_GROUPED, **_EXPERTS},
         *_BOTH,
-        outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS),
     ),
     "DeepSeek-V3": _family(
         "DeepseekV3",
         {**_TEXT, **_EXPERTS, "num_key_value_heads": 2, "first_k_dense_replace": 1},
         *_BOTH,
-        outcomes=dict.fromkeys(COLUMNS, FUSED_EXPERTS),
     ),
     "GPT-OSS": _family(
         "GptOss", {**_DECODER, "num_local_experts": 3, "num_experts_per_tok": 2}, *_BOTH

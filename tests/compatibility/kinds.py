@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.models import OfBatches, TwoLinear, lora_model, plain_model, with_lora
+from tests.support.models import OfBatches, TwoLinear, lora_model, plain_model
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -45,28 +45,6 @@ class Kind:
 
 
 # --- adapters ------------------------------------------------------------------------------------
-
-
-def beside(
-    layer: nn.Module,
-    *targets: str,
-    **lora: Any,
-) -> nn.Module:
-    """Put LoRA in a layer, which is refused before it would run, and in a linear one."""
-    model = nn.ModuleDict(
-        {
-            "layer": layer,
-            "last": nn.Linear(4, 3),
-        }
-    )
-    return with_lora(model, *targets, "last", **lora)
-
-
-def experts() -> nn.Module:
-    """Put LoRA on weights of several experts in one parameter."""
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.zeros(2, 5, 5))
-    return beside(module, target_parameters=["layer.weight"])
 
 
 def with_dora() -> nn.Module:
@@ -143,34 +121,15 @@ def merged() -> nn.Module:
     return model
 
 
-_LINEAR_A_AND_B = r"LoRA layers must add B\(A\(x\)\), where A and B are linear"
 _NO_LORA = "No LoRA layer in the model"
-
-
-def _of_layer(
-    make_model: Callable[[], nn.Module],
-    layer: str,
-) -> Kind:
-    """Describe LoRA in a layer that is not linear."""
-    refusal = rf"{_LINEAR_A_AND_B}.*not: layer \({layer}\w*\)\. Leave"
-    return Kind(make_model, "refused", refusal)
-
-
-def in_convolution() -> nn.Module:
-    return beside(nn.Conv1d(2, 4, 3), "layer")
-
-
-def in_embedding() -> nn.Module:
-    return beside(nn.Embedding(9, 4), "layer")
-
-
-def in_attention() -> nn.Module:
-    return beside(nn.MultiheadAttention(4, 2), "layer")
+_BY_LORA = "approximate this adapter by LoRA.*convert_to_lora"
+_CONVERTIBLE = "refused; PEFT's `convert_to_lora` approximates it"
 
 
 def _other(
     config: Callable[..., Any],
     refusal: str,
+    outcome: str = "refused",
     **settings: Any,
 ) -> Kind:
     """Describe a method of PEFT that is not LoRA."""
@@ -179,7 +138,7 @@ def _other(
         of_both = config(target_modules=["first", "second"], **settings)
         return get_peft_model(TwoLinear(), of_both)
 
-    return Kind(model, "refused", refusal)
+    return Kind(model, outcome, refusal)
 
 
 ADAPTERS = {
@@ -201,14 +160,9 @@ ADAPTERS = {
     "beside an inactive adapter": Kind(with_inactive),
     "two active adapters": Kind(with_two_active, "refused", "default, second.*set_adapter"),
     "merged": Kind(merged, "refused until unmerged", "first is merged .*unmerge_adapter"),
-    "LoRA of fused experts": _of_layer(experts, "ParamWrapper"),
-    "LoRA of convolutions": _of_layer(in_convolution, "Conv1d"),
-    "LoRA of an embedding": _of_layer(in_embedding, "Embedding"),
-    "LoRA of nn.MultiheadAttention": _of_layer(in_attention, "MultiheadAttention"),
-    "AdaLoRA": _other(peft.AdaLoraConfig, rf"{_LINEAR_A_AND_B}.*first.*second", total_step=10),
-    "VeRA": _other(peft.VeraConfig, rf"{_NO_LORA}.*VERA"),
-    "LoHa": _other(peft.LoHaConfig, rf"{_NO_LORA}.*LOHA"),
-    "LoKr": _other(peft.LoKrConfig, rf"{_NO_LORA}.*LOKR"),
+    "VeRA": _other(peft.VeraConfig, rf"{_NO_LORA}.*VERA.*{_BY_LORA}", _CONVERTIBLE),
+    "LoHa": _other(peft.LoHaConfig, rf"{_NO_LORA}.*LOHA.*{_BY_LORA}", _CONVERTIBLE),
+    "LoKr": _other(peft.LoKrConfig, rf"{_NO_LORA}.*LOKR.*{_BY_LORA}", _CONVERTIBLE),
     "IA3": _other(peft.IA3Config, rf"{_NO_LORA}.*IA3", feedforward_modules=[]),
     "OFT": _other(peft.OFTConfig, rf"{_NO_LORA}.*OFT", oft_block_size=1, r=0),
 }

@@ -10,12 +10,14 @@ import torch
 from tests.compatibility.families import table
 from tests.compatibility.kinds import ADAPTERS, PRECISIONS, WRAPPERS
 from tests.compatibility.quantizers import BOUNDS, QUANTIZERS
+from tests.support.matrices import CASES
 
 
 def tables() -> Iterator[str]:
     """Write each table in markdown."""
     yield "\n".join(table())
     of_adapters = {name: kind.outcome for name, kind in ADAPTERS.items()}
+    of_adapters |= dict.fromkeys(CASES, "exact, one example at a time")
     of_wrappers = {name: kind.outcome for name, kind in WRAPPERS.items()}
     yield _table("adapter", "outcome", of_adapters)
     yield _table("wrapper", "outcome", of_wrappers)

@@ -65,6 +65,31 @@ def lora_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def matrix_places(model: nn.Module) -> list[torch.Tensor]:
+    """Number the LoRA weights in the order of the parameters, and cut them into matrices `(m, n)`.
+
+    PEFT holds all experts' factors in one weight: of A one expert's rows after the other's, and of
+    B the experts' columns in turn.
+    """
+    n_experts: dict[int, int] = {}
+    for layer in model.modules():
+        if type(layer).__name__ == "ParamWrapper":
+            for half in (*layer.lora_A.values(), *layer.lora_B.values()):
+                n_experts[id(half.weight)] = layer.num_experts
+    parameters = dict(model.named_parameters())
+    matrices: list[torch.Tensor] = []
+    start = 0
+    for name, weight in lora_weights(model).items():
+        places = torch.arange(start, start + weight.numel()).reshape(len(weight), -1)
+        start += weight.numel()
+        n = n_experts.get(id(parameters[name]), 1)
+        if "lora_A" in name:
+            matrices += places.chunk(n)
+        else:
+            matrices += [places[:, expert::n] for expert in range(n)]
+    return matrices
+
+
 def jacobians(model: nn.Module, inputs: Any) -> torch.Tensor:
     """Differentiate the logits in the LoRA weights, `(B, C, parameters)`.
 
@@ -160,14 +185,9 @@ def gradient_blocks(
     H: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Compute Kronecker blocks of `kfac_approx="gradient"` from Jacobians."""
-    shapes = [weight.flatten(1).shape for weight in lora_weights(model).values()]
-    of_blocks = Js.split(
-        [shape.numel() for shape in shapes],
-        dim=-1,
-    )
     blocks = []
-    for shape, J in zip(shapes, of_blocks, strict=True):
-        J = J.contiguous().unflatten(-1, shape)
+    for places in matrix_places(model):
+        J = Js[..., places]
         weighted = torch.einsum("bcd,bdij->bcij", H, J)
         # Both factors sum over examples and over pairs of logits, weighted by the Fisher.
         F_out = torch.einsum("bcij,bckj->ik", J, weighted)

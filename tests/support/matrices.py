@@ -298,13 +298,13 @@ def of_attention() -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "experts of Mixtral": lambda: of_experts("Mixtral"),
-    "experts of Qwen3-MoE": lambda: of_experts("Qwen3Moe"),
-    "an embedding": of_embedding,
+    "LoRA of experts (Mixtral)": lambda: of_experts("Mixtral"),
+    "LoRA of experts (Qwen3-MoE)": lambda: of_experts("Qwen3Moe"),
+    "LoRA of an embedding": of_embedding,
     "trainable tokens": of_tokens,
     "aLoRA": of_activated,
     "AdaLoRA": of_singular_values,
-    "convolutions": of_convolutions,
+    "LoRA of convolutions": of_convolutions,
     "DoRA of convolutions": lambda: of_convolutions(use_dora=True),
-    "an attention module": of_attention,
+    "LoRA of nn.MultiheadAttention": of_attention,
 }
