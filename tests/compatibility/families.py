@@ -324,7 +324,20 @@ FAMILIES = {
     ),
     "DeepSeek-V3": _family(
         "DeepseekV3",
-        {**_TEXT, **_EXPERTS, "num_key_value_heads": 2, "first_k_dense_replace": 1},
+        {
+            **_TEXT,
+            **_EXPERTS,
+            "num_key_value_heads": 2,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 6,
+            "kv_lora_rank": 6,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 4,
+        },
         *_BOTH,
     ),
     "GPT-OSS": _family(
