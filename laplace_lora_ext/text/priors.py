@@ -65,6 +65,7 @@ class TokenAgreement(TuningMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _refuse_kinds(self)
         check_max_change(self.max_change)
 
     @torch.no_grad()
@@ -85,6 +86,15 @@ class TokenAgreement(TuningMethod):
             return _mean_over_tokens(share, distances)
 
         return broadest(la, start, self.max_change, change, self.progress_bar)
+
+
+def _refuse_kinds(method: TuningMethod) -> None:
+    """Refuse a prior for each kind, since every prior that is tried takes passes."""
+    if method.prior_structure == "kind":
+        raise NotImplementedError(
+            f'{type(method).__name__} tries one common factor: pass prior_structure="scalar", or '
+            'choose a prior for each kind by method="marglik" and pass it as init_prior_prec.'
+        )
 
 
 def _distances_to_model(la: Any, draws: Sequence[Draw], batch: Any) -> Columns:
@@ -142,6 +152,10 @@ class TokenGridSearch(TuningMethod):
     log_prior_prec_max: float = 5
     grid_size: int = 13
     log_prior_prec_base: float = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_kinds(self)
 
     @torch.no_grad()
     def _search(self, la: Any) -> TuningHistory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, stand
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, of_first
 from laplace_lora_ext.processes.shards import Share, chosen, data_size, examples_of, in_order_like
+from laplace_lora_ext.tuning.kinds import Kinds
 from laplace_lora_ext.tuning.method import (
     HistoryBuilder,
     Tunable,
@@ -33,6 +34,7 @@ _CHUNK = 2**22  # numbers that are sampled at once
 _FARTHEST = math.log(1e8)
 _STRIDE = math.log(10.0)  # until the change that is allowed is passed
 _ACCURACY = 1e-2  # one per cent of the prior precision
+_HELD = 1e30  # a prior precision that holds weights at their MAP values
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +50,8 @@ class Agreement(TuningMethod):
     Parameters
     ----------
     init_prior_prec, prior_structure, progress_bar
-        of `TuningMethod`; one common factor of the start is chosen
+        of `TuningMethod`; one common factor of the start is chosen. With "kind", the draws of each
+        kind of weight by themselves change predictions as much as those of any other
     train_loader : DataLoader, iterable or PredictiveStatistics
         the data of the fit, or texts like them; labels are not used. With "lowrank_kron" they
         pass through the model once, or not at all if you pass
@@ -109,7 +112,32 @@ class Agreement(TuningMethod):
             scaled = moments(prior_precision).scaled(la.logit_scale)
             return _mean_change(scaled.to("cpu"), self.n_samples, draws)
 
+        kinds = self._kinds(la)
+        if kinds is not None:
+            start = self._balanced(la, start, kinds, change)
         return broadest(la, start, self.max_change, change, self.progress_bar)
+
+    def _balanced(
+        self,
+        la: Tunable,
+        start: torch.Tensor,
+        kinds: Kinds,
+        change: Callable[[torch.Tensor], float],
+    ) -> torch.Tensor:
+        """Find the prior precision `(blocks,)` at which each kind by itself has the allowed change.
+
+        One distance can't tell two prior precisions. So each kind has an equal part in it, and then
+        a common factor makes it what is allowed of all kinds together.
+        """
+        start = start.expand(len(kinds.places)).clone()
+        balanced = start.clone()
+        for kind in range(len(kinds)):
+            is_drawn = kinds.is_of(kind).to(start.device)
+            of_kind = partial(_change_by_some, change, is_drawn)
+            broadest(la, start, self.max_change, of_kind, self.progress_bar)
+            found = la.prior_precision.to(start)
+            balanced = torch.where(is_drawn, found, balanced)
+        return balanced
 
     def _data(self, seed: int) -> Iterable[Any] | PredictiveStatistics:
         """Draw as many examples from the loader as there may be, where they can be drawn."""
@@ -125,6 +153,15 @@ class Agreement(TuningMethod):
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
         drawn = examples[order[: self.max_examples]]
         return in_order_like(loader, chosen(loader.dataset, drawn.tolist()))
+
+
+def _change_by_some(
+    change: Callable[[torch.Tensor], float],
+    is_drawn: torch.Tensor,
+    prior_precision: torch.Tensor,
+) -> float:
+    """Measure the change by draws of some blocks, while all others stay at their MAP values."""
+    return change(torch.where(is_drawn, prior_precision, _HELD))
 
 
 def _mean_change(moments: Moments, n_samples: int, generator: torch.Generator) -> float:

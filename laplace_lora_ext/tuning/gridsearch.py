@@ -55,7 +55,8 @@ class GridSearch(TuningMethod):
     init_prior_prec : float or torch.Tensor
         several numbers are a base that the grid multiplies; a single number is ignored
     prior_structure, progress_bar
-        as for `TuningMethod`
+        as for `TuningMethod`. With "kind", the grid has all combinations of 25 prior precisions of
+        two kinds, or of 8 of three; it is the default where one pass serves them all
     val_loader : DataLoader, iterable or PredictiveStatistics
         validation data with labels. With "lowrank_kron" and "glm" they pass through the model only
         once, and with their statistics not at all. In that pass, each example's loss is summed at
@@ -101,14 +102,8 @@ class GridSearch(TuningMethod):
     log_prior_prec_base: float = 10.0
 
     def _search(self, la: Tunable) -> TuningHistory:
-        grid = grid_of_priors(
-            self.log_prior_prec_min,
-            self.log_prior_prec_max,
-            self.grid_size,
-            self.log_prior_prec_base,
-            base=self._start(la) if self._is_base else None,
-        )
         la.check_model()
+        grid = self._grid(la)
         if self.loss is not None:
             history = record_grid(self._own_losses(la, grid), grid, self.progress_bar)
             la.prior_precision = history.prior_precision[history.objective.argmin()]
@@ -124,6 +119,20 @@ class GridSearch(TuningMethod):
 
     def remark(self, la: Tunable, history: TuningHistory) -> None:
         warn_of_ends(la, history)
+
+    def _grid(self, la: Tunable) -> torch.Tensor:
+        """List the prior precisions to try, `(T,)` or `(T, blocks)`."""
+        low, high = self.log_prior_prec_min, self.log_prior_prec_max
+        size, power = self.grid_size, self.log_prior_prec_base
+        base = self._start(la) if self._is_base else None
+        kinds = self._kinds(la)
+        # A grid over kinds has many points: by default only where one pass serves them all.
+        is_asked_for = self.prior_structure is not None
+        in_one_pass = self.pred_type == "glm" and la.statistics_by_batch() is not None
+        if kinds is None or not (is_asked_for or in_one_pass):
+            return grid_of_priors(low, high, size, power, base)
+        grid = kinds.grid(low, high, size, power)
+        return grid if base is None else grid.to(base) * base
 
     def _has_scale(self, la: Predictor) -> bool:
         """Tell whether there is a scale of the logits to choose."""

@@ -11,6 +11,7 @@ from laplace_lora_ext.messages import warn
 from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.tuning.method import (
     HistoryBuilder,
+    Searched,
     Tunable,
     TuningHistory,
     TuningMethod,
@@ -59,32 +60,32 @@ class Marglik(TuningMethod):
     optimize_sigma_noise: bool = False
 
     def _search(self, la: Tunable) -> TuningHistory:
-        log_prior = self._start(la).log().requires_grad_()
+        prior = self._searched(la)
         log_noise = None
         if self.optimize_sigma_noise:
             log_noise = la.sigma_noise.detach().log().requires_grad_()
-        history = self._climb(la, log_prior, log_noise)
-        la.prior_precision = log_prior.detach().exp()
+        history = self._climb(la, prior, log_noise)
+        la.prior_precision = prior.value().detach()
         if log_noise is not None:
             # Ranks may differ in the last digit.
             la.sigma_noise = of_first(log_noise.detach().exp()).to(la.model.device)
         return history
 
-    def _climb(
-        self, la: Tunable, log_prior: torch.Tensor, log_noise: torch.Tensor | None
-    ) -> TuningHistory:
+    def _climb(self, la: Tunable, prior: Searched, log_noise: torch.Tensor | None) -> TuningHistory:
         """Climb the evidence in the logarithms of the prior precision and perhaps of the noise.
 
         The evidence is smooth, has no noise and, for a layerwise prior, is a sum of functions of
         one variable each. That suits Rprop (Riedmiller & Braun, ICNN 1993), which adapts each
         variable's step to the signs of its slopes.
         """
-        logarithms = [log_prior] if log_noise is None else [log_prior, log_noise]
+        logarithms = [prior.logarithms]
+        if log_noise is not None:
+            logarithms.append(log_noise)
         optimizer = torch.optim.Rprop(logarithms, lr=self.lr, step_sizes=(1e-6, 1.0))
 
         def loss() -> torch.Tensor:
             sigma_noise = None if log_noise is None else log_noise.exp()
-            return -la.log_marginal_likelihood(log_prior.exp(), sigma_noise)
+            return -la.log_marginal_likelihood(prior.value(), sigma_noise)
 
         builder = HistoryBuilder()
         spread = math.inf
@@ -97,7 +98,7 @@ class Marglik(TuningMethod):
             progress_bar=self.progress_bar,
         )
         for step, value in steps:
-            builder.add(step, -value.item(), log_prior.exp())
+            builder.add(step, -value.item(), prior.value())
             recent = builder.objectives[-_WINDOW - 1 :]  # ten steps lie between eleven values
             if len(recent) > _WINDOW:
                 spread = max(recent) - min(recent)

@@ -18,13 +18,14 @@ from laplace_lora_ext.models.locks import as_tensor, exclusive
 from laplace_lora_ext.models.posterior import Hyperparameters
 from laplace_lora_ext.predictive.distributions import Linearised
 from laplace_lora_ext.processes.exchange import count, of_first, rank, together
+from laplace_lora_ext.tuning.kinds import Kinds
 
 # Limits of a prior precision's logarithm: what float32 holds.
 _LOWEST = math.log(torch.finfo(torch.float32).tiny)
 _HIGHEST = math.log(torch.finfo(torch.float32).max)
 # Options of which some methods have one or more.
 _COUNTS = ("n_samples", "n_steps", "grid_size", "batch_size", "max_examples", "trainings")
-_STRUCTURES = ["scalar", "layerwise", "diag"]
+_STRUCTURES = ["scalar", "kind", "layerwise", "diag"]
 
 
 class Fitted(Linearised, Protocol):
@@ -166,6 +167,31 @@ def check_grid(history: TuningHistory) -> None:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """A prior precision that a descent changes: logarithms of its numbers, or of factors of them.
+
+    Attributes
+    ----------
+    logarithms : torch.Tensor
+        the leaves of the descent; one for each kind of weight, or as many as the start has numbers
+    start : torch.Tensor
+        what the factors multiply
+    kinds : Kinds or None
+    """
+
+    logarithms: torch.Tensor
+    start: torch.Tensor
+    kinds: Kinds | None
+
+    def value(self) -> torch.Tensor:
+        """Compute the prior precision, differentiable in the logarithms."""
+        factors = self.logarithms.exp()
+        if self.kinds is not None:
+            factors = self.kinds.spread(factors)
+        return (factors * self.start).clamp(math.exp(_LOWEST), math.exp(_HIGHEST))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TuningMethod:
     """A method to choose the prior precision: its fields are options; call it with a posterior.
@@ -174,19 +200,21 @@ class TuningMethod:
     ----------
     init_prior_prec : float or torch.Tensor, default=1.0
         where the search starts. Several numbers also determine the structure
-    prior_structure : {"scalar", "layerwise", "diag"}
-        one prior precision, one for each block, or, with "diag" curvature, one for each weight
+    prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
+        one prior precision, one for each kind of weight (LoRA, heads, others), one for each block,
+        or, with "diag" curvature, one for each weight. By default "kind" where there are several
+        kinds, as heads want a much smaller one than LoRA weights, and otherwise "scalar"
     progress_bar : bool, default=False
     """
 
     init_prior_prec: float | torch.Tensor = 1.0
-    prior_structure: str = "scalar"
+    prior_structure: str | None = None
     progress_bar: bool = False
 
     def __post_init__(self) -> None:
         counts = {name: getattr(self, name) for name in _COUNTS if hasattr(self, name)}
         check_counts(**counts)
-        if self.prior_structure not in _STRUCTURES:
+        if self.prior_structure not in (None, *_STRUCTURES):
             raise ValueError(f"prior_structure {self.prior_structure!r} is none of {_STRUCTURES}.")
 
     @exclusive  # no thread predicts by a prior precision that is only tried
@@ -236,6 +264,23 @@ class TuningMethod:
         """Tell whether the user gave several numbers to start from."""
         return as_tensor(self.init_prior_prec).numel() > 1
 
+    def _kinds(self, la: Tunable) -> Kinds | None:
+        """List the kinds of weights, if each gets a prior precision of its own."""
+        members = la.members
+        if len(members) > 1:  # a mixture has a common factor alone
+            return None
+        kinds = Kinds.of(members[0].blocks)
+        by_default = self.prior_structure is None and not self._is_base and len(kinds) > 1
+        return kinds if by_default or self.prior_structure == "kind" else None
+
+    def _searched(self, la: Tunable) -> Searched:
+        """Set the prior to where the search starts, and return what a descent changes of it."""
+        start = self._start(la)
+        kinds = self._kinds(la)
+        if kinds is None:
+            return Searched(start.log().requires_grad_(), torch.ones_like(start), None)
+        return Searched(start.new_zeros(len(kinds)).requires_grad_(), start, kinds)
+
     def _start(self, la: Tunable) -> torch.Tensor:
         """Set the prior to where the search starts: `(1,)`, `(blocks,)` or `(parameters,)`.
 
@@ -244,7 +289,7 @@ class TuningMethod:
         first = la.members[0]
         start = as_tensor(self.init_prior_prec).detach()
         # Several numbers are of the structure that they have.
-        if start.numel() == 1 and self.prior_structure != "scalar":
+        if start.numel() == 1 and self.prior_structure in ("layerwise", "diag"):
             start = fix_prior_prec_structure(
                 start,
                 self.prior_structure,

@@ -12,6 +12,7 @@ from laplace_lora_ext.predictive.links import DEFAULT_LINK, Link, mean_field, pr
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import (
     HistoryBuilder,
+    Searched,
     Tunable,
     TuningHistory,
     TuningMethod,
@@ -76,7 +77,7 @@ class ValGD(TuningMethod):
             )
 
     def _search(self, la: Tunable) -> TuningHistory:
-        logarithm = self._start(la).log().requires_grad_()
+        prior = self._searched(la)
         statistics: PredictiveStatistics | None = la.statistics_of(
             self.val_loader, self.progress_bar, self.link_approx
         )
@@ -85,7 +86,7 @@ class ValGD(TuningMethod):
                 'method="val_gd" needs hessian_structure="lowrank_kron": use "gridsearch" instead.'
             )
         with torch.autocast(statistics.f_mu.device.type, enabled=False):  # of the backward pass
-            history = self._descend(la, statistics, logarithm)
+            history = self._descend(la, statistics, prior)
         la.prior_precision = history.prior_precision[history.objective.argmin()]
         return history
 
@@ -93,7 +94,7 @@ class ValGD(TuningMethod):
         return _SMOOTH.get(self.link_approx) or sampled(self.n_samples, generator)
 
     def _descend(
-        self, la: Tunable, statistics: PredictiveStatistics, logarithm: torch.Tensor
+        self, la: Tunable, statistics: PredictiveStatistics, prior: Searched
     ) -> TuningHistory:
         """Descend along stochastic gradients in the logarithm of the prior precision.
 
@@ -103,7 +104,7 @@ class ValGD(TuningMethod):
         """
         targets = statistics.required_targets()
         builder = HistoryBuilder()
-        optimizer = torch.optim.Adam([logarithm], lr=self.lr)
+        optimizer = torch.optim.Adam([prior.logarithms], lr=self.lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.n_steps)
         seed = draw_seed(self.generator)  # of measurements, which so change no minibatch
         minibatches = _minibatches(len(statistics), self.batch_size, self.generator)
@@ -122,18 +123,18 @@ class ValGD(TuningMethod):
         def measure(step: int) -> None:
             # Without the noise of minibatches and of other draws, steps can be compared.
             draws = torch.Generator().manual_seed(seed)
-            prior_precision = logarithm.detach().exp()
+            prior_precision = prior.value().detach()
             starts = range(0, len(statistics), _ROWS)
             parts = [losses(slice(i, i + _ROWS), prior_precision, draws) for i in starts]
             builder.add(step, torch.cat(parts).double().mean().item(), prior_precision)
 
         def loss() -> torch.Tensor:
-            return losses(next(minibatches), logarithm.exp(), self.generator).mean()
+            return losses(next(minibatches), prior.value(), self.generator).mean()
 
         every = max(1, self.n_steps // _CHECKPOINTS)
         steps = descent(
             loss,
-            [logarithm],
+            [prior.logarithms],
             optimizer,
             n_steps=self.n_steps,
             description="[Minimizing validation loss]",

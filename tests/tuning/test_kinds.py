@@ -1,0 +1,171 @@
+"""A prior precision for LoRA weights, and one for heads."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from laplace_lora_ext import GridSearch
+from laplace_lora_ext.tuning.kinds import Kinds
+from tests.support.heads import plain
+from tests.support.models import pairs
+from tests.support.posteriors import count_forward_passes, make
+
+GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 5}
+
+
+def with_head(structure: str = "lowrank_kron", **keywords):
+    la = make(plain(), structure, modules_to_save=True, **keywords)
+    la.fit(pairs(3))
+    return la
+
+
+def of_kinds(la, numbers: torch.Tensor) -> torch.Tensor:
+    """Give LoRA weights the first number, and heads the second."""
+    is_head = torch.tensor([block.kind == "head" for block in la.blocks])
+    return torch.where(is_head, numbers[1], numbers[0])
+
+
+def slope(la, prior: torch.Tensor) -> torch.Tensor:
+    """Differentiate the evidence in the logarithms of the two prior precisions."""
+    logarithms = prior.log().clone().requires_grad_()
+    la.log_marginal_likelihood(of_kinds(la, logarithms.exp())).backward()
+    assert logarithms.grad is not None
+    return logarithms.grad
+
+
+def chosen(la) -> torch.Tensor:
+    """Find the two numbers that a search has chosen."""
+    prior = la.prior_precision.detach()
+    is_head = torch.tensor([block.kind == "head" for block in la.blocks])
+    of_lora, of_head = prior[~is_head], prior[is_head]
+    assert (of_lora == of_lora[0]).all()
+    assert (of_head == of_head[0]).all()
+    return torch.stack([of_lora[0], of_head[0]]).double()
+
+
+def test_the_evidence_is_highest_at_the_two_numbers():
+    la = with_head()
+    la.optimize_prior_precision(method="marglik")
+    best = chosen(la)
+    assert best[0] != best[1]
+    assert slope(la, best).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_the_evidence_of_every_structure_has_two_numbers(structure):
+    la = with_head(structure)
+    la.optimize_prior_precision(method="marglik")
+    assert slope(la, chosen(la)).abs().max() < 0.05
+
+
+def test_a_grid_search_tries_all_pairs_in_one_pass_and_takes_the_best():
+    la = with_head()
+    validation = pairs(2, n=5)
+    passes = count_forward_passes(la)
+    history = la.optimize_prior_precision(method="gridsearch", val_loader=validation, **GRID)
+    assert len(passes) == len(validation)
+    axis = 10.0 ** torch.arange(-2, 3).double()
+    expected = {
+        tuple(pair.tolist()): loss_at(la, of_kinds(la, pair), validation)
+        for pair in torch.cartesian_prod(axis, axis)
+    }
+    tried = {}
+    for point, loss in zip(history.prior_precision, history.objective, strict=True):
+        la.prior_precision = point
+        pair = tuple(round(number, 6) for number in chosen(la).tolist())
+        tried[pair] = loss.item()
+    for pair, loss in expected.items():
+        assert tried[pair] == pytest.approx(loss, rel=1e-5)
+    assert history.objective.min() == pytest.approx(min(expected.values()), rel=1e-5)
+
+
+def loss_at(la, prior: torch.Tensor, validation) -> float:
+    batches = [{"X": X, "labels": y} for X, y in validation]
+    la.prior_precision = prior
+    log_p = torch.cat([la(b["X"], link_approx="mean_field").log() for b in batches])
+    labels = torch.cat([b["labels"] for b in batches])
+    return torch.nn.functional.nll_loss(log_p, labels).item()
+
+
+def test_statistics_that_are_given_serve_all_pairs():
+    la = with_head()
+    validation = pairs(2, n=5)
+    statistics = la.predictive_statistics(validation, dtype=torch.float64)
+    passes = count_forward_passes(la)
+    given = la.optimize_prior_precision(method="gridsearch", val_loader=statistics, **GRID)
+    assert not passes
+    again = la.optimize_prior_precision(method="gridsearch", val_loader=validation, **GRID)
+    assert_close(given.objective, again.objective, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_descent_ends_with_two_numbers():
+    la = with_head()
+    la.optimize_prior_precision(method="val_gd", val_loader=pairs(2, n=5), n_steps=50)
+    first, second = chosen(la)
+    assert first != second
+
+
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag"])
+def test_draws_of_each_kind_change_predictions_alike(structure):
+    la = with_head(structure)
+    data = pairs(3)
+    la.optimize_prior_precision(method="agreement", train_loader=data, n_samples=400)
+    best = chosen(la)
+    changes = []
+    for held in (torch.tensor([1.0, 1e30]), torch.tensor([1e30, 1.0]), torch.ones(2)):
+        la.prior_precision = of_kinds(la, (best * held.double()).clamp_max(1e30))
+        changes.append(change(la, data))
+    of_lora, of_head, of_both = changes
+    # A common factor does not change both alike.
+    assert of_lora == pytest.approx(of_head, rel=0.2)
+    assert of_both == pytest.approx(0.1, rel=0.1)
+    assert of_both > of_lora
+
+
+def change(la, data) -> float:
+    """Measure the mean total variation distance of draws from the model, by other draws."""
+    distances = []
+    for X, _ in data:
+        f_mu, f_var = la.predictive_moments(X)
+        noise = torch.randn(4000, *f_mu.shape, dtype=f_mu.dtype)
+        values, vectors = torch.linalg.eigh(f_var)
+        root = vectors * values.clamp_min(0).sqrt()[:, None]
+        drawn = (f_mu + torch.einsum("bij,sbj->sbi", root, noise)).softmax(-1)
+        distances.append((drawn - f_mu.softmax(-1)).abs().sum(-1).mean(0) / 2)
+    return torch.cat(distances).mean().item()
+
+
+def test_with_lora_alone_kinds_are_one():
+    la = make(plain())
+    la.fit(pairs(3))
+    la.optimize_prior_precision(method="marglik")
+    scalar = la.prior_precision
+    la.optimize_prior_precision(method="marglik", prior_structure="kind")
+    assert scalar.shape == (1,)
+    assert_close(la.prior_precision, scalar.expand(len(la.blocks)), rtol=1e-3, atol=0)
+
+
+def test_a_scalar_is_one_number_where_it_is_asked_for():
+    la = with_head()
+    la.optimize_prior_precision(method="marglik", prior_structure="scalar")
+    assert la.prior_precision.shape == (1,)
+
+
+def test_numbers_to_start_from_keep_their_structure():
+    la = with_head()
+    start = torch.linspace(1, 2, len(la.blocks))
+    search = GridSearch(val_loader=pairs(2), init_prior_prec=start, **GRID)
+    history = la.optimize_prior_precision(method=search)
+    assert len(history.objective) == GRID["grid_size"]
+    both = GridSearch(val_loader=pairs(2), init_prior_prec=start, prior_structure="kind", **GRID)
+    assert len(la.optimize_prior_precision(method=both).objective) == GRID["grid_size"] ** 2
+
+
+@pytest.mark.parametrize(("n_kinds", "n_points"), [(1, 100), (2, 25**2), (3, 8**3)])
+def test_more_kinds_have_fewer_points_each(n_kinds, n_points):
+    kinds = Kinds(torch.arange(4) % n_kinds)
+    grid = kinds.grid(-4, 4, 100, 10.0)
+    assert grid.shape == (n_points, 4)
+    assert len(grid[:, :n_kinds].unique(dim=0)) == n_points
+    assert_close(grid[0], torch.full((4,), 1e-4))
+    assert_close(grid[-1], torch.full((4,), 1e4))
