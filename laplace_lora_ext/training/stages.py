@@ -29,6 +29,7 @@ from laplace_lora_ext.models.adapters import (
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.lora_layers import is_untrained
 from laplace_lora_ext.models.posterior import Hyperparameters
+from laplace_lora_ext.predictive.statistics import MixtureStatistics
 from laplace_lora_ext.processes.shards import (
     check_divisible,
     divided,
@@ -45,6 +46,8 @@ from laplace_lora_ext.training.trainers import (
     same_random_states,
     with_tokenizer,
 )
+from laplace_lora_ext.tuning.gridsearch import GridSearch
+from laplace_lora_ext.tuning.kinds import Kinds
 from laplace_lora_ext.tuning.method import TuningHistory
 from laplace_lora_ext.tuning.scales import GridHistory
 
@@ -196,6 +199,11 @@ def choose_priors(
         or what `predictive_statistics` of the posterior, or of the mixture, returned
     progress_bar : bool, default=False
     """
+    if len(posteriors) > 1:
+        posteriors = [
+            _with_kinds(la, _of_member(held_out, number), progress_bar)
+            for number, la in enumerate(posteriors)
+        ]
     # A mixture wants another prior than each of its members: it is less sure than they are.
     together = joined(posteriors)
     # Texts that are written have no link, and all others are predicted with the default one.
@@ -203,6 +211,26 @@ def choose_priors(
         method="gridsearch", val_loader=held_out, progress_bar=progress_bar
     )
     return Choice([member.hyperparameters for member in together.members], history)
+
+
+def _with_kinds(la: LoRALaplace, held_out: Any, progress_bar: bool) -> LoRALaplace:
+    """Let held-out examples choose how the prior precisions of a member's kinds of weight differ.
+
+    A mixture has but a common factor of its members' prior precisions.
+    """
+    if len(Kinds.of(la.blocks)) == 1 or la.likelihood == "language_modeling":
+        return la
+    la = copy(la)
+    search = GridSearch(val_loader=held_out, optimize_scale=False, progress_bar=progress_bar)
+    la.optimize_prior_precision(method=search)
+    return la
+
+
+def _of_member(held_out: Any, number: int) -> Any:
+    """Take a member's own statistics, if the held-out examples are given as statistics."""
+    if isinstance(held_out, MixtureStatistics):
+        return held_out.members[number]
+    return held_out
 
 
 def joined(posteriors: Sequence[LoRALaplace]) -> LoRALaplace | LaplaceMixture:

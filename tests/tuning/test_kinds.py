@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from laplace_lora_ext import GridSearch
+from laplace_lora_ext import GridSearch, from_pretrained, train_in_stages
 from laplace_lora_ext.tuning.kinds import Kinds
 from tests.support.heads import plain
 from tests.support.models import pairs
 from tests.support.posteriors import count_forward_passes, make
+from tests.support.trainers import trainer_of
 
-GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 5}
+GRID = {"log_prior_prec_min": -2, "log_prior_prec_max": 2, "grid_size": 5, "optimize_scale": False}
 
 
 def with_head(structure: str = "lowrank_kron", **keywords):
@@ -169,3 +170,31 @@ def test_more_kinds_have_fewer_points_each(n_kinds, n_points):
     assert len(grid[:, :n_kinds].unique(dim=0)) == n_points
     assert_close(grid[0], torch.full((4,), 1e-4))
     assert_close(grid[-1], torch.full((4,), 1e4))
+
+
+# --- trainings -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_stages_choose_two_numbers_and_keep_the_heads(tmp_path, members):
+    la = train_in_stages(trainer_of(tmp_path), members=members, modules_to_save=True)
+    for member in la.members:
+        assert {block.kind for block in member.blocks} == {"lora", "head"}
+        assert member.prior_precision.shape == (len(member.blocks),)
+        chosen(member)
+    if members == 1:
+        loaded = from_pretrained(la.model.model, tmp_path)
+        assert [block.name for block in loaded.blocks] == [block.name for block in la.blocks]
+        assert torch.equal(loaded.prior_precision, la.prior_precision)
+
+
+def test_a_second_training_chooses_two_numbers(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    la = make(trainer.model, modules_to_save=True)
+    la.fit(trainer.get_eval_dataloader(trainer.train_dataset))
+    history = la.optimize_prior_precision(method="second_training", trainer=trainer)
+    (other,) = history.posteriors
+    assert [block.kind for block in other.blocks] == [block.kind for block in la.blocks]
+    assert torch.equal(la.prior_precision, other.prior_precision)
+    chosen(la)
