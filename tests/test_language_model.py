@@ -243,8 +243,10 @@ def test_settings_that_do_not_fit_are_refused():
     )
     with pytest.raises(NotImplementedError, match="59 backward passes a token"):
         la.fit(text_batches())
+    # Without answers, a model waits for batches that bring choices.
+    of_choices = make(model)
     with pytest.raises(ValueError, match="language_modeling"):
-        make(model)
+        of_choices.fit(text_batches())
     with pytest.raises(ValueError, match='needs hessian_structure="lowrank_kron"'):
         make(model, "kron", likelihood="language_modeling")
     with pytest.raises(ValueError, match="whole vocabulary"):
