@@ -246,6 +246,8 @@ class Acquisition:
         if isinstance(getattr(pool, "sampler", None), RandomSampler):
             raise ValueError("Places in a shuffled pool say nothing: pass a loader in its order.")
         if self.by == "batch_bald":
+            if not first.predicted_likelihood.sees_differences:
+                raise ValueError(f'{first.likelihood} has no by="batch_bald": use "bald".')
             probabilities = self._functions(la, pool, self.n_samples).softmax(-1)
             _check_size(n, probabilities.shape[1])
             generator = torch.Generator().manual_seed(self.seed)
@@ -255,6 +257,8 @@ class Acquisition:
             _check_size(n, functions.shape[1])
             return thompson(functions, n)
         scores = self._scores_of_numbers(la, pool) if is_gaussian else self._scores(la, pool)
+        if scores.ndim > 1:  # of several labels, what is to learn of each adds up
+            scores = scores.sum(1)
         _check_size(n, len(scores))
         return scores.topk(n).indices
 
@@ -264,9 +268,12 @@ class Acquisition:
         prediction = la.predict(pool, generator=generator, progress_bar=self.progress_bar)
         if self.by == "bald":
             return prediction.epistemic_entropy.cpu()
+        p = prediction.probabilities
+        if not la.members[0].predicted_likelihood.sees_differences:
+            p = torch.stack([1 - p, p], dim=-1)  # of both classes of each label
         if self.by == "margin":
-            return margin(prediction.probabilities).cpu()
-        return entropy(prediction.probabilities).cpu()
+            return margin(p).cpu()
+        return entropy(p).cpu()
 
     def _scores_of_numbers(self, la: Acquiring, pool: Iterable[Any]) -> torch.Tensor:
         """Score each example by mean and variance of its one number."""

@@ -10,17 +10,22 @@ import laplace
 import laplace.curvature as host_backends
 from torch import nn
 
-from laplace_lora_ext.curvature.backend import LowRankKronEF, LowRankKronGGN
-from laplace_lora_ext.likelihoods import refuse_multi_label
+from laplace_lora_ext.curvature.backend import (
+    LowRankKronEF,
+    LowRankKronGGN,
+    MultiLabelCurvlinopsGGN,
+)
 from laplace_lora_ext.lora_laplace import LoRALaplace
 from laplace_lora_ext.lowrank_kron import LowRankKronLoRALaplace
 from laplace_lora_ext.models.logits_model import find_transformer
 from laplace_lora_ext.models.same_model import ModelState
+from laplace_lora_ext.problems import LIKELIHOOD_OF
 from laplace_lora_ext.saving import class_name, read_state
 from laplace_lora_ext.structures import DiagLoRALaplace, FullLoRALaplace, KronLoRALaplace
 
 _CLASSES = (LowRankKronLoRALaplace, KronLoRALaplace, DiagLoRALaplace, FullLoRALaplace)
-_BACKENDS = LowRankKronGGN, LowRankKronEF, *vars(host_backends).values()
+_OWN_BACKENDS = (LowRankKronGGN, LowRankKronEF, MultiLabelCurvlinopsGGN)
+_BACKENDS = (*_OWN_BACKENDS, *vars(host_backends).values())
 
 
 @overload
@@ -52,10 +57,10 @@ def Laplace(  # noqa: N802
     ----------
     model : torch.nn.Module
     likelihood : str, optional
-        "classification", "regression", "reward_modeling" or "language_modeling". If omitted:
-        classification with `class_token_ids` or `class_texts`, otherwise what the transformers
-        configuration says (`problem_type`, or `num_labels`: one means regression, more mean
-        classification)
+        "classification", "regression", "multi_label_classification" (also for a single logit of
+        two classes), "reward_modeling" or "language_modeling". If omitted: classification with
+        `class_token_ids` or `class_texts`, otherwise what the transformers configuration says
+        (`problem_type`, or `num_labels`: one means regression, more mean classification)
     subset_of_weights, hessian_structure
         as for `laplace.Laplace`
     **options
@@ -140,11 +145,8 @@ def _likelihood_of(model: nn.Module) -> str:
             "Pass the likelihood, or class_token_ids, the tokens of the answers, or class_texts."
         )
     config = transformer.config
-    by_number = "regression" if config.num_labels == 1 else "classification"
+    by_number = "regression" if config.num_labels == 1 else "single_label_classification"
     problem_type = getattr(config, "problem_type", None) or by_number
-    if problem_type == "multi_label_classification":
-        refuse_multi_label(f"No likelihood fits problem_type {problem_type!r}")
-    likelihood = problem_type.removeprefix("single_label_")
-    if likelihood not in ("regression", "classification"):
+    if problem_type not in LIKELIHOOD_OF:
         raise ValueError(f"No likelihood fits problem_type {problem_type!r}: pass one.")
-    return likelihood
+    return LIKELIHOOD_OF[problem_type]

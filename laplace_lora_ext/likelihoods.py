@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
-from torch.nn.functional import cross_entropy, nll_loss, one_hot
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    logsigmoid,
+    nll_loss,
+    one_hot,
+)
 
 from laplace_lora_ext.messages import warn
 
 _ROUNDING = 1e-2  # of probabilities in half precision
+_MANY = 16  # numbers that are all from 0 to 1 are hardly logits
 
 IGNORED = -100
 """transformers' label for a token that does not count."""
@@ -38,7 +45,23 @@ class Seeds(NamedTuple):
         return self.vectors * self.weights[..., None]
 
 
-class Classification:
+class _AsItIs:
+    """Predicts what the logits themselves stand for: one number for each class or output."""
+
+    def class_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Make logits of classes, whose softmax over the last dimension gives probabilities."""
+        return logits
+
+    def class_covariance(self, f_var: torch.Tensor) -> torch.Tensor:
+        """Make covariances of `class_logits` of those `(..., C, C)` of logits."""
+        return f_var
+
+    def shown(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Take what a user reads of the probabilities of classes."""
+        return probabilities
+
+
+class Classification(_AsItIs):
     """Softmax and cross-entropy. Logits are `(B, C)`, targets `(B,)` class indices.
 
     Attributes
@@ -47,10 +70,16 @@ class Classification:
         the host's
     is_gaussian : bool
         whether predictions are mean and covariance of the outputs, rather than probabilities
+    sees_differences : bool
+        whether nothing but differences of an example's logits counts
+    has_host_links : bool
+        whether the host's own links and samples are right
     """
 
     name = "classification"
     is_gaussian = False
+    sees_differences = True
+    has_host_links = True
 
     def exact_seeds(self, logits: torch.Tensor) -> Seeds:
         """Compute seeds of the exact (type-2) Fisher, C - 1 for each sample.
@@ -99,8 +128,8 @@ class Classification:
     ) -> torch.Tensor:
         """Compute the negative log-density of each target, `(B,)`, in nats.
 
-        What is predicted are log-probabilities `(B, C)`, or of numbers means `(B, C)` and
-        covariances `(B, C, C)` or variances `(B, C)`.
+        What is predicted are log-probabilities `(B, C)`, of labels `(B, C, 2)`, or of numbers means
+        `(B, C)` and covariances `(B, C, C)` or variances `(B, C)`.
         """
         return nll_loss(predicted[0], y, reduction="none")
 
@@ -121,9 +150,9 @@ class Classification:
         n_outputs = logits.shape[-1]
         if n_outputs < 2:
             raise ValueError(
-                "classification needs at least two outputs, and the model has one: wrap it in a "
-                "module that returns torch.stack([torch.zeros_like(f), f], -1).flatten(0, 1) for "
-                "its logits f, whose softmax is the sigmoid of f"
+                "classification needs at least two outputs, and the model has one, whose sigmoid "
+                f'is a probability: use the likelihood "{MULTI_LABEL}", or "regression" for '
+                "numbers"
             )
         are_indices = not y.is_floating_point() and y.dtype != torch.bool
         if y.shape != logits.shape[:1] or not are_indices:
@@ -131,19 +160,19 @@ class Classification:
             found = f"{of_shape}, not {tuple(y.shape)} of {y.dtype}"
             are_zero_or_one = (y == 0) | (y == 1)
             if y.shape == logits.shape and are_zero_or_one.all():
-                refuse_multi_label(f"{found}: these look like multi-label ones")
+                raise ValueError(
+                    f"{found}: several labels for each example are for the likelihood "
+                    f'"{MULTI_LABEL}"; if each has one of them, pass labels.argmax(-1)'
+                )
             raise ValueError(found)
         if ((y < 0) | (y >= n_outputs)).any():
             raise ValueError(f"labels must be from 0 to {n_outputs - 1}, not {y.unique().tolist()}")
         if _look_like_probabilities(logits):
-            warn(
-                "The model's outputs look like probabilities: return logits, and leave the softmax "
-                "to the likelihood."
-            )
+            _warn_of_probabilities("softmax")
         return self.as_targets(y.to(logits.device), logits.dtype)
 
 
-class Regression:
+class Regression(_AsItIs):
     """Gaussian noise of variance 1, which the posterior scales by `sigma_noise`.
 
     It has the methods of `Classification`. Outputs and targets are `(B, C)`; targets of a single
@@ -152,6 +181,8 @@ class Regression:
 
     name = "regression"
     is_gaussian = True
+    sees_differences = False
+    has_host_links = True
 
     def exact_seeds(self, logits: torch.Tensor) -> Seeds:
         n_samples, n_outputs = logits.shape
@@ -214,6 +245,106 @@ class Regression:
         return targets
 
 
+class MultiLabel(Classification):
+    """A sigmoid and binary cross-entropy for each of K labels: independent Bernoullis.
+
+    Logits are `(B, K)`, targets numbers 0 and 1 of the same shape; of a single label they may be
+    `(B,)`. Each label is a classification into two classes, "not" and "yes", with the logits 0 and
+    f. To the host this is a classification.
+    """
+
+    sees_differences = False
+    has_host_links = False
+
+    def class_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.zeros_like(logits), logits], dim=-1)
+
+    def class_covariance(self, f_var: torch.Tensor) -> torch.Tensor:
+        """Keep each label's own variance, `(B, K, 2, 2)`: "not" has none."""
+        variances = f_var.diagonal(dim1=-2, dim2=-1)
+        return torch.diag_embed(self.class_logits(variances))
+
+    def shown(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Take the probability of "yes", `(B, K)`."""
+        return probabilities[..., 1]
+
+    def exact_seeds(self, logits: torch.Tensor) -> Seeds:
+        """Compute seeds of the exact Fisher `diag(p (1 - p))`, K for each sample."""
+        n_samples, n_labels = logits.shape
+        identity = torch.eye(n_labels).to(logits)
+        vectors = identity[:, None].expand(n_labels, n_samples, n_labels)
+        # The root of p (1 - p), in which no subtraction cancels digits.
+        log_variances = logsigmoid(logits) + logsigmoid(-logits)
+        return Seeds(vectors, (log_variances / 2).exp().T)
+
+    def sampled_seeds(
+        self, logits: torch.Tensor, num_samples: int, generator: torch.Generator
+    ) -> Seeds:
+        """Compute slopes of the loss at targets drawn from the model, of all labels at once.
+
+        The slope in a label's logit averages 0 and is independent of every other label's.
+        """
+        p = logits.sigmoid().expand(num_samples, -1, -1)
+        y = torch.bernoulli(p, generator=generator)
+        vectors, weights = self._slopes(logits, y)
+        return Seeds(vectors, weights / num_samples**0.5)
+
+    def empirical_seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        return self._slopes(logits, y[None])
+
+    def _slopes(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+        """Compute `p - y` for `(S, B, K)` targets, as vectors whose largest entry is 1."""
+        # 1 - p cancels where p is near 1: the sigmoid of -f does not.
+        slopes = torch.where(y > 0, -(-logits).sigmoid(), logits.sigmoid())
+        largest = slopes.abs().amax(-1).clamp_min(torch.finfo(slopes.dtype).tiny)
+        return Seeds(slopes / largest[..., None], largest)
+
+    def loss(self, logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return binary_cross_entropy_with_logits(logits, y, reduction="sum")
+
+    def nll(
+        self, predicted: Sequence[torch.Tensor], y: torch.Tensor, sigma_noise: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum over an example's labels, given the log-probabilities `(B, K, 2)` of both classes."""
+        of_labels = predicted[0].gather(-1, y.long()[..., None])
+        return -of_labels[..., 0].sum(-1)
+
+    def groups(self, y: torch.Tensor, share: float) -> torch.Tensor:
+        """Number examples by the rarest label that they have; those without any are alike, too."""
+        has = self.as_targets(y, torch.float64) > 0
+        n_labels = has.shape[1]
+        counts = has.sum(0).expand_as(has)
+        rarest = counts.masked_fill(~has, len(y) + 1).argmin(1)
+        return torch.where(has.any(1), rarest, n_labels)
+
+    def as_targets(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if y.ndim == 1:
+            y = y[:, None]
+        return y.to(dtype)
+
+    def check_targets(self, y: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Return targets `(B, K)`, which must be 0 or 1, on the logits' device.
+
+        A warning if the logits look like probabilities.
+        """
+        targets = self.as_targets(y.to(logits.device), logits.dtype)
+        if targets.shape != logits.shape:
+            found = f"labels must be {tuple(logits.shape)}, 0 or 1 each, not {tuple(y.shape)}"
+            are_classes = y.ndim == 1 and not y.is_floating_point()
+            if are_classes:
+                found += ': class indices are for the likelihood "classification"'
+            raise ValueError(found)
+        if not ((targets == 0) | (targets == 1)).all():
+            low, high = targets.aminmax()
+            raise ValueError(
+                f"labels must be 0 or 1, but range from {low:.4g} to {high:.4g}: classes are for "
+                'the likelihood "classification", and numbers for "regression"'
+            )
+        if logits.numel() >= _MANY and ((logits >= 0) & (logits <= 1)).all():
+            _warn_of_probabilities("sigmoid")
+        return targets
+
+
 class LanguageModeling(Classification):
     """Softmax over a vocabulary and cross-entropy, at every labelled token of a text.
 
@@ -262,25 +393,20 @@ class LanguageModeling(Classification):
 
 Likelihood = Classification | Regression
 
+MULTI_LABEL = "multi_label_classification"
+
 LIKELIHOODS: dict[str, Likelihood] = {
     "classification": Classification(),
     "regression": Regression(),
+    MULTI_LABEL: MultiLabel(),
     "language_modeling": LanguageModeling(),
 }
 
 
-def refuse_multi_label(found: str) -> NoReturn:
-    """Refuse several labels for each example, and say how a posterior of them is had.
-
-    What was `found` begins the message of the `ValueError`.
-    """
-    raise ValueError(
-        f"{found}. Several labels for each example have no likelihood of their own yet, and a "
-        "softmax over them would be wrong. Each is a classification into two classes: wrap the "
-        "model in a module that returns torch.stack([torch.zeros_like(f), f], -1).flatten(0, 1) "
-        "for its logits f, and pass batches (X, labels.long().flatten()) to the likelihood "
-        '"classification". (If each example has one label, pass labels.argmax(-1), and set '
-        'config.problem_type to "single_label_classification".)'
+def _warn_of_probabilities(link: str) -> None:
+    warn(
+        f"The model's outputs look like probabilities: return logits, and leave the {link} to the "
+        "likelihood."
     )
 
 

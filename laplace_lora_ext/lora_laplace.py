@@ -21,7 +21,7 @@ from laplace_lora_ext.acquisitions import Acquisition
 from laplace_lora_ext.curvature.backend import LowRankKronInterface
 from laplace_lora_ext.curvature.structure import Structure
 from laplace_lora_ext.fit import Fit, NoFit, fit
-from laplace_lora_ext.likelihoods import Likelihood, refuse_multi_label
+from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.messages import check_positive, check_single, warn
 from laplace_lora_ext.models.choices import class_tokens
 from laplace_lora_ext.models.heads import Selection
@@ -78,8 +78,9 @@ class LoRALaplace(ParametricLaplace):
     ----------
     model : torch.nn.Module
         a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to logits
-    likelihood : {"classification", "regression", "reward_modeling", "language_modeling"}
-        the last for "lowrank_kron" alone
+    likelihood : str
+        "classification", "regression", "multi_label_classification", "reward_modeling" or, for
+        "lowrank_kron" alone, "language_modeling"
     dict_key_y : str, default="labels"
         the key of a batch's labels
     backend, backend_kwargs
@@ -168,17 +169,16 @@ class LoRALaplace(ParametricLaplace):
         **kwargs: Any,
     ) -> None:
         _check_noise(kwargs.get("sigma_noise", 1.0))  # the host would ask whether it is 1
-        backend = backend or self._structure.default_backend
-        self._structure.check_backend(backend)
         self.problem = _problem_of(likelihood)
+        backend = self.problem.backend(backend or self._structure.default_backend)
+        self._structure.check_backend(backend)
         answers = class_tokens(class_token_ids, class_texts, tokenizer)
         with LOCK:  # passes of other threads change what is active
             adapter = active_adapter(model)
         self.model = self.problem.adapter(
             model, answers, dict_key_y, mask_token_id, adapter, normalised=normalised
         )
-        if likelihood == "classification" and self.model.is_multi_label:
-            refuse_multi_label("No likelihood fits problem_type 'multi_label_classification'")
+        self.problem.check_model(self.model)
         with LOCK:  # and what requires grad
             self.blocks = find_blocks(
                 model, target_modules, layers_to_transform, weight_names, modules_to_save
@@ -636,7 +636,8 @@ class LoRALaplace(ParametricLaplace):
             the host's, and "mean_field" (Lu, Ie & Sha, 2020): it takes the covariance between
             logits into account, as "mc" does, but draws no samples
         fitting : bool, default=False
-            reward modeling only: probabilities of preferences instead of rewards
+            predict what the training's loss reads: of reward models probabilities of preferences
+            instead of rewards, and of several labels probabilities `(B, K, 2)` of both classes
         n_contrasts : int, optional
             for "mean_field" and "mc" with more than nine classes: how many classes to compare with
             the most probable one, by a backward pass each. By default as many as matter, at most 8,
@@ -647,8 +648,8 @@ class LoRALaplace(ParametricLaplace):
         Returns
         -------
         torch.Tensor or tuple of torch.Tensor
-            probabilities `(B, C)`; for regression and rewards mean `(B, C)` and covariance
-            `(B, C, C)`
+            probabilities `(B, C)`, or of K labels one each, `(B, K)`; for regression and rewards
+            mean `(B, C)` and covariance `(B, C, C)`
 
         Notes
         -----
@@ -662,13 +663,17 @@ class LoRALaplace(ParametricLaplace):
             link_approx = "probit"  # numbers need no link, and the host must know its name
         if pred_type == "nn" and generator is not None:
             if not likelihood.is_gaussian:
-                return distributions.mean_probabilities(
+                probabilities = distributions.mean_probabilities(
                     self, x, n_samples, generator, **model_kwargs
                 )
+                return probabilities if fitting else likelihood.shown(probabilities)
             samples = distributions.network_samples(self, x, n_samples, generator, **model_kwargs)
             return samples.mean(0), samples.var(0)
         links = own_links(n_samples, generator)
         is_own = not likelihood.is_gaussian and link_approx in links
+        # Bridges, which are the host's, know a softmax alone.
+        if pred_type != "nn" and not (is_own or likelihood.has_host_links):
+            raise ValueError(f"link_approx {link_approx!r} is none of {list(links)}.")
         if pred_type == "amortized":
             pred_type = "glm"
             x = amortized.amortized_moments(self, x)
@@ -677,8 +682,9 @@ class LoRALaplace(ParametricLaplace):
         if pred_type == "glm" and is_own:
             f_mu, f_var = self._moments_for_link(x, link_approx, diagonal_output, n_contrasts)
             with torch.autocast(self.model.device.type, enabled=False):
-                return links[link_approx](f_mu, f_var).exp()
-        return super().__call__(
+                probabilities = links[link_approx](f_mu, f_var).exp()
+            return probabilities if fitting else likelihood.shown(probabilities)
+        outputs = super().__call__(
             x,
             pred_type,
             joint=joint,
@@ -689,6 +695,9 @@ class LoRALaplace(ParametricLaplace):
             fitting=fitting,
             **model_kwargs,
         )
+        if isinstance(outputs, tuple) or fitting:
+            return outputs
+        return likelihood.shown(outputs)
 
     def _moments_for_link(
         self, x: Any, link_approx: str, diagonal_output: bool, n_contrasts: int | None
@@ -1024,9 +1033,29 @@ class LoRALaplace(ParametricLaplace):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        if f_mu.shape[-1] == 1:  # a single reward is a number, not a probability
-            return self._glm_functional_samples(f_mu, f_var, n_samples, diagonal_output, generator)
+        # A single reward is a number, not a probability.
+        is_reward = f_mu.shape[-1] == 1 and self.predicted_likelihood.is_gaussian
+        if is_reward or not self.predicted_likelihood.has_host_links:
+            samples = self._glm_functional_samples(
+                f_mu, f_var, n_samples, diagonal_output, generator
+            )
+            return samples if is_reward else self._probabilities(samples)
         return super()._glm_predictive_samples(f_mu, f_var, n_samples, diagonal_output, generator)
+
+    def _nn_predictive_samples(
+        self,
+        X: Any,
+        n_samples: int = 100,
+        generator: torch.Generator | None = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        samples = self._nn_functional_samples(X, n_samples, generator, **model_kwargs)
+        return samples if self.predicted_likelihood.is_gaussian else self._probabilities(samples)
+
+    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Compute the probabilities that a user reads, of logits `(S, B, C)`."""
+        likelihood = self.predicted_likelihood
+        return likelihood.shown(likelihood.class_logits(logits).softmax(-1))
 
     def _nn_functional_samples(
         self,
@@ -1138,9 +1167,9 @@ class LoRALaplace(ParametricLaplace):
         Raises
         ------
         ValueError
-            If the posterior predicts no classes, the trainer has trained another model or can't
-            train again (see `check_trainer`), there is an adapter of that name, or there are no
-            texts.
+            If the posterior predicts no classes or labels, the trainer has trained another model or
+            can't train again (see `check_trainer`), there is an adapter of that name, or there are
+            no texts.
 
         References
         ----------

@@ -85,6 +85,8 @@ def compare(
 ) -> Comparison:
     """Measure the trained model and its posterior side by side: `print(compare(la, loader))`.
 
+    Of several labels, the figures are means over all labels of all examples.
+
     Parameters
     ----------
     la : LoRALaplace or LaplaceMixture
@@ -105,7 +107,8 @@ def compare(
     """
     first = la.members[0]
     model = first.model
-    if first.trained_likelihood.is_gaussian:
+    likelihood = first.trained_likelihood
+    if likelihood.is_gaussian:
         raise ValueError(f"{first.likelihood} has no class probabilities to compare.")
 
     def evaluate(batch: Any) -> Columns:
@@ -113,10 +116,13 @@ def compare(
         posterior = la(X, link_approx=link_approx, fitting=True).detach()
         with model.prepared(), torch.no_grad():
             logits = model(X)
-        labels = first.trained_likelihood.check_targets(y, logits)
-        return logits.softmax(-1).cpu(), posterior.cpu(), labels.cpu()
+        labels = likelihood.check_targets(y, logits).long()
+        trained = likelihood.class_logits(logits).softmax(-1)
+        return trained.cpu(), posterior.cpu(), labels.cpu()
 
     trained, posterior, labels = over_loader(loader, evaluate, "[Comparing]", progress_bar)
+    if labels.ndim > 1:  # each of an example's labels is a classification into two classes
+        trained, posterior, labels = (t.flatten(0, 1) for t in (trained, posterior, labels))
     return Comparison(quality(trained, labels), quality(posterior, labels))
 
 

@@ -27,6 +27,8 @@ _COLOURS = {_TRAINED: "tab:red", _POSTERIOR: "tab:blue"}
 class Outcomes(NamedTuple):
     """Holds predictions for N labelled examples, before and after.
 
+    Of several labels, each label of each example is an example here, of two classes.
+
     Attributes
     ----------
     trained : torch.Tensor
@@ -75,6 +77,10 @@ def outcomes(
     ValueError
         If there are no labels, or the posterior predicts no classes.
     """
+    first = la.members[0]
+    if first.predicted_likelihood.is_gaussian:
+        raise ValueError(f"{first.likelihood} predicts numbers, which have no probabilities.")
+    likelihood = first.trained_likelihood
     is_silent = not progress_bar or rank() > 0
     batches = tqdm(loader, "[Predictions]", disable=is_silent)
     generator = torch.Generator(la.model.device).manual_seed(0)
@@ -85,19 +91,30 @@ def outcomes(
     for batch in batches:
         inputs, y = la.model.split(batch)
         with la.model.prepared(), torch.no_grad():
-            trained.append(la.model(inputs).softmax(-1).cpu())
+            logits = la.model(inputs)
+        trained.append(likelihood.class_logits(logits).softmax(-1).cpu())
         # All batches see the same draws.
         generator.set_state(start)
         predictions.append(la.predict(inputs, generator=generator, pred_type=pred_type))
-        labels.append(y.cpu())
+        labels.append(likelihood.check_targets(y, logits).cpu())
     if not labels:
         raise ValueError("The loader has no data.")
     fields = [torch.cat(parts).detach().cpu() for parts in zip(*predictions, strict=True)]
+    prediction = Prediction._make(fields)
+    if not likelihood.sees_differences:
+        prediction = _of_each_label(prediction)
     return Outcomes(
-        trained=torch.cat(trained),
-        prediction=Prediction._make(fields),
-        labels=torch.cat(labels),
+        trained=torch.cat(trained).flatten(0, -2),
+        prediction=prediction,
+        labels=torch.cat(labels).long().flatten(),
     )
+
+
+def _of_each_label(prediction: Prediction) -> Prediction:
+    """Turn the predictions of K labels for each example into those of two classes each."""
+    flat = Prediction._make(column.flatten() for column in prediction)
+    p = flat.probabilities
+    return flat._replace(probabilities=torch.stack([1 - p, p], dim=-1))
 
 
 def reliability(

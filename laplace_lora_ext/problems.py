@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laplace.curvature import CurvatureInterface
+from laplace.curvature.curvlinops import CurvlinopsGGN
 
-from laplace_lora_ext.curvature.backend import LowRankKronGGN, LowRankKronInterface
-from laplace_lora_ext.likelihoods import LIKELIHOODS, Likelihood
+from laplace_lora_ext.curvature.backend import (
+    LowRankKronGGN,
+    LowRankKronInterface,
+    MultiLabelCurvlinopsGGN,
+)
+from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL, Likelihood
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.preference_model import PreferenceModel
 from laplace_lora_ext.models.tokens_model import TokensModel
@@ -39,6 +44,8 @@ class Problem:
         whether examples are texts, which have no class: each of their tokens is predicted
     instead_of_logit_scale : str
         what to use in place of `logit_scale`; empty where the logits can be scaled
+    of_other : str
+        the `problem_type` of models that were trained for another likelihood
     """
 
     name: str
@@ -49,6 +56,7 @@ class Problem:
     methods: Mapping[str, type[TuningMethod]] = field(default_factory=lambda: METHODS)
     writes: bool = False
     instead_of_logit_scale: str = ""
+    of_other: str = ""
 
     def backend_kwargs(
         self, backend: type[CurvatureInterface], given: Mapping[str, Any]
@@ -61,8 +69,29 @@ class Problem:
         if value != 1 and self.instead_of_logit_scale:
             raise ValueError(f"{self.name} has no logit_scale: use {self.instead_of_logit_scale}.")
 
+    def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
+        """Choose the class that computes the likelihood's curvature as a backend does."""
+        return backend
+
+    def check_model(self, model: LogitsModel) -> None:
+        """Refuse a model that was trained for another likelihood, as its configuration says."""
+        if self.of_other and model.problem_type == self.of_other:
+            raise ValueError(
+                f'The likelihood "{self.name}" does not fit the model, whose problem_type is '
+                f"{self.of_other!r}: use the likelihood "
+                f'"{LIKELIHOOD_OF[self.of_other]}", or set config.problem_type if it is wrong.'
+            )
+
     def check_linearised(self) -> None:
         """Refuse predictions of the linearised model where there are too many outputs."""
+
+
+LIKELIHOOD_OF = {
+    "single_label_classification": "classification",
+    "multi_label_classification": MULTI_LABEL,
+    "regression": "regression",
+}
+"""Likelihoods by what transformers calls the `problem_type`."""
 
 
 CLASSIFICATION = Problem(
@@ -70,6 +99,7 @@ CLASSIFICATION = Problem(
     name_for_host="classification",
     trained=LIKELIHOODS["classification"],
     predicted=LIKELIHOODS["classification"],
+    of_other="multi_label_classification",
 )
 
 REGRESSION = Problem(
@@ -87,6 +117,27 @@ REWARD_MODELING = Problem(
     trained=LIKELIHOODS["classification"],
     predicted=LIKELIHOODS["regression"],
     adapter=PreferenceModel,
+)
+
+
+class _MultiLabel(Problem):
+    """Several labels for each example, or a single logit of two classes."""
+
+    def backend(self, backend: type[CurvatureInterface]) -> type[CurvatureInterface]:
+        if issubclass(backend, LowRankKronInterface | MultiLabelCurvlinopsGGN):
+            return backend
+        if backend is CurvlinopsGGN:
+            return MultiLabelCurvlinopsGGN
+        raise ValueError(f'{backend.__name__} has no likelihood "{self.name}": leave out backend.')
+
+
+MULTI_LABEL_CLASSIFICATION = _MultiLabel(
+    name=MULTI_LABEL,
+    # The host does not know this likelihood: to it, every label is a classification.
+    name_for_host="classification",
+    trained=LIKELIHOODS[MULTI_LABEL],
+    predicted=LIKELIHOODS[MULTI_LABEL],
+    of_other="single_label_classification",
 )
 
 
@@ -134,5 +185,11 @@ LANGUAGE_MODELING = _LanguageModeling(
 
 PROBLEMS = {
     problem.name: problem
-    for problem in (CLASSIFICATION, REGRESSION, REWARD_MODELING, LANGUAGE_MODELING)
+    for problem in (
+        CLASSIFICATION,
+        REGRESSION,
+        REWARD_MODELING,
+        MULTI_LABEL_CLASSIFICATION,
+        LANGUAGE_MODELING,
+    )
 }

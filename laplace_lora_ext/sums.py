@@ -12,6 +12,7 @@ import torch
 import tqdm
 
 from laplace_lora_ext.curvature.structure import Structure
+from laplace_lora_ext.likelihoods import MULTI_LABEL
 from laplace_lora_ext.messages import naming, warn
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.same_model import hashes
@@ -74,10 +75,7 @@ class Seen:
         if likelihood == "regression" and self.all_binary:
             warn(
                 'Every target is 0 or 1, but the likelihood "regression" takes them for numbers. '
-                "If they are classes, wrap the model in a module that returns "
-                "torch.stack([torch.zeros_like(f), f], -1).flatten(0, 1) for its logits f, whose "
-                "softmax is the sigmoid of f, and pass batches (X, labels.long().flatten()) to the "
-                'likelihood "classification".'
+                f'If the model was trained by a sigmoid, use "{MULTI_LABEL}".'
             )
 
     def _loss_of_chance(self, likelihood: str) -> float:

@@ -112,9 +112,9 @@ def test_a_second_training_leaves_the_trainer_and_its_weights_as_they_were(tmp_p
     torch.testing.assert_close(mixture(BATCH), mean)
 
 
-def multi_label():
+def of_another_kind():
     model = lora_model("bert", torch.float32)
-    model.config.problem_type = "multi_label_classification"
+    model.config.problem_type = "ranking"
     return model
 
 
@@ -135,7 +135,7 @@ REFUSED = [
     Refused("none of", {"method": "best"}),
     Refused("pass trainer=trainer", {"method": "second_training"}),
     Refused("gridsearch.* needs validation data: give the trainer", {"method": "gridsearch"}),
-    Refused("No likelihood fits problem_type 'multi_label_class", model=multi_label),
+    Refused("No likelihood fits problem_type 'ranking'", model=of_another_kind),
     Refused("rank must not be negative", {"backend_kwargs": {"rank": -1}}),
 ]
 

@@ -71,11 +71,17 @@ class Loaded:
         """Load the posterior from a folder, by default the adapter's."""
         place = folder or self.arguments.adapter
         try:
-            return laplace_lora_ext.from_pretrained(self.model, place)
+            la = laplace_lora_ext.from_pretrained(self.model, place)
         except FileNotFoundError as error:
             raise UsageError(
                 f"{place} holds no posterior: make one by laplace-lora calibrate."
             ) from error
+        if la.likelihood != "classification":
+            raise UsageError(
+                f"The posterior in {place} is of {la.likelihood}: the command line knows texts of "
+                "one class each; predict by laplace_lora_ext.from_pretrained in Python."
+            )
+        return la
 
 
 def load(arguments: ModelArguments) -> Loaded:

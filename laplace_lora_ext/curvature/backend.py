@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
+from laplace.curvature.curvlinops import CurvlinopsGGN
 from torch import nn
 
 from laplace_lora_ext.curvature.block import KroneckerBlock
@@ -37,7 +38,7 @@ class LowRankKronInterface(CurvatureInterface):
     ----------
     model : torch.nn.Module
         a `LogitsModel`, or any model with LoRA layers that a `LogitsModel` can wrap
-    likelihood : {"classification", "regression", "language_modeling"}
+    likelihood : {"classification", "regression", "multi_label_classification", "language_modeling"}
     dict_key_x, dict_key_y : str
         keys of a batch's inputs and labels
     recorder : Recorder, optional
@@ -95,6 +96,8 @@ class LowRankKronInterface(CurvatureInterface):
             dict_key_x=dict_key_x,
             dict_key_y=dict_key_y,
         )
+        if not self._likelihood.is_gaussian:
+            self.lossfunc = self._likelihood.loss
         self.model: LogitsModel = recorder.model
         self.recorder = recorder
         self.blocks = recorder.blocks
@@ -269,8 +272,11 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
 
     def _get_mc_functional_fisher(self, f: torch.Tensor) -> torch.Tensor:
         """Draw a Fisher `(B, C, C)` of the logits, as the host does under this name."""
-        columns = self._sampled_seeds(f).dense()
-        return torch.einsum("sbc,sbk->bck", columns, columns)
+        return _fisher(self._sampled_seeds(f))
+
+    def _get_functional_hessian(self, f: torch.Tensor) -> torch.Tensor:
+        """Compute the exact Fisher `(B, C, C)` of the logits, under the host's name for it."""
+        return _fisher(self._likelihood.exact_seeds(f))
 
 
 class LowRankKronEF(LowRankKronInterface, EFInterface):
@@ -279,3 +285,29 @@ class LowRankKronEF(LowRankKronInterface, EFInterface):
     def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
         """Choose the slope of each example's loss."""
         return self._likelihood.empirical_seeds(logits, y)
+
+
+class MultiLabelCurvlinopsGGN(CurvlinopsGGN):
+    """curvlinops' GGN for several labels: the host's class knows softmax and squares alone.
+
+    Parameters are those of the host's class.
+    """
+
+    def __init__(self, model: nn.Module, likelihood: str, **kwargs: Any) -> None:
+        super().__init__(model, "classification", **kwargs)
+        self.lossfunc = nn.BCEWithLogitsLoss(reduction="sum")
+        self._likelihood = LIKELIHOODS[likelihood]
+
+    def _get_mc_functional_fisher(self, f: torch.Tensor) -> torch.Tensor:
+        seed = int(torch.randint(2**31, ()).item())  # torch's own state decides, as for the host
+        generator = torch.Generator(f.device).manual_seed(seed)
+        return _fisher(self._likelihood.sampled_seeds(f, self.num_samples, generator))
+
+    def _get_functional_hessian(self, f: torch.Tensor) -> torch.Tensor:
+        return _fisher(self._likelihood.exact_seeds(f))
+
+
+def _fisher(seeds: Seeds) -> torch.Tensor:
+    """Sum the seeds' outer products, `(B, C, C)`."""
+    columns = seeds.dense()
+    return torch.einsum("sbc,sbk->bck", columns, columns)

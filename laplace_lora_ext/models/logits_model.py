@@ -102,12 +102,11 @@ class LogitsModel(nn.Module):
         return self._transformer[0]
 
     @property
-    def is_multi_label(self) -> bool:
-        """Whether a transformers classifier was trained on several labels for each example."""
+    def problem_type(self) -> str | None:
+        """What a transformers classifier was trained for, as its configuration says."""
         if self._answers is not None or self.transformer is None:
-            return False
-        problem_type = getattr(self.transformer.config, "problem_type", None)
-        return problem_type == "multi_label_classification"
+            return None
+        return getattr(self.transformer.config, "problem_type", None)
 
     def around(self, model: nn.Module) -> LogitsModel:
         """Make another of these around another module that answers alike."""

@@ -334,7 +334,10 @@ def _features(la: Amortizable, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]
     """Compute logits `(B, C)`, and features `(B, p)` that their variances are learnt from."""
     with la.model.prepared():
         logits, hidden = logits_and_hidden_states(la.model, inputs)
-    features = logits if la.predicted_likelihood.is_gaussian else logits.log_softmax(-1)
+    likelihood = la.predicted_likelihood
+    features = logits
+    if not likelihood.is_gaussian:
+        features = likelihood.class_logits(logits).log_softmax(-1).flatten(1)
     if hidden is not None:
         features = torch.cat([hidden, features], dim=-1)
     return logits, features.to(la.blocks[0].statistics_dtype)

@@ -27,6 +27,9 @@ _BATCHES = (Mapping, torch.Tensor, np.ndarray, tuple)  # and of moments, which a
 class Prediction(NamedTuple):
     """Predictions for B examples and C classes, with entropies in nats.
 
+    Of K labels for each example, all of these are `(B, K)`: the probability of each label, whether
+    it is above one half, and what the draws say of it.
+
     Attributes
     ----------
     probabilities : torch.Tensor
@@ -58,11 +61,11 @@ class Prediction(NamedTuple):
 
     @classmethod
     def of_draws(cls, probabilities: torch.Tensor, drawn: torch.Tensor) -> Prediction:
-        """Sum up draws `(S, B, C)`, beside the probabilities of a link."""
+        """Sum up draws `(S, ..., C)`, beside the probabilities of a link."""
         labels = probabilities.argmax(-1)
         total = torch.special.entr(drawn.mean(0)).sum(-1)
         aleatoric = torch.special.entr(drawn).sum(-1).mean(0)
-        of_label = drawn.take_along_dim(labels[None, :, None], dim=-1)[..., 0]
+        of_label = drawn.take_along_dim(labels[None, ..., None], dim=-1)[..., 0]
         # Entropy is concave, so only rounding can make the difference negative.
         epistemic = (total - aleatoric).clamp_min(0)
         variance = of_label.var(0, correction=0)
@@ -108,16 +111,16 @@ def predict(
                 draws.append(softmax_samples(f_mu, f_var, noise).exp())
         # A mixture's probabilities are the mean of its members', and its draws are all theirs.
         probabilities = torch.stack(by_link).mean(0)
-        return Prediction.of_draws(probabilities, torch.cat(draws))
+        prediction = Prediction.of_draws(probabilities, torch.cat(draws))
+        shown = first.predicted_likelihood.shown(probabilities)
+        return prediction._replace(probabilities=shown)
 
     def of_inputs(batch: Any) -> Prediction:
         return of_batch(first.model.inputs(batch))
 
     if collate_fn is None and isinstance(x, _BATCHES):
         return of_batch(x)
-    is_indexed = hasattr(x, "__getitem__") and hasattr(x, "__len__")
-    is_data_set = is_indexed and not isinstance(x, list)  # a list is one of batches
-    if is_data_set or collate_fn is not None:
+    if _is_data_set(x) or collate_fn is not None:
         columns = over_data_set(
             x,
             of_inputs,
@@ -135,6 +138,12 @@ def predict(
             alone=not Share(x).is_dealt,  # a rank's own batches are no other rank's business
         )
     return Prediction(*columns)
+
+
+def _is_data_set(x: Any) -> bool:
+    """Tell a data set from a loader; a list is one of batches."""
+    is_indexed = hasattr(x, "__getitem__") and hasattr(x, "__len__")
+    return is_indexed and not isinstance(x, list)
 
 
 @exclusive

@@ -28,6 +28,7 @@ class Drawable(Protocol):
 
     blocks: list[Block]
     enable_backprop: bool
+    trained_likelihood: Likelihood
 
     @property
     def model(self) -> LogitsModel: ...
@@ -98,6 +99,12 @@ def moments_for(
     return moments_of_model(la, X, link_approx, n_contrasts).scaled(la.logit_scale)
 
 
+def of_classes(likelihood: Likelihood, moments: Moments) -> Moments:
+    """Make moments of the logits of classes, which links take, of those of a model's logits."""
+    f_mu, f_var = moments
+    return Moments(likelihood.class_logits(f_mu), likelihood.class_covariance(f_var))
+
+
 def moments_of_model(
     la: Linearised, X: Any, link_approx: str, n_contrasts: int | None = None
 ) -> Moments:
@@ -106,10 +113,10 @@ def moments_of_model(
     Given `Moments` serve every link, unless they are those of differences. Links that only see
     differences of logits get those from the most probable logit, by a pass for each of `Contrasts`.
     All other links get all logits, by C passes. The logits are the model's, which `logit_scale` has
-    not multiplied.
+    not multiplied. Labels become two classes each: `(B, K, 2)` and `(B, K, 2, 2)`.
     """
     if not sees_differences(la, link_approx):
-        return Moments(*_of_all_logits(la, X))
+        return of_classes(la.predicted_likelihood, Moments(*_of_all_logits(la, X)))
     if isinstance(X, Moments):
         return Moments(*_moments(la, X))
     contrasts = Contrasts(n_contrasts)
@@ -121,7 +128,7 @@ def moments_of_model(
 
 def sees_differences(la: Linearised, link_approx: str) -> bool:
     """Tell whether a link of a posterior's outputs sees nothing but differences of two."""
-    is_softmax = not la.predicted_likelihood.is_gaussian and la.n_outputs > 1
+    is_softmax = la.predicted_likelihood.sees_differences and la.n_outputs > 1
     return is_softmax and link_approx in OF_DIFFERENCES
 
 
@@ -212,6 +219,6 @@ def mean_probabilities(
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Average softmax probabilities `(B, C)` over draws of the weights."""
+    """Average probabilities of classes, `(B, C)` or `(B, K, 2)`, over draws of the weights."""
     samples = network_samples(la, X, n_samples, generator, **model_kwargs)
-    return samples.softmax(-1).mean(0)
+    return la.trained_likelihood.class_logits(samples).softmax(-1).mean(0)

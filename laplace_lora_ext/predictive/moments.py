@@ -138,12 +138,13 @@ def semidefinite(covariance: torch.Tensor) -> torch.Tensor:
 def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Turn noise into reparametrised samples `(S, B, C)` of logits.
 
-    `noise` holds standard normal numbers: `(S, B, C)`, or `(S, 1, C)` for all examples alike.
+    `noise` holds standard normal numbers: `(S, B, C)`, or `(S, 1, C)` for all examples alike. There
+    may be more dimensions than one before C.
     """
     root = square_root(f_var)
-    noise = noise.to(f_mu.device).expand(-1, len(f_mu), -1)
+    noise = noise.to(f_mu.device)
     with torch.autocast(f_mu.device.type, enabled=False):
-        return f_mu + torch.einsum("bck,sbk->sbc", root, noise)
+        return f_mu + torch.einsum("...ck,s...k->s...c", root, noise)
 
 
 def standard_normal(

@@ -19,6 +19,7 @@ from torch.nn.functional import kl_div
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
+from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.adapters import (
     add_fresh_adapter,
     find_peft_model,
@@ -50,6 +51,8 @@ class Member(Protocol):
     """A posterior around one adapter."""
 
     blocks: list[Block]
+    trained_likelihood: Likelihood
+    predicted_likelihood: Likelihood
 
     @property
     def model(self) -> LogitsModel: ...
@@ -64,7 +67,7 @@ class Teacher(Protocol):
     @property
     def members(self) -> Sequence[Member]: ...
 
-    def __call__(self, x: Any, *, link_approx: str) -> Any: ...
+    def __call__(self, x: Any, *, link_approx: str, fitting: bool) -> Any: ...
 
 
 def distill(
@@ -84,7 +87,8 @@ def distill(
     first = la.members[0]
     model = first.model
     peft_model = find_peft_model(model)
-    if first.likelihood != "classification":
+    likelihood = first.predicted_likelihood
+    if likelihood.is_gaussian or likelihood is not first.trained_likelihood:
         raise ValueError(f"A student learns class probabilities, and {first.likelihood} has none.")
     if find_peft_model(trainer.model) is not peft_model:
         raise ValueError("Pass the trainer of the posterior's model: this one has another.")
@@ -100,11 +104,11 @@ def distill(
             records += _taught(la, batch)
             if head:
                 with model.prepared(), torch.no_grad():
-                    logits.append(model(batch).cpu())
+                    logits.append(likelihood.class_logits(model(batch)).cpu())
         if head:
             targets = torch.stack([record[_TEACHER] for record in records])
             _scale_and_freeze(head, _best_scale(torch.cat(logits), targets))
-        with _without_dropout(peft_model), _teaching(trainer, model):
+        with _without_dropout(peft_model), _teaching(trainer, model, likelihood):
             train(trainer, records, STEPS, folder / adapter_name)
         if trainer.args.should_save:
             write_adapter(peft_model, adapter_name, {}, folder)
@@ -131,7 +135,7 @@ def _head(model: PeftModel, adapter: str, n_outputs: int) -> list[nn.Parameter]:
 
 
 def _best_scale(logits: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Find the factor with which logits `(N, C)` are nearest to probabilities `(N, C)`."""
+    """Find the factor with which logits are nearest to probabilities, both `(N, ..., C)`."""
 
     def divergence(log_scale: float) -> float:
         log_p = (logits * math.exp(log_scale)).log_softmax(-1)
@@ -198,7 +202,7 @@ def _swapped(
 def _taught(la: Teacher, batch: Any) -> Iterator[Record]:
     """Yield a batch's texts, each with the probabilities to learn from it."""
     model = la.members[0].model
-    probabilities = la(batch, link_approx="mean_field")
+    probabilities = la(batch, link_approx="mean_field", fitting=True)
     if model.class_token_ids is not None:
         probabilities = _with_other_tokens(la.members, batch, probabilities)
     labels = {model.dict_key_y, "label", "labels"}
@@ -244,7 +248,7 @@ def _text(columns: Mapping[str, torch.Tensor], row: int) -> Record:
 
 
 @contextmanager
-def _teaching(trainer: Any, model: LogitsModel) -> Iterator[None]:
+def _teaching(trainer: Any, model: LogitsModel, likelihood: Likelihood) -> Iterator[None]:
     """Give a trainer's steps a student's loss within, and batches of taught texts.
 
     What its training reads is changed while it makes its loader and in a step alone, so that
@@ -260,7 +264,11 @@ def _teaching(trainer: Any, model: LogitsModel) -> Iterator[None]:
         if id(run) not in students:
             students[id(run)] = model.around(run)
         targets = inputs.pop(_TEACHER)
-        log_p = students[id(run)].log_probs(inputs)
+        student = students[id(run)]
+        if student.class_token_ids is None:
+            log_p = likelihood.class_logits(student(inputs)).log_softmax(-1)
+        else:
+            log_p = student.log_probs(inputs)
         return kl_div(log_p, targets.to(log_p), reduction="batchmean")
 
     def get_train_dataloader() -> Any:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from laplace_lora_ext.messages import warn
 from laplace_lora_ext.predictive.data_sets import over_loader
-from laplace_lora_ext.predictive.distributions import predictive_moments
+from laplace_lora_ext.predictive.distributions import of_classes, predictive_moments
 from laplace_lora_ext.predictive.moments import Moments, gaussian_samples, standard_normal
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.processes.exchange import count, of_first
@@ -110,7 +110,8 @@ class Agreement(TuningMethod):
             # The same draws at every prior precision: then the change falls with it smoothly.
             draws = torch.Generator().manual_seed(seed)
             scaled = moments(prior_precision).scaled(la.logit_scale)
-            return _mean_change(scaled.to("cpu"), self.n_samples, draws)
+            of_all = of_classes(la.trained_likelihood, scaled.to("cpu"))
+            return _mean_change(of_all, self.n_samples, draws)
 
         kinds = self._kinds(la)
         if kinds is not None:
@@ -165,16 +166,20 @@ def _change_by_some(
 
 
 def _mean_change(moments: Moments, n_samples: int, generator: torch.Generator) -> float:
-    """Average the total variation distance of draws from the model, over draws and examples."""
-    n_examples, n_outputs = moments.f_mu.shape
-    at_once = max(1, _CHUNK // (n_samples * n_outputs))
+    """Average the total variation distance of draws from the model, over draws and examples.
+
+    Of labels, the moments are those of two classes each, and the average is over labels, too.
+    """
+    n_logits = moments.f_mu[0].numel()
+    at_once = max(1, _CHUNK // (n_samples * n_logits))
     total = 0.0
     for f_mu, f_var in moments.split(at_once):
         noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
         drawn = gaussian_samples(f_mu, f_var, noise).softmax(-1)
         distances = (drawn - f_mu.softmax(-1)).abs().sum(-1) / 2
         total += distances.double().mean(0).sum().item()
-    return total / n_examples
+    n_distributions = moments.f_mu[..., 0].numel()
+    return total / n_distributions
 
 
 def check_max_change(max_change: float) -> None:

@@ -216,7 +216,7 @@ class GridSearch(TuningMethod):
             la.prior_precision = point
             try:
                 *outputs, targets = (column.to(device) for column in predictions())
-                yield _evaluated(self.loss, outputs, targets)
+                yield _evaluated(self.loss, _shown(la, outputs), targets)
             except LinAlgError:
                 yield math.inf  # as the host does, for a matrix that is not a covariance
 
@@ -243,7 +243,7 @@ class GridSearch(TuningMethod):
         return *self._outputs(la, X), _checked(la, y)
 
     def _outputs(self, la: Predictor, x: Any) -> Columns:
-        """Predict probabilities, or of numbers means and variances."""
+        """Predict probabilities of classes, or of numbers means and variances."""
         outputs = la(
             x,
             pred_type=self.pred_type,
@@ -338,6 +338,12 @@ def _checked(la: Predictor, y: torch.Tensor) -> torch.Tensor:
         dtype=first.blocks[0].statistics_dtype,
     )
     return first.trained_likelihood.check_targets(y, logits)
+
+
+def _shown(la: Predictor, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Take what a user's own loss reads of outputs: of labels the probability of each."""
+    likelihood = la.members[0].trained_likelihood
+    return [likelihood.shown(output) for output in outputs]
 
 
 def _evaluated(

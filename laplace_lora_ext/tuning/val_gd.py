@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from laplace_lora_ext.predictive.distributions import of_classes
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, Link, mean_field, probit, sampled
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.tuning.method import (
@@ -117,7 +118,8 @@ class ValGD(TuningMethod):
             moments = statistics[places].moments(prior_precision).scaled(la.logit_scale)
             predicted = moments  # of numbers, which need no link
             if not la.trained_likelihood.is_gaussian:
-                predicted = [self._link(generator)(moments.f_mu, moments.f_var)]
+                f_mu, f_var = of_classes(la.trained_likelihood, moments)
+                predicted = [self._link(generator)(f_mu, f_var)]
             return la.trained_likelihood.nll(predicted, targets[places], la.sigma_noise)
 
         def measure(step: int) -> None:

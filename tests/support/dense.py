@@ -174,6 +174,12 @@ def softmax_fisher(logits: torch.Tensor) -> torch.Tensor:
     return torch.diag_embed(variances) - products.masked_fill(itself, 0)
 
 
+def bernoulli_fisher(logits: torch.Tensor) -> torch.Tensor:
+    """Compute `diag(p (1 - p))` of `(..., K)` logits in float64."""
+    f = logits.double()
+    return torch.diag_embed(f.sigmoid() * (-f).sigmoid())
+
+
 def exact_ggn(Js: torch.Tensor, H: torch.Tensor) -> torch.Tensor:
     """Sum `J_bᵀ H_b J_b` over Jacobians `(B, C, parameters)` and Fishers at the logits."""
     return torch.einsum("bcp,bcd,bdq->pq", Js, H, Js)
@@ -245,16 +251,17 @@ def assert_exact(
     la: Any,
     model: nn.Module,
     inputs: Sequence[Any],
+    fisher_of: Callable[[torch.Tensor], torch.Tensor] = softmax_fisher,
 ) -> None:
     """Compare a posterior's curvature, means and covariances, at a prior precision of 1.
 
     The inputs are those that it was fitted to. Its structure is any but the host's Kron, and it may
-    be over some of the model's LoRA weights alone.
+    be over some of the model's LoRA weights alone. `fisher_of` logits is the likelihood's.
     """
     takes_part = _takes_part(la, model)
     Js = torch.cat([jacobians(model, X) for X in inputs])
     f_mu = torch.cat([model(X) for X in inputs]).detach()
-    fisher = softmax_fisher(f_mu)
+    fisher = fisher_of(f_mu)
     if hasattr(la.H, "to_matrix"):
         found = la.H.to_matrix()
         of_all = gradient_curvature(model, Js, fisher)

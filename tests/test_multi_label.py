@@ -1,0 +1,427 @@
+"""Several labels for each example, and one logit of two classes: independent Bernoullis."""
+
+import math
+import re
+import warnings
+
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import laplace_lora_ext
+from laplace_lora_ext.likelihoods import LIKELIHOODS, MULTI_LABEL
+from laplace_lora_ext.metrics import compare
+from laplace_lora_ext.plots import outcomes
+from tests.support.dense import (
+    EXACT,
+    assert_exact,
+    bernoulli_fisher,
+    evidence,
+    exact_ggn,
+    jacobians,
+)
+from tests.support.models import (
+    OfMapping,
+    lora_model,
+    pairs,
+    plain_model,
+    ragged_batches,
+    without_labels,
+)
+from tests.support.posteriors import generator, make
+from tests.support.trainers import trainer_of
+from tests.test_several_labels import InTwoColumns, several_labels
+
+SAME = {"rtol": 1e-10, "atol": 1e-10}
+LINKS = ["probit", "mean_field", "mc"]
+N_TEXTS = 16
+
+
+def batches(n_labels=3, **keywords):
+    """Ragged texts, whose labels are numbers 0 and 1."""
+    found = ragged_batches(**keywords)
+    for number, batch in enumerate(found):
+        labels = several_labels(batch, n_labels)
+        batch["labels"] = labels.roll(number, 0)
+    return found
+
+
+def in_two_classes(found):
+    """Pairs for the wrapper: each label of each text is an example."""
+    return [(without_labels(batch), batch["labels"].long().flatten()) for batch in found]
+
+
+def options(structure):
+    return {"backend_kwargs": {"rank": 200}} if structure == "lowrank_kron" else {}
+
+
+def fitted(structure="lowrank_kron", n_labels=3, model=None, **keywords):
+    model = model or lora_model("bert", n_labels=n_labels)
+    la = make(model, structure, MULTI_LABEL, **options(structure) | keywords)
+    la.fit(batches(n_labels))
+    return la
+
+
+def both(structure="lowrank_kron", n_labels=3):
+    """The posterior of labels, and that of the wrapper whose classes are "not" and "yes"."""
+    model = lora_model("bert", n_labels=n_labels).eval()
+    la = fitted(structure, n_labels, model)
+    wrapped = make(OfMapping(InTwoColumns(model)), structure, **options(structure))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The trained model is no better")
+        wrapped.fit(in_two_classes(batches(n_labels)))
+    return la, wrapped
+
+
+def as_matrix(la):
+    if isinstance(la.H, torch.Tensor):
+        return la.H
+    return la.H.to_matrix()
+
+
+# --- exactness -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_labels", [1, 3])
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+def test_curvature_evidence_and_moments_are_the_dense_ones(structure, n_labels):
+    model = lora_model("bert", n_labels=n_labels).eval()
+    (batch,) = batches(n_labels, lengths=(7, 7, 7), padded_to=7)
+    la = make(model, structure, MULTI_LABEL, **options(structure))
+    la.fit([batch])
+    X = without_labels(batch)
+    logits = model(**X).logits.detach()
+    loss = binary_cross_entropy_with_logits(logits, batch["labels"], reduction="sum")
+    torch.testing.assert_close(la.loss, loss, **EXACT)
+    plain = OfMapping(InOneColumn(model)).eval()
+    assert_exact(la, plain, [X], bernoulli_fisher)
+    if structure == "full":
+        H = exact_ggn(jacobians(plain, X), bernoulli_fisher(logits))
+        prior = torch.full_like(la.mean, 0.25)
+        expected = evidence(H, -loss, la.mean, prior)
+        found = la.log_marginal_likelihood(torch.tensor([0.25]))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+
+
+class InOneColumn(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch):
+        return self.model(**batch).logits
+
+
+@pytest.mark.parametrize("n_labels", [1, 3])
+@pytest.mark.parametrize("structure", ["lowrank_kron", "diag", "full"])
+def test_a_label_is_a_classification_into_two_classes(structure, n_labels):
+    la, wrapped = both(structure, n_labels)
+    torch.testing.assert_close(la.loss, wrapped.loss, **SAME)
+    torch.testing.assert_close(as_matrix(la), as_matrix(wrapped), **SAME)
+    batch, *_ = batches(n_labels)
+    X = without_labels(batch)
+    for prior in (0.1, 10.0):
+        la.prior_precision = prior
+        wrapped.prior_precision = prior
+        torch.testing.assert_close(
+            la.log_marginal_likelihood(), wrapped.log_marginal_likelihood(), **SAME
+        )
+        for link in LINKS:
+            p = la(X, link_approx=link, generator=generator())
+            assert p.shape == batch["labels"].shape
+            expected = wrapped(X, link_approx=link, generator=generator())
+            torch.testing.assert_close(p.flatten(), expected[:, 1], **SAME)
+
+
+@pytest.mark.parametrize("n_labels", [1, 3])
+def test_the_hosts_kron_is_expand(n_labels):
+    """The host adds up gradients of the wrapper's rows, which share a text's positions."""
+    (batch,) = batches(n_labels, lengths=(7, 7, 7), padded_to=7)
+    model = lora_model("bert", n_labels=n_labels).eval()
+    expand = {"rank": 200, "kfac_approx": "expand"}
+    posteriors = [
+        make(model, "kron", MULTI_LABEL),
+        make(model, "lowrank_kron", MULTI_LABEL, backend_kwargs=expand),
+    ]
+    for la in posteriors:
+        la.fit([batch])
+        la.prior_precision = 0.5
+    kron, lowrank = posteriors
+    torch.testing.assert_close(kron(batch), lowrank(batch), **SAME)
+    torch.testing.assert_close(
+        kron.log_marginal_likelihood(), lowrank.log_marginal_likelihood(), **SAME
+    )
+
+
+def test_decisions_are_those_of_two_classes():
+    la, wrapped = both()
+    found = la.predict(batches(), generator=generator())
+    expected = wrapped.predict(in_two_classes(batches()), generator=generator())
+    assert found.probabilities.shape == (8, 3)
+    torch.testing.assert_close(found.probabilities.flatten(), expected.probabilities[:, 1], **SAME)
+    for name, column in found._asdict().items():
+        if name != "probabilities":
+            torch.testing.assert_close(column.flatten(), getattr(expected, name), **SAME)
+    assert torch.equal(found.labels, (found.probabilities > 0.5).long())
+    assert la.predict_proba(batches()).shape == (8, 3)
+
+
+def test_figures_are_those_of_two_classes():
+    la, wrapped = both()
+    found = compare(la, batches())
+    expected = compare(wrapped, in_two_classes(batches()))
+    for measured, of_classes in zip(found, expected, strict=True):
+        assert measured == pytest.approx(of_classes, rel=1e-9)
+    drawn = outcomes(la, batches())
+    assert drawn.trained.shape == drawn.prediction.probabilities.shape == (24, 2)
+    assert drawn.labels.shape == drawn.prediction.labels.shape == (24,)
+
+
+@pytest.mark.parametrize("n_labels", [1, 3])
+def test_drawn_weights_give_sigmoids(n_labels):
+    la = fitted(n_labels=n_labels)
+    X = without_labels(batches(n_labels)[0])
+    p = la(X, pred_type="nn", link_approx="mc", n_samples=5, generator=generator())
+    samples = la.predictive_samples(X, "nn", n_samples=5, generator=generator())
+    logits = la.functional_samples(X, "nn", n_samples=5, generator=generator())
+    torch.testing.assert_close(samples, logits.sigmoid())
+    torch.testing.assert_close(p, logits.sigmoid().mean(0))
+    logits = la.functional_samples(X, n_samples=5, generator=generator())
+    samples = la.predictive_samples(X, n_samples=5, generator=generator())
+    torch.testing.assert_close(samples, logits.sigmoid())
+
+
+def test_one_logit_takes_labels_with_and_without_a_column():
+    la = fitted(n_labels=1)
+    flat = batches(n_labels=1)
+    for batch in flat:
+        batch["labels"] = batch["labels"][:, 0].long()
+    other = make(la.model.model, likelihood=MULTI_LABEL, **options("lowrank_kron"))
+    other.fit(flat)
+    torch.testing.assert_close(other.loss, la.loss, **SAME)
+    torch.testing.assert_close(as_matrix(other), as_matrix(la), **SAME)
+
+
+@pytest.mark.parametrize("scale", [1, 30])
+def test_seeds_are_exact_and_sampled_ones_unbiased(scale):
+    logits = scale * torch.tensor([[1.0, 0.0, -0.5]])
+    likelihood = LIKELIHOODS[MULTI_LABEL]
+    exact = likelihood.exact_seeds(logits)
+    columns = exact.dense().double()
+    fisher = torch.einsum("sbi,sbj->bij", columns, columns)
+    torch.testing.assert_close(fisher, bernoulli_fisher(logits), rtol=1e-5, atol=0)
+    if scale == 1:
+        drawn = likelihood.sampled_seeds(logits, 40_000, generator()).dense()[:, 0].double()
+        # Four standard errors.
+        torch.testing.assert_close(drawn.T @ drawn, fisher[0], rtol=0, atol=0.005)
+    y = torch.tensor([[1.0, 0.0, 1.0]])
+    slopes = likelihood.empirical_seeds(logits, y).dense()[0]
+    expected = (logits.double().sigmoid() - y).float()
+    torch.testing.assert_close(slopes, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_many_labels_are_drawn():
+    la = make(plain_model(30), likelihood=MULTI_LABEL)
+    ((X, _),) = pairs()
+    la.fit([(X, torch.zeros(4, 30))])
+    assert math.isfinite(la.log_marginal_likelihood().item())
+
+
+# --- everything that users do --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["agreement", "gridsearch", "val_gd", "marglik"])
+def test_methods_choose_as_for_two_classes(method):
+    la, wrapped = both()
+    own, of_classes = {}, {}
+    if method == "agreement":
+        own["train_loader"] = batches()
+        of_classes["train_loader"] = in_two_classes(batches())
+    elif method != "marglik":
+        own["val_loader"] = batches()
+        of_classes["val_loader"] = in_two_classes(batches())
+    if method == "val_gd":
+        own |= {"n_steps": 3, "batch_size": 8}
+        of_classes |= {"n_steps": 3, "batch_size": 24}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        history = la.optimize_prior_precision(method=method, **own)
+        expected = wrapped.optimize_prior_precision(method=method, **of_classes)
+    per_label = 3 if method in ("gridsearch", "val_gd") else 1
+    if method == "val_gd":  # Adam's steps are those of a loss of any scale
+        assert history.objective[0].item() == pytest.approx(3 * expected.objective[0].item())
+    else:
+        torch.testing.assert_close(
+            history.objective, per_label * expected.objective, rtol=1e-5, atol=1e-8
+        )
+    torch.testing.assert_close(la.prior_precision, wrapped.prior_precision, rtol=1e-3, atol=0)
+
+
+def test_other_structures_and_own_losses_are_searched():
+    la = fitted("diag")
+    seen = []
+
+    def loss(probabilities, targets):
+        seen.append(probabilities.shape)
+        return (probabilities - targets).square().mean()
+
+    keywords = {"val_loader": batches(), "grid_size": 3, "method": "gridsearch"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la.optimize_prior_precision(loss=loss, **keywords)
+        la.optimize_prior_precision(**keywords)
+        la.optimize_prior_precision(pred_type="nn", n_samples=2, **keywords)
+    assert seen == [(8, 3)] * 3
+
+
+def test_variances_are_learnt():
+    la = fitted()
+    texts = batches(lengths=(7, 4, 5, 6) * 8, batch_size=8)
+    la.amortize(texts)
+    assert la.learnt_variance.r_squared > 0.5
+    X = without_labels(texts[0])
+    exact = la(X, link_approx="mean_field")
+    learnt = la(X, pred_type="amortized", link_approx="mean_field")
+    assert learnt.shape == exact.shape == (8, 3)
+    assert (learnt - exact).abs().max() < 0.1
+    prediction = la.predict(texts, pred_type="amortized")
+    torch.testing.assert_close(prediction.probabilities[:8], learnt)
+
+
+def test_files_adapters_and_mixtures(tmp_path):
+    la = fitted()
+    la.prior_precision = 3.0
+    X = without_labels(batches()[0])
+    la.save_pretrained(tmp_path)
+    again = laplace_lora_ext.from_pretrained(la.model.model, tmp_path)
+    assert again.likelihood == MULTI_LABEL
+    torch.testing.assert_close(again(X), la(X), **SAME)
+    kron = fitted("kron")
+    kron.save_pretrained(tmp_path / "kron")
+    again = laplace_lora_ext.from_pretrained(kron.model.model, tmp_path / "kron")
+    torch.testing.assert_close(again(X), kron(X), **SAME)
+    assert len(la.sample_adapters(2, tmp_path / "drawn", generator())) == 2
+    other = fitted()
+    mixture = laplace_lora_ext.LaplaceMixture([la, other])
+    torch.testing.assert_close(mixture(X), (la(X) + other(X)) / 2, **SAME)
+    assert mixture.predict(batches()).probabilities.shape == (8, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mixture.optimize_prior_precision(val_loader=batches(), grid_size=3)
+
+
+def trained_by(folder, **keywords):
+    """A trainer of a model with three labels, whose loss is transformers' own."""
+    model = lora_model("bert", torch.float32)
+    model.config.problem_type = MULTI_LABEL
+    (batch,) = batches(lengths=(7, 4, 5, 6) * 4, batch_size=N_TEXTS)
+    batch["labels"] = batch["labels"].float()
+    data = [{key: value[row] for key, value in batch.items()} for row in range(N_TEXTS)]
+    settings = {"save_strategy": "no", "logging_strategy": "no"} | keywords
+    return trainer_of(folder, model=model, data=data, **settings), batch
+
+
+def test_a_student_learns_each_labels_probability(tmp_path):
+    trainer, batch = trained_by(
+        tmp_path, max_steps=300, learning_rate=5e-3, per_device_train_batch_size=8
+    )
+    classifier = trainer.model.base_model.model.classifier.modules_to_save["default"]
+    classifier.weight.data *= 8
+    la = laplace_lora_ext.Laplace(trainer.model)
+    assert la.likelihood == MULTI_LABEL
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The posterior is over")
+        la.fit([batch])
+    la.prior_precision = 1e-3
+    X = without_labels(batch)
+    targets = la(X, link_approx="mean_field")
+    of_map = trainer.model.eval()(**X).logits.sigmoid()
+    name = la.distill(trainer, unlabelled=None)
+    trainer.model.set_adapter(name)
+    of_student = trainer.model.eval()(**X).logits.sigmoid()
+    assert divergence(targets, of_map) > 0.05
+    assert divergence(targets, of_student) < 0.1 * divergence(targets, of_map)
+
+
+@pytest.mark.parametrize("by", ["bald", "entropy", "margin"])
+def test_texts_are_acquired_by_what_all_their_labels_tell(by):
+    la = fitted()
+    places = la.acquire(batches(), 8, by=by)
+    assert sorted(places.tolist()) == list(range(8))
+    if by == "bald":
+        prediction = la.predict(batches(), generator=generator())
+        assert places[0] == prediction.epistemic_entropy.sum(1).argmax()
+    with pytest.raises(ValueError, match='use "bald"'):
+        la.acquire(batches(), 1, by="batch_bald")
+
+
+def divergence(targets, p):
+    """Binary Kullback-Leibler divergence, of a text."""
+    of_yes = targets * (targets / p).log()
+    of_no = (1 - targets) * ((1 - targets) / (1 - p)).log()
+    return (of_yes + of_no).sum(-1).mean().item()
+
+
+def test_trained_in_stages_by_a_trainer(tmp_path):
+    trainer, batch = trained_by(tmp_path)
+    for name, weight in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.zeros_(weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la = laplace_lora_ext.train_in_stages(trainer, held_out=0.25)
+    assert la.likelihood == MULTI_LABEL
+    assert la.n_data == N_TEXTS
+    assert la(without_labels(batch)).shape == (N_TEXTS, 3)
+
+
+def test_held_out_texts_have_each_label():
+    y = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 0]])
+    groups = LIKELIHOODS[MULTI_LABEL].groups(y, 0.2)
+    assert groups.tolist() == [0, 1, 2, 3, 1]
+    assert LIKELIHOODS[MULTI_LABEL].groups(y[:, 0], 0.2).tolist() == [0, 0, 0, 1, 0]
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+LABELS = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (LABELS[:3], "must be (4, 3), 0 or 1 each, not (3, 3)"),
+        (LABELS[:, :2], "must be (4, 3), 0 or 1 each, not (4, 2)"),
+        (LABELS[:, 0], 'not (4,): class indices are for the likelihood "classification"'),
+        (LABELS.double() / 2, 'range from 0 to 0.5: classes are for the likelihood "class'),
+        (2 * LABELS, 'range from 0 to 2: classes are for the likelihood "classification"'),
+        (-100 * LABELS, "range from -100 to 0"),
+        (LABELS.double().log(), "range from -inf to 0"),
+    ],
+)
+def test_labels_that_are_no_labels_are_refused(y, message):
+    ((X, _),) = pairs()
+    la = make(plain_model(), likelihood=MULTI_LABEL)
+    with pytest.raises(ValueError, match=r"batch 1: .*" + re.escape(message)):
+        la.fit([(X, LABELS), (X, y)])
+
+
+def test_bridges_and_other_backends_are_refused():
+    la = fitted()
+    with pytest.raises(ValueError, match="'bridge' is none of"):
+        la(without_labels(batches()[0]), link_approx="bridge")
+    from laplace.curvature import CurvlinopsEF
+
+    with pytest.raises(ValueError, match="CurvlinopsEF has no likelihood"):
+        make(lora_model("bert"), "kron", MULTI_LABEL, backend=CurvlinopsEF)
+
+
+def test_sigmoids_in_place_of_logits_are_warned_of():
+    likelihood = LIKELIHOODS[MULTI_LABEL]
+    logits = torch.randn(8, 3, generator=generator())
+    y = torch.zeros(8, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        likelihood.check_targets(y, logits)
+    with pytest.warns(UserWarning, match="leave the sigmoid"):
+        likelihood.check_targets(y, logits.sigmoid())
