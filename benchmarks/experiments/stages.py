@@ -73,6 +73,7 @@ FIGURES = (
 )
 TEMPERATURE = Prior("held_out_temperature", "temperature of the held-out texts")
 HELD_OUT_TEXTS = Prior("held_out", "held-out texts")
+PRIOR_ALONE = Prior("held_out_prior", "held-out texts, no scale of the logits")
 VALIDATION = Prior("validation", "validation")
 ELSEWHERE = Prior("validation_elsewhere", "second training")
 SWAPPED = "swapped"  # copies of the training texts in which some tokens are those of others
@@ -234,9 +235,17 @@ class Trial:
         firsts = adapters.run(trainings.first, first_stage)
         # The second stage changes the weights that these posteriors are around.
         choices = {count: self._choices(firsts[:count]) for count in counts}
+        without_scale = self._prior_alone(firsts[0])
         seconds = adapters.run(trainings.second, second_stage)
         for count in counts:
             yield from self._staged(firsts[:count], seconds[:count], choices[count])
+            if count == 1:
+                fit_seconds = firsts[0].seconds + seconds[0].seconds
+                yield self.tests.row(
+                    Method("staged_1", "In stages"),
+                    self._of_posteriors(seconds[:1], PRIOR_ALONE, [without_scale]),
+                    self._costs_of_posteriors(1, FIRST_STAGE + SECOND_STAGE, fit_seconds),
+                )
 
     def _staged(
         self,
@@ -409,6 +418,14 @@ class Trial:
         val_loader = held[0] if len(held) == 1 else MixtureStatistics(held, ())
         posteriors = [member.la for member in firsts]
         return stages.choose_priors(posteriors, val_loader)
+
+    def _prior_alone(self, first: Member) -> Hyperparameters:
+        """Let held-out texts choose the prior of one posterior, without a scale of the logits."""
+        la = copy(first.la)
+        la.optimize_prior_precision(
+            method="gridsearch", val_loader=first.statistics[HELD], optimize_scale=False
+        )
+        return la.hyperparameters
 
     def _temperature(self, members: Sequence[Member]) -> float:
         """Find the temperature with which the members' mean predicts held-out texts best."""

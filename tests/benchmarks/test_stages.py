@@ -43,6 +43,7 @@ EXPECTED_ROWS = [
     ("staged_1_amortized", "swapped"),
     ("staged_1_student", "swapped"),
     ("staged_map_1_student", "swapped"),
+    ("staged_1", "held_out_prior"),
     ("staged_map_2", ""),
     ("staged_map_2", "held_out_temperature"),
     ("staged_2", "held_out"),
