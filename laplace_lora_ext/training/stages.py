@@ -206,6 +206,12 @@ def choose_priors(
         ]
     # A mixture wants another prior than each of its members: it is less sure than they are.
     together = joined(posteriors)
+    if len(posteriors) > 1 and posteriors[0].trained_likelihood.is_gaussian:
+        # A mixture's noise is that of its members, which each chooses for itself.
+        val_loaders = getattr(held_out, "members", [held_out] * len(posteriors))
+        for member, val_loader in zip(together.members, val_loaders, strict=True):
+            member.optimize_prior_precision(method="gridsearch", val_loader=val_loader)
+        together = joined(together.members)
     # Texts that are written have no link, and all others are predicted with the default one.
     history = together.optimize_prior_precision(
         method="gridsearch", val_loader=held_out, progress_bar=progress_bar
@@ -483,6 +489,9 @@ def _figures(
         "laplace_prior_precision": sum(priors) / len(priors),
         "laplace_logit_scale": sum(scales) / len(scales),
     }
+    if la.members[0].trained_likelihood.is_gaussian:
+        noises = [member.sigma_noise.item() for member in la.members]
+        figures["laplace_sigma_noise"] = sum(noises) / len(noises)
     # A dictionary is of several data sets, and each would need figures of its own.
     if trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict):
         figures |= eval_figures(la, loader_of(trainer, trainer.eval_dataset))

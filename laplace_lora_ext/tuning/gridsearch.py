@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,14 @@ from laplace_lora_ext.tuning.method import (
     check_grid,
     draw_seed,
 )
-from laplace_lora_ext.tuning.scales import GridLosses, PriorAlone, Score, WithLogitScale
+from laplace_lora_ext.tuning.noise import unit_of_priors
+from laplace_lora_ext.tuning.scales import (
+    GridLosses,
+    PriorAlone,
+    Score,
+    WithLogitScale,
+    WithNoise,
+)
 
 _EQUAL = 1e-6  # relative difference of losses that is rounding
 _BEYOND = 1e8  # times the last prior precision: without variance
@@ -49,6 +56,10 @@ class GridSearch(TuningMethod):
     point, far beyond the grid, has no variance to speak of: that is temperature scaling. So the
     pair is no worse on the validation data than the best prior or the best temperature alone, by
     the loss with a penalty of 2 (log scale)², which keeps few examples from asking for much.
+
+    Of a regression it chooses `la.sigma_noise` along with the prior precision λ. The grid is then
+    of λ sigma_noise² in units of the mean squared slope of an output in the weights: how much less
+    the prior lets an output vary than the noise does. So targets may have any unit.
 
     Parameters
     ----------
@@ -71,9 +82,9 @@ class GridSearch(TuningMethod):
         takes outputs and targets, and of a regression means, variances and targets, of all
         examples at once, whose statistics are kept for it; by default the negative log-likelihood
     optimize_scale : bool, default=True
-        False chooses the prior precision alone, at the present `logit_scale`, and without the
-        point beyond the grid. So do regressions, a `loss`, drawn weights ("nn") and bridges, which
-        have no temperature as their limit
+        False chooses the prior precision alone, at the present `logit_scale` or `sigma_noise`, and
+        without the point beyond the grid. So do a `loss`, drawn weights ("nn"), bridges, which
+        have no temperature as their limit, and mixtures of regressions
     log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
         the grid
 
@@ -108,14 +119,17 @@ class GridSearch(TuningMethod):
             history = record_grid(self._own_losses(la, grid), grid, self.progress_bar)
             la.prior_precision = history.prior_precision[history.objective.argmin()]
             return history
-        score: Score = PriorAlone(self._outputs)
-        if self._has_scale(la):
-            score = WithLogitScale(self._link, self.n_samples, self._seed())
+        score = self._score(la)
+        unit = 1.0
+        if isinstance(score, WithNoise):
+            unit = unit_of_priors(la)
+            la.sigma_noise = 1.0
+        if not isinstance(score, PriorAlone):
             grid = torch.cat([grid, _BEYOND * grid[-1:]])
-        losses = self._losses_of_one_pass(la, grid, score)
+        losses = self._losses_of_one_pass(la, unit * grid, score)
         if losses is None:
-            losses = self._losses_point_by_point(la, grid, score)
-        return losses.choose(la)
+            losses = self._losses_point_by_point(la, unit * grid, score)
+        return replace(losses, grid=grid, unit=unit).choose(la)
 
     def remark(self, la: Tunable, history: TuningHistory) -> None:
         warn_of_ends(la, history)
@@ -134,11 +148,18 @@ class GridSearch(TuningMethod):
         grid = kinds.grid(low, high, size, power)
         return grid if base is None else grid.to(base) * base
 
-    def _has_scale(self, la: Predictor) -> bool:
-        """Tell whether there is a scale of the logits to choose."""
-        has_logits = not la.members[0].trained_likelihood.is_gaussian
-        is_scaled = self.pred_type == "glm" and self._link in own_links(1, None)
-        return self.optimize_scale and has_logits and is_scaled
+    def _score(self, la: Predictor) -> Score:
+        """Decide whether there is a scale to choose with the prior."""
+        first = la.members[0]
+        if not self.optimize_scale or self.pred_type != "glm":
+            return PriorAlone(self._outputs)
+        if first.trained_likelihood.is_gaussian:
+            # The noise of a mixture is that of its members.
+            is_single = len(la.members) == 1
+            return WithNoise(first.n_outputs) if is_single else PriorAlone(self._outputs)
+        if self._link not in own_links(1, None):
+            return PriorAlone(self._outputs)
+        return WithLogitScale(self._link, self.n_samples, self._seed())
 
     @property
     def _link(self) -> str:
@@ -405,8 +426,8 @@ def warn_of_ends(la: Predictor, history: TuningHistory) -> None:
     is_regression = la.members[0].trained_likelihood.is_gaussian
     noise = ""
     # Where both ends are as good, the first is taken, and spoken of.
-    # With a scale of its own, the last is as good as any: the model's logits need a factor alone.
-    is_fixed = history.logit_scale is None
+    # With a scale or a noise of its own, the last is as good as any: these alone are needed.
+    is_fixed = history.logit_scale is None and history.sigma_noise is None
     is_near_last = torch.isclose(losses[-1], best, rtol=_EQUAL, atol=0.0)
     is_last = is_fixed and is_near_last and losses.argmin() > 0
     is_first = torch.isclose(losses[0], best, rtol=_EQUAL, atol=0.0)
@@ -423,7 +444,7 @@ def warn_of_ends(la: Predictor, history: TuningHistory) -> None:
         )
     elif is_first:
         first = _middle(history.prior_precision[0])
-        if is_regression:
+        if is_regression and is_fixed:
             noise = " With regression, sigma_noise may be too small instead."
         warn(
             f"The best prior precision of the grid is the first, {first:.3g}: still more variance "

@@ -36,6 +36,9 @@ class Fitted(Linearised, Protocol):
     @property
     def sigma_noise(self) -> torch.Tensor: ...
 
+    @sigma_noise.setter
+    def sigma_noise(self, value: float | torch.Tensor) -> None: ...
+
 
 class Predictor(Protocol):
     """A posterior or a mixture of several, whose predictions depend on a prior precision."""
@@ -69,6 +72,7 @@ class Tunable(Linearised, Predictor, Protocol):
 
     trained_likelihood: Likelihood
     n_data: int
+    loss: torch.Tensor
 
     @property
     def hyperparameters(self) -> Hyperparameters: ...
@@ -87,6 +91,9 @@ class Tunable(Linearised, Predictor, Protocol):
 
     @logit_scale.setter
     def logit_scale(self, value: float | torch.Tensor) -> None: ...
+
+    @property
+    def log_det_posterior_precision(self) -> torch.Tensor: ...
 
     def log_marginal_likelihood(
         self,
@@ -112,6 +119,8 @@ class TuningHistory:
     logit_scale : torch.Tensor, optional
         `(T,)`, float64: the best scale of the logits at each prior precision; None where the method
         chooses none
+    sigma_noise : torch.Tensor, optional
+        `(T,)`, float64: the noise of a regression at each prior precision, as `logit_scale`
     posteriors : tuple of LoRALaplace
         those that the method has fitted to other trainings
     """
@@ -120,6 +129,7 @@ class TuningHistory:
     objective: torch.Tensor
     prior_precision: torch.Tensor
     logit_scale: torch.Tensor | None = None
+    sigma_noise: torch.Tensor | None = None
     posteriors: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
@@ -244,12 +254,15 @@ class TuningMethod:
             device = la.members[0].model.device
             la.prior_precision = of_first(la.prior_precision).to(device)
             la.logit_scale = of_first(la.logit_scale)
+            if len(la.members) == 1:  # a mixture has no noise of its own
+                la.sigma_noise = of_first(la.sigma_noise).to(device)
             history = replace(
                 history,
                 step=of_first(history.step),
                 objective=of_first(history.objective),
                 prior_precision=of_first(history.prior_precision),
                 logit_scale=of_first(history.logit_scale),
+                sigma_noise=of_first(history.sigma_noise),
             )
         return history
 

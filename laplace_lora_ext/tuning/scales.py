@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -38,7 +38,7 @@ class Best(NamedTuple):
     ----------
     objective : float
         a mean over the examples, in nats, with the penalty of the scale
-    logit_scale : float, optional
+    logit_scale, sigma_noise : float, optional
         None where none is chosen
     penalty : float, default=0.0
         the part of the objective that is no loss
@@ -46,6 +46,7 @@ class Best(NamedTuple):
 
     objective: float
     logit_scale: float | None = None
+    sigma_noise: float | None = None
     penalty: float = 0.0
 
 
@@ -173,7 +174,50 @@ class WithLogitScale:
                 if is_between and quartic(root.real) < objective:
                     objective, log_scale = float(quartic(root.real)), float(root.real)
         penalty = PENALTY * log_scale**2 / n_examples
-        return Best(objective, math.exp(log_scale), penalty)
+        return Best(objective, logit_scale=math.exp(log_scale), penalty=penalty)
+
+
+@dataclass(frozen=True)
+class WithNoise:
+    """Scores numbers by the density of their targets, at the noise that suits them best.
+
+    The grid is of ρ = λ σ², with prior precision λ and noise σ, and the posterior has a noise of 1
+    meanwhile. Then the covariance of an example's outputs is σ² V with a V that σ is not in, and
+    with residuals r its negative log-likelihood is
+
+        ½ log det(2π σ² (I + V)) + ½ rᵀ (I + V)⁻¹ r / σ²
+
+    An example's numbers are `rᵀ (I + V)⁻¹ r` and `log det(I + V)`. The best σ² is the mean of the
+    first, for each output.
+
+    Parameters
+    ----------
+    n_outputs : int
+    """
+
+    n_outputs: int
+    size: ClassVar[int] = 2
+
+    def terms(self, la: Predictor, x: Any, targets: torch.Tensor) -> torch.Tensor:
+        f_mu, f_var = moments_of_model(la.members[0], x, "probit")
+        V = f_var.double()
+        residuals = targets.to(V) - f_mu.double()
+        root = torch.linalg.cholesky(V + torch.eye(self.n_outputs).to(V))
+        whitened = torch.linalg.solve_triangular(root, residuals[..., None], upper=False)
+        log_det = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return torch.stack([whitened.square().sum((-2, -1)), log_det], dim=1)
+
+    def best(self, sums: torch.Tensor, n_examples: int) -> Best:
+        squares, log_dets = sums.tolist()
+        n_numbers = n_examples * self.n_outputs
+        variance = squares / n_numbers
+        if variance == 0:
+            raise ValueError(
+                "The validation targets are predicted without any error, which leaves no noise to "
+                "choose: check that they are not the model's own, or pass optimize_scale=False."
+            )
+        log_likelihood = -(n_numbers * (math.log(2 * math.pi * variance) + 1) + log_dets) / 2
+        return Best(-log_likelihood / n_examples, sigma_noise=math.sqrt(variance))
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +227,7 @@ class GridLosses:
     Attributes
     ----------
     grid : torch.Tensor
-        `(T,)` or `(T, blocks)` prior precisions
+        `(T,)` or `(T, blocks)` prior precisions; if a noise is chosen too, for a noise of 1
     sums : torch.Tensor
         `(T, K)`, float64
     n_examples : int
@@ -194,17 +238,21 @@ class GridLosses:
     sums: torch.Tensor
     n_examples: int
     score: Score
+    unit: float = 1.0  # that the grid is in
 
     def __add__(self, other: GridLosses) -> GridLosses:
         """Add what other examples say of the same prior precisions."""
-        return GridLosses(
-            self.grid, self.sums + other.sums, self.n_examples + other.n_examples, self.score
+        return replace(
+            self, sums=self.sums + other.sums, n_examples=self.n_examples + other.n_examples
         )
 
     def choose(self, la: Predictor) -> GridHistory:
         """Give a posterior the best prior precision, with the scale that suits it."""
         history = GridHistory.of(self)
         best = int(history.objective.argmin())
+        if history.sigma_noise is not None:
+            for member in la.members:
+                member.sigma_noise = history.sigma_noise[best].item()
         la.prior_precision = history.prior_precision[best]
         if history.logit_scale is not None:
             la.logit_scale = history.logit_scale[best].item()
@@ -230,13 +278,17 @@ class GridHistory(TuningHistory):
         """Find the best loss at every point; one that is not a number is refused."""
         builder = HistoryBuilder()
         scales = []
+        noises = []
         penalties = []
         for index, (point, sums) in enumerate(zip(losses.grid, losses.sums, strict=True)):
             best = losses.score.best(sums, losses.n_examples)
-            builder.add(index, best.objective, point)
             penalties.append(best.penalty)
             if best.logit_scale is not None:
                 scales.append(best.logit_scale)
+            if best.sigma_noise is not None:
+                noises.append(best.sigma_noise)
+                point = losses.unit * point / best.sigma_noise**2
+            builder.add(index, best.objective, point)
         history = builder.history()
         check_grid(history)
         return cls(
@@ -244,6 +296,7 @@ class GridHistory(TuningHistory):
             objective=history.objective,
             prior_precision=history.prior_precision,
             logit_scale=torch.tensor(scales, dtype=torch.float64) if scales else None,
+            sigma_noise=torch.tensor(noises, dtype=torch.float64) if noises else None,
             penalty=torch.tensor(penalties, dtype=torch.float64),
             losses=losses,
         )

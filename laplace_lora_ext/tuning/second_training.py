@@ -132,6 +132,7 @@ class SecondTraining(TuningMethod):
             # A search need not be of a grid: its last step may be its choice.
             la.prior_precision = others[0].posterior.prior_precision
             la.logit_scale = others[0].posterior.logit_scale
+            la.sigma_noise = others[0].posterior.sigma_noise
         else:
             history = _of_all(la, others)
         # Once, on what all trainings have chosen together.
@@ -215,7 +216,7 @@ def _of_all(la: Tunable, trainings: Sequence[_Training]) -> TuningHistory:
     """Choose by the losses of several searches together."""
     first, *others = [training.history for training in trainings]
     for other in others:
-        if not torch.equal(other.prior_precision, first.prior_precision):
+        if not torch.equal(_points(other), _points(first)):
             raise ValueError(
                 "The searches of several trainings must try the same prior precisions: use "
                 "GridSearch."
@@ -231,3 +232,8 @@ def _of_all(la: Tunable, trainings: Sequence[_Training]) -> TuningHistory:
     history = replace(first, objective=(sizes / sizes.sum()) @ objectives)
     la.prior_precision = history.prior_precision[history.objective.argmin()]
     return history
+
+
+def _points(history: TuningHistory) -> torch.Tensor:
+    """Return the prior precisions that were tried; of a grid, those before any noise."""
+    return history.losses.grid if isinstance(history, GridHistory) else history.prior_precision

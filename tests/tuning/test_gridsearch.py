@@ -123,6 +123,7 @@ def test_a_regression_is_chosen_by_the_density_of_its_targets(structure, n_outpu
         method="gridsearch",
         val_loader=[(X[:5], targets[:5]), (X[5:], targets[5:])],
         grid_size=7,
+        optimize_scale=False,
     )
     for point, objective in zip(history.prior_precision, history.objective, strict=True):
         la.prior_precision = point

@@ -1,0 +1,45 @@
+"""What a search for a regression's noise reads off the curvature: no unit is preferred."""
+
+from __future__ import annotations
+
+import torch
+
+from laplace_lora_ext.processes.exchange import of_first
+from laplace_lora_ext.tuning.method import Tunable
+
+_WITHOUT_DATA = 1e30  # a prior precision beside which all curvature is small; float32 holds it
+
+
+def n_determined(la: Tunable) -> float:
+    """Count the parameters that the data determine rather than the prior: `Σ e / (e + λ)`.
+
+    The sum is over the eigenvalues e of the curvature, at the present prior precision λ and noise.
+    It is the derivative of `log det(c H + λ)` in log c, so that every structure has it.
+
+    References
+    ----------
+    MacKay, "Bayesian interpolation", Neural Computation 4 (1992).
+    """
+    noise = la.sigma_noise.detach()
+    with torch.enable_grad():
+        log_factor = torch.zeros((), device=noise.device, dtype=torch.float64, requires_grad=True)
+        la.sigma_noise = noise * (-log_factor / 2).exp()  # multiplies the curvature by the factor
+        (number,) = torch.autograd.grad(la.log_det_posterior_precision, log_factor)
+    la.sigma_noise = noise
+    return number.item()
+
+
+def unit_of_priors(la: Tunable) -> float:
+    """Find the prior precision at which the prior says as much of an output as noise of 1 does.
+
+    That is the mean squared slope of an output in the weights, over the training data: the trace of
+    the curvature, divided by how many numbers it was summed over. Multiplied by 1 / sigma_noise²
+    it is the same prior whatever unit the targets have.
+    """
+    before = la.hyperparameters
+    la.sigma_noise = 1.0
+    la.prior_precision = _WITHOUT_DATA
+    trace = n_determined(la) * _WITHOUT_DATA  # Σ e / (e + λ), where λ is much larger
+    la.hyperparameters = before
+    unit = of_first(trace / (la.n_data * la.n_outputs))  # ranks may differ in the last digit
+    return unit if unit > 0 else 1.0
