@@ -649,7 +649,7 @@ class LoRALaplace(ParametricLaplace):
         -------
         torch.Tensor or tuple of torch.Tensor
             probabilities `(B, C)`, or of K labels one each, `(B, K)`; for regression and rewards
-            mean `(B, C)` and covariance `(B, C, C)`
+            mean `(B, C)` and covariance `(B, C, C)`, without the noise of targets, `sigma_noise**2`
 
         Notes
         -----

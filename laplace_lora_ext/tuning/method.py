@@ -93,6 +93,9 @@ class Tunable(Linearised, Predictor, Protocol):
     def logit_scale(self, value: float | torch.Tensor) -> None: ...
 
     @property
+    def posterior_precision(self) -> object: ...
+
+    @property
     def log_det_posterior_precision(self) -> torch.Tensor: ...
 
     def log_marginal_likelihood(

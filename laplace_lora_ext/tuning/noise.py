@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from laplace.utils.matrix import KronDecomposed
 
 from laplace_lora_ext.processes.exchange import of_first
 from laplace_lora_ext.tuning.method import Tunable
@@ -14,12 +17,15 @@ def n_determined(la: Tunable) -> float:
     """Count the parameters that the data determine rather than the prior: `Σ e / (e + λ)`.
 
     The sum is over the eigenvalues e of the curvature, at the present prior precision λ and noise.
-    It is the derivative of `log det(c H + λ)` in log c, so that every structure has it.
+    It is the derivative of `log det(c H + λ)` in log c.
 
     References
     ----------
     MacKay, "Bayesian interpolation", Neural Computation 4 (1992).
     """
+    P: Any = la.posterior_precision
+    if isinstance(P, KronDecomposed):  # through whose determinant no gradient goes
+        return _of_factors(P)
     noise = la.sigma_noise.detach()
     with torch.enable_grad():
         log_factor = torch.zeros((), device=noise.device, dtype=torch.float64, requires_grad=True)
@@ -27,6 +33,17 @@ def n_determined(la: Tunable) -> float:
         (number,) = torch.autograd.grad(la.log_det_posterior_precision, log_factor)
     la.sigma_noise = noise
     return number.item()
+
+
+def _of_factors(P: KronDecomposed) -> float:
+    """Sum `e / (e + λ)` over the products e of the eigenvalues of a block's factors."""
+    number = 0.0
+    for factors, delta in zip(P.eigenvalues, P.deltas, strict=True):
+        products = torch.ones(1, dtype=torch.float64, device=delta.device)
+        for values in factors:
+            products = torch.outer(products, values.double()).flatten()
+        number += (products / (products + delta.double())).sum().item()
+    return number
 
 
 def unit_of_priors(la: Tunable) -> float:
