@@ -321,7 +321,7 @@ def test_a_search_keeps_no_statistics_of_examples_that_it_has_scored(limit, monk
             kept.append(sum(tensor.nbytes for tensor in alive if tensor is not None))
             return statistics
 
-        monkeypatch.setattr(la, "statistics_by_batch", lambda _: watched)
+        monkeypatch.setattr(la, "statistics_by_batch", lambda *_: watched)
         GridSearch(val_loader=batches * n_times, **PRIORS_ALONE)(la)
         assert len(kept) == n_times * len(batches)
         return max(kept), max(scored)
