@@ -228,14 +228,21 @@ def check_in_place(blocks: Sequence[Block], purpose: str) -> None:
 
     `purpose` begins the message of the `NotImplementedError`.
     """
+    if not are_in_place(blocks):
+        raise NotImplementedError(
+            f"{purpose} needs whole LoRA weights in memory, but these are sharded or "
+            "offloaded. Pass them to fully_shard as ignored_params, or offload modules without "
+            "LoRA alone."
+        )
+
+
+def are_in_place(blocks: Sequence[Block]) -> bool:
+    """Tell whether weights are whole and in memory, rather than sharded or offloaded."""
     for block in blocks:
         is_sharded = hasattr(block.weight, "full_tensor")
         if block.weight.is_meta or is_sharded:
-            raise NotImplementedError(
-                f"{purpose} needs whole LoRA weights in memory, but these are sharded or "
-                "offloaded. Pass them to fully_shard as ignored_params, or offload modules without "
-                "LoRA alone."
-            )
+            return False
+    return True
 
 
 def check_with_biases(blocks: Sequence[Block]) -> None:

@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader
 from laplace_lora_ext.likelihoods import Likelihood
 from laplace_lora_ext.models.batches import named_batches
 from laplace_lora_ext.models.locks import exclusive
-from laplace_lora_ext.models.logits_model import logits_and_hidden_states
+from laplace_lora_ext.models.logits_model import LogitsModel, logits_and_hidden_states
 from laplace_lora_ext.models.swapping import Swapping
+from laplace_lora_ext.models.weights import are_in_place, called_with
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
-from laplace_lora_ext.predictive.distributions import Linearised, predictive_moments
+from laplace_lora_ext.predictive.distributions import Linearised, as_values, predictive_moments
 from laplace_lora_ext.predictive.moments import Moments
 from laplace_lora_ext.processes.exchange import together
 
@@ -28,6 +29,13 @@ _MARGIN = math.log(2)  # how far a logarithm may lie beyond those learnt
 _ROUNDING = 1e-6  # ten times that of single precision
 _COMPONENTS = 64  # all there are up to ten classes
 _SWAPPED = "swapped"
+_DRAWS = 8  # for each example, where there are too many outputs for a backward pass each
+
+# The logarithm of a variance that is estimated from k draws is off by digamma(k / 2) - log(k / 2)
+# on average, and its variance is trigamma(k / 2) (Bartlett & Kendall, 1946).
+_HALF_OF_DRAWS = torch.tensor(_DRAWS / 2, dtype=torch.float64)
+_BIAS_OF_DRAWS = (torch.digamma(_HALF_OF_DRAWS) - _HALF_OF_DRAWS.log()).item()
+_NOISE_OF_DRAWS = torch.polygamma(1, _HALF_OF_DRAWS).item()
 # What moves with a model. What tells the posterior stays, to be compared with the present one.
 _REGRESSION = ("mean", "scale", "weights", "components", "offset", "lowest", "highest")
 
@@ -86,10 +94,12 @@ class LearntVariance:
         log_variances: torch.Tensor,
         prior_precision: torch.Tensor,
         curvature_scale: torch.Tensor,
+        noise: float = 0.0,
     ) -> LearntVariance:
         """Learn from N examples: features `(N, p)`, and what `log_variances` made, `(N, P)`.
 
-        All is computed in float64, and kept on the CPU.
+        The logarithms may have independent errors of a known variance, the `noise`. All is computed
+        in float64, and kept on the CPU.
         """
         X = features.cpu().double()
         Y = log_variances.cpu().double()
@@ -114,20 +124,27 @@ class LearntVariance:
         errors = centred - (scores - residuals) @ components
         # Logarithms that do not vary at all are explained perfectly, not 0 / 0.
         smallest = torch.finfo(X.dtype).tiny
-        total = centred.square().sum().clamp_min(smallest)
-        unexplained = errors.square().sum() / total
+        total = (centred.square().mean() - noise).clamp_min(smallest)
+        mean_square = (errors.square().mean() - noise).clamp_min(0)
+        mean_error = errors.abs().mean()
+        lowest, highest = Y.amin(0), Y.amax(0)
+        if noise:
+            # What the features explain has the range of the variances, and their errors are normal.
+            explained = offset + centred - errors
+            lowest, highest = explained.amin(0), explained.amax(0)
+            mean_error = (2 / math.pi * mean_square).sqrt()
         return cls(
             mean=mean,
             scale=scale,
             weights=weights,
             components=components,
             offset=offset,
-            lowest=Y.amin(0),
-            highest=Y.amax(0),
+            lowest=lowest,
+            highest=highest,
             prior_precision=prior_precision.detach().cpu().clone(),
             curvature_scale=curvature_scale.detach().cpu().clone(),
-            r_squared=1 - unexplained.item(),
-            mean_error=errors.abs().mean().item(),
+            r_squared=1 - (mean_square / total).item(),
+            mean_error=mean_error.item(),
             n_examples=len(X),
         )
 
@@ -233,6 +250,11 @@ class Amortizable(Linearised, Protocol):
 
     trained_likelihood: Likelihood
     learnt_variance: LearntVariance | None
+    mean: torch.Tensor
+
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> torch.Tensor: ...
 
     @property
     def likelihood(self) -> str: ...
@@ -264,16 +286,18 @@ def amortize(
     if isinstance(unlabelled, str) and unlabelled != _SWAPPED:
         raise ValueError(f'unlabelled must be "swapped", data or None, not {unlabelled!r}.')
     la.check_model()
+    generator = generator or torch.Generator()
+    draws = torch.Generator(la.model.device).manual_seed(generator.initial_seed())
     swapped = None
     if unlabelled == _SWAPPED:
-        swapped = _swapping(la, loader, generator or torch.Generator())
+        swapped = _swapping(la, loader, generator)
 
     def versions(batch: Any) -> Columns:
         """Learn from K versions of each example: features `(B, K, p)` and logs `(B, K, P)`."""
-        pairs = [_learnt_from(la, batch)]
+        pairs = [_learnt_from(la, batch, draws)]
         text = la.model.text(batch)
         if swapped is not None and text is not None:
-            pairs.append(_learnt_from(la, swapped(text)))
+            pairs.append(_learnt_from(la, swapped(text), draws))
         features, logs = zip(*pairs, strict=True)
         return torch.stack(features, dim=1), torch.stack(logs, dim=1)
 
@@ -283,13 +307,14 @@ def amortize(
     if unlabelled is not None and not isinstance(unlabelled, str):
         more_features, more_logs = over_loader(
             unlabelled,
-            lambda batch: _learnt_from(la, batch),
+            lambda batch: _learnt_from(la, batch, draws),
             "[Variances, unlabelled]",
             progress_bar,
         )
         features = torch.cat([features, more_features])
         logs = torch.cat([logs, more_logs])
-    learnt = LearntVariance.of(features, logs, la.prior_precision, la.curvature_scale)
+    noise = _NOISE_OF_DRAWS if _draws(la) else 0.0
+    learnt = LearntVariance.of(features, logs, la.prior_precision, la.curvature_scale, noise)
     la.learnt_variance = learnt.to(la.model.device, la.blocks[0].statistics_dtype)
     return la.learnt_variance
 
@@ -303,12 +328,57 @@ def _swapping(
     return Swapping(texts, la.model.transformer, generator) if texts else None
 
 
-def _learnt_from(la: Amortizable, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute features `(B, p)` and exact logarithms of variances `(B, P)`, on the CPU."""
+def _learnt_from(
+    la: Amortizable, batch: Any, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute features `(B, p)` and logarithms of variances `(B, P)`, on the CPU.
+
+    They are exact, or from draws and right on average.
+    """
     inputs = la.model.inputs(batch)
-    _, f_var = predictive_moments(la, inputs)
     _, features = _features(la, inputs)
-    return features.cpu(), log_variances(f_var.detach()).cpu()
+    if not _draws(la):
+        _, f_var = predictive_moments(la, inputs)
+        return features.cpu(), log_variances(f_var.detach()).cpu()
+    changes = changes_of_logits(la, inputs, la.sample(_DRAWS, generator))
+    f_var = torch.einsum("sbj,sbk->bjk", changes, changes) / _DRAWS
+    return features.cpu(), log_variances(f_var).cpu() - _BIAS_OF_DRAWS
+
+
+def _draws(la: Amortizable) -> bool:
+    """Tell whether to learn from draws: where exact variances take more passes."""
+    return la.n_outputs > 2 * _DRAWS and are_in_place(la.blocks)
+
+
+def changes_of_logits(la: Amortizable, inputs: Any, drawn: torch.Tensor) -> torch.Tensor:
+    """Compute how drawn weights `(S, parameters)` change the linearised model's logits.
+
+    They are J (θ - θ*), `(S, B, C)`: central differences, by two forward passes a draw. The step is
+    the one that rounding and curvature leave the smallest error with, the cube root of the
+    precision of the model's numbers.
+    """
+    step = _precision(la.model) ** (1 / 3)
+    changes = []
+    for each in drawn:
+        change = step * (each - la.mean)
+        ends = []
+        for weights in (la.mean + change, la.mean - change):
+            values = as_values(la.blocks, weights)
+            with la.model.prepared(), torch.no_grad():
+                ends.append(called_with(la.model, la.blocks, values, inputs))
+        changes.append((ends[0] - ends[1]) / (2 * step))
+    return torch.stack(changes)
+
+
+def _precision(model: LogitsModel) -> float:
+    """Find the precision of the coarsest numbers that a model computes with."""
+    # What autocast computes in, if it is on, shows in a product alone.
+    one = torch.ones(1, 1, device=model.device, dtype=torch.float64)
+    dtypes = {(one @ one).dtype, (one.float() @ one.float()).dtype} - {torch.float32}
+    for parameter in model.parameters():
+        is_quantised = not parameter.is_floating_point() or parameter.dtype.itemsize == 1
+        dtypes.add(torch.bfloat16 if is_quantised else parameter.dtype)
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
 def amortized_moments(la: Amortizable, x: Any) -> Moments:

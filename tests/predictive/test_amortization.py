@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from laplace_lora_ext import from_pretrained
+from laplace_lora_ext.predictive.amortized import changes_of_logits
+from laplace_lora_ext.predictive.functions import Functions
 from tests.support.models import (
     lora_model,
     plain_model,
@@ -148,6 +150,42 @@ def test_a_prediction_is_one_forward_pass(kind, monkeypatch):
     la.predict(batch, **AMORTIZED)
     la.predict_proba(batch, **AMORTIZED)
     assert len(passes) == len(LINKS) + 3
+
+
+# --- many outputs --------------------------------------------------------------------------------
+
+
+def test_changes_of_logits_are_those_of_the_linearised_model():
+    la = fitted()
+    batch = ragged_batches()[0]
+    drawn = la.sample(4, generator())
+    found = changes_of_logits(la, batch, drawn)
+    expected = Functions(la, drawn).linearised(batch) - la.predictive_moments(batch).f_mu
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_many_outputs_learn_from_draws(monkeypatch):
+    """In 17 forward passes, and no backward pass, whatever the number of classes."""
+    n_outputs = 18
+    la = make(with_lora(Exponential(n_outputs), "layer"), prior_precision=20.0)
+    la.fit([(inputs(40, seed=1), torch.arange(40) % n_outputs)])
+    batches = [inputs(4, seed=seed) for seed in range(100)]
+    X = inputs(20, seed=1000, spread=0.9)
+    exact = la(X, link_approx="mean_field", n_contrasts=n_outputs)
+
+    def no_backward_pass(*_, **__):
+        pytest.fail("a backward pass")
+
+    monkeypatch.setattr(torch.autograd, "grad", no_backward_pass)
+    passes = count_forward_passes(la)
+    learnt = la.amortize(batches, None)
+    assert len(passes) == 17 * len(batches)
+    assert learnt.r_squared > 0.8
+    found = la(X, link_approx="mean_field", **AMORTIZED)
+    of_map = la.model(X).softmax(-1)
+    assert (found - exact).abs().mean() < 0.2 * (of_map - exact).abs().mean()
+    again = la.amortize(batches, None)
+    assert torch.equal(again.weights, learnt.weights)
 
 
 # --- what it learns from -------------------------------------------------------------------------
