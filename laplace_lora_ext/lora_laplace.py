@@ -808,9 +808,9 @@ class LoRALaplace(ParametricLaplace):
 
         A ridge regression finds the logarithms of the variances, at the present prior precision, in
         what the output layer reads and in the log-probabilities (outputs, where they are numbers).
-        No label goes in. Up to 16 outputs the variances to learn from are exact, by a backward pass for
-        each; of more they are those of eight draws, by 17 forward passes for each text, whose noise
-        the regression averages. With `pred_type="amortized"`, `la(batch)`, `la.predict(...)` and
+        No label goes in. Up to 16 outputs, it learns from exact variances, by a backward pass for
+        each; with more, from those of eight draws, by 17 forward passes for each text, and averages
+        their noise. With `pred_type="amortized"`, `la(batch)`, `la.predict(...)` and
         `la.predict_proba(...)` then use these variances, with every link. They are saved with the
         posterior, and refused when its fit or its prior precision changes.
 

@@ -372,12 +372,15 @@ def changes_of_logits(la: Amortizable, inputs: Any, drawn: torch.Tensor) -> torc
 
 def _precision(model: LogitsModel) -> float:
     """Find the precision of the coarsest numbers that a model computes with."""
-    # What autocast computes in, if it is on, shows in a product alone.
-    one = torch.ones(1, 1, device=model.device, dtype=torch.float64)
-    dtypes = {(one @ one).dtype, (one.float() @ one.float()).dtype} - {torch.float32}
+    dtypes = set()
     for parameter in model.parameters():
         is_quantised = not parameter.is_floating_point() or parameter.dtype.itemsize == 1
         dtypes.add(torch.bfloat16 if is_quantised else parameter.dtype)
+    # What autocast computes in, if it is on, shows in a product alone.
+    one = torch.ones(1, 1, device=model.device, dtype=torch.float32)
+    of_product = (one @ one).dtype
+    if of_product != torch.float32:
+        dtypes.add(of_product)
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
