@@ -43,7 +43,7 @@ from laplace_lora_ext.predictive.amortized import LearntVariance
 from laplace_lora_ext.predictive.decisions import Prediction
 from laplace_lora_ext.predictive.functions import Function, draw_function, joint_samples
 from laplace_lora_ext.predictive.links import DEFAULT_LINK, own_links
-from laplace_lora_ext.predictive.moments import Moments, semidefinite, uncorrelated
+from laplace_lora_ext.predictive.moments import Moments, joined_moments, semidefinite, uncorrelated
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics
 from laplace_lora_ext.problems import PROBLEMS, Problem
 from laplace_lora_ext.processes.exchange import together
@@ -856,10 +856,19 @@ class LoRALaplace(ParametricLaplace):
         With other `directions`, the covariance is that of S combinations of the outputs.
         """
         self.problem.check_linearised()
-        Js, f_mu = self.recorder.jacobians(X, directions, self.enable_backprop)
-        if joint:
+
+        def jacobians(part: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.recorder.jacobians(part, directions, self.enable_backprop)
+
+        def moments_of(part: Any, _: slice) -> Moments:
+            Js, f_mu = jacobians(part)
+            return Moments(f_mu, self.functional_variance(Js))
+
+        if joint:  # examples vary together: they can't come in parts
+            Js, f_mu = jacobians(X)
             return f_mu, self.functional_covariance(Js)
-        return f_mu, self.functional_variance(Js)
+        n_directions = len(directions(torch.zeros(1, self.n_outputs)))
+        return joined_moments(self.recorder.in_parts(X, n_directions, moments_of))
 
     def function(self, seed: int, pred_type: str = "glm") -> Function:
         """Draw one function from the posterior, the same for all batches.

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from laplace.baselaplace import KronLaplace
-from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 
 from laplace_lora_ext.curvature.matrix import LowRankKronDecomposed
@@ -20,7 +19,7 @@ from laplace_lora_ext.predictive.contrasts import Contrasts
 from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.predictive.distributions import sees_differences
 from laplace_lora_ext.predictive.links import DEFAULT_LINK
-from laplace_lora_ext.predictive.moments import Moments
+from laplace_lora_ext.predictive.moments import Moments, joined_moments
 from laplace_lora_ext.predictive.statistics import PredictiveStatistics, statistics_of_batch
 from laplace_lora_ext.text.generation import GeneratedText, generate_texts
 from laplace_lora_ext.text.scores import (
@@ -184,15 +183,7 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         if joint:  # examples vary together: they can't come in parts
             return moments_of(X, slice(None))
         n_directions = len(directions(torch.zeros(1, self.n_outputs)))
-        parts = self.recorder.in_parts(X, n_directions, moments_of)
-        f_mu = torch.cat([part.f_mu for part in parts])
-        # A part whose examples need fewer directions than others' has zeros in their place.
-        most = max(part.f_var.shape[-1] for part in parts)
-        covariances_of_parts = []
-        for part in parts:
-            n_missing = most - part.f_var.shape[-1]
-            covariances_of_parts.append(pad(part.f_var, (0, n_missing, 0, n_missing)))
-        return f_mu, torch.cat(covariances_of_parts)
+        return joined_moments(self.recorder.in_parts(X, n_directions, moments_of))
 
     @property
     def log_det_posterior_precision(self) -> torch.Tensor:

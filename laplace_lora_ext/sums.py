@@ -167,7 +167,7 @@ def _own_sums(
 def _with_batch(
     sums: Sums, structure: Structure[Any, Any], X: Any, y: torch.Tensor, n_before: int
 ) -> Sums:
-    """Add a batch to sums, which are of no use afterwards."""
+    """Add a batch to sums."""
     model = structure.model
     called = set(sums.called)
     with structure.recorder.noting_calls(called), model.weighing_answers() as answered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,10 @@ class KroneckerBlock:
             "input_factor": dict(vars(self.input_factor)),
             "normalizer": self.normalizer,
         }
+
+    def copy(self) -> KroneckerBlock:
+        """Copy the block; its tensors, which updates replace rather than change, are shared."""
+        return KroneckerBlock(copy(self.output_factor), copy(self.input_factor), self.normalizer)
 
     def __add__(self, other: KroneckerBlock) -> KroneckerBlock:
         """Add factors as if all data had been seen in one run."""

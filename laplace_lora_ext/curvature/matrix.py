@@ -39,6 +39,10 @@ class LowRankKron:
         """Collect tensors and numbers of each block, ready for `torch.save`."""
         return [block.state_dict() for block in self.blocks]
 
+    def copy(self) -> LowRankKron:
+        """Copy the sums, so that data which are added to the copy leave these alone."""
+        return LowRankKron([block.copy() for block in self.blocks])
+
     @property
     def nbytes(self) -> int:
         """Count the memory of the large factors once they have all their columns."""

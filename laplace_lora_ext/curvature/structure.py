@@ -90,14 +90,29 @@ class Structure(Generic[SumsT, CurvatureT]):
     def add(
         self, sums: SumsT, x: Any, y: torch.Tensor, n_before: int
     ) -> tuple[torch.Tensor, SumsT]:
-        """Add a batch: return its loss, and the sums with it, which may be the given ones, changed.
+        """Add a batch: return its loss, and the sums with it; the given ones stay as they are.
 
         Labels that don't fit and numbers that are not finite are refused. Labels that are drawn
-        depend on how many examples, `n_before`, came before.
+        depend on how many examples, `n_before`, came before. A batch that does not fit into memory
+        is added in parts, as if these were batches.
         """
-        if isinstance(self.backend, LowRankKronInterface):
-            self.backend.n_before = n_before
-        return self._add(sums, x, y)
+        _, dtype = self.places[0]
+        total = sums
+        losses: list[torch.Tensor] = []
+
+        def add_part(part: Any, place: slice) -> None:
+            nonlocal total
+            of_part = y[place]
+            if not len(self.likelihood.as_targets(of_part, dtype)):  # texts without a label
+                return
+            if isinstance(self.backend, LowRankKronInterface):
+                self.backend.n_before = n_before + (place.start or 0)
+            # Nothing is added unless the whole part is.
+            loss, total = self._add(total, part, of_part)
+            losses.append(loss)
+
+        self.recorder.in_parts_that_fit(x, len(y), add_part)
+        return torch.stack(losses).sum(), total
 
     def _add(self, sums: SumsT, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, SumsT]:
         raise NotImplementedError
@@ -147,8 +162,9 @@ class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
         return self.low_rank_backend.zeros()
 
     def _add(self, sums: LowRankKron, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, LowRankKron]:
-        loss = self.low_rank_backend.accumulate(sums, x, y)
-        return loss, sums
+        total = sums.copy()
+        loss = self.low_rank_backend.accumulate(total, x, y)
+        return loss, total
 
     def decompose(self, sums: LowRankKron, n_data: int) -> LowRankKronDecomposed:
         with torch.autocast(self.model.device.type, enabled=False):

@@ -55,6 +55,14 @@ def number_of_rows(x: Any) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
+def number_of_tokens(batch: Any) -> int | None:
+    """Count the positions of an example's tokens; None where none can be seen."""
+    tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+    if not isinstance(tokens, torch.Tensor) or tokens.is_floating_point() or tokens.ndim < 2:
+        return None
+    return tokens.shape[1:].numel()
+
+
 def _check_collated(batch: Any) -> None:
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), list):
         raise TypeError("input_ids are a list: pass batches of tensors, as collators make them.")

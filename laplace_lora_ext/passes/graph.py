@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from laplace_lora_ext.models.checkpointing import Checkpoints
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import Block, LinearRows, whole_parameters
+from laplace_lora_ext.passes.memory import OutOfMemory, attempt
 
 # Rows that a backward pass should have: with fewer, products leave the machine half idle, and what
 # is done once a pass and layer counts. Measured on two cores by `python -m benchmarks cost`.
@@ -32,7 +34,10 @@ class Layouts:
     # the name of a LoRA layer, whose halves see the same rows, and which of how many calls of it.
     proven: dict[tuple[str, int, int], int] = field(default_factory=dict)
     examples_apart: bool = False  # rows of some batch were not each example's own, or none are seen
-    seeds_apart: bool = False  # a kernel can't run under `torch.func.vmap`
+    examples_together: bool = False  # those of some batch of several were each example's own
+    # How many seeds a backward pass may take at most: one where a kernel can't run under
+    # `torch.func.vmap`, fewer than before where memory did not suffice.
+    seeds_at_most: float = math.inf
     # Indices of the blocks without rows whose parameters any pass has used.
     reached: set[int] = field(default_factory=set)
 
@@ -198,44 +203,48 @@ class Graph:
         What arrives at each layer is delivered as soon as it is known, so that few gradients are in
         memory at a time; what arrives at whole parameters, if it is asked for, after each pass.
         Some kernels can't run under `torch.func.vmap`, such as those that write into their
-        arguments. Then seeds go one by one, from then on.
+        arguments. Then seeds go one by one, from then on; half as many at once where memory does
+        not suffice.
         """
         parameters = [] if deliver_whole is None else self.parameters
         if not any(self.calls) and not parameters:  # none has a gradient
             return
 
-        def deliver_each(seeds: slice, of_parameters: Sequence[torch.Tensor]) -> None:
-            for parameter, gradients in zip(parameters, of_parameters, strict=True):
-                assert deliver_whole is not None
-                deliver_whole(OfParameter(parameter, seeds, gradients))
-
+        way = _Way(deliver, deliver_whole, parameters, retain_graph, create_graph)
         n_seeds = len(vectors)
         for start in range(0, n_seeds, at_once):
-            seeds = slice(start, min(start + at_once, n_seeds))
-            together = _Pass(self.calls, seeds, deliver, is_batched=True)
-            # One seed alone gains nothing from vmap.
-            if seeds.stop - start > 1 and not self._layouts.seeds_apart:
-                of_parameters = self._batched(vectors[seeds], parameters, together, create_graph)
-                if of_parameters is not None:
-                    deliver_each(seeds, of_parameters)
-                    continue
-            for seed in range(start, seeds.stop):
-                alone = _Pass(self.calls, slice(seed, seed + 1), deliver)
-                # A pass of all these seeds that failed midway has brought some layers theirs.
-                alone.delivered |= together.delivered
-                is_last = seed + 1 == n_seeds
-                with alone:
-                    gradients = self._grad(
-                        vectors[seed], parameters, retain_graph or not is_last, create_graph
-                    )
-                deliver_each(alone.seeds, [gradient[None] for gradient in gradients])
+            stop = min(start + at_once, n_seeds)
+            self._propagate(vectors, slice(start, stop), way, delivered=set())
+
+    def _propagate(
+        self, vectors: torch.Tensor, seeds: slice, way: _Way, delivered: set[int]
+    ) -> None:
+        """Bring some seeds, in as few passes as can be, to layers not yet `delivered` theirs."""
+        n_seeds = seeds.stop - seeds.start
+        if n_seeds == 1:
+            is_last = seeds.stop == len(vectors)
+            with _Pass(self.calls, seeds, way.deliver, delivered):
+                retain_graph = way.retain_graph or not is_last
+                gradients = self._grad(
+                    vectors[seeds.start], way.parameters, retain_graph, way.create_graph
+                )
+            way.deliver_each(seeds, [gradient[None] for gradient in gradients])
+            return
+        if n_seeds <= self._layouts.seeds_at_most:
+            together = _Pass(self.calls, seeds, way.deliver, delivered, is_batched=True)
+            of_parameters = self._batched(vectors[seeds], way, together)
+            if of_parameters is not None:
+                way.deliver_each(seeds, of_parameters)
+                return
+            # It has brought some layers theirs before it failed.
+            delivered = together.delivered
+        step = int(self._layouts.seeds_at_most)
+        for start in range(seeds.start, seeds.stop, step):
+            fewer = slice(start, min(start + step, seeds.stop))
+            self._propagate(vectors, fewer, way, set(delivered))
 
     def _batched(
-        self,
-        vectors: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-        together: _Pass,
-        create_graph: bool,
+        self, vectors: torch.Tensor, way: _Way, together: _Pass
     ) -> Sequence[torch.Tensor] | None:
         """Back-propagate several seeds in one pass; None, and a note of it, if that is impossible.
 
@@ -244,22 +253,29 @@ class Graph:
 
         def grad(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
             # If the pass fails, the graph is needed again.
-            gradients = self._grad(vector, parameters, retain_graph=True, create_graph=create_graph)
+            gradients = self._grad(vector, way.parameters, True, way.create_graph)
             return vector.new_zeros(()), *gradients
 
-        try:
+        def run() -> Sequence[torch.Tensor]:
             with together, warnings.catch_warnings():
                 # Where an operation has no batching rule, vmap runs it once a seed: as good.
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 _, *of_parameters = torch.func.vmap(grad)(vectors)
                 return of_parameters
-        except torch.cuda.OutOfMemoryError:  # which smaller batches mend
-            raise
+
+        try:
+            gradients = attempt(run)
         except Exception:
             if together.is_delivering:  # the fault is not the pass's
                 raise
-            self._layouts.seeds_apart = True
+            self._layouts.seeds_at_most = 1
             return None
+        if not isinstance(gradients, OutOfMemory):
+            return gradients
+        if together.is_delivering:  # which smaller batches mend
+            raise torch.OutOfMemoryError(gradients.message)
+        self._layouts.seeds_at_most = len(vectors) // 2
+        return None
 
     def _grad(
         self,
@@ -282,6 +298,23 @@ class Graph:
         return gradients
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How a graph is passed back through, and what takes what arrives."""
+
+    deliver: Callable[[Arrived], None]
+    deliver_whole: Callable[[OfParameter], None] | None
+    parameters: Sequence[torch.Tensor]  # whose whole gradients are asked for
+    retain_graph: bool
+    create_graph: bool
+
+    def deliver_each(self, seeds: slice, gradients: Sequence[torch.Tensor]) -> None:
+        """Deliver what some seeds have brought to each parameter."""
+        for parameter, of_parameter in zip(self.parameters, gradients, strict=True):
+            assert self.deliver_whole is not None
+            self.deliver_whole(OfParameter(parameter, seeds, of_parameter))
+
+
 class _Pass:
     """A backward pass: gathers what arrives at each layer's calls, and delivers it.
 
@@ -293,11 +326,12 @@ class _Pass:
         calls: Sequence[Sequence[Call]],
         seeds: slice,
         deliver: Callable[[Arrived], None],
+        delivered: set[int],
         is_batched: bool = False,
     ) -> None:
         self.is_batched = is_batched
         self.seeds = seeds
-        self.delivered: set[int] = set()
+        self.delivered = delivered
         self.is_delivering = False
         self._calls = calls
         self._deliver = deliver

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from laplace_lora_ext.messages import warn
-from laplace_lora_ext.models.batches import number_of_rows, part_of
+from laplace_lora_ext.models.batches import number_of_rows, number_of_tokens, part_of
 from laplace_lora_ext.models.locks import unfused_attention
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.weights import (
@@ -24,6 +25,7 @@ from laplace_lora_ext.models.weights import (
     without_rows,
 )
 from laplace_lora_ext.passes.graph import Layouts, Taps, refuse_reentrant, tapped
+from laplace_lora_ext.passes.memory import Memory, OutOfMemory, attempt, is_shared
 from laplace_lora_ext.passes.proof import is_proven
 from laplace_lora_ext.passes.recording import Gradients, Part, Recording, Visitor
 
@@ -34,6 +36,10 @@ _NO_EXAMPLE = (RuntimeError, ValueError, TypeError, LookupError, AssertionError)
 # more: on a CPU, where more are no faster, and on an accelerator.
 _ON_CPU = 768
 _ON_ACCELERATOR = 2**13
+
+# Why a batch has no parts.
+_NO_ROWS = "its tensors don't all have a row for each example"
+_DEPENDENT = "its examples' logits depend on each other"
 
 Directions = Callable[[torch.Tensor], torch.Tensor]
 """Takes logits `(B, C)`, and returns vectors `(S, B, C)` to back-propagate."""
@@ -64,6 +70,9 @@ class Recorder:
         self.blocks = list(blocks)
         # A whole parameter's gradient is of all examples that a pass has.
         self.layouts = Layouts(examples_apart=bool(without_rows(blocks)))
+        # A prediction's backward pass has more vectors at once than a fit's.
+        self._of_fits = Memory()
+        self._of_predictions = Memory()
         self._has_warned = False
 
     @contextmanager
@@ -125,6 +134,7 @@ class Recorder:
         if positions.n_examples > 1 and graph.parameters:
             return None
         if is_proven(graph, self.blocks, positions, layouts.proven):
+            layouts.examples_together |= positions.n_examples > 1
             return Part(graph, positions)
         layouts.examples_apart = True
         return None
@@ -136,13 +146,9 @@ class Recorder:
         logits: torch.Tensor,
     ) -> Iterator[Part]:
         """Record each example by itself, or through the batch if it has other logits there."""
-        positions = self.model.positions(batch, len(logits))
         of_batch = None
-        itself = torch.eye(positions.n_examples, dtype=torch.bool, device=logits.device)
-        for number, own in enumerate(positions.logits_of(itself)):
-            if not own.any():  # a text without a label
-                continue
-            example = part_of(batch, slice(number, number + 1), positions.n_examples)
+        for each in self._examples(batch, logits):
+            number, example, own = each.number, each.inputs, each.logits
             graph = None
             # The other examples' logits are the batch's own, and can't make a difference.
             alone = logits.detach().clone()
@@ -266,7 +272,7 @@ class Recorder:
         evaluate: Callable[[Any, slice], Any],
         n_examples: int | None = None,
     ) -> list[Any]:
-        """Evaluate a few examples at a time, or the whole batch where parts differ from it.
+        """Predict a few examples at a time, or the whole batch where parts differ from it.
 
         Windows of texts, say, lie in rows of their own: parts then have another number of logits
         than of rows. Logits may also depend on the other examples, as where a model normalises a
@@ -274,29 +280,135 @@ class Recorder:
 
         `evaluate` takes a part, and its place in the batch; what it returns has their logits
         `f_mu`. `n_outputs` vectors are back-propagated at once. Where labels tell `n_examples`,
-        inputs with another number of rows stay undivided.
+        inputs with another number of rows stay undivided. Parts that do not fit into memory are
+        halved, and how much does fit is remembered; a `torch.OutOfMemoryError` says what to do
+        where one example does not, or the batch can't be divided.
         """
         n_rows = number_of_rows(batch)
+        if n_rows is None or n_examples not in (None, n_rows):
+            return [self._undivided(batch, evaluate, _NO_ROWS)]
+        rows_of_example = n_outputs * (number_of_tokens(batch) or 1)
         at_once = _ON_CPU if self.model.device.type == "cpu" else _ON_ACCELERATOR
-        size = max(1, at_once // max(1, n_outputs * _n_positions(batch)))
-        if n_rows is None or n_rows <= size or n_examples not in (None, n_rows):
-            return [evaluate(batch, slice(None))]
-        n_parts = math.ceil(n_rows / size)
+        at_most = max(1, at_once // max(1, rows_of_example))
+        parts = self._parts(batch, rows_of_example, at_most, self._of_predictions, evaluate)
         results: list[Any] = []
-        for places in torch.arange(n_rows).tensor_split(n_parts):
-            first, last = int(places[0]), int(places[-1])
-            place = slice(first, last + 1)
-            results.append(evaluate(part_of(batch, place, n_rows), place))
-            if len(results[-1].f_mu) != len(places):
-                return [evaluate(batch, slice(None))]
-        # Where rows are proven to be each example's own, no other example can count.
-        if self.layouts.examples_apart:
-            with self.model.prepared(), torch.no_grad():
-                whole = self.model(batch)
-            f_mu = torch.cat([result.f_mu for result in results])
-            if not self.model.agree(whole, f_mu.to(whole)):
-                return [evaluate(batch, slice(None))]
+        for place, result in parts:
+            results.append(result)
+            if place == slice(0, n_rows):
+                return results
+            if len(result.f_mu) != place.stop - place.start:
+                return [self._undivided(batch, evaluate, _NO_ROWS)]
+        f_mu = torch.cat([result.f_mu for result in results])
+        if self._may_depend(self._of_predictions, batch, lambda _: f_mu):
+            return [self._undivided(batch, evaluate, _DEPENDENT)]
         return results
+
+    def in_parts_that_fit(
+        self,
+        batch: Any,
+        n_examples: int,
+        evaluate: Callable[[Any, slice], Any],
+    ) -> list[Any]:
+        """Learn from a batch with `n_examples` labels, at once or in parts that fit into memory.
+
+        `evaluate` takes a part, and its place in the batch. Errors are those of `in_parts`. One
+        whose examples' logits depend on each other has no parts: what was learnt is of no use then.
+        """
+        if number_of_rows(batch) != n_examples:
+            return [self._undivided(batch, evaluate, _NO_ROWS)]
+        memory = self._of_fits
+        n_tokens = number_of_tokens(batch) or 1
+        parts = list(self._parts(batch, n_tokens, n_examples, memory, evaluate))
+        is_divided = len(parts) > 1
+        if is_divided and self._may_depend(memory, batch, partial(self._alone, batch)):
+            raise memory.failure.of_batch(self.model, batch, _DEPENDENT)
+        return [result for _, result in parts]
+
+    def _parts(
+        self,
+        batch: Any,
+        rows_of_example: int,
+        at_most: int,
+        memory: Memory,
+        evaluate: Callable[[Any, slice], Any],
+    ) -> Iterator[tuple[slice, Any]]:
+        """Evaluate one part of a batch after the other, each `at_most` so large, and as fits."""
+        n_examples = number_of_rows(batch)
+        assert n_examples is not None
+        first = 0
+        while first < n_examples:
+            n_left = n_examples - first
+            n_parts = math.ceil(n_left / memory.size(rows_of_example, at_most))
+            size = math.ceil(n_left / n_parts)  # all parts are about as large
+            place = slice(first, first + size)
+            part = batch
+            if size < n_examples:
+                part = part_of(batch, place, n_examples)
+            result = attempt(partial(evaluate, part, place))
+            if not isinstance(result, OutOfMemory):
+                yield place, result
+                first = place.stop
+            elif size == 1:
+                raise result.of_example(self.model, part)
+            elif is_shared(self.model):
+                raise result.of_batch(self.model, part, "ranks that share a model pass alike")
+            else:
+                memory.halve(size, rows_of_example, result)
+
+    def _undivided(self, batch: Any, evaluate: Callable[[Any, slice], Any], reason: str) -> Any:
+        """Evaluate a batch that for some `reason` has no parts."""
+        result = attempt(partial(evaluate, batch, slice(None)))
+        if isinstance(result, OutOfMemory):
+            raise result.of_batch(self.model, batch, reason)
+        return result
+
+    def _may_depend(
+        self,
+        memory: Memory,
+        batch: Any,
+        of_parts: Callable[[torch.Tensor], torch.Tensor],
+    ) -> bool:
+        """Tell whether examples' logits may be others in a batch than in its parts.
+
+        `of_parts` takes the logits of the batch, and returns those of its parts.
+        """
+        layouts = self.layouts
+        # Where rows are proven to be each example's own, no other example can count.
+        if layouts.examples_together and not layouts.examples_apart:
+            return False
+        with self.model.prepared(), torch.no_grad():
+            whole = attempt(partial(self.model, batch))
+            if isinstance(whole, OutOfMemory):
+                raise whole.of_batch(self.model, batch, "nothing shows that its parts are alike")
+            if not self.model.agree(whole, of_parts(whole).to(whole)):
+                return True
+        layouts.examples_together = True
+        return False
+
+    def _alone(self, batch: Any, whole: torch.Tensor) -> torch.Tensor:
+        """Compute the logits of a batch, whose logits together are `whole`, by one example each."""
+        alone = torch.full_like(whole, torch.nan)
+        for example in self._examples(batch, whole):
+            alone[example.logits] = self.model(example.inputs)
+        return alone
+
+    def _examples(self, batch: Any, logits: torch.Tensor) -> Iterator[_Example]:
+        """Take a batch with these logits apart; texts without a label are left out."""
+        positions = self.model.positions(batch, len(logits))
+        itself = torch.eye(positions.n_examples, dtype=torch.bool, device=logits.device)
+        for number, own in enumerate(positions.logits_of(itself)):
+            if own.any():
+                place = slice(number, number + 1)
+                yield _Example(number, part_of(batch, place, positions.n_examples), own)
+
+
+@dataclass(frozen=True)
+class _Example:
+    """An example of a batch."""
+
+    number: int
+    inputs: Any
+    logits: torch.Tensor  # `(N,)` booleans: its own among the batch's
 
 
 class _Jacobians(Visitor):
@@ -354,13 +466,3 @@ class _Jacobians(Visitor):
         block = self._blocks[index]
         shape = (*self._size, *block.shape)
         return block.values.new_zeros(shape, dtype=block.statistics_dtype)
-
-
-def _n_positions(batch: Any) -> int:
-    """Count the tokens of an example, where they can be seen."""
-    tokens = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-    if not isinstance(tokens, torch.Tensor) or tokens.is_floating_point():
-        return 1
-    if tokens.ndim < 2:
-        return 1
-    return tokens.shape[1:].numel()

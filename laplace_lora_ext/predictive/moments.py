@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 
 class Moments(NamedTuple):
@@ -50,6 +51,20 @@ class DifferenceMoments(Moments):
     """
 
     __slots__ = ()
+
+
+def joined_moments(parts: Sequence[Moments]) -> Moments:
+    """Join the moments of consecutive parts of a batch.
+
+    A part whose examples need fewer directions than others' gets zeros in their place.
+    """
+    f_mu = torch.cat([part.f_mu for part in parts])
+    most = max(part.f_var.shape[-1] for part in parts)
+    covariances = []
+    for part in parts:
+        n_missing = most - part.f_var.shape[-1]
+        covariances.append(pad(part.f_var, (0, n_missing, 0, n_missing)))
+    return Moments(f_mu, torch.cat(covariances))
 
 
 class MixtureMoments(NamedTuple):

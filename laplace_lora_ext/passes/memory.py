@@ -1,0 +1,100 @@
+"""Batches that do not fit into memory: how much of one does, and what to do where nothing does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from torch import nn
+
+from laplace_lora_ext.models.batches import number_of_tokens
+from laplace_lora_ext.models.checkpointing import checkpointed_layers
+from laplace_lora_ext.models.logits_model import LogitsModel
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """What an accelerator said when its memory did not suffice."""
+
+    message: str
+
+    def of_example(self, model: LogitsModel, example: Any) -> torch.OutOfMemoryError:
+        """Make an error that not even one example fits, with what needs less memory."""
+        n_tokens = _longest(example)
+        advice: list[str] = []
+        if not checkpointed_layers(model):
+            advice.append("switch on gradient checkpointing (model.gradient_checkpointing_enable)")
+        if n_tokens is not None:
+            advice.append("cut texts shorter")
+        advice.append("load the base model in 4-bit (transformers.BitsAndBytesConfig)")
+        what = "One example" if n_tokens is None else f"One text of {n_tokens} tokens"
+        return torch.OutOfMemoryError(
+            f"{what} does not fit into the memory of {model.device}: {', or '.join(advice)}. "
+            f"({self.message})"
+        )
+
+    def of_batch(self, model: LogitsModel, batch: Any, reason: str) -> torch.OutOfMemoryError:
+        """Make an error that a batch does not fit, and for what `reason` it is not divided."""
+        n_tokens = _longest(batch)
+        of_length = "" if n_tokens is None else f", the longest text of {n_tokens} tokens,"
+        return torch.OutOfMemoryError(
+            f"The batch{of_length} does not fit into the memory of {model.device}, and is not "
+            f"divided, since {reason}: pass smaller batches. ({self.message})"
+        )
+
+
+class Memory:
+    """Remembers how many rows of a layer fit into memory, in passes of one kind."""
+
+    def __init__(self) -> None:
+        self._most_rows = math.inf  # to try; infinite as long as all that was tried did fit
+        self._failure = OutOfMemory("")  # the last one
+
+    @property
+    def failure(self) -> OutOfMemory:
+        """What has made the parts smaller."""
+        return self._failure
+
+    def size(self, n_rows: int, at_most: int) -> int:
+        """Say how many examples of `n_rows` rows each to try at once."""
+        if math.isinf(self._most_rows):
+            return at_most
+        return min(at_most, max(1, int(self._most_rows) // n_rows))
+
+    def halve(self, n_examples: int, n_rows: int, failure: OutOfMemory) -> None:
+        """Remember that examples of `n_rows` rows each did not fit: half of them may."""
+        self._most_rows = max(1, n_examples // 2) * n_rows
+        self._failure = failure
+
+
+def attempt(evaluate: Callable[[], Result]) -> Result | OutOfMemory:
+    """Evaluate; where memory does not suffice, let go of all that was made."""
+    try:
+        return evaluate()
+    except RuntimeError as error:
+        if not should_reduce_batch_size(error):
+            raise
+        failure = OutOfMemory(str(error))
+    # Only here, where the error has gone, does nothing hold the graph that did not fit.
+    clear_device_cache(garbage_collection=True)
+    return failure
+
+
+def is_shared(model: nn.Module) -> bool:
+    """Tell whether several ranks hold one model's weights, and so must make the same passes."""
+    return any(hasattr(weight, "full_tensor") for weight in model.parameters())
+
+
+def _longest(batch: Any) -> int | None:
+    """Count the tokens of a batch's longest text, padding left out; None where it has none."""
+    n_tokens = number_of_tokens(batch)
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if n_tokens is None or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return n_tokens
+    return int(mask.bool().sum(1).max())

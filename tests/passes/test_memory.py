@@ -1,0 +1,249 @@
+"""Batches that do not fit into memory, on a pretended machine that holds a few rows."""
+
+import weakref
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from tests.support.dense import EXACT
+from tests.support.models import (
+    TwoLinear,
+    laplace_keywords,
+    lora_model,
+    pairs,
+    plain_model,
+    ragged_batches,
+    with_lora,
+)
+from tests.support.posteriors import STRUCTURES, make
+
+_MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@dataclass
+class Machine:
+    """Holds so many rows of activations in a forward, and of gradients in a backward pass."""
+
+    forward: float = torch.inf
+    backward: float = torch.inf
+    tried: list[int] = field(default_factory=list)  # rows of forward passes with a graph
+    graphs: list[weakref.ref] = field(default_factory=list)  # what they hold
+    alive: list[int] = field(default_factory=list)  # of these, when another one begins
+
+    def limit(self, x: torch.Tensor) -> torch.Tensor:
+        return _Limit.apply(x, self)
+
+
+class _Limit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, machine):
+        ctx.machine = machine
+        if torch.is_grad_enabled() or x.requires_grad:
+            machine.alive.append(sum(ref() is not None for ref in machine.graphs))
+            machine.tried.append(len(x))
+            if len(x) > machine.forward:
+                raise torch.OutOfMemoryError(_MESSAGE)
+        saved = x.clone()
+        machine.graphs.append(weakref.ref(saved))
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (saved,) = ctx.saved_tensors
+        if gradient.numel() / saved.shape[1:].numel() > ctx.machine.backward:
+            raise torch.OutOfMemoryError(_MESSAGE)
+        return gradient, None
+
+
+class Limited(TwoLinear):
+    """Its hidden layer is on a machine of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = Machine()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.machine.limit(self.first(x)).tanh())
+
+
+def limited(structure: str = "lowrank_kron", **limits: float):
+    model = with_lora(Limited(), "first", "second")
+    keywords = {"backend_kwargs": {"rank": 100}} if structure == "lowrank_kron" else {}
+    la = make(model, structure, **keywords)
+    vars(model.machine).update(limits)
+    return la, model.machine
+
+
+def facts_of(la, X) -> dict[str, torch.Tensor]:
+    moments = la.predictive_moments(X)
+    return {
+        "evidence": la.log_marginal_likelihood().detach(),
+        "loss": la.loss,
+        "f_mu": moments.f_mu.detach(),
+        "f_var": moments.f_var.detach(),
+    }
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_batch_that_does_not_fit_is_learnt_and_predicted_in_parts(structure, where):
+    batches = pairs(2, n=11)
+    la, machine = limited(structure)
+    la.fit(batches)
+    expected = facts_of(la, batches[0][0])
+    la, machine = limited(structure, **{where: 3})
+    la.fit(batches)
+    assert la.n_data == 22
+    assert max(machine.tried) == 11
+    assert_close(facts_of(la, batches[0][0]), expected, **EXACT)
+
+
+def test_no_part_is_added_twice():
+    """The last layers have had their gradients when a backward pass fails on its way to others."""
+    model = lora_model("bert")
+    machine = Machine()
+
+    def limit(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return machine.limit(args[0]), *args[1:]
+
+    model.base_model.model.bert.encoder.layer[1].register_forward_pre_hook(limit)
+    batches = ragged_batches(batch_size=8)
+    la = make(model, backend_kwargs={"rank": 100})
+    la.fit(batches)  # texts are proven once: later ones are not, before layers are visited
+    whole = la.H_facs
+    machine.tried.clear()
+    machine.backward = 2
+    la.fit(batches)
+    assert machine.tried == [8, 4, 2, 2, 2, 2]
+    for block, expected in zip(la.H_facs.blocks, whole.blocks, strict=True):
+        assert_close(block.normalizer, expected.normalizer, **EXACT)
+        for mine, its in (
+            (block.output_factor, expected.output_factor),
+            (block.input_factor, expected.input_factor),
+        ):
+            assert_close(mine.trace, its.trace, **EXACT)
+
+
+def test_what_fits_is_remembered():
+    la, machine = limited(forward=2)
+    la.fit(pairs(3, n=8))
+    assert machine.tried == [8, 4, 2, 2, 2, 2] + 2 * [2, 2, 2, 2]
+    machine.tried.clear()
+    X, _ = pairs(n=8)[0]
+    la(X)
+    assert machine.tried == [8, 4, 2, 2, 2, 2]
+    machine.tried.clear()
+    la(X)
+    la(X[:3])
+    assert machine.tried == [2, 2, 2, 2, 2, 1]
+    machine.tried.clear()
+    la.fit(pairs(n=8))
+    assert machine.tried == [2, 2, 2, 2]
+
+
+def test_what_did_not_fit_is_let_go():
+    la, machine = limited(backward=2)
+    la.fit(pairs(n=8))
+    assert machine.alive == [0] * len(machine.tried)
+
+
+def test_seeds_that_do_not_fit_together_go_one_by_one():
+    """Where a single example has too many vectors to pass back at once."""
+    X, _ = pairs(n=6)[0]
+    la, machine = limited()
+    la.fit(pairs(n=6))
+    expected = facts_of(la, X)
+    machine.backward = 1  # of three classes
+    assert_close(facts_of(la, X), expected, **EXACT)
+    assert la.recorder.layouts.seeds_at_most == 1
+
+
+def test_statistics_are_made_in_parts():
+    X, y = pairs(n=6)[0]
+    la, machine = limited()
+    la.fit([(X, y)])
+    expected = la.predictive_statistics([(X, y)])
+    machine.forward = 2
+    found = la.predictive_statistics([(X, y)])
+    for mine, its in zip(found.columns, expected.columns, strict=True):
+        assert_close(mine, its, **EXACT)
+
+
+class Normalising(Limited):
+    """What an example is taken for depends on the others, unseen by gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(x)
+        return logits - logits.mean(0)
+
+
+def test_examples_that_depend_on_each_other_are_not_divided():
+    model = with_lora(Normalising(), "first", "second")
+    la = make(model)
+    batches = pairs(n=6)
+    la.fit(batches)
+    machine = model.machine
+    machine.forward = 5
+    with pytest.raises(torch.OutOfMemoryError, match="depend on each other: pass smaller batches"):
+        la.fit(batches)
+    with pytest.raises(torch.OutOfMemoryError, match="depend on each other: pass smaller batches"):
+        make(model).fit(batches)  # of which no batch has been proven
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_one_text_that_does_not_fit_is_told_with_its_length(checkpointed):
+    model = lora_model("bert")
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    machine = Machine(forward=0)
+
+    def limit(_: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+        return machine.limit(args[0])
+
+    model.base_model.model.classifier.register_forward_pre_hook(limit)
+    la = make(model, **laplace_keywords("bert"))
+    # Four tokens, padded to seven.
+    batches = ragged_batches(lengths=(4, 4))
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        la.fit(batches)
+    message = str(error.value)
+    assert message.startswith("One text of 4 tokens does not fit into the memory of cpu: ")
+    assert ("gradient checkpointing" in message) is not checkpointed
+    assert "cut texts shorter, or load the base model in 4-bit" in message
+    assert _MESSAGE in message
+    assert not la.n_data
+
+
+def test_a_batch_without_a_row_for_each_label_is_not_divided():
+    """As of tokens, which have a label each."""
+    model = with_lora(Limited(), "first", "second")
+
+    class OfMask(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.model(x["rows"][x["mask"]])
+
+    X, y = pairs(n=6)[0]
+    mask = torch.tensor([1, 1, 1, 0, 1, 0]).bool()
+    la = make(OfMask())
+    model.machine.forward = 3
+    with pytest.raises(torch.OutOfMemoryError, match="have a row for each example: pass smaller"):
+        la.fit([({"rows": X, "mask": mask}, y[mask])])
+
+
+def test_other_errors_are_not_taken_for_memory():
+    model = plain_model()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("something else")
+
+    model.first.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="something else"):
+        make(model).fit(pairs())
