@@ -12,6 +12,7 @@ from benchmarks.methods.free_text import Predictor, token_loss
 from benchmarks.report import Row
 from benchmarks.tasks.free_text import Written, by_length
 from laplace_lora_ext.metrics import N_BINS
+from laplace_lora_ext.models.tokens_model import TokensModel
 from laplace_lora_ext.text.scores import score
 
 LONGEST_ANSWER = 16  # tokens
@@ -93,7 +94,9 @@ def detection(
     scores = []
     for batch in texts:
         f, drawn, tokens = predictor(batch)
-        labelled = predictor.la.model.labelled(batch)
+        model = predictor.la.model
+        assert isinstance(model, TokensModel)  # of all posteriors over texts
+        labelled = model.labelled(batch)
         scores.append(score(f, drawn, tokens, labelled))
     # The higher, the more doubtful.
     signs = {
