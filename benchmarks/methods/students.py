@@ -23,6 +23,8 @@ class Scaled:
         self.model = la.model
         self.blocks = la.blocks
         self.members = [self]
+        self.trained_likelihood = la.trained_likelihood
+        self.predicted_likelihood = la.predicted_likelihood
         self.temperature = temperature
 
     @torch.no_grad()

@@ -125,7 +125,7 @@ def completed(covariance: torch.Tensor, classes: torch.Tensor, n_outputs: int) -
 
     # Which of these rows is each class's; in a last column stands what belongs to none.
     rows = classes.new_full((n_examples, n_outputs + 1), other)
-    in_order = torch.arange(-1, n_places, device=classes.device)
+    in_order = torch.arange(n_places + 1, device=classes.device) - 1
     in_order[0] = first
     columns = torch.where(classes == NO_CLASS, n_outputs, classes)
     rows = rows.scatter(1, columns, in_order.expand_as(columns))[:, :n_outputs]

@@ -289,7 +289,7 @@ REFUSED = [
     Refused("weights of the", train=the_same_model),
     Refused("weights of the", train=a_copy),
     Refused("changed", train=in_place, error=RuntimeError),
-    Refused("class_token_ids", train=a_language_model),
+    Refused("none of the weights", train=a_language_model),
 ]
 
 
