@@ -187,12 +187,14 @@ def _views(
         n_experts = of_parameter.num_experts
     if n_experts > 1:
         m, n = weight.shape
-        # In PEFT's own order: of A, an expert's rows follow each other; of B, the experts' columns.
-        shape, axis = ((n_experts, m // n_experts, n), -3)
-        if part == "lora_B":
-            shape, axis = ((m, n // n_experts, n_experts), -1)
         for place in range(n_experts):
-            yield f"[{place}]", View(shape, axis, place)
+            # In PEFT's own order: of B, the experts' columns alternate; of A, each expert's rows
+            # follow each other.
+            if part == "lora_B":
+                view = View((m, n // n_experts, n_experts), -1, place)
+            else:
+                view = View((n_experts, m // n_experts, n), -3, place)
+            yield f"[{place}]", view
     elif weight.ndim == 2:
         yield "", None
     else:  # the magnitudes of a layer, or the kernels of a convolution

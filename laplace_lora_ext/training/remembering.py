@@ -32,6 +32,9 @@ class Remember(TrainerCallback):
 
         trainer.add_callback(Remember(la))
 
+    It is for old data that can't be kept: where some can, training on these again is the stronger
+    cure.
+
     Parameters
     ----------
     *posteriors : LoRALaplace

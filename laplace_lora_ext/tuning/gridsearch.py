@@ -425,8 +425,8 @@ def warn_of_ends(la: Predictor, history: TuningHistory) -> None:
         return  # a grid without a middle, or one of which `check_grid` has warned
     is_regression = la.members[0].trained_likelihood.is_gaussian
     noise = ""
-    # Where both ends are as good, the first is taken, and spoken of.
-    # With a scale or a noise of its own, the last is as good as any: these alone are needed.
+    # Where both ends are as good, the first is taken, and spoken of. If a scale or a noise was
+    # chosen too, the last is no fault: without variance, that number does all that is needed.
     is_fixed = history.logit_scale is None and history.sigma_noise is None
     is_near_last = torch.isclose(losses[-1], best, rtol=_EQUAL, atol=0.0)
     is_last = is_fixed and is_near_last and losses.argmin() > 0
