@@ -29,7 +29,9 @@ def expected_improvement(
 
     Parameters
     ----------
-    mean, standard_deviation : torch.Tensor
+    mean : torch.Tensor
+        `(N,)`
+    standard_deviation : torch.Tensor
         `(N,)`
     best : float
         the largest number that is known
@@ -56,7 +58,22 @@ def expected_improvement(
 def upper_confidence_bound(
     mean: torch.Tensor, standard_deviation: torch.Tensor, beta: float = 2.0
 ) -> torch.Tensor:
-    """Compute `mean + beta * standard_deviation`, `(N,)`."""
+    """Compute `mean + beta * standard_deviation`, `(N,)`.
+
+    Parameters
+    ----------
+    mean : torch.Tensor
+        `(N,)`
+    standard_deviation : torch.Tensor
+        `(N,)`
+    beta : float, default=2.0
+        how much it is worth to be unsure
+
+    Returns
+    -------
+    torch.Tensor
+        `(N,)`
+    """
     return mean + beta * standard_deviation
 
 

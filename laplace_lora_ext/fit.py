@@ -48,7 +48,10 @@ class Fit:
         made of the sums, without a prior
     loss : torch.Tensor
         `()`, negative log-likelihood of all data
-    n_data, n_outputs : int
+    n_data : int
+        how many examples
+    n_outputs : int
+        of the model
     model : ModelState
         that of all other weights
     places : list of Place
@@ -172,7 +175,9 @@ def fit(
 
     Raises
     ------
-    ValueError, RuntimeError
+    ValueError
+        See `LoRALaplace.fit`.
+    RuntimeError
         See `LoRALaplace.fit`.
     """
     model, blocks = structure.model, structure.blocks

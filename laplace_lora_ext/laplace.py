@@ -61,8 +61,10 @@ def Laplace(  # noqa: N802
         two classes), "reward_modeling" or "language_modeling". If omitted: classification with
         `class_token_ids` or `class_texts`, otherwise what the transformers configuration says
         (`problem_type`, or `num_labels`: one means regression, more mean classification)
-    subset_of_weights, hessian_structure
-        as for `laplace.Laplace`
+    subset_of_weights : str, default="lora"
+        as for `laplace.Laplace`, which has other classes for other weights
+    hessian_structure : {"lowrank_kron", "kron", "diag", "full"}
+        the curvature; "lowrank_kron" by default
     **options
         for the class that these two select
 

@@ -83,8 +83,10 @@ class LoRALaplace(ParametricLaplace):
         "lowrank_kron" alone, "language_modeling"
     dict_key_y : str, default="labels"
         the key of a batch's labels
-    backend, backend_kwargs
-        the host's way to compute curvature, and its options
+    backend : type of CurvatureInterface, optional
+        the host's word for what computes the curvature; by default one that suits the structure
+    backend_kwargs : dict, optional
+        options of the backend
     class_token_ids : sequence of int, or of sequences of int, optional
         for a language model: the tokens of the answers, one or several a class
     class_texts : sequence of str, optional
@@ -97,8 +99,10 @@ class LoRALaplace(ParametricLaplace):
         rather than the sum
     mask_token_id : int, optional
         for a masked language model: the token at which the answer is read
-    target_modules, layers_to_transform
+    target_modules : str or sequence of str, optional
         as in `peft.LoraConfig`: which LoRA layers take part; all if omitted
+    layers_to_transform : int or iterable of int, optional
+        as in `peft.LoraConfig`: in which of the model's layers they are; in all if omitted
     modules_to_save : bool or collection of str, default=False
         heads that take part too: weights and biases of the linear layers that PEFT trains and saves
         beside LoRA, all (True) or those of some names, as in `peft.LoraConfig`. They want a much
@@ -117,18 +121,32 @@ class LoRALaplace(ParametricLaplace):
         the LoRA weights that the posterior is over
     problem : Problem
         what depends on the likelihood
-    trained_likelihood, predicted_likelihood : Likelihood
-        of the training data and of predictions: a reward model learns from preferences, which are
-        two classes, and predicts numbers
-    mean, loss, n_data, n_outputs, H, H_facs
-        the host's, of the present fit
+    trained_likelihood : Likelihood
+        of the training data
+    predicted_likelihood : Likelihood
+        of predictions: a reward model learns from preferences, which are two classes, and predicts
+        numbers
+    mean : torch.Tensor
+        `(parameters,)`, the LoRA weights at the fit
+    loss : torch.Tensor
+        `()`, negative log-likelihood of the training data
+    n_data : int
+        number of training examples; 0 before a fit
+    n_outputs : int
+        number of the model's outputs; 0 before a fit
+    H
+        the curvature, without a prior; None before a fit. Its type depends on the structure
+    H_facs
+        the sums over data that `H` is made of; None before a fit
     learnt_variance : LearntVariance or None
         what `amortize` has learnt of the present fit
 
     Raises
     ------
-    ValueError, NotImplementedError
-        See `laplace_lora_ext.models.lora_layers.find_blocks` and `LogitsModel`.
+    ValueError
+        If the model has no LoRA weights, or other weights or answers than the options ask for.
+    NotImplementedError
+        For weights or models that no posterior can be over; the message names them.
     """
 
     _structure: ClassVar[type[Structure[Any, Any]]]
@@ -596,7 +614,12 @@ class LoRALaplace(ParametricLaplace):
     ) -> PredictiveStatistics | None:
         """Pass over a data set for its statistics, or take given ones; None if there are none.
 
-        They are for a link; given ones that don't serve it are refused.
+        Parameters
+        ----------
+        loader : DataLoader, iterable or PredictiveStatistics
+        progress_bar : bool
+        link_approx : str, default="mean_field"
+            what they are for; given ones that don't serve it are refused
         """
         return None
 
@@ -630,11 +653,18 @@ class LoRALaplace(ParametricLaplace):
             inputs of B examples, or with "glm" their `Moments`. Labels in a mapping are ignored
         pred_type : {"glm", "nn", "amortized"}
             the host's, and "amortized": as "glm", with the variances that `amortize` has learnt
-        joint, n_samples, diagonal_output, generator
-            as for the host
+        joint : bool, default=False
+            for regression and rewards: one covariance of all outputs of all examples together,
+            `(B C, B C)`
         link_approx : {"probit", "mc", "mean_field", "bridge", "bridge_norm"}
             the host's, and "mean_field" (Lu, Ie & Sha, 2020): it takes the covariance between
             logits into account, as "mc" does, but draws no samples
+        n_samples : int, default=100
+            draws of the logits, for "mc", or of the weights, for "nn"
+        diagonal_output : bool, default=False
+            for "mc": draw each logit by itself, without the covariance between them
+        generator : torch.Generator, optional
+            for whatever is drawn
         fitting : bool, default=False
             predict what the training's loss reads: of reward models probabilities of preferences
             instead of rewards, and of several labels probabilities `(B, K, 2)` of both classes
@@ -743,8 +773,10 @@ class LoRALaplace(ParametricLaplace):
             `la.amortize` has learnt
         n_contrasts : int, optional
             as for a call
-        collate_fn, batch_size
-            for a data set: what makes a batch of its rows, and how many
+        collate_fn : callable, optional
+            for a data set: makes a batch of a list of its rows
+        batch_size : int, default=32
+            for a data set: how many rows a batch has
         progress_bar : bool, default=False
             over batches
 
@@ -843,8 +875,15 @@ class LoRALaplace(ParametricLaplace):
     ) -> Moments | tuple[torch.Tensor, torch.Tensor]:
         """Compute mean `(B, C)` and covariance `(B, C, C)` of the model's logits for a batch.
 
-        Neither link, noise nor `logit_scale` is in them: `la(moments)` applies these. With `joint`
-        a pair of tensors, `(B * C,)` and `(B * C, B * C)`.
+        Neither link, noise nor `logit_scale` is in them: `la(moments)` applies these.
+
+        Parameters
+        ----------
+        x : Mapping or torch.Tensor
+            inputs of B examples, as for a call
+        joint : bool, default=False
+            one covariance of all examples together: a pair of tensors, `(B * C,)` and
+            `(B * C, B * C)`
         """
         return distributions.predictive_moments(self, x, joint=joint)
 
@@ -853,7 +892,15 @@ class LoRALaplace(ParametricLaplace):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute mean `(B, C)` and covariance `(B, C, C)` or, joint, `(B * C, B * C)`.
 
-        With other `directions`, the covariance is that of S combinations of the outputs.
+        Parameters
+        ----------
+        X : Mapping or torch.Tensor
+            inputs of B examples
+        joint : bool
+            whether examples vary together
+        directions : callable
+            from logits to S combinations of the outputs, whose covariance is asked for; by default
+            each output by itself
         """
         self.problem.check_linearised()
 
@@ -910,8 +957,21 @@ class LoRALaplace(ParametricLaplace):
     ) -> torch.Tensor:
         """Draw logits or numbers `(S, B, C)` of a batch.
 
-        As the host does, every example gets the same noise: samples of two examples are as good as
-        one. With `joint`, which is for "glm", they vary together as the posterior says.
+        Parameters
+        ----------
+        x : Mapping or torch.Tensor
+            inputs of B examples
+        pred_type : {"glm", "nn"}
+            of the linearised model, or of the network with drawn weights
+        n_samples : int, default=100
+            how many draws, S
+        diagonal_output : bool, default=False
+            draw each output by itself, without the covariance between them; for "glm"
+        generator : torch.Generator, optional
+            for the draws
+        joint : bool, default=False
+            for "glm": examples vary together as the posterior says. By default every example gets
+            the same noise, as the host has it, so that samples of two are as good as of one
         """
         if not joint:
             return super().functional_samples(x, pred_type, n_samples, diagonal_output, generator)

@@ -38,16 +38,20 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
     Parameters
     ----------
-    model, likelihood, **kwargs
-        as for `LoRALaplace`. With the likelihood "language_modeling", `fit` takes batches as
-        supervised fine-tuning does: mappings with `input_ids`, `attention_mask` and `labels` (-100
-        for tokens that don't count). The Fisher is then a Monte-Carlo estimate: it draws a token
-        from the model wherever there is a label, and back-propagates the loss of a whole text at
-        once. `score` and `generate` predict, by draws of the weights
+    model : torch.nn.Module
+        a `PeftModel`, or any module that holds plain LoRA layers and maps a batch to logits
+    likelihood : str
+        as for `LoRALaplace`. With "language_modeling", `fit` takes batches as supervised
+        fine-tuning does: mappings with `input_ids`, `attention_mask` and `labels` (-100 for tokens
+        that don't count). The Fisher is then a Monte-Carlo estimate: it draws a token from the
+        model wherever there is a label, and back-propagates the loss of a whole text at once.
+        `score` and `generate` predict, by draws of the weights
     backend : type of LowRankKronInterface, default=LowRankKronGGN
     backend_kwargs : dict, optional
         `rank` (10), `kfac_approx` ("gradient"), `tail` (True), `stochastic` (from 20 classes on),
         `num_samples`, `seed` (0); for the paper's settings pass `laplace_lora_ext.PAPER_SETTINGS`
+    **kwargs
+        all others as for `LoRALaplace`
 
     Attributes
     ----------
@@ -129,8 +133,10 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
 
         Parameters
         ----------
-        n_samples, generator
-            as for `score`; each token takes `1 + S` forward passes
+        n_samples : int, default=10
+            how many draws, S; each token takes `1 + S` forward passes
+        generator : torch.Generator, optional
+            for the draws, and for tokens that `generate` samples
         **generation_kwargs
             for `generate`: `input_ids` and `attention_mask` as a tokenizer makes them, padded on
             the left unless an encoder reads them, `max_new_tokens` and so on
@@ -208,9 +214,10 @@ class LowRankKronLoRALaplace(LoRALaplace, KronLaplace):
         loader : DataLoader or iterable
             of mappings or pairs `(X, y)`; labels, if there are any, become `targets`
         progress_bar : bool, default=False
-        device, dtype
-            where and in which precision to keep the statistics; `PredictiveStatistics` says how
-            large they are
+        device : torch.device or str, default="cpu"
+            where to keep the statistics; `PredictiveStatistics` says how large they are
+        dtype : torch.dtype, default=torch.float32
+            in which precision to keep them
         n_contrasts : int, optional
             for more than nine classes: how many classes to compare with the most probable one, by
             a backward pass each, for the links "mean_field" and "mc". By default as many as matter,

@@ -64,8 +64,10 @@ class Comparison(NamedTuple):
 
     Attributes
     ----------
-    trained, posterior : dict of str to float
-        as `quality` returns them
+    trained : dict of str to float
+        the trained model's, as `quality` returns them
+    posterior : dict of str to float
+        its posterior's
     """
 
     trained: dict[str, float]
@@ -93,8 +95,10 @@ def compare(
         of classes; of a mixture, the trained model is the first member's
     loader : iterable of batches
         with labels; several processes share it
-    link_approx, progress_bar
+    link_approx : str, default="mean_field"
         as for `la.predict`
+    progress_bar : bool, default=False
+        over batches
 
     Returns
     -------
@@ -127,6 +131,18 @@ def compare(
 
 
 def negative_log_likelihood(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Average in nats; a probability of 0 counts as the smallest positive number."""
+    """Average in nats; a probability of 0 counts as the smallest positive number.
+
+    Parameters
+    ----------
+    probabilities : torch.Tensor
+        `(N, C)`
+    labels : torch.Tensor
+        `(N,)`
+
+    Returns
+    -------
+    float
+    """
     smallest = torch.finfo(probabilities.dtype).tiny
     return nll_loss(probabilities.clamp_min(smallest).log(), labels).item()

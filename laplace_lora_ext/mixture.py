@@ -67,8 +67,10 @@ class LaplaceMixture:
     ValueError
         If there are fewer than two members, or they differ in their likelihood, their outputs or
         their base model.
-    AttributeError, RuntimeError
-        If one has no fit, or its model has changed since.
+    AttributeError
+        If one has no fit.
+    RuntimeError
+        If the model of one has changed since its fit.
 
     References
     ----------
@@ -189,9 +191,10 @@ class LaplaceMixture:
         seed: int = 0,
         progress_bar: bool = False,
     ) -> torch.Tensor:
-        """Choose from a pool what to label or measure next, as `LoRALaplace.acquire` does.
+        """Choose from a pool what to label or measure next.
 
-        Functions are drawn from all members, from the first ones the rest.
+        Parameters, result and errors are those of `LoRALaplace.acquire`. Functions are drawn from
+        all members, from the first ones the rest.
         """
         acquisition = Acquisition(by, best, beta, n_samples, seed, progress_bar)
         return acquisition.choose(self, pool, n)
@@ -202,9 +205,14 @@ class LaplaceMixture:
 
     @exclusive
     def predictive_statistics(self, loader: Any, **options: Any) -> MixtureStatistics:
-        """Pass over a data set with each member; arguments are those of a posterior's.
+        """Pass over a data set with each member.
 
-        The loader is read once, so that all members see the same rows.
+        Parameters
+        ----------
+        loader : DataLoader or iterable
+            read once, so that all members see the same rows
+        **options
+            as for `LowRankKronLoRALaplace.predictive_statistics`
         """
         members: list[Any] = self.members  # of which "lowrank_kron" alone has statistics
         data = Share.read_once(loader)
@@ -419,7 +427,10 @@ class LaplaceMixture:
     def statistics_of(
         self, loader: Any, progress_bar: bool, link_approx: str = DEFAULT_LINK
     ) -> MixtureStatistics | None:
-        """Pass over a data set for statistics, or take given ones; None if a member has none."""
+        """Pass over a data set for statistics, or take given ones; None if a member has none.
+
+        Parameters are those of `LoRALaplace.statistics_of`.
+        """
         if not all(hasattr(member, "predictive_statistics") for member in self.members):
             return None
         if isinstance(loader, MixtureStatistics):

@@ -34,8 +34,10 @@ class Problem:
         the likelihood's
     name_for_host : str
         that of the host's likelihood that it is computed with
-    trained, predicted : Likelihood
-        of the training data and of predictions
+    trained : Likelihood
+        of the training data
+    predicted : Likelihood
+        of predictions
     adapter : type of LogitsModel
         makes logits of the model's output
     methods : Mapping

@@ -39,8 +39,10 @@ class LowRankKronInterface(CurvatureInterface):
     model : torch.nn.Module
         a `LogitsModel`, or any model with LoRA layers that a `LogitsModel` can wrap
     likelihood : {"classification", "regression", "multi_label_classification", "language_modeling"}
-    dict_key_x, dict_key_y : str
-        keys of a batch's inputs and labels
+    dict_key_x : str, default="input_ids"
+        key of a batch's inputs
+    dict_key_y : str, default="labels"
+        key of its labels
     recorder : Recorder, optional
         of the model and the LoRA weights that take part; by default all of the active adapter
     rank : int, default=10
@@ -213,6 +215,10 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
 
     Parameters
     ----------
+    model : torch.nn.Module
+        as for `LowRankKronInterface`
+    likelihood : str
+        as for `LowRankKronInterface`
     stochastic : bool, optional
         whether to draw labels from the model instead of summing over all classes; by default from
         20 classes on. `benchmarks/README.md` shows what this saves and costs

@@ -53,16 +53,24 @@ class LearntVariance:
 
     Attributes
     ----------
-    mean, scale : torch.Tensor
-        `(p,)` mean and standard deviation of the features
+    mean : torch.Tensor
+        `(p,)`, of the features
+    scale : torch.Tensor
+        `(p,)`, standard deviations of the features
     weights : torch.Tensor
         `(p, q)`, W
     components : torch.Tensor
         `(q, P)`, the c: the at most 64 leading principal components of the P = C (C + 1) / 2 pairs
-    offset, lowest, highest : torch.Tensor
-        `(P,)` mean logarithm of each variance (b), and the lowest and the highest of those learnt
-    prior_precision, curvature_scale : torch.Tensor
+    offset : torch.Tensor
+        `(P,)`, b: the mean logarithm of each variance
+    lowest : torch.Tensor
+        `(P,)`, the lowest logarithm of those learnt
+    highest : torch.Tensor
+        `(P,)`, the highest logarithm of those learnt
+    prior_precision : torch.Tensor
         of the posterior whose variances these are
+    curvature_scale : torch.Tensor
+        of the same posterior
     r_squared : float
         share of the variance of the logarithms that is explained when each example is left out
     mean_error : float
@@ -96,10 +104,20 @@ class LearntVariance:
         curvature_scale: torch.Tensor,
         noise: float = 0.0,
     ) -> LearntVariance:
-        """Learn from N examples: features `(N, p)`, and what `log_variances` made, `(N, P)`.
+        """Learn from N examples, in float64 and on the CPU.
 
-        The logarithms may have independent errors of a known variance, the `noise`. All is computed
-        in float64, and kept on the CPU.
+        Parameters
+        ----------
+        features : torch.Tensor
+            `(N, p)`
+        log_variances : torch.Tensor
+            `(N, P)`, what the function of this name made
+        prior_precision : torch.Tensor
+            of the posterior whose variances these are
+        curvature_scale : torch.Tensor
+            of the same posterior
+        noise : float, default=0.0
+            variance of the independent errors that the logarithms have
         """
         X = features.cpu().double()
         Y = log_variances.cpu().double()
@@ -149,12 +167,26 @@ class LearntVariance:
         )
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LearntVariance:
-        """Move the regression to a device and a precision."""
+        """Move the regression to a device and a precision.
+
+        Parameters
+        ----------
+        device : torch.device
+        dtype : torch.dtype
+        """
         moved = {name: getattr(self, name).to(device, dtype) for name in _REGRESSION}
         return replace(self, **moved)
 
     def is_of(self, prior_precision: torch.Tensor, curvature_scale: torch.Tensor) -> bool:
-        """Tell whether these are the variances of a posterior with this prior and scale."""
+        """Tell whether these are the variances of a posterior with this prior and scale.
+
+        Parameters
+        ----------
+        prior_precision : torch.Tensor
+            the posterior's
+        curvature_scale : torch.Tensor
+            the posterior's
+        """
         same_prior = _alike(prior_precision, self.prior_precision)
         return same_prior and _alike(curvature_scale, self.curvature_scale)
 

@@ -61,7 +61,15 @@ class Prediction(NamedTuple):
 
     @classmethod
     def of_draws(cls, probabilities: torch.Tensor, drawn: torch.Tensor) -> Prediction:
-        """Sum up draws `(S, ..., C)`, beside the probabilities of a link."""
+        """Sum up draws, beside the probabilities of a link.
+
+        Parameters
+        ----------
+        probabilities : torch.Tensor
+            `(..., C)`
+        drawn : torch.Tensor
+            `(S, ..., C)`, probabilities of each draw
+        """
         labels = probabilities.argmax(-1)
         total = torch.special.entr(drawn.mean(0)).sum(-1)
         aleatoric = torch.special.entr(drawn).sum(-1).mean(0)

@@ -28,7 +28,7 @@ class Moments(NamedTuple):
     f_var: torch.Tensor
 
     def to(self, *args: Any, **kwargs: Any) -> Moments:
-        """Convert both as `torch.Tensor.to` does."""
+        """Move or convert both; arguments are as for `torch.Tensor.to`."""
         f_mu = self.f_mu.to(*args, **kwargs)
         f_var = self.f_var.to(*args, **kwargs)
         return type(self)(f_mu, f_var)

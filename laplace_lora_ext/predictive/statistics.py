@@ -88,7 +88,19 @@ class PredictiveStatistics:
     def of_columns(
         cls, columns: Columns, spectrum: Spectrum, scale: torch.Tensor, of_contrasts: bool
     ) -> PredictiveStatistics:
-        """Make statistics of such columns."""
+        """Make statistics of tensors with a row for each example.
+
+        Parameters
+        ----------
+        columns : tuple of torch.Tensor
+            as `columns` lists them
+        spectrum : Spectrum
+            of the curvature, without a prior
+        scale : torch.Tensor
+            `()`, factor of the curvature
+        of_contrasts : bool
+            whether the columns have `classes`
+        """
         f_mu, projections, inner_products, *others = columns
         classes = others.pop(0) if of_contrasts else None
         targets = others.pop(0) if others else None

@@ -32,8 +32,11 @@ class TokenAgreement(TuningMethod):
 
     Parameters
     ----------
-    init_prior_prec, prior_structure, progress_bar
-        of `TuningMethod`; one common factor of the start is chosen
+    init_prior_prec : float or torch.Tensor, default=1.0
+        where the search starts; one common factor of several numbers is chosen
+    prior_structure : {"scalar", "layerwise"}, optional
+        as for `TuningMethod`, but not "kind"
+    progress_bar : bool, default=False
     train_loader : DataLoader or iterable
         the data of the fit, or texts like them
     max_change : float, default=0.1
@@ -123,16 +126,22 @@ class TokenGridSearch(TuningMethod):
     ----------
     init_prior_prec : float or torch.Tensor
         several numbers are a base that the grid multiplies; a single number is ignored
-    prior_structure, progress_bar
-        as for `TuningMethod`
+    prior_structure : {"scalar", "layerwise"}, optional
+        as for `TuningMethod`, but not "kind"
+    progress_bar : bool, default=False
     val_loader : DataLoader or iterable
         batches of texts with labels
     n_samples : int, default=10
         how many draws
     generator : torch.Generator, optional
         for the draws
-    log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
-        the grid
+    log_prior_prec_min : float, default=-1
+        logarithm of the grid's first prior precision, to the base `log_prior_prec_base`
+    log_prior_prec_max : float, default=5
+        logarithm of its last
+    grid_size : int, default=13
+        how many prior precisions it has
+    log_prior_prec_base : float, default=10.0
 
     Raises
     ------

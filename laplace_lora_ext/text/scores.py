@@ -54,8 +54,10 @@ class TextScores(NamedTuple):
     ----------
     tokens : Scores
         `(B, T)`, where `labels` has them; 0 where there is no label
-    sums, means : Scores
+    sums : Scores
         `(B,)`, over each text's labelled tokens; 0 for a text without any
+    means : Scores
+        `(B,)`, over the same tokens
     labelled : torch.Tensor
         `(B, T)` booleans
     log_prob : torch.Tensor

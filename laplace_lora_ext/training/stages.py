@@ -431,10 +431,14 @@ def in_stages(
         with an adapter to be trained; for several members a `PeftModel`
     train_loader : DataLoader
         of all examples; its collator and batch size also serve the fits
-    held_out, members, progress_bar
+    held_out : float, default=0.2
+        as for `train_in_stages`
+    members : int, default=1
         as for `train_in_stages`
     generator : torch.Generator, optional
         for the examples to hold out; if omitted, every call holds out the same
+    progress_bar : bool, default=False
+        over the passes between the trainings
     **options
         for `laplace_lora_ext.Laplace`, such as `likelihood` and `class_token_ids`
 

@@ -49,9 +49,12 @@ class Agreement(TuningMethod):
 
     Parameters
     ----------
-    init_prior_prec, prior_structure, progress_bar
-        of `TuningMethod`; one common factor of the start is chosen. With "kind", the draws of each
-        kind of weight by themselves change predictions as much as those of any other
+    init_prior_prec : float or torch.Tensor, default=1.0
+        where the search starts; one common factor of several numbers is chosen
+    prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
+        as for `TuningMethod`. With "kind", the draws of each kind of weight by themselves change
+        predictions as much as those of any other
+    progress_bar : bool, default=False
     train_loader : DataLoader, iterable or PredictiveStatistics
         the data of the fit, or texts like them; labels are not used. With "lowrank_kron" they
         pass through the model once, or not at all if you pass

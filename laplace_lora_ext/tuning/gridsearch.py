@@ -65,9 +65,10 @@ class GridSearch(TuningMethod):
     ----------
     init_prior_prec : float or torch.Tensor
         several numbers are a base that the grid multiplies; a single number is ignored
-    prior_structure, progress_bar
+    prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
         as for `TuningMethod`. With "kind", the grid has all combinations of 25 prior precisions of
         two kinds, or of 8 of three; it is the default where one pass serves them all
+    progress_bar : bool, default=False
     val_loader : DataLoader, iterable or PredictiveStatistics
         validation data with labels. With "lowrank_kron" and "glm" they pass through the model only
         once, and with their statistics not at all. In that pass, each example's loss is summed at
@@ -85,8 +86,13 @@ class GridSearch(TuningMethod):
         False chooses the prior precision alone, at the present `logit_scale` or `sigma_noise`, and
         without the point beyond the grid. So do a `loss`, drawn weights ("nn"), bridges, which
         have no temperature as their limit, and mixtures of regressions
-    log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base
-        the grid
+    log_prior_prec_min : float, default=-4
+        logarithm of the grid's first prior precision, to the base `log_prior_prec_base`
+    log_prior_prec_max : float, default=4
+        logarithm of its last
+    grid_size : int, default=100
+        how many prior precisions it has
+    log_prior_prec_base : float, default=10.0
 
     Raises
     ------

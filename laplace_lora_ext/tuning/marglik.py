@@ -27,8 +27,11 @@ class Marglik(TuningMethod):
 
     Parameters
     ----------
-    init_prior_prec, prior_structure, progress_bar
+    init_prior_prec : float or torch.Tensor, default=1.0
         as for `TuningMethod`
+    prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
+        as for `TuningMethod`
+    progress_bar : bool, default=False
     n_steps : int, default=1000
         how many steps at most
     lr : float, default=0.1

@@ -38,7 +38,9 @@ class Best(NamedTuple):
     ----------
     objective : float
         a mean over the examples, in nats, with the penalty of the scale
-    logit_scale, sigma_noise : float, optional
+    logit_scale : float, optional
+        None where none is chosen
+    sigma_noise : float, optional
         None where none is chosen
     penalty : float, default=0.0
         the part of the objective that is no loss
@@ -123,8 +125,10 @@ class WithLogitScale:
     Parameters
     ----------
     link_approx : {"mean_field", "probit", "mc"}
-    n_samples, seed : int
-        draws of "mc", the same for all priors and scales
+    n_samples : int
+        draws of "mc"
+    seed : int
+        of the draws, which are the same for all priors and scales
     """
 
     link_approx: str

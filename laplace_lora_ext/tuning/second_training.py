@@ -75,8 +75,11 @@ class SecondTraining(TuningMethod):
         grid search does
     generator : torch.Generator, optional
         for the examples to hold out; if omitted, every call holds out the same
-    init_prior_prec, prior_structure, progress_bar
+    init_prior_prec : float or torch.Tensor, default=1.0
         as for `search`
+    prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
+        as for `search`
+    progress_bar : bool, default=False
 
     Raises
     ------

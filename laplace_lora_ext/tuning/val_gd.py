@@ -32,8 +32,11 @@ class ValGD(TuningMethod):
 
     Parameters
     ----------
-    init_prior_prec, prior_structure, progress_bar
+    init_prior_prec : float or torch.Tensor, default=1.0
         as for `TuningMethod`
+    prior_structure : {"scalar", "kind", "layerwise", "diag"}, optional
+        as for `TuningMethod`
+    progress_bar : bool, default=False
     val_loader : DataLoader, iterable or PredictiveStatistics
         validation data with labels. They pass through the model only once, and with their
         statistics not at all
