@@ -82,7 +82,11 @@ def Laplace(  # noqa: N802
     return laplace.Laplace(model, likelihood, subset_of_weights, hessian_structure, **options)
 
 
-def from_pretrained(model: nn.Module, folder: str | Path, **kwargs: Any) -> LoRALaplace:
+def from_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    **kwargs: Any,
+) -> LoRALaplace:
     """Load a posterior that `save_pretrained` wrote, around a model's present weights.
 
     Parameters

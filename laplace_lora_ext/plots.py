@@ -223,7 +223,10 @@ def entropies(
     return ax
 
 
-def _outcomes_of(la: Any, loader: Iterable[Any] | None) -> Outcomes:
+def _outcomes_of(
+    la: Any,
+    loader: Iterable[Any] | None,
+) -> Outcomes:
     if isinstance(la, Outcomes):
         return la
     if loader is None:

@@ -28,7 +28,10 @@ _VERSION = "4"
 _RENAMED = {"LanguageModelLaplace": "LowRankKronLoRALaplace"}  # classes of earlier releases
 
 
-def write_state(state: Mapping[str, Any], folder: str | Path) -> None:
+def write_state(
+    state: Mapping[str, Any],
+    folder: str | Path,
+) -> None:
     """Write the state of a posterior into a folder, which is made if it does not exist."""
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
     content = json.dumps(_plain(state, tensors))
@@ -102,7 +105,10 @@ def _foreign(path: Path, what: str) -> str:
     )
 
 
-def _plain(value: Any, tensors: dict[int, tuple[str, torch.Tensor]]) -> Any:
+def _plain(
+    value: Any,
+    tensors: dict[int, tuple[str, torch.Tensor]],
+) -> Any:
     """Turn a value into what JSON gives back; `tensors` gets the tensors, by ids, with names.
 
     Dictionaries of one key stand for what JSON does not know: tensors, tuples, and dictionaries

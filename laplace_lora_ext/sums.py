@@ -33,7 +33,11 @@ class Seen:
     labels: Counter[int] = field(default_factory=Counter)  # how many texts have each class
 
     @classmethod
-    def of(cls, y: torch.Tensor, answered: Sequence[torch.Tensor]) -> Seen:
+    def of(
+        cls,
+        y: torch.Tensor,
+        answered: Sequence[torch.Tensor],
+    ) -> Seen:
         """Look at the labels of a batch, and at what `LogitsModel.weighing_answers` gave."""
         are_classes = y.ndim == 1 and not y.is_floating_point()
         return cls(
@@ -165,7 +169,11 @@ def _own_sums(
 
 
 def _with_batch(
-    sums: Sums, structure: Structure[Any, Any], X: Any, y: torch.Tensor, n_before: int
+    sums: Sums,
+    structure: Structure[Any, Any],
+    X: Any,
+    y: torch.Tensor,
+    n_before: int,
 ) -> Sums:
     """Add a batch to sums."""
     model = structure.model
@@ -194,7 +202,12 @@ class _Report:
     seen: Seen
 
     @classmethod
-    def of(cls, sums: Sums, structure: Structure[Any, Any], settings: Mapping[str, Any]) -> _Report:
+    def of(
+        cls,
+        sums: Sums,
+        structure: Structure[Any, Any],
+        settings: Mapping[str, Any],
+    ) -> _Report:
         _, dtype = structure.places[0]
         identity = {"settings": repr((dtype, dict(settings)))}
         if count() > 1:
@@ -222,7 +235,11 @@ def _check_alike(reports: Sequence[_Report]) -> None:
     refuse_copies([(report.n_data, report.loss) for report in reports])
 
 
-def _joined(own: Sums, reports: Sequence[_Report], structure: Structure[Any, Any]) -> Sums:
+def _joined(
+    own: Sums,
+    reports: Sequence[_Report],
+    structure: Structure[Any, Any],
+) -> Sums:
     """Join the sums of all ranks, which have told each other of theirs."""
     curvature = own.curvature
     if count() > 1:

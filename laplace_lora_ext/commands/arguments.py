@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def _argument(text: str, default: Any = None, **keywords: Any) -> Any:
+def _argument(
+    text: str,
+    default: Any = None,
+    **keywords: Any,
+) -> Any:
     """Make a field with a help text."""
     return field(default=default, metadata={"help": text}, **keywords)
 

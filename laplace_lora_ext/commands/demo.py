@@ -209,7 +209,12 @@ class Training:
         self._seed = seed
         self.temperature = math.nan
 
-    def __call__(self, model: nn.Module, examples: Dataset, share: float) -> None:
+    def __call__(
+        self,
+        model: nn.Module,
+        examples: Dataset,
+        share: float,
+    ) -> None:
         """Train the active adapter for a share of all steps."""
         with tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(

@@ -43,7 +43,10 @@ class Loaded:
         """Read texts alone."""
         return self._texts_of(read_rows(source), source)
 
-    def labelled_texts(self, source: str) -> tuple[list[str], list[int]]:
+    def labelled_texts(
+        self,
+        source: str,
+    ) -> tuple[list[str], list[int]]:
         """Read texts, and their labels as numbers of classes."""
         rows = read_rows(source)
         labels = column_of(rows, self.arguments.label_column, source)
@@ -55,7 +58,11 @@ class Loaded:
         texts, labels = self.labelled_texts(source)
         return self.batches(texts, labels)
 
-    def _texts_of(self, rows: Sequence[Row], source: str) -> list[str]:
+    def _texts_of(
+        self,
+        rows: Sequence[Row],
+        source: str,
+    ) -> list[str]:
         return [str(text) for text in column_of(rows, self.arguments.text_column, source)]
 
     def new_posterior(self) -> laplace_lora_ext.LoRALaplace:

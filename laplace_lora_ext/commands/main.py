@@ -66,7 +66,11 @@ def _overview() -> str:
     return "\n".join(lines)
 
 
-def _parse(name: str, command: Command, given: Sequence[str]) -> Any:
+def _parse(
+    name: str,
+    command: Command,
+    given: Sequence[str],
+) -> Any:
     from argparse import RawDescriptionHelpFormatter
 
     from transformers import HfArgumentParser
@@ -83,7 +87,10 @@ def _parse(name: str, command: Command, given: Sequence[str]) -> Any:
     return parsed
 
 
-def _function(module: str, name: str) -> Callable[[Any], None]:
+def _function(
+    module: str,
+    name: str,
+) -> Callable[[Any], None]:
     from importlib import import_module
 
     return getattr(import_module(module), name)

@@ -119,7 +119,11 @@ class LowRankKronInterface(CurvatureInterface):
             "tail": self.tail,
         }
 
-    def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+    def seeds(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> Seeds:
         """Choose what to back-propagate for the Fisher of a batch."""
         raise NotImplementedError
 
@@ -258,7 +262,11 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
             settings |= {"num_samples": self.num_samples, "seed": self.seed}
         return settings
 
-    def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+    def seeds(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> Seeds:
         """Choose those of the exact Fisher, or draw labels where there are many classes."""
         draws = self.stochastic
         if draws is None:
@@ -288,7 +296,11 @@ class LowRankKronGGN(LowRankKronInterface, GGNInterface):
 class LowRankKronEF(LowRankKronInterface, EFInterface):
     """The empirical Fisher: gradients at the labels, one forward and one backward pass."""
 
-    def seeds(self, logits: torch.Tensor, y: torch.Tensor) -> Seeds:
+    def seeds(
+        self,
+        logits: torch.Tensor,
+        y: torch.Tensor,
+    ) -> Seeds:
         """Choose the slope of each example's loss."""
         return self._likelihood.empirical_seeds(logits, y)
 
@@ -299,7 +311,12 @@ class MultiLabelCurvlinopsGGN(CurvlinopsGGN):
     Parameters are those of the host's class.
     """
 
-    def __init__(self, model: nn.Module, likelihood: str, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(model, "classification", **kwargs)
         self.lossfunc = nn.BCEWithLogitsLoss(reduction="sum")
         self._likelihood = LIKELIHOODS[likelihood]

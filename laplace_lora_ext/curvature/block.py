@@ -157,7 +157,10 @@ class DecomposedBlock:
         small = self.small._replace(values=self.small.values * scalar)
         return DecomposedBlock(small, self.large, self.small_output)
 
-    def eigenvalues(self, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def eigenvalues(
+        self,
+        delta: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute `(r, k)` eigenvalues on `Q ⊗ U` and `(r,)` on its complement, plus `delta`.
 
         Their precision is the higher of `delta`'s and the block's.
@@ -175,7 +178,10 @@ class DecomposedBlock:
         """Turn `(..., m, n)` weights into `(..., r, d)`, small side first, and back."""
         return weights if self.small_output else weights.mT
 
-    def project(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(
+        self,
+        weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute coordinates of `(..., r, d)` weights on `Q ⊗ U`, `(..., r, k)`, and what is left.
 
         The remainder, `(..., r, d)`, is orthogonal to U, and in the basis Q.
@@ -201,7 +207,11 @@ class DecomposedBlock:
         rotated = leading @ self.large.vectors.mT + remainder
         return self.small.vectors @ rotated
 
-    def inv_square_form(self, weights: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    def inv_square_form(
+        self,
+        weights: torch.Tensor,
+        delta: torch.Tensor,
+    ) -> torch.Tensor:
         """Compute `W_a (block + delta I)⁻¹ W_bᵀ` of all pairs: `(..., K, r, d)` to `(..., K, K)`.
 
         Both parts are sums of squares, so the result is positive semi-definite and nothing cancels,
@@ -215,7 +225,11 @@ class DecomposedBlock:
         remainder = remainder.flatten(-2)
         return leading @ leading.mT + remainder @ remainder.mT
 
-    def diag(self, delta: torch.Tensor, exponent: float) -> torch.Tensor:
+    def diag(
+        self,
+        delta: torch.Tensor,
+        exponent: float,
+    ) -> torch.Tensor:
         """Compute the diagonal of `(block + delta I) ** exponent`, `(m * n,)`."""
         on_leading, on_remainder = self.eigenvalues(delta)
         small = self.small.vectors.square()

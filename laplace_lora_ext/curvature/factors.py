@@ -153,7 +153,11 @@ class StreamingUpdates:
         self._waiting: dict[LowRankFactor, list[torch.Tensor]] = {}
         self._bytes = 0
 
-    def add(self, factor: Factor, rows: torch.Tensor) -> torch.Tensor:
+    def add(
+        self,
+        factor: Factor,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
         """Add `rowsᵀ rows`, of rows `(n, d)`, now or at the next `finish`; its trace in float64."""
         if isinstance(factor, DenseFactor):
             product = rows.mT @ rows

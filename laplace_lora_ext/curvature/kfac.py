@@ -21,7 +21,11 @@ class KfacApprox(Visitor):
 
     needs_rows = False  # whether the gradient of a matrix does not suffice
 
-    def __init__(self, blocks: Sequence[KroneckerBlock], updates: StreamingUpdates) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[KroneckerBlock],
+        updates: StreamingUpdates,
+    ) -> None:
         self.blocks = blocks
         self.updates = updates
 
@@ -75,7 +79,10 @@ class Gradient(KfacApprox):
         block.normalizer = block.normalizer + energy
 
 
-def _rows_of_one_position(a: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_of_one_position(
+    a: torch.Tensor,
+    g: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Make rows whose products are those of `G = g aᵀ`: `(S B, m)` and `(B, n)`.
 
     `G Gᵀ = ‖a‖² g gᵀ` and `Gᵀ G = ‖g‖² a aᵀ` need one row where G has m or n of them, as many as a

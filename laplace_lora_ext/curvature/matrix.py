@@ -127,7 +127,11 @@ class LowRankKronDecomposed:
         `(blocks,)`, the multiple of the identity to add to each block
     """
 
-    def __init__(self, blocks: Sequence[DecomposedBlock], deltas: torch.Tensor) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[DecomposedBlock],
+        deltas: torch.Tensor,
+    ) -> None:
         self.blocks = list(blocks)
         self.deltas = deltas
 
@@ -177,7 +181,11 @@ class LowRankKronDecomposed:
         """Compute the log-determinant in float64, differentiable in `deltas`."""
         return self.spectrum.logdet(1, self.deltas)
 
-    def bmm(self, W: torch.Tensor, exponent: float = -1) -> torch.Tensor:
+    def bmm(
+        self,
+        W: torch.Tensor,
+        exponent: float = -1,
+    ) -> torch.Tensor:
         """Multiply each row of `W`, `(..., parameters)`, by `self ** exponent`."""
         products: list[torch.Tensor] = []
         parts = zip(self.blocks, self.deltas, self._split(W), strict=True)
@@ -220,6 +228,9 @@ class LowRankKronDecomposed:
         return parts
 
 
-def _repeated(numbers: Sequence[float], times: Sequence[int]) -> torch.Tensor:
+def _repeated(
+    numbers: Sequence[float],
+    times: Sequence[int],
+) -> torch.Tensor:
     """Repeat each number so many times, in one row."""
     return torch.tensor(numbers).repeat_interleave(torch.tensor(times))

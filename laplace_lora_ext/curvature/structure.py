@@ -88,7 +88,11 @@ class Structure(Generic[SumsT, CurvatureT]):
         raise NotImplementedError
 
     def add(
-        self, sums: SumsT, x: Any, y: torch.Tensor, n_before: int
+        self,
+        sums: SumsT,
+        x: Any,
+        y: torch.Tensor,
+        n_before: int,
     ) -> tuple[torch.Tensor, SumsT]:
         """Add a batch: return its loss, and the sums with it; the given ones stay as they are.
 
@@ -114,7 +118,12 @@ class Structure(Generic[SumsT, CurvatureT]):
         self.recorder.in_parts_that_fit(x, len(y), add_part)
         return torch.stack(losses).sum(), total
 
-    def _add(self, sums: SumsT, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, SumsT]:
+    def _add(
+        self,
+        sums: SumsT,
+        x: Any,
+        y: torch.Tensor,
+    ) -> tuple[torch.Tensor, SumsT]:
         raise NotImplementedError
 
     def merge(self, first: SumsT, second: SumsT) -> SumsT:
@@ -161,7 +170,12 @@ class LowRankKronStructure(Structure[LowRankKron, LowRankKronDecomposed]):
     def zeros(self) -> LowRankKron:
         return self.low_rank_backend.zeros()
 
-    def _add(self, sums: LowRankKron, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, LowRankKron]:
+    def _add(
+        self,
+        sums: LowRankKron,
+        x: Any,
+        y: torch.Tensor,
+    ) -> tuple[torch.Tensor, LowRankKron]:
         total = sums.copy()
         loss = self.low_rank_backend.accumulate(total, x, y)
         return loss, total
@@ -186,7 +200,11 @@ class HostStructure(Structure[SumsT, CurvatureT]):
         # The host averages input factors over N examples: with 1 they are sums.
         return {"N": 1, **self.fisher_kwargs}
 
-    def _of_batch(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, SumsT]:
+    def _of_batch(
+        self,
+        x: Any,
+        y: torch.Tensor,
+    ) -> tuple[torch.Tensor, SumsT]:
         """Ask the backend for the loss and the curvature of a batch."""
         raise NotImplementedError
 
@@ -194,7 +212,12 @@ class HostStructure(Structure[SumsT, CurvatureT]):
         """Take the diagonal of sums, `(parameters,)`."""
         raise NotImplementedError
 
-    def _add(self, sums: SumsT, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, SumsT]:
+    def _add(
+        self,
+        sums: SumsT,
+        x: Any,
+        y: torch.Tensor,
+    ) -> tuple[torch.Tensor, SumsT]:
         _, dtype = self.places[0]
         targets = self.likelihood.as_targets(y.clone(), dtype)
         check = partial(self.likelihood.check_targets, y)
@@ -241,7 +264,11 @@ class KronStructure(HostStructure[Kron, KronDecomposed]):
         weights: list[Any] = [block.weight for block in self.blocks]
         return Kron.init_from_model(weights, device, dtype)
 
-    def _of_batch(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, Kron]:
+    def _of_batch(
+        self,
+        x: Any,
+        y: torch.Tensor,
+    ) -> tuple[torch.Tensor, Kron]:
         return self.backend.kron(x, y, **self._batch_kwargs)
 
     def _diagonal(self, sums: Kron) -> torch.Tensor:
@@ -279,7 +306,11 @@ class DenseStructure(HostStructure[torch.Tensor, torch.Tensor]):
     def n_params(self) -> int:
         return sum(block.n_params for block in self.blocks)
 
-    def decompose(self, sums: torch.Tensor, n_data: int) -> torch.Tensor:
+    def decompose(
+        self,
+        sums: torch.Tensor,
+        n_data: int,
+    ) -> torch.Tensor:
         return sums
 
     def pack(self, sums: torch.Tensor) -> torch.Tensor:
@@ -298,7 +329,11 @@ class DiagStructure(DenseStructure):
         device, dtype = self.places[0]
         return torch.zeros(self.n_params, device=device, dtype=dtype)
 
-    def _of_batch(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_batch(
+        self,
+        x: Any,
+        y: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.backend.diag(x, y, **self._batch_kwargs)
 
     def _diagonal(self, sums: torch.Tensor) -> torch.Tensor:
@@ -321,7 +356,11 @@ class FullStructure(DenseStructure):
                 self.model(x)
         return super()._add(sums, x, y)
 
-    def _of_batch(self, x: Any, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_batch(
+        self,
+        x: Any,
+        y: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.backend.full(x, y, **self._batch_kwargs)
 
     def _diagonal(self, sums: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,10 @@ def own_weights(
 
 
 @contextmanager
-def only_active(model: nn.Module, adapter: str) -> Iterator[None]:
+def only_active(
+    model: nn.Module,
+    adapter: str,
+) -> Iterator[None]:
     """Run passes with one adapter and its own heads; afterwards with the user's again.
 
     Unlike PEFT's `set_adapter`, this leaves `requires_grad` as it is.
@@ -154,7 +157,10 @@ def _peft_models(model: nn.Module) -> list[PeftModel]:
     return [module for module in model.modules() if isinstance(module, PeftModel)]
 
 
-def new_folders(directory: str | Path, n_samples: int) -> list[Path]:
+def new_folders(
+    directory: str | Path,
+    n_samples: int,
+) -> list[Path]:
     """Name new folders, one for each sample; `FileExistsError` if there is one already."""
     # With leading zeros, names sort as numbers do.
     digits = len(str(n_samples - 1))

@@ -47,7 +47,9 @@ def exact_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _merged_in_graph(
-    layer: Any, safe_merge: bool = False, adapter_names: Sequence[str] | None = None
+    layer: Any,
+    safe_merge: bool = False,
+    adapter_names: Sequence[str] | None = None,
 ) -> None:
     """Merge as `peft.tuners.lora.Linear.merge` does, with a gradient."""
     base = layer.get_base_layer()

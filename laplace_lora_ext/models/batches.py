@@ -26,7 +26,11 @@ def named_batches(
             yield f"batch {index}", batch
 
 
-def moved(batch: Mapping[str, Any], device: torch.device, *left_out: str) -> Any:
+def moved(
+    batch: Mapping[str, Any],
+    device: torch.device,
+    *left_out: str,
+) -> Any:
     """Copy a batch to a device without some of its keys, as a dictionary or a BatchEncoding."""
     _check_collated(batch)
     inputs = {
@@ -68,7 +72,10 @@ def _check_collated(batch: Any) -> None:
         raise TypeError("input_ids are a list: pass batches of tensors, as collators make them.")
 
 
-def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None:
+def check_texts(
+    inputs: Mapping[str, Any],
+    transformer: PreTrainedModel,
+) -> None:
     """Refuse texts that are padded without a mask, or packed several into a row."""
     parameters = signature(transformer.forward).parameters
     packing = _packing(inputs, may_mark_tokens="global_attention_mask" in parameters)
@@ -90,7 +97,10 @@ def check_texts(inputs: Mapping[str, Any], transformer: PreTrainedModel) -> None
         )
 
 
-def _packing(inputs: Mapping[str, Any], may_mark_tokens: bool) -> str | None:
+def _packing(
+    inputs: Mapping[str, Any],
+    may_mark_tokens: bool,
+) -> str | None:
     """Find the key of a batch that shows several texts in a row, if one does.
 
     Models with attention to all tokens, such as Longformer, `may_mark_tokens` by a 2 in the mask.
@@ -119,7 +129,10 @@ def _packing(inputs: Mapping[str, Any], may_mark_tokens: bool) -> str | None:
     return None
 
 
-def _restarts(positions: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def _restarts(
+    positions: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> bool:
     """Tell whether positions fall within a row, as they do where another text begins."""
     falls = positions.diff() < 0
     if mask is None or mask.ndim != positions.ndim:
@@ -214,7 +227,11 @@ class Positions(NamedTuple):
         return self.mask
 
 
-def positions_of(inputs: Any, n_examples: int, device: torch.device) -> Positions:
+def positions_of(
+    inputs: Any,
+    n_examples: int,
+    device: torch.device,
+) -> Positions:
     """Describe the rows of a batch's inputs, without labels."""
     if isinstance(inputs, torch.Tensor) and inputs.ndim > 1 and not inputs.is_floating_point():
         inputs = {"input_ids": inputs}
@@ -248,7 +265,10 @@ def _rows(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     return mask if mask is not None and mask.ndim == 2 else None
 
 
-def _is_text(inputs: Mapping[str, Any], n_examples: int) -> bool:
+def _is_text(
+    inputs: Mapping[str, Any],
+    n_examples: int,
+) -> bool:
     """Tell whether there are tokens, and no tensor beside them but masks and the like."""
     if not isinstance(inputs.get("input_ids"), torch.Tensor) or inputs["input_ids"].ndim < 2:
         return False

@@ -31,7 +31,10 @@ def exclusive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result
     """Make other threads wait while a method runs, and set aside a default device but the CPU."""
 
     @wraps(method)
-    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def wrapped(
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
         with LOCK, cpu_as_default():
             return method(*args, **kwargs)
 

@@ -272,7 +272,10 @@ def is_untrained(blocks: Sequence[Block]) -> bool:
     return bool(at_first) and not any(block.values.any() for block in at_first)
 
 
-def warn_of_other_trainable(model: nn.Module, blocks: Sequence[Block]) -> None:
+def warn_of_other_trainable(
+    model: nn.Module,
+    blocks: Sequence[Block],
+) -> None:
     """Warn of trainable parameters that are neither in blocks nor a head, and so stay fixed."""
     in_posterior = {id(block.weight) for block in blocks}
     others: list[str] = []
@@ -382,7 +385,11 @@ def _selected(
     return selected
 
 
-def _trained(layers: Layers, adapter: str, of_attention: Collection[int]) -> list[Block]:
+def _trained(
+    layers: Layers,
+    adapter: str,
+    of_attention: Collection[int],
+) -> list[Block]:
     """Make the blocks of some layers' trained matrices; see `find_blocks`."""
     blocks: list[Block] = []
     for name, layer in layers.items():
@@ -396,7 +403,10 @@ def _trained(layers: Layers, adapter: str, of_attention: Collection[int]) -> lis
 
 
 def _named(
-    model: nn.Module, layers: Layers, adapter: str, weight_names: Collection[str]
+    model: nn.Module,
+    layers: Layers,
+    adapter: str,
+    weight_names: Collection[str],
 ) -> list[Block]:
     """Make the blocks of some weights, trained or not; an error if there is none of them."""
     of_attention = _within_attention(layers)
@@ -423,7 +433,10 @@ def _chosen_by(name: str, layer: BaseTunerLayer) -> list[str]:
     return [name, module, _adapted(name, layer)]
 
 
-def _check_own(model: nn.Module, blocks: Sequence[Block]) -> None:
+def _check_own(
+    model: nn.Module,
+    blocks: Sequence[Block],
+) -> None:
     """Refuse weights that several layers share: a hook on one of them does not see all."""
     holders: Counter[int] = Counter()
     for module in model.modules():
@@ -435,7 +448,10 @@ def _check_own(model: nn.Module, blocks: Sequence[Block]) -> None:
         )
 
 
-def _in_order(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
+def _in_order(
+    model: nn.Module,
+    blocks: Sequence[Block],
+) -> list[Block]:
     """Sort blocks as the model's parameters, whose order the host keeps to."""
     places = {id(weight): place for place, weight in enumerate(model.parameters())}
     return sorted(blocks, key=lambda block: places[id(block.weight)])

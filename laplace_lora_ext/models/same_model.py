@@ -80,7 +80,11 @@ class ModelState:
     scalings: dict[str, float]  # of the adapter's LoRA layers that are not in the posterior
 
     @classmethod
-    def of(cls, model: LogitsModel, blocks: Sequence[Block]) -> ModelState:
+    def of(
+        cls,
+        model: LogitsModel,
+        blocks: Sequence[Block],
+    ) -> ModelState:
         """Describe a model as it is now."""
         adapter = blocks[0].adapter
         scalings = {
@@ -180,7 +184,10 @@ def check_runs(model: LogitsModel, blocks: Sequence[Block]) -> None:
 
 
 def check_same(
-    model: LogitsModel, blocks: Sequence[Block], fitted: ModelState, mean: torch.Tensor
+    model: LogitsModel,
+    blocks: Sequence[Block],
+    fitted: ModelState,
+    mean: torch.Tensor,
 ) -> None:
     """Refuse a model that has changed since a fit, by a `RuntimeError` that names what has.
 
@@ -199,7 +206,10 @@ def check_same(
         raise RuntimeError(f"{difference}: fit again, or undo the change.")
 
 
-def first_changed(blocks: Sequence[Block], mean: torch.Tensor) -> Block | None:
+def first_changed(
+    blocks: Sequence[Block],
+    mean: torch.Tensor,
+) -> Block | None:
     """Find the first LoRA weight whose present values, in their precision, are not a fit's."""
     parts = mean.split([block.n_params for block in blocks])
     differences = []
@@ -213,7 +223,10 @@ def first_changed(blocks: Sequence[Block], mean: torch.Tensor) -> Block | None:
     return None
 
 
-def hashes(model: LogitsModel, blocks: Sequence[Block]) -> dict[str, str]:
+def hashes(
+    model: LogitsModel,
+    blocks: Sequence[Block],
+) -> dict[str, str]:
     """Hash what a fit depends on: fits of two processes belong together where these are equal."""
     weights = flattened(blocks, torch.device("cpu")).double().numpy()
     state = ModelState.of(model, blocks)
@@ -228,7 +241,10 @@ def hashes(model: LogitsModel, blocks: Sequence[Block]) -> dict[str, str]:
     }
 
 
-def _other_weights(model: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[str, torch.Tensor]]:
+def _other_weights(
+    model: nn.Module,
+    blocks: Sequence[Block],
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield weights of base model, head and other LoRA layers, by name; see `ModelState`."""
     modules = dict(model.named_modules())
     if any(hasattr(type(module), "reshard") for module in modules.values()):

@@ -73,7 +73,11 @@ class View:
         m, n = sizes
         return m, n
 
-    def of(self, parameters: torch.Tensor, n_leading: int = 0) -> torch.Tensor:
+    def of(
+        self,
+        parameters: torch.Tensor,
+        n_leading: int = 0,
+    ) -> torch.Tensor:
         """Cut the matrices `(..., m, n)` out of tensors `(..., *shape of the parameter)`."""
         reshaped = parameters.reshape(*parameters.shape[:n_leading], *self.shape)
         return reshaped if self.axis is None else reshaped.select(self.axis, self.place)
@@ -108,7 +112,11 @@ class Block:
         assert weight is not None
         return weight
 
-    def matrix(self, parameters: torch.Tensor, n_leading: int = 0) -> torch.Tensor:
+    def matrix(
+        self,
+        parameters: torch.Tensor,
+        n_leading: int = 0,
+    ) -> torch.Tensor:
         """Cut the matrices `(..., m, n)` out of tensors with the shape of the parameter."""
         return parameters if self.view is None else self.view.of(parameters, n_leading)
 
@@ -156,7 +164,10 @@ class Block:
         return weights if self.small_output else weights.mT
 
 
-def places_of(blocks: Sequence[Block], device: torch.device) -> list[Place]:
+def places_of(
+    blocks: Sequence[Block],
+    device: torch.device,
+) -> list[Place]:
     """Say where a posterior belongs: first what is over all blocks, then what is of each.
 
     The former belongs on the model's `device`.
@@ -217,7 +228,10 @@ def whole_parameters(blocks: Iterable[Block]) -> list[torch.Tensor]:
 # --- values ----------------------------------------------------------------------------------
 
 
-def flattened(blocks: Sequence[Block], device: torch.device) -> torch.Tensor:
+def flattened(
+    blocks: Sequence[Block],
+    device: torch.device,
+) -> torch.Tensor:
     """Copy the weights into one vector, `(parameters,)`."""
     dtype = blocks[0].statistics_dtype
     return torch.cat([block.values.flatten().to(device, dtype) for block in blocks])
@@ -261,7 +275,10 @@ def check_with_biases(blocks: Sequence[Block]) -> None:
         )
 
 
-def parameters_with(blocks: Sequence[Block], values: Values) -> dict[int, torch.Tensor]:
+def parameters_with(
+    blocks: Sequence[Block],
+    values: Values,
+) -> dict[int, torch.Tensor]:
     """Make the blocks' parameters with other values, by the `id` of each parameter.
 
     Where a parameter holds more matrices than those of the blocks, these keep their values.
@@ -280,7 +297,12 @@ def parameters_with(blocks: Sequence[Block], values: Values) -> dict[int, torch.
 
 
 def called_with(
-    module: nn.Module, blocks: Sequence[Block], values: Values, /, *args: Any, **kwargs: Any
+    module: nn.Module,
+    blocks: Sequence[Block],
+    values: Values,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call a module with other LoRA weights in place of its own, which stay as they are."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}

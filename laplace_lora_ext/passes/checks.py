@@ -33,7 +33,11 @@ def inspected(
     called: set[int] = set()
     differentiable: list[bool] = []
 
-    def finished(_: nn.Module, __: tuple, logits: torch.Tensor) -> None:
+    def finished(
+        _: nn.Module,
+        __: tuple,
+        logits: torch.Tensor,
+    ) -> None:
         check_logits(logits)
         if not differentiable:  # others may be of one example
             check_targets(logits)

@@ -129,7 +129,10 @@ class _Tap(torch.autograd.Function):
         ctx.call = call
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(
+        ctx: Any,
+        *gradients: torch.Tensor | None,
+    ) -> Any:
         (gradient,) = gradients
         call: Call = ctx.call
         backward_pass = call.backward_pass
@@ -217,7 +220,11 @@ class Graph:
             self._propagate(vectors, slice(start, stop), way, delivered=set())
 
     def _propagate(
-        self, vectors: torch.Tensor, seeds: slice, way: _Way, delivered: set[int]
+        self,
+        vectors: torch.Tensor,
+        seeds: slice,
+        way: _Way,
+        delivered: set[int],
     ) -> None:
         """Bring some seeds, in as few passes as can be, to layers not yet `delivered` theirs."""
         n_seeds = seeds.stop - seeds.start
@@ -308,7 +315,11 @@ class _Way:
     retain_graph: bool
     create_graph: bool
 
-    def deliver_each(self, seeds: slice, gradients: Sequence[torch.Tensor]) -> None:
+    def deliver_each(
+        self,
+        seeds: slice,
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
         """Deliver what some seeds have brought to each parameter."""
         for parameter, of_parameter in zip(self.parameters, gradients, strict=True):
             assert self.deliver_whole is not None
@@ -342,7 +353,11 @@ class _Pass:
             for call in of_layer:
                 call.backward_pass = self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        *_: object,
+    ) -> None:
         for of_layer in self._calls:
             for call in of_layer:
                 call.backward_pass = None
@@ -350,7 +365,12 @@ class _Pass:
             for index in sorted(self._waiting):  # not all of the layer's calls had a gradient
                 self._finish(index)
 
-    def arrive(self, call: Call, inputs: torch.Tensor, gradients: torch.Tensor) -> None:
+    def arrive(
+        self,
+        call: Call,
+        inputs: torch.Tensor,
+        gradients: torch.Tensor,
+    ) -> None:
         """Take what has come to a call; deliver what has come to its layer, if that is all."""
         index = call.index
         if index in self.delivered:
@@ -379,13 +399,20 @@ class _OutsideVmap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(tensor: torch.Tensor, receive: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def forward(
+        tensor: torch.Tensor,
+        receive: Callable[[torch.Tensor], None],
+    ) -> torch.Tensor:
         receive(tensor[None])
         # vmap wants a tensor back, of which nobody makes any use.
         return tensor.new_zeros(())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def setup_context(
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        output: torch.Tensor,
+    ) -> None:
         """Save nothing: nothing is differentiated."""
 
     @staticmethod

@@ -136,7 +136,11 @@ def _reached(
     return reached
 
 
-def _lasts(layer: str, shape: torch.Size, positions: Positions) -> bool:
+def _lasts(
+    layer: str,
+    shape: torch.Size,
+    positions: Positions,
+) -> bool:
     """Tell whether a later text batch of the same size has its rows in the same order."""
     if not positions.is_text or "experts" in layer.split("."):  # a router picks their rows
         return False

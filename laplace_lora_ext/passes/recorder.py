@@ -65,7 +65,11 @@ class Recorder:
         what passes have shown of the model so far
     """
 
-    def __init__(self, model: LogitsModel, blocks: Sequence[Block]) -> None:
+    def __init__(
+        self,
+        model: LogitsModel,
+        blocks: Sequence[Block],
+    ) -> None:
         self.model = model
         self.blocks = list(blocks)
         # A whole parameter's gradient is of all examples that a pass has.
@@ -77,7 +81,11 @@ class Recorder:
 
     @contextmanager
     def record(
-        self, batch: Any, *, create_graph: bool = False, keeps_inputs: bool = False
+        self,
+        batch: Any,
+        *,
+        create_graph: bool = False,
+        keeps_inputs: bool = False,
     ) -> Iterator[Recording]:
         """Run the model on a batch and record the calls of the blocks' layers.
 
@@ -355,7 +363,12 @@ class Recorder:
             else:
                 memory.halve(size, rows_of_example, result)
 
-    def _undivided(self, batch: Any, evaluate: Callable[[Any, slice], Any], reason: str) -> Any:
+    def _undivided(
+        self,
+        batch: Any,
+        evaluate: Callable[[Any, slice], Any],
+        reason: str,
+    ) -> Any:
         """Evaluate a batch that for some `reason` has no parts."""
         result = attempt(partial(evaluate, batch, slice(None)))
         if isinstance(result, OutOfMemory):
@@ -385,14 +398,22 @@ class Recorder:
         layouts.examples_together = True
         return False
 
-    def _alone(self, batch: Any, whole: torch.Tensor) -> torch.Tensor:
+    def _alone(
+        self,
+        batch: Any,
+        whole: torch.Tensor,
+    ) -> torch.Tensor:
         """Compute the logits of a batch, whose logits together are `whole`, by one example each."""
         alone = torch.full_like(whole, torch.nan)
         for example in self._examples(batch, whole):
             alone[example.logits] = self.model(example.inputs)
         return alone
 
-    def _examples(self, batch: Any, logits: torch.Tensor) -> Iterator[_Example]:
+    def _examples(
+        self,
+        batch: Any,
+        logits: torch.Tensor,
+    ) -> Iterator[_Example]:
         """Take a batch with these logits apart; texts without a label are left out."""
         positions = self.model.positions(batch, len(logits))
         itself = torch.eye(positions.n_examples, dtype=torch.bool, device=logits.device)

@@ -289,7 +289,10 @@ def _joined(of_calls: list[torch.Tensor]) -> torch.Tensor:
 
 
 @contextmanager
-def _mathematics(block: Block, device: torch.device) -> Iterator[None]:
+def _mathematics(
+    block: Block,
+    device: torch.device,
+) -> Iterator[None]:
     """Compute in full precision within, and name the block's layer where something goes wrong."""
     with naming(f"weight {block.name}"), torch.autocast(device.type, enabled=False):
         yield

@@ -60,7 +60,11 @@ class Prediction(NamedTuple):
     label_variance: torch.Tensor
 
     @classmethod
-    def of_draws(cls, probabilities: torch.Tensor, drawn: torch.Tensor) -> Prediction:
+    def of_draws(
+        cls,
+        probabilities: torch.Tensor,
+        drawn: torch.Tensor,
+    ) -> Prediction:
         """Sum up draws, beside the probabilities of a link.
 
         Parameters

@@ -78,7 +78,10 @@ def predictive_moments(
 
 
 def predictive_distribution(
-    la: Linearised, X: Any, joint: bool = False, diagonal_output: bool = False
+    la: Linearised,
+    X: Any,
+    joint: bool = False,
+    diagonal_output: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Predict mean and covariance, or variances, of scaled logits, as the host asks.
 
@@ -93,7 +96,10 @@ def predictive_distribution(
 
 
 def moments_for(
-    la: Linearised, X: Any, link_approx: str, n_contrasts: int | None = None
+    la: Linearised,
+    X: Any,
+    link_approx: str,
+    n_contrasts: int | None = None,
 ) -> Moments:
     """Predict moments of scaled logits as a link needs them; see `moments_of_model`."""
     return moments_of_model(la, X, link_approx, n_contrasts).scaled(la.logit_scale)
@@ -106,7 +112,10 @@ def of_classes(likelihood: Likelihood, moments: Moments) -> Moments:
 
 
 def moments_of_model(
-    la: Linearised, X: Any, link_approx: str, n_contrasts: int | None = None
+    la: Linearised,
+    X: Any,
+    link_approx: str,
+    n_contrasts: int | None = None,
 ) -> Moments:
     """Compute moments of a batch as a link needs them, by as few backward passes as it can.
 
@@ -146,7 +155,10 @@ def _of_all_logits(
 
 
 def _moments(
-    la: Linearised, X: Any, joint: bool = False, directions: Directions = every_output
+    la: Linearised,
+    X: Any,
+    joint: bool = False,
+    directions: Directions = every_output,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute mean and covariance of a batch's logits, or of combinations; `Moments` pass."""
     if not isinstance(X, Moments):
@@ -183,7 +195,10 @@ def drawn_weights(la: Drawable, generator: torch.Generator | None) -> Values:
     return as_values(la.blocks, drawn)
 
 
-def as_values(blocks: Sequence[Block], drawn: torch.Tensor) -> Values:
+def as_values(
+    blocks: Sequence[Block],
+    drawn: torch.Tensor,
+) -> Values:
     """Cut drawn weights `(parameters,)` into values that a model can be called with."""
     check_in_place(blocks, "A draw of the weights")
     parts = drawn.split([block.n_params for block in blocks])

@@ -116,7 +116,10 @@ def draw_function(la: DrawableFunctions, seed: int, pred_type: str) -> Function:
 
 @exclusive
 def joint_samples(
-    la: DrawableFunctions, x: Any, n_samples: int, generator: torch.Generator | None
+    la: DrawableFunctions,
+    x: Any,
+    n_samples: int,
+    generator: torch.Generator | None,
 ) -> torch.Tensor:
     """Draw logits `(S, B, C)` of a batch, whose examples vary together."""
     return draw_functions(la, n_samples, generator).linearised(x)

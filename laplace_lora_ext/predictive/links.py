@@ -23,7 +23,10 @@ OF_DIFFERENCES = frozenset({"mean_field", "mc"})
 """Links that only see differences of logits, as a softmax does."""
 
 
-def probit(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
+def probit(
+    f_mu: torch.Tensor,
+    f_var: torch.Tensor,
+) -> torch.Tensor:
     """Shrink each logit by its own variance: `softmax(m_k / √(1 + π/8 S_kk))`."""
     variances = f_var.diagonal(dim1=-2, dim2=-1)
     shrunk = f_mu / (1 + _PROBIT * variances).sqrt()
@@ -55,7 +58,10 @@ def softmax_samples(
     return gaussian_samples(f_mu, centred(f_var), noise).log_softmax(-1)
 
 
-def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
+def mean_field(
+    f_mu: torch.Tensor,
+    f_var: torch.Tensor,
+) -> torch.Tensor:
     """Approximate the logarithm of the mean softmax of Gaussian logits by mean fields.
 
     A softmax only depends on differences of logits: `p_k = 1 / Σ_j exp(-(f_k - f_j))`. Each
@@ -87,7 +93,10 @@ def mean_field(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
 def sampled(n_samples: int, generator: torch.Generator | None) -> Link:
     """Make a link of samples, with separate noise for each example, drawn anew in every call."""
 
-    def link(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
+    def link(
+        f_mu: torch.Tensor,
+        f_var: torch.Tensor,
+    ) -> torch.Tensor:
         noise = standard_normal((n_samples, *f_mu.shape), f_mu, generator)
         return monte_carlo(f_mu, f_var, noise)
 
@@ -100,7 +109,10 @@ def own_links(
 ) -> dict[str, Link]:
     """Make this library's links, by name; "mc" has the same noise for all examples of a batch."""
 
-    def sampled_alike(f_mu: torch.Tensor, f_var: torch.Tensor) -> torch.Tensor:
+    def sampled_alike(
+        f_mu: torch.Tensor,
+        f_var: torch.Tensor,
+    ) -> torch.Tensor:
         noise = shared_noise(f_mu, n_samples, generator)
         return monte_carlo(f_mu, f_var, noise)
 

@@ -78,12 +78,18 @@ class MixtureMoments(NamedTuple):
         return (MixtureMoments(part) for part in parts)
 
 
-def parts_for(members: Sequence[object], x: Any) -> Sequence[Any]:
+def parts_for(
+    members: Sequence[object],
+    x: Any,
+) -> Sequence[Any]:
     """Say what each member predicts: the same batch, or its own moments of `MixtureMoments`."""
     return x.members if isinstance(x, MixtureMoments) else [x] * len(members)
 
 
-def mixed(means: torch.Tensor, covariances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def mixed(
+    means: torch.Tensor,
+    covariances: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute moments of a mixture of Gaussians `(M, ..., C)`, by variances or covariances."""
     mean = means.mean(0)
     apart = means - mean
@@ -150,7 +156,11 @@ def semidefinite(covariance: torch.Tensor) -> torch.Tensor:
     return root @ root.mT
 
 
-def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def gaussian_samples(
+    f_mu: torch.Tensor,
+    f_var: torch.Tensor,
+    noise: torch.Tensor,
+) -> torch.Tensor:
     """Turn noise into reparametrised samples `(S, B, C)` of logits.
 
     `noise` holds standard normal numbers: `(S, B, C)`, or `(S, 1, C)` for all examples alike. There
@@ -163,7 +173,9 @@ def gaussian_samples(f_mu: torch.Tensor, f_var: torch.Tensor, noise: torch.Tenso
 
 
 def standard_normal(
-    shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator | None
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    generator: torch.Generator | None,
 ) -> torch.Tensor:
     """Draw standard normal numbers in the dtype of `like`, on the generator's device."""
     device = like.device if generator is None else generator.device

@@ -166,7 +166,11 @@ def _in_order_of_data(indices: Iterable[int]) -> torch.Tensor:
     return torch.tensor(sorted(whole), dtype=torch.long)
 
 
-def check_divisible(loader: DataLoader, held_out: float, parts: int = 1) -> None:
+def check_divisible(
+    loader: DataLoader,
+    held_out: float,
+    parts: int = 1,
+) -> None:
     """Refuse, by a `ValueError`, shares and data of which `divided` can't hold out parts."""
     if not 0 < held_out < 1:
         raise ValueError(f"held_out must be between 0 and 1, not {held_out}.")
@@ -233,7 +237,11 @@ def divided(
         yield to_learn, to_hold_out
 
 
-def _sizes_of_parts(n_examples: int, held_out: float, parts: int) -> list[int]:
+def _sizes_of_parts(
+    n_examples: int,
+    held_out: float,
+    parts: int,
+) -> list[int]:
     """Compute how many examples each part holds out.
 
     They sum to the share of all parts, rounded once: rounding each would add up.
@@ -242,7 +250,10 @@ def _sizes_of_parts(n_examples: int, held_out: float, parts: int) -> list[int]:
     return [end - start for start, end in pairwise(ends)]
 
 
-def _mixed(groups: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _mixed(
+    groups: torch.Tensor,
+    generator: torch.Generator,
+) -> torch.Tensor:
     """Order examples at random, so that every stretch has its share of each group.
 
     Systematic sampling: a group's k-th of m examples is at (k + u) / m of the order, where u is
@@ -312,7 +323,10 @@ class _OfRank:
         return len(self.places), sum_of_squares.item()
 
 
-def joined(places: torch.Tensor, columns: Columns | None) -> Columns | None:
+def joined(
+    places: torch.Tensor,
+    columns: Columns | None,
+) -> Columns | None:
     """Join the ranks' tensors: one row for each example, in the data's order.
 
     Takes the places `(n,)` of this rank's examples, and columns `(n, ...)`, None on a rank without

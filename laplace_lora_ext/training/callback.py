@@ -125,7 +125,11 @@ class LaplaceCallback(TrainerCallback):
         elif state.is_world_process_zero:
             state.log_history.append({**figures, "step": state.global_step})
 
-    def _choose_prior(self, la: LoRALaplace, data: dict[str, Any]) -> TuningHistory:
+    def _choose_prior(
+        self,
+        la: LoRALaplace,
+        data: dict[str, Any],
+    ) -> TuningHistory:
         """Choose the prior precision with what the method needs of a trainer's data."""
         # Agreement compares classes, which a regression has not.
         default = "marglik" if la.trained_likelihood.is_gaussian else "agreement"
@@ -141,7 +145,10 @@ def _once(loader: DataLoader, args: Any) -> DataLoader:
     return in_order(loader.dataset, args.per_device_eval_batch_size, loader.collate_fn)
 
 
-def eval_figures(la: Any, loader: DataLoader) -> dict[str, float]:
+def eval_figures(
+    la: Any,
+    loader: DataLoader,
+) -> dict[str, float]:
     """Measure a posterior on evaluation data.
 
     The figures are its NLL and ECE, of texts the NLL of a token, and of a regression there is none.

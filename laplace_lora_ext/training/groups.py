@@ -12,7 +12,11 @@ from laplace_lora_ext.predictive.data_sets import Columns, over_loader
 from laplace_lora_ext.training.trainers import same_random_states
 
 
-def groups_of(la: Any, loader: DataLoader, held_out: float) -> torch.Tensor:
+def groups_of(
+    la: Any,
+    loader: DataLoader,
+    held_out: float,
+) -> torch.Tensor:
     """Number the groups `(N,)` of a loader's examples: their classes, or quantiles of targets.
 
     The loader gives each example once and in order.

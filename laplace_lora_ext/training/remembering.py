@@ -53,7 +53,10 @@ class Remember(TrainerCallback):
     """
 
     def __init__(
-        self, *posteriors: Penalising, weight: float = 1.0, n_data: int | None = None
+        self,
+        *posteriors: Penalising,
+        weight: float = 1.0,
+        n_data: int | None = None,
     ) -> None:
         if not posteriors:
             raise ValueError("Nothing to remember: pass a fitted posterior.")
@@ -63,7 +66,13 @@ class Remember(TrainerCallback):
         self._asked = n_data
         self._n_data = n_data
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **kwargs: Any,
+    ) -> None:
         """Count the new examples; refuse what can't be penalised."""
         if args.fp16:
             raise ValueError("Gradients in float16 are scaled: train in bfloat16 or float32.")
@@ -73,7 +82,13 @@ class Remember(TrainerCallback):
                 raise ValueError("The training data have no length: pass n_data=.")
             self._n_data = len(data_set)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **kwargs: Any,
+    ) -> None:
         """Add the penalties' gradient to that of the loss, a mean over the new examples."""
         assert self._n_data is not None  # since training has begun
         for la in self._posteriors:

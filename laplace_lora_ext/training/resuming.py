@@ -126,5 +126,8 @@ def _read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / _MARK).read_text(encoding="utf-8"))
 
 
-def _write(folder: Path, content: dict[str, Any]) -> None:
+def _write(
+    folder: Path,
+    content: dict[str, Any],
+) -> None:
     (folder / _MARK).write_text(json.dumps(content), encoding="utf-8")

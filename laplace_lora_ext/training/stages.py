@@ -244,7 +244,10 @@ def joined(posteriors: Sequence[LoRALaplace]) -> LoRALaplace | LaplaceMixture:
     return copy(posteriors[0]) if len(posteriors) == 1 else LaplaceMixture(posteriors)
 
 
-def with_choice(posteriors: Sequence[LoRALaplace], choice: Choice) -> list[LoRALaplace]:
+def with_choice(
+    posteriors: Sequence[LoRALaplace],
+    choice: Choice,
+) -> list[LoRALaplace]:
     """Copy posteriors, and give the copies what was chosen for other fits of the same members."""
     copies = [copy(la) for la in posteriors]
     for la, hyperparameters in zip(copies, choice.hyperparameters, strict=True):
@@ -468,7 +471,10 @@ def in_stages(
     return la
 
 
-def _likelihood(trainer: Any, options: dict[str, Any]) -> str | None:
+def _likelihood(
+    trainer: Any,
+    options: dict[str, Any],
+) -> str | None:
     """Tell the likelihood by the kind of a trainer; None if the model tells it."""
     # By name, since TRL need not be installed.
     if any(cls.__name__ == "RewardTrainer" for cls in type(trainer).__mro__):

@@ -74,7 +74,12 @@ class Marglik(TuningMethod):
             la.sigma_noise = of_first(log_noise.detach().exp()).to(la.model.device)
         return history
 
-    def _climb(self, la: Tunable, prior: Searched, log_noise: torch.Tensor | None) -> TuningHistory:
+    def _climb(
+        self,
+        la: Tunable,
+        prior: Searched,
+        log_noise: torch.Tensor | None,
+    ) -> TuningHistory:
         """Climb the evidence in the logarithms of the prior precision and perhaps of the noise.
 
         The evidence is smooth, has no noise and, for a layerwise prior, is a sum of functions of
