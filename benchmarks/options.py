@@ -176,11 +176,16 @@ class Cost(Run):
 class Scale(Run):
     """Time and memory by the number of classes, tokens and processes: seven minutes."""
 
-    classes: tuple[int, ...] = option((4, 20, 77), "answers")
-    lengths: tuple[int, ...] = option((128, 512, 2048), "tokens of a text")
-    processes: tuple[int, ...] = option((1, 2, 4), "that share a fit")
+    classes: tuple[int, ...] = option((2, 5, 12, 77, 150), "answers; none to omit", nargs="*")
+    lengths: tuple[int, ...] = option(
+        (128, 512, 2048),
+        "tokens of a text, without and with checkpointing; none to omit",
+        nargs="*",
+    )
+    processes: tuple[int, ...] = option((1, 2, 4), "that share a fit; none to omit", nargs="*")
     hidden_size: int = option(256, "width of the model, a multiple of 8")
-    layers: int = option(2, "of the model")
+    layers: int = option(4, "of the model")
+    dtype: str = option("float32", "of the model's weights", choices=DTYPES)
     batch_size: int = option(4, "texts in a batch")
     batches: int = option(2, "in a fit")
     repetitions: int = option(3, "calls to time")

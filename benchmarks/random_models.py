@@ -1,6 +1,7 @@
 """Models in the shape of Llama with random weights, and random tokens for them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, BatchEncoding, LlamaConfig
 
 from benchmarks.models import AdaptedModel
 from benchmarks.training import as_dataset
+from laplace_lora_ext.models.adapters import find_peft_model
 
 LORA_B_SCALE = 0.02
 MEANING = "random: they tell about shapes and speed only"  # of the weights
@@ -64,6 +66,15 @@ def random_llama(shape: Shape, device: str, seed: int) -> AdaptedModel:
             nn.init.normal_(parameter, std=LORA_B_SCALE)
     first_tokens = list(range(shape.classes))
     return AdaptedModel(model.eval(), class_token_ids=first_tokens)
+
+
+def switch_checkpointing(model: nn.Module, on: bool) -> None:
+    """Switch gradient checkpointing on or off, as a trainer would."""
+    base: Any = find_peft_model(model).get_base_model()
+    if on:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        base.gradient_checkpointing_disable()
 
 
 def random_loader(

@@ -20,6 +20,7 @@ import laplace_lora_ext
 from benchmarks.measuring import reason_of
 from benchmarks.models import device_of
 from benchmarks.options import Gpu
+from benchmarks.random_models import switch_checkpointing
 from benchmarks.report import Result, Row, say, table
 from laplace_lora_ext.models.logits_model import LogitsModel
 from laplace_lora_ext.models.lora_layers import find_blocks
@@ -486,15 +487,6 @@ def quantize(model: nn.Module) -> None:
         quantized.weight = weight.to(layer.weight.device)  # quantizes on the way
         quantized.bias = layer.bias
         setattr(model.get_submodule(parent), own_name, quantized)
-
-
-def switch_checkpointing(model: PeftModel, on: bool) -> None:
-    """Switch gradient checkpointing on or off, as a trainer would."""
-    base: Any = model.get_base_model()
-    if on:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        base.gradient_checkpointing_disable()
 
 
 def random_batches(

@@ -1,105 +1,261 @@
 """How time and memory grow with the number of classes, tokens and processes."""
 
+import logging
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks import measuring, report
-from benchmarks.experiments.cost import Contest
+from benchmarks.measuring import Message
 from benchmarks.methods import posterior
 from benchmarks.models import device_of
-from benchmarks.options import Cost, Scale
-from benchmarks.random_models import MEANING, Shape, random_llama, random_loader
+from benchmarks.options import Scale
+from benchmarks.random_models import (
+    MEANING,
+    Shape,
+    random_llama,
+    random_loader,
+    switch_checkpointing,
+)
 from benchmarks.report import Result, Row
 
-PAIR = ("bare", "lowrank_kron")  # what is compared
+METHOD = "lowrank_kron"
+PAIR = ("bare", METHOD)  # whose fits by several processes are compared
 BATCHES_OF_PROCESSES = 4  # times those of other fits, to have some for each process
+CLASSES_OF_OTHERS = 4  # where other sizes vary
+LENGTH_OF_OTHERS = 64
+FORWARD = "forward pass"
+TRAINING = "training step"
 
 
 def run(options: Scale) -> Iterator[Result]:
     """Measure each series."""
-    series: dict[str, list[Row]] = {}
-    for against, size, rows in measured(options, device_of(options.device)):
-        report.say(options, size, against)
-        of_series = series.setdefault(against, [])
-        for row in rows:
-            of_series.append({"name": row["name"], "size": size, **row})
-    parts = [
-        "Random weights in the shape of Llama. Bare loops are the model's passes alone; megabytes "
-        "are peaks over model and data. Exponents are least squares in logarithms."
-    ]
-    everything = []
-    for against, rows in series.items():
-        _add_exponents(rows)
-        ordered = sorted(rows, key=lambda row: row["name"])
-        parts.append(f"Against the number of {against}:")
-        parts.append(report.table(ordered))
-        everything += [{"against": against, **row} for row in rows]
-    yield {"weights": MEANING, "rows": everything}, parts
-
-
-def measured(
-    options: Scale,
-    device: str,
-) -> Iterator[tuple[str, int, list[Row]]]:
-    """Measure: yield what is varied, its size, and the rows of figures."""
+    device = device_of(options.device)
     shape = Shape(
         hidden_size=options.hidden_size,
         layers=options.layers,
         intermediate_size=4 * options.hidden_size,
+        classes=CLASSES_OF_OTHERS,
         batch_size=options.batch_size,
-        length=64,
+        length=LENGTH_OF_OTHERS,
+        dtype=options.dtype,
     )
-    for size in options.classes:
-        yield "classes", size, _beside(replace(shape, classes=size), options, device)
-    for size in options.lengths:
-        yield "tokens of a text", size, _beside(replace(shape, length=size), options, device)
-    for size in options.processes:
-        yield "processes", size, [_measure_processes(shape, size, options)]
-
-
-def _beside(shape: Shape, options: Scale, device: str) -> list[Row]:
-    """Fit and predict with our method and with bare passes, each in a process of its own."""
-    cost = Cost(
-        prediction_batch_sizes=(shape.batch_size,),
-        repetitions=options.repetitions,
-        limit=options.limit,
-        threads=options.threads,
-        seed=options.seed,
-    )
-    figures: dict[str, dict[str, Row]] = {}  # by the kind of a message and the method
-    for key in PAIR:
-        contest = Contest(key, shape, options.batches, cost, device)
-        for message in contest.messages():
-            if message.kind == "failed":
-                # There is one row less, and the reason is shown.
-                print(f"{key}: {message.content['reason']}", file=sys.stderr)
-            else:
-                figures.setdefault(message.kind, {})[key] = message.content
-    return [
-        _row(kind, of_kind["bare"], of_kind["lowrank_kron"])
-        for kind, of_kind in figures.items()
-        if len(of_kind) == len(PAIR)
+    parts = [
+        f"Random weights in the shape of Llama: {options.layers} layers of width "
+        f"{options.hidden_size} in {options.dtype}, {options.batch_size} texts in a batch. Seconds "
+        "are for one text, and megabytes are peaks over what is in memory before: model, data and "
+        "posterior. Exponents are least squares in logarithms."
     ]
+    rows: list[Row] = []
+    for name, explanation, of_series in _series(shape, options, device):
+        _add_exponents(of_series)
+        parts += [explanation, report.table(of_series)]
+        rows += [{"against": name, **row} for row in of_series]
+        yield {"weights": MEANING, "rows": rows}, parts
 
 
-def _row(name: str, bare: Row, ours: Row) -> Row:
-    return {
-        "name": name,
-        "seconds": ours["median"],
-        "bare_seconds": bare["median"],
-        "in_bare_loops": ours["median"] / bare["median"],
-        "megabytes": ours["peak_megabytes"],
-        "bare_megabytes": bare["peak_megabytes"],
-    }
+def _series(shape: Shape, options: Scale, device: str) -> Iterator[tuple[str, str, list[Row]]]:
+    """Measure what is asked for; yield what is varied, an explanation, and rows of figures."""
+    if options.classes:
+        explanation = (
+            f"Against the number of classes, with {shape.length} tokens. A search tries a grid in "
+            "one pass over the data; an exact prediction computes the contrasts of all classes, "
+            "and one by contrasts those that matter:"
+        )
+        yield "classes", explanation, _by_classes(shape, options, device)
+    if options.lengths:
+        explanation = (
+            "Against the number of tokens of a text, without and with gradient checkpointing "
+            f"({shape.classes} classes):"
+        )
+        yield "tokens of a text", explanation, _by_length(shape, options, device)
+    if options.processes:
+        explanation = (
+            f"Against the number of processes, on a CPU ({shape.classes} classes, {shape.length} "
+            "tokens). Bare loops are the model's passes alone; seconds are for all texts:"
+        )
+        yield "processes", explanation, _by_processes(shape, options)
+
+
+def _by_classes(shape: Shape, options: Scale, device: str) -> list[Row]:
+    """Measure each job, in forward passes."""
+    rows: list[Row] = []
+    for size in options.classes:
+        report.say(options, size, "classes")
+        setting = Setting(replace(shape, classes=size), False, options, device)
+        of_size = _measured(jobs_of_classes, setting)
+        seconds = _figure_of(of_size, FORWARD, "seconds")
+        for row in of_size:
+            row["forward_passes"] = _ratio(row["seconds"], seconds)
+            rows.append({"size": size, **row})
+    return _by_name(rows)
+
+
+def _by_length(shape: Shape, options: Scale, device: str) -> list[Row]:
+    """Measure each job's memory beside that of a training step."""
+    rows: list[Row] = []
+    for size in options.lengths:
+        for is_checkpointed in (False, True):
+            report.say(options, size, "tokens, checkpointed:", is_checkpointed)
+            setting = Setting(replace(shape, length=size), is_checkpointed, options, device)
+            of_size = _measured(jobs_of_length, setting)
+            megabytes = _figure_of(of_size, TRAINING, "megabytes")
+            for row in of_size:
+                row["name"] += ", checkpointed" if is_checkpointed else ""
+                row["of_a_training_step's_memory"] = _ratio(row["megabytes"], megabytes)
+                rows.append({"size": size, **row})
+    return _by_name(rows)
+
+
+def _figure_of(rows: Sequence[Row], name: str, figure: str) -> float | None:
+    """Look up a figure of one job, if it was measured."""
+    figures = [row[figure] for row in rows if row["name"] == name]
+    return figures[0] if figures else None
+
+
+def _ratio(figure: float, unit: float | None) -> float | None:
+    """Divide; None where there is no unit, or one too small to be seen."""
+    return figure / unit if unit and unit > 0 else None
+
+
+def _by_name(rows: Sequence[Row]) -> list[Row]:
+    """Put rows of one name together, and the name in front."""
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    return [{"name": name, **row} for name in names for row in rows if row["name"] == name]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and its batches, to be measured in a process of its own."""
+
+    shape: Shape
+    is_checkpointed: bool
+    options: Scale
+    device: str
+
+
+def _measured(jobs: Callable[[Setting], Iterator[Message]], setting: Setting) -> list[Row]:
+    """Measure jobs in a process of its own, whose memory is untouched."""
+    messages, reason = measuring.run_limited(jobs, (setting,), setting.options.limit)
+    if reason is not None:
+        # There are some rows less, and the reason is shown.
+        print(reason, file=sys.stderr)
+    return [message.content for message in messages if message.kind == "job"]
+
+
+def jobs_of_classes(setting: Setting) -> Iterator[Message]:
+    """Measure what depends on the number of classes."""
+    jobs = Jobs(setting)
+    yield Message("ready", None)
+    yield jobs.measured(FORWARD, jobs.pass_forward)
+    yield jobs.measured("fit", jobs.fit, of_all=True)
+    yield jobs.measured("search", jobs.search, of_all=True)
+    yield jobs.measured("exact prediction", jobs.predict_exactly)
+    yield jobs.measured("prediction by contrasts", jobs.predict)
+    yield jobs.measured("learning variances", jobs.amortize, of_all=True)
+    yield jobs.measured("prediction by learnt variances", jobs.predict_by_learnt)
+
+
+def jobs_of_length(setting: Setting) -> Iterator[Message]:
+    """Measure what depends on the length of texts, and training."""
+    jobs = Jobs(setting)
+    yield Message("ready", None)
+    yield jobs.measured(TRAINING, jobs.train)
+    yield jobs.measured("fit", jobs.fit, of_all=True)
+    yield jobs.measured("prediction", jobs.predict)
+
+
+class Jobs:
+    """What is measured of one model; jobs after `fit` need it done."""
+
+    def __init__(self, setting: Setting) -> None:
+        shape, options = setting.shape, setting.options
+        measuring.set_up(options)
+        # Libraries' remarks would come once for each process, and labels are random.
+        logging.disable(logging.WARNING)
+        warnings.filterwarnings("ignore")
+        self._device = setting.device
+        self._options = options
+        self._adapted = random_llama(shape, setting.device, options.seed)
+        switch_checkpointing(self._adapted.model, setting.is_checkpointed)
+        self._loader = random_loader(shape, options.batches, setting.device, options.seed)
+        # Other texts than those of the fit.
+        (self._batch,) = random_loader(shape, 1, setting.device, options.seed + 1)
+        self._n_classes = shape.classes
+        self._la: Any = posterior(METHOD).build(self._adapted)
+        # What PyTorch loads during its first passes counts for no job.
+        short = replace(shape, length=1, batch_size=1)
+        self._la.fit(random_loader(short, 1, setting.device, options.seed))
+
+    def measured(self, name: str, job: Callable[[], object], of_all: bool = False) -> Message:
+        """Measure a job of one batch, or of all batches of the fit."""
+        options = self._options
+        figures = measuring.time_and_memory(job, self._device, options.repetitions, options.limit)
+        n_texts = options.batch_size * (options.batches if of_all else 1)
+        row: Row = {
+            "name": name,
+            "seconds": figures["median"] / n_texts,
+            "megabytes": figures["peak_megabytes"],
+        }
+        return Message("job", row)
+
+    @torch.no_grad()
+    def pass_forward(self) -> None:
+        """Compute the model's own logits."""
+        self._adapted.logits_model(self._batch)
+
+    def train(self) -> None:
+        """Take the passes of a training step."""
+        model = self._adapted.model
+        model.train()
+        logits = self._adapted.logits_model(self._batch)
+        nn.functional.cross_entropy(logits, self._batch["labels"]).backward()
+        model.zero_grad()
+        model.eval()
+
+    def fit(self) -> None:
+        """Fit the posterior."""
+        self._la.fit(self._loader)
+
+    def search(self) -> None:
+        """Choose the prior precision by labels."""
+        self._la.optimize_prior_precision(method="gridsearch", val_loader=self._loader)
+
+    def predict(self) -> None:
+        """Predict by the contrasts that matter."""
+        self._la(self._batch, link_approx="mean_field")
+
+    def predict_exactly(self) -> None:
+        """Predict by the contrasts of all classes."""
+        self._la(self._batch, link_approx="mean_field", n_contrasts=self._n_classes - 1)
+
+    def amortize(self) -> None:
+        """Learn the variances."""
+        self._la.amortize(self._loader, unlabelled=None)
+
+    def predict_by_learnt(self) -> None:
+        """Predict by learnt variances."""
+        self._la(self._batch, pred_type="amortized", link_approx="mean_field")
+
+
+def _by_processes(shape: Shape, options: Scale) -> list[Row]:
+    """Measure fits that several processes share."""
+    rows = []
+    for size in options.processes:
+        report.say(options, size, "processes")
+        rows.append(_measure_processes(shape, size, options))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -129,7 +285,16 @@ def _measure_processes(shape: Shape, world: int, options: Scale) -> Row:
             "median": max(row["median"] for row in rows),
             "peak_megabytes": max(row["peak_megabytes"] for row in rows),
         }
-    return _row("fit", slowest["bare"], slowest["lowrank_kron"])
+    bare, ours = slowest["bare"], slowest[METHOD]
+    return {
+        "name": "fit",
+        "size": world,
+        "seconds": ours["median"],
+        "bare_seconds": bare["median"],
+        "in_bare_loops": ours["median"] / bare["median"],
+        "megabytes": ours["peak_megabytes"],
+        "bare_megabytes": bare["peak_megabytes"],
+    }
 
 
 def _fit_shard(shard: Shard) -> Row:
