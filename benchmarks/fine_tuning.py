@@ -77,6 +77,11 @@ class Pretrained:
         return TaskType.CAUSAL_LM if self.task.is_prompt else TaskType.SEQ_CLS
 
     @property
+    def has_head(self) -> bool:
+        """Whether a head is trained beside the LoRA weights."""
+        return self.task_type == TaskType.SEQ_CLS
+
+    @property
     def class_token_ids(self) -> list[int] | None:
         """The tokens of a causal language model's answers after a prompt, if all have the same."""
         if not self.task.is_prompt or self.task.has_choices:

@@ -143,6 +143,14 @@ def seconds_of(job: Job, clock: Clock = timer) -> float:
     return clock() - started
 
 
+def processor_clock(device: str) -> Clock:
+    """Choose processor time, which does not depend on what else the processor does.
+
+    An accelerator's work takes none: there, it is the time that passes until it is done.
+    """
+    return time.process_time if torch.device(device).type == "cpu" else timer
+
+
 @dataclass(frozen=True)
 class Timing:
     """Seconds of several calls."""

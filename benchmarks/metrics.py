@@ -1,29 +1,64 @@
 """Measures of class probabilities (texts, classes): bins of confidence, and shifted texts."""
 
-import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torchmetrics.functional.classification import binary_auroc
+from scipy.stats import mannwhitneyu
 
-from laplace_lora_ext.metrics import N_BINS
+from laplace_lora_ext.metrics import N_BINS, quality
+
+Signs = Mapping[str, torch.Tensor]  # (texts,) by their names; the higher, the more doubtful
 
 
-def shift_detection(
-    test: torch.Tensor,
-    shifted: torch.Tensor,
-) -> dict[str, float]:
-    """Compute mean entropies in nats, and how well entropy detects shifted texts (AUROC)."""
-    of_test = entropies(test)
-    of_shifted = entropies(shifted)
-    # torchmetrics leaves scores in [0, 1] as they are, and the largest entropy is that of chance.
-    largest = math.log(test.shape[1])
-    scores = torch.cat([of_test, of_shifted]) / largest
-    is_shifted = torch.arange(len(scores)) >= len(test)
+def signs_of(probabilities: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Compute what class probabilities say of how doubtful each text is."""
     return {
-        "test_entropy": of_test.mean().item(),
-        "shifted_entropy": of_shifted.mean().item(),
-        "shift_auroc": binary_auroc(scores.clamp(0, 1), is_shifted.long()).item(),
+        "entropy": entropies(probabilities),
+        "maximum": -probabilities.max(-1).values,
     }
+
+
+def quality_with_aurc(probabilities: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """Measure quality, and the area under risk and coverage, by the largest probability."""
+    wrong = probabilities.argmax(-1) != labels
+    sign = signs_of(probabilities)["maximum"]
+    return {**quality(probabilities, labels), "aurc": aurc(sign, wrong)}
+
+
+def shift_detection(test: Signs, shifted: Signs) -> dict[str, Any]:
+    """Compute mean entropies in nats, and how well each sign detects shifted texts (AUROC)."""
+    detected = {}
+    for name, of_test in test.items():
+        signs = torch.cat([of_test, shifted[name]])
+        is_shifted = torch.arange(len(signs)) >= len(of_test)
+        detected[name] = auroc(signs, is_shifted)
+    return {
+        "test_entropy": test["entropy"].mean().item(),
+        "shifted_entropy": shifted["entropy"].mean().item(),
+        "shift_auroc": detected["entropy"],
+        "auroc": detected,
+    }
+
+
+def auroc(sign: torch.Tensor, wrong: torch.Tensor) -> float | None:
+    """Compute the share of pairs of a wrong and a right text that a sign orders rightly."""
+    n_wrong = int(wrong.sum())
+    n_right = len(sign) - n_wrong
+    if n_wrong == 0 or n_right == 0:
+        return None
+    test = mannwhitneyu(sign[wrong].double(), sign[~wrong].double())
+    return float(test.statistic) / (n_wrong * n_right)
+
+
+def aurc(sign: torch.Tensor, wrong: torch.Tensor) -> float:
+    """Compute the mean share of wrong texts over all coverages.
+
+    A coverage keeps the texts that are least doubtful.
+    """
+    wrong_among_kept = wrong[sign.argsort(stable=True)].double().cumsum(0)
+    kept = torch.arange(1, len(sign) + 1)
+    return (wrong_among_kept / kept).mean().item()
 
 
 def entropies(probabilities: torch.Tensor) -> torch.Tensor:

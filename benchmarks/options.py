@@ -103,6 +103,7 @@ class Stages(SeveralSeeds):
         "shares of label smoothing to try, beside none",
         nargs="*",  # without a number none is tried
     )
+    no_students: bool = option(False, "leave out students and learnt variances")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.benchmark import timer
 
 from benchmarks import metrics, report
@@ -23,7 +22,6 @@ from benchmarks.methods.method import NO_CLASS, Method, PointMethod, Posterior, 
 from benchmarks.methods.priors import Prediction
 from benchmarks.options import Calibration
 from benchmarks.report import Figures, Result, Row, say
-from laplace_lora_ext.metrics import quality
 
 CONTESTANTS = (
     "map",
@@ -192,11 +190,7 @@ class Tests:
         """Measure probabilities of the test texts and each shifted set."""
         test = prediction.probabilities[TEST]
         labels = self.labels[TEST]
-        shifted = {
-            name: self._shifted(name, test, probabilities)
-            for name, probabilities in prediction.probabilities.items()
-            if name != TEST
-        }
+        shifted = {name: self._shifted(name, prediction) for name in self.labels if name != TEST}
         return {
             "seed": self.seed,
             "method": method.key,
@@ -207,23 +201,22 @@ class Tests:
             "chosen": prediction.chosen,
             "regret": prediction.regret,
             **costs.figures(),
-            **quality(test, labels),
+            **metrics.quality_with_aurc(test, labels),
             "reliability": metrics.reliability(test, labels),
             "shifted": shifted,
         }
 
-    def _shifted(
-        self,
-        name: str,
-        test: torch.Tensor,
-        probabilities: torch.Tensor,
-    ) -> Figures:
-        """Measure probabilities of a shifted set: their quality only if a class is right."""
+    def _shifted(self, name: str, prediction: Prediction) -> Figures:
+        """Measure a prediction of a shifted set: its quality only if a class is right."""
         labels = self.labels[name]
         figures = {}
         if bool((labels != NO_CLASS).all()):
-            figures |= quality(probabilities, labels)
-        return figures | metrics.shift_detection(test, probabilities)
+            figures |= metrics.quality_with_aurc(prediction.probabilities[name], labels)
+        signs = {}
+        for of_set in (TEST, name):
+            of_probabilities = metrics.signs_of(prediction.probabilities[of_set])
+            signs[of_set] = {**of_probabilities, **prediction.signs.get(of_set, {})}
+        return figures | metrics.shift_detection(signs[TEST], signs[name])
 
 
 def figures_of(pretrained: Pretrained, rows: list[Row]) -> Figures:
@@ -248,8 +241,13 @@ def text_of(
     for name in task["shifted"]:
         title = f"AUROC of {name}"
         columns.append(title)
+        has_labels = "nll" in rows[0]["shifted"][name]
+        if has_labels:
+            columns.append(f"NLL of {name}")
         for row in shown:
-            row[title] = row["shifted"][name]["shift_auroc"]
+            of_set = row["shifted"][name]
+            row[title] = of_set["shift_auroc"]
+            row[f"NLL of {name}"] = of_set.get("nll")
     return [
         f"Task {task['name']}: {pretrained.hyperparameters.model} with LoRA, {task['train']} "
         f"training texts, {task['test']} test texts, {len(task['classes'])} classes; shifted "

@@ -1,9 +1,8 @@
 """Training in stages and mixtures of what it trains, beside what they compete with."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
-from time import process_time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,24 +20,20 @@ from benchmarks.fine_tuning import (
     prepare,
     untrained,
 )
+from benchmarks.measuring import processor_clock
 from benchmarks.methods import METHODS
-from benchmarks.methods.method import (
-    Loaders,
-    Method,
-    Probabilities,
-    fit_temperature,
-    labels_of,
+from benchmarks.methods.mahalanobis import distances, hidden_states
+from benchmarks.methods.members import (
+    LINK,
+    Member,
+    Posteriors,
+    predict_maps,
+    temperature_of,
+    with_temperature,
 )
+from benchmarks.methods.method import Loaders, Method, labels_of
 from benchmarks.methods.posteriors import over_lora
-from benchmarks.methods.priors import (
-    FACTORS,
-    NO_PRIOR,
-    Prediction,
-    Prior,
-    geometric_mean,
-    probabilities,
-    regret_of,
-)
+from benchmarks.methods.priors import Prediction, Prior
 from benchmarks.methods.students import Scaled, predict_with_student
 from benchmarks.models import AdaptedModel
 from benchmarks.options import Stages
@@ -55,15 +50,16 @@ from laplace_lora_ext.training.students import STEPS
 HELD_OUT = 0.2
 FIRST_STAGE = 1 - HELD_OUT  # of the steps, as of the texts
 HELD = "held-out texts"
-LINK = "mean_field"
 EXPLAINED = (
     "Trainings are steps relative to an ordinary training's; forward passes are the seconds of a "
-    "prediction relative to the bare model's; seconds are processor time."
+    "prediction relative to the bare model's; seconds of fits are processor time on a CPU."
 )
 FIGURES = (
     "accuracy",
     "nll",
     "ece",
+    "brier",
+    "aurc",
     "regret",
     "chosen",
     "trainings",
@@ -85,6 +81,9 @@ MOST_TAUGHT = 2  # members of a mixture that teaches
 
 TEMPERATURE_SCALING = Method("temperature_scaling", "Temperature scaling")
 SECOND_MIXTURE = Method("second_mixture", "Mixture of two")
+LOWRANK_KRON_HEAD = Method("lowrank_kron_head", "lowrank_kron with the head")
+STAGED = Method("staged_1", "In stages")
+STAGED_HEAD = Method("staged_1_head", "In stages, lowrank_kron with the head")
 LABEL_SMOOTHING = Method("label_smoothing", "Label smoothing in stages")
 
 
@@ -93,7 +92,7 @@ def run(options: Stages) -> Iterator[Result]:
     rows: list[Row] = []
     for seed in options.seeds:
         pretrained = prepare(options, seed)
-        trial = Trial(pretrained, seed)
+        trial = Trial(pretrained, options, seed)
         # Each part begins when the one before it has been reported.
         parts = (
             trial.ordinary(),
@@ -109,22 +108,11 @@ def run(options: Stages) -> Iterator[Result]:
 
 
 @dataclass(frozen=True)
-class Member:
-    """A posterior, what it keeps of data sets, and the seconds of both."""
+class Trained:
+    """Posteriors around the same weights: over those of LoRA, and over a head's too."""
 
-    la: Any
-    statistics: Mapping[str, Any]
-    seconds: float
-
-    def predict(self, name: str, chosen: Hyperparameters, factor: Any = 1.0) -> torch.Tensor:
-        """Compute class probabilities (texts, classes) of a data set.
-
-        `factor` multiplies the chosen prior precision.
-        """
-        la = copy(self.la)
-        la.hyperparameters = chosen
-        moments = self.statistics[name].moments(factor * chosen.prior_precision)
-        return probabilities(la, moments, LINK)
+    lora: Member
+    with_head: tuple[Member, ...]  # one for the first member of an encoder
 
 
 @dataclass(frozen=True)
@@ -140,9 +128,9 @@ class Trial:
 
     seconds: Seconds  # the ordinary training's, with which the others are compared
 
-    def __init__(self, pretrained: Pretrained, seed: int) -> None:
+    def __init__(self, pretrained: Pretrained, options: Stages, seed: int) -> None:
         self.pretrained = pretrained
-        self.options = pretrained.options
+        self.options = options
         self.seed = seed
         self.records = pretrained.data[TRAIN]
         self.batches = pretrained.loader(self.records)
@@ -153,45 +141,59 @@ class Trial:
         self.held_labels = labels_of(self.held)
         self.tests = Tests(pretrained, seed)
         self.loaders = self.tests.loaders
+        self.clock = processor_clock(pretrained.device)
 
     def ordinary(self) -> Iterator[Row]:
         """Train as usual, and a second time with a fifth of the texts held out."""
         model = fine_tune(self.pretrained, self.records, self.seed)
-        member = self._fitted(model.model, self.records, self.loaders)
+        trained = self._trained(model.model, self.records, self.loaders)
+        member = trained.lora
         self.seconds = Seconds(
             bare=self.tests.seconds(lambda batch: model.logits([batch])),
             exact=self.tests.seconds(lambda batch: member.la(batch, link_approx=LINK)),
         )
         other = self._second_training(model.model, member)
-        chosen = member.la.hyperparameters
-        temperature = self._temperature([other])
-        fit_seconds = member.seconds + other.seconds
         yield self.tests.row(
             METHODS["map"],
-            self._of_maps([member]),
+            self._with_distances(model, predict_maps([member], self.loaders)),
             self._costs_of_maps(1, trainings=1),
         )
+        temperature = self._temperature([other])
         # The second training alone: its held-out texts are the validation texts of its own model.
         yield self.tests.row(
             TEMPERATURE_SCALING,
-            self._of_maps([other], VALIDATION, temperature),
+            predict_maps([other], self.loaders, VALIDATION, temperature),
             self._costs_of_maps(1, trainings=FIRST_STAGE),
         )
         both_trainings = 1 + FIRST_STAGE
         yield self.tests.row(
             TEMPERATURE_SCALING,
-            self._of_maps([member], ELSEWHERE, temperature),
+            predict_maps([member], self.loaders, ELSEWHERE, temperature),
             self._costs_of_maps(1, trainings=both_trainings),
         )
-        yield self.tests.row(
-            METHODS["lowrank_kron"],
-            self._of_posteriors([member], ELSEWHERE, [chosen]),
-            self._costs_of_posteriors(1, both_trainings, fit_seconds),
-        )
+        yield from self._after_second_training(METHODS["lowrank_kron"], member, other)
+        for with_head in trained.with_head:
+            other_with_head = self._second_fit(model.model, with_head, other)
+            yield from self._after_second_training(LOWRANK_KRON_HEAD, with_head, other_with_head)
+        chosen = member.la.hyperparameters
+        mixture = Posteriors([member, other], [chosen, chosen])
+        fit_seconds = member.seconds + other.seconds
         yield self.tests.row(
             SECOND_MIXTURE,
-            self._of_posteriors([member, other], ELSEWHERE, [chosen, chosen]),
+            self._predicted(mixture, ELSEWHERE),
             self._costs_of_posteriors(2, both_trainings, fit_seconds),
+        )
+
+    def _after_second_training(
+        self, method: Method, member: Member, other: Member
+    ) -> Iterator[Row]:
+        """Measure a posterior with what the held-out texts of a second training have chosen."""
+        chosen = [member.la.hyperparameters]
+        yield from self._and_tempered(
+            method,
+            self._predicted(Posteriors([member], chosen), ELSEWHERE),
+            held=Posteriors([other], chosen),
+            costs=self._costs_of_posteriors(1, 1 + FIRST_STAGE, member.seconds + other.seconds),
         )
 
     def _second_training(self, model: Any, member: Member) -> Member:
@@ -203,13 +205,38 @@ class Trial:
             self.train(model, list(examples), FIRST_STAGE, 1)
             return model
 
-        mixture = member.la.optimize_prior_precision(
+        return self._chosen_by(member, train)
+
+    def _second_fit(self, model: Any, member: Member, other: Member) -> Member:
+        """Choose the prior precision of another posterior by the same second training."""
+
+        def train(_: Any) -> Any:
+            model.set_adapter(other.la.blocks[0].adapter)
+            return model
+
+        return self._chosen_by(member, train)
+
+    def _chosen_by(self, member: Member, train: Callable[[Any], Any]) -> Member:
+        """Choose the prior precision of a posterior by what `train` makes; return that one's."""
+        history = member.la.optimize_prior_precision(
             method="second_training",
             train=train,
             train_loader=self.batches,
         )
-        (second,) = mixture.posteriors
+        (second,) = history.posteriors
         return self._with_statistics(second, {**self.held_loaders, **self.loaders})
+
+    def _with_distances(self, model: AdaptedModel, prediction: Prediction) -> Prediction:
+        """Add how far texts are from those of training, where each has one hidden state."""
+        if self.pretrained.task.has_choices:
+            return prediction
+        training = hidden_states(model, self.batches)
+        labels = labels_of(self.records)
+        signs = {}
+        for name, loader in self.loaders.items():
+            of_texts = distances(training, labels, hidden_states(model, loader))
+            signs[name] = {"mahalanobis": of_texts}
+        return replace(prediction, signs=signs)
 
     def in_stages(self, members: int) -> Iterator[Row]:
         """Do what `laplace_lora_ext.in_stages` does for each number of members, and MAPs alone.
@@ -224,28 +251,51 @@ class Trial:
         for number in range(1, trainings.members):
             self._add_member(adapters, number)
 
-        def first_stage(stage: Stage) -> Member:
+        def first_stage(stage: Stage) -> Trained:
             self.train(model, self.rest, stage.share, stage.member)
-            return self._fitted(model, self.rest, self.held_loaders)
+            return self._trained(model, self.rest, self.held_loaders, stage.member)
 
-        def second_stage(stage: Stage) -> Member:
+        def second_stage(stage: Stage) -> Trained:
             self.train(model, self.records, stage.share, stage.member)
-            return self._fitted(model, self.records, self.loaders)
+            return self._trained(model, self.records, self.loaders, stage.member)
 
-        firsts = adapters.run(trainings.first, first_stage)
+        trained = adapters.run(trainings.first, first_stage)
+        heads = trained[0].with_head
+        firsts = [each.lora for each in trained]
         # The second stage changes the weights that these posteriors are around.
         choices = {count: self._choices(firsts[:count]) for count in counts}
-        without_scale = self._prior_alone(firsts[0])
-        seconds = adapters.run(trainings.second, second_stage)
+        without_scale = [self._prior_alone(firsts[0])]
+        of_heads = [self._choices([head]).hyperparameters for head in heads]
+        trained = adapters.run(trainings.second, second_stage)
+        seconds = [each.lora for each in trained]
         for count in counts:
             yield from self._staged(firsts[:count], seconds[:count], choices[count])
-            if count == 1:
-                fit_seconds = firsts[0].seconds + seconds[0].seconds
-                yield self.tests.row(
-                    Method("staged_1", "In stages"),
-                    self._of_posteriors(seconds[:1], PRIOR_ALONE, [without_scale]),
-                    self._costs_of_posteriors(1, FIRST_STAGE + SECOND_STAGE, fit_seconds),
-                )
+        yield from self._posterior_in_stages(
+            STAGED, PRIOR_ALONE, firsts[:1], seconds[:1], without_scale
+        )
+        for first, second, chosen in zip(heads, trained[0].with_head, of_heads, strict=True):
+            yield from self._posterior_in_stages(
+                STAGED_HEAD, HELD_OUT_TEXTS, [first], [second], chosen
+            )
+
+    def _posterior_in_stages(
+        self,
+        method: Method,
+        prior: Prior,
+        firsts: Sequence[Member],
+        members: Sequence[Member],
+        chosen: Sequence[Hyperparameters],
+    ) -> Iterator[Row]:
+        """Measure what first stages have chosen for posteriors of second stages."""
+        count = len(members)
+        trainings = count * (FIRST_STAGE + SECOND_STAGE)
+        fit_seconds = sum(member.seconds for member in (*firsts, *members))
+        yield from self._and_tempered(
+            method,
+            self._predicted(Posteriors(members, chosen), prior),
+            held=Posteriors(firsts, chosen),
+            costs=self._costs_of_posteriors(count, trainings, fit_seconds),
+        )
 
     def _staged(
         self,
@@ -259,31 +309,34 @@ class Trial:
         posteriors = Method(f"staged_{count}", f"Mixture of {count} in stages")
         if count == 1:
             maps = Method("staged_map_1", "In stages, MAP")
-            posteriors = Method("staged_1", "In stages")
+            posteriors = STAGED
         trainings = count * (FIRST_STAGE + SECOND_STAGE)
-        fit_seconds = sum(member.seconds for member in (*firsts, *members))
-        of_maps = self._costs_of_maps(count, trainings)
-        yield self.tests.row(maps, self._of_maps(members), of_maps)
+        costs = self._costs_of_maps(count, trainings)
+        yield self.tests.row(maps, predict_maps(members, self.loaders), costs)
         temperature = self._temperature(firsts)
-        yield self.tests.row(maps, self._of_maps(members, TEMPERATURE, temperature), of_maps)
-        yield self.tests.row(
-            posteriors,
-            self._of_posteriors(members, HELD_OUT_TEXTS, choice.hyperparameters),
-            self._costs_of_posteriors(count, trainings, fit_seconds),
-        )
-        if count > MOST_TAUGHT:
-            return
-        las = [member.la for member in members]
-        la = stages.joined(stages.with_choice(las, choice))
+        tempered = predict_maps(members, self.loaders, TEMPERATURE, temperature)
+        yield self.tests.row(maps, tempered, costs)
+        chosen = choice.hyperparameters
+        yield from self._posterior_in_stages(posteriors, HELD_OUT_TEXTS, firsts, members, chosen)
+        if count <= MOST_TAUGHT and not self.options.no_students:
+            las = [member.la for member in members]
+            la = stages.joined(stages.with_choice(las, choice))
+            fit_seconds = sum(member.seconds for member in (*firsts, *members))
+            yield from self._taught(la, posteriors, trainings, fit_seconds)
+            if count == 1:
+                scaled = Scaled(la, temperature)
+                method = Method(maps.key, "In stages, temperature")
+                yield self._student(scaled, SWAPPED, method, trainings, fit_seconds=0.0)
+
+    def _taught(
+        self, la: Any, method: Method, trainings: float, fit_seconds: float
+    ) -> Iterator[Row]:
+        """Measure what a posterior or a mixture teaches: variances, and students."""
         # One member shows what the texts without labels are good for; two take them for granted.
-        taught_by = (None, SWAPPED) if count == 1 else (SWAPPED,)
+        taught_by = (None, SWAPPED) if len(la.members) == 1 else (SWAPPED,)
         for unlabelled in taught_by:
-            yield self._amortized(la, unlabelled, posteriors, trainings, fit_seconds)
-            yield self._student(la, unlabelled, posteriors, trainings, fit_seconds)
-        if count == 1:
-            scaled = Scaled(la, temperature)
-            method = Method(maps.key, "In stages, temperature")
-            yield self._student(scaled, SWAPPED, method, trainings, fit_seconds=0.0)
+            yield self._amortized(la, unlabelled, method, trainings, fit_seconds)
+            yield self._student(la, unlabelled, method, trainings, fit_seconds)
 
     def _amortized(
         self,
@@ -296,9 +349,9 @@ class Trial:
         """Learn the variances of a posterior or a mixture, and predict in one pass."""
         taught_by = unlabelled or "its texts"
         say(self.options, f"Seed {self.seed}: {method.title}, taught by {taught_by}")
-        started = process_time()
+        started = self.clock()
         la.amortize(self.batches, unlabelled=unlabelled)
-        fit_seconds += process_time() - started
+        fit_seconds += self.clock() - started
 
         def predict(batch: Any) -> torch.Tensor:
             return la(batch, pred_type="amortized", link_approx=LINK).detach().cpu()
@@ -330,12 +383,12 @@ class Trial:
         fit_seconds: float,
     ) -> Row:
         """Teach an adapter of its own what a posterior, a mixture or a temperature predicts."""
-        started = process_time()
+        started = self.clock()
         taught = predict_with_student(teacher, self.pretrained, unlabelled, self.seed, self.loaders)
         costs = Costs(
             predict_seconds=self.seconds.bare,
             forward_passes=1.0,
-            fit_seconds=fit_seconds + process_time() - started,
+            fit_seconds=fit_seconds + self.clock() - started,
             trainings=trainings + STEPS,
         )
         named = Method(f"{method.key}_student", f"{method.title}, student")
@@ -343,6 +396,8 @@ class Trial:
 
     def smoothed(self, amounts: Sequence[float]) -> Iterator[Row]:
         """Train in stages with label smoothing, as much of it as held-out texts prefer."""
+        if not amounts:
+            return
         losses: dict[float, float] = {}
         for amount in (0.0, *amounts):
             first = self._first_stage(amount)
@@ -393,23 +448,41 @@ class Trial:
             recipe=Smoothed(smoothing) if smoothing else None,
         )
 
-    def _fitted(self, model: Any, records: Records, loaders: Loaders) -> Member:
+    def _trained(
+        self,
+        model: Any,
+        records: Records,
+        loaders: Loaders,
+        number: int = 0,
+    ) -> Trained:
+        """Fit posteriors to the texts that their model was trained on; with a head, the first."""
+        lora = self._fitted(model, records, loaders)
+        if number > 0 or not self.pretrained.has_head:
+            return Trained(lora, ())
+        return Trained(lora, (self._fitted(model, records, loaders, modules_to_save=True),))
+
+    def _fitted(
+        self,
+        model: Any,
+        records: Records,
+        loaders: Loaders,
+        **keywords: Any,
+    ) -> Member:
         """Fit a posterior to the texts that its model was trained on."""
         say(self.options, f"Seed {self.seed}: fitting")
-        # Processor time does not depend on what else the processor does.
-        started = process_time()
-        la = over_lora(AdaptedModel(model, self.pretrained.class_token_ids))
+        started = self.clock()
+        la = over_lora(AdaptedModel(model, self.pretrained.class_token_ids), **keywords)
         la.fit(self.pretrained.loader(records), progress_bar=not self.options.quiet)
-        return self._with_statistics(la, loaders, process_time() - started)
+        return self._with_statistics(la, loaders, self.clock() - started)
 
     def _with_statistics(self, la: Any, loaders: Loaders, seconds: float = 0.0) -> Member:
         """Collect a posterior's statistics; those of test texts are no part of a fit's seconds."""
         statistics = {}
         for name, loader in loaders.items():
-            started = process_time()
+            started = self.clock()
             statistics[name] = la.predictive_statistics(loader)
             if name not in self.loaders:
-                seconds += process_time() - started
+                seconds += self.clock() - started
         return Member(la, statistics, seconds)
 
     def _choices(self, firsts: Sequence[Member]) -> stages.Choice:
@@ -429,48 +502,19 @@ class Trial:
 
     def _temperature(self, members: Sequence[Member]) -> float:
         """Find the temperature with which the members' mean predicts held-out texts best."""
-        logits = torch.stack([member.statistics[HELD].f_mu for member in members])
-        return fit_temperature(logits, self.held_labels)
+        return temperature_of(members, HELD, self.held_labels)
 
-    def _of_maps(
-        self,
-        members: Sequence[Member],
-        prior: Prior = NO_PRIOR,
-        temperature: float | None = None,
-    ) -> Prediction:
-        """Predict with the members' models, without their posteriors."""
-        mean: Probabilities = {}
-        for name in self.loaders:
-            logits = torch.stack([member.statistics[name].f_mu for member in members])
-            if temperature is not None:
-                logits = logits / temperature
-            mean[name] = logits.softmax(-1).mean(0)
-        return Prediction(mean, prior, chosen=temperature)
+    def _predicted(self, posteriors: Posteriors, prior: Prior) -> Prediction:
+        """Predict all test texts with posteriors."""
+        return posteriors.predict(self.loaders, prior, self.tests.labels[TEST])
 
-    def _of_posteriors(
-        self,
-        members: Sequence[Member],
-        prior: Prior,
-        choices: Sequence[Hyperparameters],
-    ) -> Prediction:
-        """Predict with posteriors, and measure their regret."""
-
-        def predicted(name: str, factor: float | torch.Tensor = 1.0) -> torch.Tensor:
-            of_members = [
-                member.predict(name, chosen, factor)
-                for member, chosen in zip(members, choices, strict=True)
-            ]
-            return torch.stack(of_members).mean(0)
-
-        mean = {name: predicted(name) for name in self.loaders}
-        tried = (predicted(TEST, factor) for factor in FACTORS)
-        return Prediction(
-            mean,
-            prior,
-            LINK,
-            chosen=geometric_mean(torch.stack([chosen.prior_precision for chosen in choices])),
-            regret=regret_of(mean[TEST], tried, self.tests.labels[TEST]),
-        )
+    def _and_tempered(
+        self, method: Method, prediction: Prediction, held: Posteriors, costs: Costs
+    ) -> Iterator[Row]:
+        """Measure a prediction, and once more after a temperature of the held-out texts."""
+        yield self.tests.row(method, prediction, costs)
+        tempered = with_temperature(prediction, held.probabilities(HELD), self.held_labels)
+        yield self.tests.row(method, tempered, costs)
 
     def _costs_of_maps(self, members: int, trainings: float) -> Costs:
         return Costs(

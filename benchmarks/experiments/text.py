@@ -16,6 +16,7 @@ import laplace_lora_ext
 from benchmarks import training
 from benchmarks.experiments import text_measures as measures
 from benchmarks.fine_tuning import with_lora
+from benchmarks.measuring import processor_clock
 from benchmarks.methods import free_text
 from benchmarks.methods.free_text import Predictor, posterior
 from benchmarks.models import device_of, gemma_folder, load_model, load_tokenizer
@@ -66,8 +67,7 @@ def measure(options: Text, seed: int, device: str) -> Measured:
     """Fine-tune, fit, and measure every method."""
     started = time.perf_counter()
     train, validation, test = read(options, seed)
-    # Processor time does not depend on what else the processor does.
-    clock = time.process_time if device == "cpu" else time.perf_counter
+    clock = processor_clock(device)
     folder = options.model or gemma_folder(options.cache)
     tokenizer = load_tokenizer(folder)
     # Answers are written behind their prompts, which must not be padded there.

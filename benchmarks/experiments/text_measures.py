@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from scipy.stats import mannwhitneyu
 from torchmetrics.functional.classification import binary_calibration_error
 
 from benchmarks.measuring import Clock, Job, repeated_seconds
 from benchmarks.methods.free_text import Predictor, token_loss
+from benchmarks.metrics import aurc, auroc
 from benchmarks.report import Row
 from benchmarks.tasks.free_text import Written, by_length
 from laplace_lora_ext.metrics import N_BINS
@@ -120,21 +120,7 @@ def detects(
     wrong: torch.Tensor,
 ) -> dict[str, float | None]:
     """Compute AUROC of a sign of wrong answers, and their mean share over all coverages."""
-    n_answers = len(sign)
-    n_wrong = int(wrong.sum())
-    n_right = n_answers - n_wrong
-    auroc = None
-    if n_wrong > 0 and n_right > 0:
-        # The share of pairs of a wrong and a right answer that the sign orders rightly.
-        test = mannwhitneyu(sign[wrong].double(), sign[~wrong].double())
-        auroc = float(test.statistic) / (n_wrong * n_right)
-    # A coverage keeps the answers that are least doubtful.
-    wrong_among_kept = wrong[sign.argsort(stable=True)].double().cumsum(0)
-    kept = torch.arange(1, n_answers + 1)
-    return {
-        "auroc": auroc,
-        "aurc": (wrong_among_kept / kept).mean().item(),
-    }
+    return {"auroc": auroc(sign, wrong), "aurc": aurc(sign, wrong)}
 
 
 def speed(

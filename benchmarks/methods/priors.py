@@ -1,7 +1,7 @@
 """Ways to choose a prior precision by training texts, and what it then predicts."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,8 @@ class Prediction:
     link: str = ""
     chosen: float | None = None  # a mean prior precision, a temperature, or label smoothing
     regret: float | None = None  # NLL above the least that another prior precision gives
+    # By data set: what else tells how doubtful each text is, beside the probabilities.
+    signs: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
 
 def by_evidence(structure: str) -> Choose:

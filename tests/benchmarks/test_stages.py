@@ -1,5 +1,7 @@
 """The experiment on training in stages at its smallest; its mixtures are those of `in_stages`."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -9,6 +11,7 @@ from benchmarks.experiments.stages import Seconds, Trial
 from benchmarks.fine_tuning import MEMBER_SEEDS, TEST, TRAIN, prepare, untrained
 from benchmarks.methods.method import labels_of
 from benchmarks.options import Stages
+from benchmarks.tasks.paper import PAPER_TASKS
 from laplace_lora_ext.metrics import negative_log_likelihood
 from tests.benchmarks.support import is_picture, run
 
@@ -34,32 +37,61 @@ EXPECTED_ROWS = [
     ("temperature_scaling", "validation"),
     ("temperature_scaling", "validation_elsewhere"),
     ("lowrank_kron", "validation_elsewhere"),
+    ("lowrank_kron", "validation_elsewhere_tempered"),
     ("second_mixture", "validation_elsewhere"),
     ("staged_map_1", ""),
     ("staged_map_1", "held_out_temperature"),
     ("staged_1", "held_out"),
+    ("staged_1", "held_out_tempered"),
     ("staged_1_amortized", "training_texts"),
     ("staged_1_student", "training_texts"),
     ("staged_1_amortized", "swapped"),
     ("staged_1_student", "swapped"),
     ("staged_map_1_student", "swapped"),
-    ("staged_1", "held_out_prior"),
     ("staged_map_2", ""),
     ("staged_map_2", "held_out_temperature"),
     ("staged_2", "held_out"),
+    ("staged_2", "held_out_tempered"),
     ("staged_2_amortized", "swapped"),
     ("staged_2_student", "swapped"),
+    ("staged_1", "held_out_prior"),
+    ("staged_1", "held_out_prior_tempered"),
     ("label_smoothing", "held_out"),
 ]
+OF_VARIANCES = {"epistemic_entropy", "summed_variance", "largest_variance"}
+# What tells foreign texts, beside entropy and maximum.
+SIGNS = {
+    ("map", ""): {"mahalanobis"},
+    ("lowrank_kron", "validation_elsewhere"): OF_VARIANCES,
+    ("second_mixture", "validation_elsewhere"): OF_VARIANCES,
+    ("staged_1", "held_out"): OF_VARIANCES,
+    ("staged_1", "held_out_prior"): OF_VARIANCES,
+    ("staged_map_2", ""): {"epistemic_entropy"},
+    ("staged_map_2", "held_out_temperature"): {"epistemic_entropy"},
+    ("staged_2", "held_out"): OF_VARIANCES,
+}
+
+
+def rows_of(finished):
+    """Find rows by method and prior, of which no two have the same."""
+    rows = {(row["method"], row["prior"]): row for row in finished.figures["methods"]}
+    assert len(rows) == len(finished.figures["methods"])
+    return rows
 
 
 def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path, capsys):
     folder = tmp_path / "results"
     finished = run(capsys, folder, "stages", **options, smoothing=[0.2])
-    rows = {(row["method"], row["prior"]): row for row in finished.figures["methods"]}
-    assert len(rows) == len(finished.figures["methods"])
+    rows = rows_of(finished)
     assert list(rows) == EXPECTED_ROWS
-    assert all(0 < row["nll"] < 10 for row in rows.values())
+    for keys, row in rows.items():
+        assert 0 < row["nll"] < 10
+        assert 0 <= row["aurc"] <= 1
+        of_shifted = row["shifted"]["matplotlib"]
+        assert set(of_shifted["auroc"]) == {"entropy", "maximum"} | SIGNS.get(keys, set())
+        assert of_shifted["auroc"]["entropy"] == of_shifted["shift_auroc"]
+        # Its texts have labels, of another library.
+        assert 0 < of_shifted["nll"] < 10
     assert rows["staged_2", "held_out"]["trainings"] == pytest.approx(2.1)
     ordinary = 1
     staged = 2 * 2  # two stages of two members; the first of the second is a second training too
@@ -74,13 +106,58 @@ def test_every_row_is_measured_and_every_training_is_shared(options, tmp_path, c
     assert "Reading" in finished.progress
 
 
-def test_a_mixture_is_that_of_in_stages(options, monkeypatch):
-    def untaught(*args):
-        return {TEST: torch.full((12, 4), 0.25)}
+def test_a_head_takes_part_without_a_further_training(tiny_models, tmp_path, capsys):
+    write_grammar(tmp_path)
+    finished = run(
+        capsys,
+        tmp_path / "results",
+        "stages --no-students --smoothing",
+        task="cola",
+        data=tmp_path,
+        model=tiny_models[False],
+        members=1,
+        steps=20,
+        learning_rate=0.01,
+        batch_size=8,
+        cache=tmp_path / "cache",
+    )
+    rows = rows_of(finished)
+    taught = [key for key, _ in rows if "student" in key or "amortized" in key]
+    assert not taught
+    assert ("label_smoothing", "held_out") not in rows
+    for method, prior in (
+        ("lowrank_kron", "validation_elsewhere"),
+        ("staged_1", "held_out"),
+    ):
+        alone = rows[method, prior]
+        with_head = rows[f"{method}_head", prior]
+        assert with_head["trainings"] == alone["trainings"]
+        # The model is the same, the posterior isn't.
+        assert with_head["nll"] != alone["nll"]
+        assert (f"{method}_head", f"{prior}_tempered") in rows
+    trainings = list((tmp_path / "cache").glob("fine-tuned-*.pt"))
+    assert len(trainings) == 4  # as usual, a second time, and two stages
 
-    monkeypatch.setattr("benchmarks.experiments.stages.predict_with_student", untaught)
-    pretrained = prepare(Stages(quiet=True, **options), 0)
-    trial = Trial(pretrained, 0)
+
+def write_grammar(data):
+    """Write sentences of two classes, some of them wrong."""
+    task = PAPER_TASKS["cola"]
+    rows = [
+        {"sentence": f"It {'rains' if number % 2 else 'rain'} {number}.", "label": label}
+        for number in range(24)
+        for label in (number % 2, (number // 5) % 2)
+    ]
+    for source in task.sources:
+        file = source.file_in(data)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(row) for row in rows]
+        file.write_text("\n".join(lines), encoding="utf-8")
+
+
+def test_a_mixture_is_that_of_in_stages(options):
+    asked = Stages(quiet=True, no_students=True, **options)
+    pretrained = prepare(asked, 0)
+    trial = Trial(pretrained, asked, 0)
     trial.seconds = Seconds(bare=1.0, exact=1.0)
 
     def train(model, examples, share):

@@ -1,0 +1,162 @@
+"""Predictions of trained members, from statistics: of their models, and of their posteriors."""
+
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.fine_tuning import TEST
+from benchmarks.methods.method import Probabilities, fit_temperature
+from benchmarks.methods.priors import (
+    FACTORS,
+    NO_PRIOR,
+    Prediction,
+    Prior,
+    geometric_mean,
+    probabilities,
+    regret_of,
+)
+from laplace_lora_ext.models.posterior import Hyperparameters
+from laplace_lora_ext.predictive.decisions import Prediction as Decisions
+from laplace_lora_ext.predictive.links import shared_noise, softmax_samples
+from laplace_lora_ext.predictive.moments import Moments, centred, mixed
+
+LINK = "mean_field"
+DRAWS = 256  # of the logits, for entropies
+AT_ONCE = 64  # texts whose logits are drawn together
+
+
+@dataclass(frozen=True)
+class Member:
+    """A posterior, what it keeps of data sets on the CPU, and the seconds of both."""
+
+    la: Any
+    statistics: Mapping[str, Any]
+    seconds: float
+
+    def moments(self, name: str, prior_precision: torch.Tensor) -> Moments:
+        """Compute mean and covariance of a data set's logits, on the CPU."""
+        return self.statistics[name].moments(prior_precision)
+
+    def logits(self, name: str) -> torch.Tensor:
+        """Return the model's logits (texts, classes) of a data set, on the CPU."""
+        return self.statistics[name].f_mu
+
+
+@dataclass(frozen=True)
+class Posteriors:
+    """Members with what was chosen for each: a posterior, or a mixture of several."""
+
+    members: Sequence[Member]
+    choices: Sequence[Hyperparameters]
+
+    def probabilities(self, name: str, factor: float | torch.Tensor = 1.0) -> torch.Tensor:
+        """Compute class probabilities (texts, classes) of a data set, on the CPU.
+
+        `factor` multiplies the chosen prior precisions.
+        """
+        of_members = []
+        for member, chosen in zip(self.members, self.choices, strict=True):
+            la = copy(member.la)
+            la.hyperparameters = chosen
+            moments = member.moments(name, factor * chosen.prior_precision)
+            of_members.append(probabilities(la, moments, LINK))
+        return torch.stack(of_members).mean(0)
+
+    def predict(self, names: Collection[str], prior: Prior, labels: torch.Tensor) -> Prediction:
+        """Predict data sets; measure the regret by the labels of the test texts."""
+        mean = {name: self.probabilities(name) for name in names}
+        tried = (self.probabilities(TEST, factor) for factor in FACTORS)
+        priors = torch.stack([chosen.prior_precision for chosen in self.choices])
+        return Prediction(
+            mean,
+            prior,
+            LINK,
+            chosen=geometric_mean(priors),
+            regret=regret_of(mean[TEST], tried, labels),
+            signs={name: self._signs(name, mean[name]) for name in names},
+        )
+
+    def _signs(self, name: str, mean: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute what the posteriors say of how doubtful each text is."""
+        scaled = []
+        for member, chosen in zip(self.members, self.choices, strict=True):
+            moments = member.moments(name, chosen.prior_precision)
+            scaled.append(moments.scaled(chosen.logit_scale))
+        parts = [moments.split(AT_ONCE) for moments in scaled]
+        epistemic = []
+        for of_mean, *of_members in zip(mean.split(AT_ONCE), *parts, strict=True):
+            draws = torch.cat([_drawn(moments) for moments in of_members])
+            epistemic.append(Decisions.of_draws(of_mean, draws).epistemic_entropy)
+        f_mu = torch.stack([moments.f_mu for moments in scaled])
+        f_var = torch.stack([moments.f_var for moments in scaled])
+        _, covariance = mixed(f_mu, f_var)
+        # What all logits of a text share says nothing of its class, and may not be known.
+        variances = centred(covariance).diagonal(dim1=-2, dim2=-1)
+        return {
+            "epistemic_entropy": torch.cat(epistemic),
+            "summed_variance": variances.sum(-1),
+            "largest_variance": variances.amax(-1),
+        }
+
+
+def _drawn(moments: Moments) -> torch.Tensor:
+    """Draw probabilities (draws, texts, classes), with the same noise for every text."""
+    f_mu, f_var = moments
+    noise = shared_noise(f_mu, DRAWS, torch.Generator().manual_seed(0))
+    return softmax_samples(f_mu, f_var, noise).exp()
+
+
+def temperature_of(members: Sequence[Member], name: str, labels: torch.Tensor) -> float:
+    """Find the temperature with which the members' mean predicts a data set best."""
+    logits = torch.stack([member.logits(name) for member in members])
+    return fit_temperature(logits, labels)
+
+
+def predict_maps(
+    members: Sequence[Member],
+    names: Collection[str],
+    prior: Prior = NO_PRIOR,
+    temperature: float | None = None,
+) -> Prediction:
+    """Predict data sets with the members' models, without their posteriors."""
+    mean: Probabilities = {}
+    signs = {}
+    for name in names:
+        logits = torch.stack([member.logits(name) for member in members])
+        of_members = (logits / (temperature or 1.0)).softmax(-1)
+        mean[name] = of_members.mean(0)
+        if len(members) > 1:
+            decisions = Decisions.of_draws(mean[name], of_members)
+            signs[name] = {"epistemic_entropy": decisions.epistemic_entropy}
+    return Prediction(mean, prior, chosen=temperature, signs=signs)
+
+
+def with_temperature(
+    prediction: Prediction, held: torch.Tensor, labels: torch.Tensor
+) -> Prediction:
+    """Divide log-probabilities by a temperature, which those of held-out texts choose."""
+    temperature = fit_temperature(_log(held), labels)
+    tempered = {
+        name: (_log(each) / temperature).softmax(-1)
+        for name, each in prediction.probabilities.items()
+    }
+    prior = Prior(
+        f"{prediction.prior.key}_tempered",
+        f"{prediction.prior.title}, then a temperature",
+    )
+    return replace(
+        prediction,
+        probabilities=tempered,
+        prior=prior,
+        chosen=temperature,
+        regret=None,
+        signs={},
+    )
+
+
+def _log(probabilities: torch.Tensor) -> torch.Tensor:
+    """Take logarithms; a probability of 0 counts as the smallest positive number."""
+    return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
